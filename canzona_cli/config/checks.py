@@ -73,9 +73,8 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         yield f"optimizer.lr={config.optimizer.lr:g} is above {highest:g}: with {name} training probably diverges"
     if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
         yield "train.batch_tokens is ignored: train.global_batch_size is set"
-    if strategy in IN_ORDER and config.engine.mode in ("shared", "rows") and not unplanned:
-        asked = f"engine.mode={config.engine.mode}"
-        yield f"{asked} is ignored: engine.strategy is {strategy}, which updates every matrix on one host"
+    if strategy in IN_ORDER and config.engine.mode == "shared" and not unplanned:
+        yield f"engine.mode=shared is ignored: engine.strategy is {strategy}, which updates every matrix on one host"
     for key, only in (("layout", "contiguous"), ("grouping", "greedy")):
         if strategy == "paper" and not unplanned and f"engine.{key}" in explicit and vars(config.engine)[key] != only:
             yield f"engine.{key} is ignored: engine.strategy is paper, which has {only}"

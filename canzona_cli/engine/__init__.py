@@ -22,8 +22,8 @@ The way of one matrix, `u0`, through a step:
       4. back        along row 1: fragments of the new weight, in the model's dtype    (hosted)
       5. gather      down each column, from row 1 to the parameters of every owner     (megatron/owner_bucket_group)
 
-A matrix that is shared instead of hosted stays where it is reduced to: in steps 2 and 4 squares travel to its host and
-back, twice, and every rank of the row updates its own fragment (`shared`, `sharing`).
+A matrix that is shared instead of hosted stays where it is reduced to: after the micro-groups every rank of the row
+updates its own fragment, and squares of its short side are gathered between products (`shared`).
 
 Steps 2 to 4 are a pipeline over micro-groups (`planned`): while group i is updated, gradients of i + 1 come in and
 weights of i - 1 go out. Megatron's AdamW updates everything else (`canzona_optimizer` chains the two). Strategy sc has

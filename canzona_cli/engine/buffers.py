@@ -70,12 +70,6 @@ class AllToAll:
             self._last[self._place] = self._work
         return self._work
 
-    def wait_for_memory(self) -> None:
-        """Until what was sent from the same memory before is away; only who writes messages by other streams than
-        those that wait for them has to ask."""
-        if (last := self._last[self._place] if self._last else None) is not None:
-            last.wait()
-
     def wait(self) -> None:
         """Until everything has arrived (on a GPU: the current stream waits, the host does not)."""
         if self._work is not None:

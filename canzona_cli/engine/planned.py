@@ -12,13 +12,12 @@ from canzona_cli.engine.buffers import AllToAll, Messages
 from canzona_cli.engine.factory import Fallbacks
 from canzona_cli.engine.hosted import HostedGroup, Wiring, scratch_elements
 from canzona_cli.engine.masters import MasterOptimizer, left_out, settle
-from canzona_cli.engine.shared import SharedGroup
-from canzona_cli.engine.sharing import Sharing
+from canzona_cli.engine.shared import Sharing
 from canzona_cli.megatron.optimizer import adamw_settings
 from canzona_cli.megatron.owner_bucket_group import gathering_order, matrix_groups
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.exchange import Route, exchange_bytes, from_hosts, senders, square_bytes, to_hosts
+from canzona_cli.planner.exchange import Route, from_hosts, senders, to_hosts
 from canzona_cli.planner.pipeline import ahead, order
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import GATHERED_AHEAD
@@ -54,37 +53,20 @@ class PlannedOptimizer(MasterOptimizer):
         self._hosts = {
             matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
         }
-        self._shares, self._widths = plan.assignment.shares, exchange_bytes(config)
+        shares = plan.assignment.shares
         self._overlap = bool(chunks[0].ddp_config.overlap_param_gather)
         stage, owner = world.pp_rank, world.owner
         batches = self._batches(plan, stage, owner)
         self._owned = tuple(matrix for batch in batches for matrix in batch)
-        modes = plan.modes
-        by_rows = [
-            (matrix, len(plan.assignment.shares[matrix.index].fragment))
-            for matrix in self._owned
-            if modes[matrix.index] == "rows"
-        ]
-        batches = [tuple(matrix for matrix in batch if modes[matrix.index] != "rows") for batch in batches]
-        self._rounds = [plan.assignment.rounds([matrix.index for matrix in batch]) for batch in batches]
-        self._whole = tuple(matrix for matrix in self._owned if matrix.index not in self._shares)
+        shared = [matrix for matrix in self._owned if matrix.index in shares]
+        batches = [tuple(matrix for matrix in batch if matrix.index not in shares) for batch in batches]
+        self._whole = tuple(matrix for batch in batches for matrix in batch)
         """Those that are hosted."""
-        exchange_dtype, dtype = _DTYPES[config.engine.exchange_dtype], _DTYPES[config.train.precision]
-        self._messages: list[Messages] = []
-        exchanges: list[list[tuple[AllToAll, AllToAll]]] = [[] for _ in batches]
-        for number in range(max(self._rounds, default=1)):
-            out = [self._to_hosts(batch, number) for batch in batches]
-            back = [self._from_hosts(batch, number) for batch in batches]
-            sent = Messages.for_routes(out, exchange_dtype, wiring.device)
-            returned = Messages.for_routes(back, dtype, wiring.device)
-            self._messages += [sent, returned]
-            for place, routes in enumerate(zip(out, back, strict=True)):
-                if number < self._rounds[place]:
-                    there, here = (
-                        AllToAll(route, messages, place, wiring.tp_group)
-                        for route, messages in zip(routes, (sent, returned), strict=True)
-                    )
-                    exchanges[place].append((there, here))
+        out = [self._route(to_hosts, batch) for batch in batches]
+        back = [self._route(from_hosts, batch) for batch in batches]
+        sent = Messages.for_routes(out, _DTYPES[config.engine.exchange_dtype], wiring.device)
+        returned = Messages.for_routes(back, _DTYPES[config.train.precision], wiring.device)
+        self._messages = [sent, returned]
         hosted = [self._hosted(batch) for batch in batches]
         scratch = max((scratch_elements(wiring, own) for own in hosted), default=0)
         self._scratch = torch.empty(scratch, dtype=torch.float32, device=wiring.device)
@@ -98,33 +80,22 @@ class PlannedOptimizer(MasterOptimizer):
             device=wiring.device,
         )
         """Of `_finite`, among `_whole`."""
-        shared = [[(matrix, self._hosts[matrix.index]) for matrix in self._shared(batch)] for batch in batches]
-        squares = torch.bfloat16 if square_bytes(config) == 2 else torch.float32
-        self._sharing = Sharing(wiring, shared, by_rows, max(self._rounds), squares) if any(shared) or by_rows else None
+        parts = [len(shares[matrix.index].fragment) for matrix in shared]
+        self._sharing = Sharing(wiring, shared, parts) if shared else None
         self.sharing = () if self._sharing is None else (self._sharing,)
-        parts = self._finite.split([len(own) for own in hosted])  # type: ignore[no-untyped-call]
-        self.groups: list[HostedGroup] = []
-        for number, finite in enumerate(parts):
-            own, rounds, sharing = hosted[number], exchanges[number], self._sharing
-            if sharing is None or not shared[number]:
-                whole = HostedGroup(wiring, own, *rounds[0], self._scratch, finite)
-                self.groups.append(whole)
-                continue
-            group = SharedGroup(
+        self.groups: list[HostedGroup] = [
+            HostedGroup(
                 wiring,
-                own,
-                rounds,
+                hosted[number],
+                AllToAll(out[number], sent, number, wiring.tp_group),
+                AllToAll(back[number], returned, number, wiring.tp_group),
                 self._scratch,
                 finite,
-                shared=shared[number],
-                optimizer=sharing.form,
-                memory=sharing.memory,
-                number=number,
             )
-            sharing.matrices += group.shared
-            self.groups.append(group)
-        self._ahead, self._begun = ahead([bool(own) for own in shared]), 0
-        """Groups whose gradients set out before their norm is known, and how many of them have in this step."""
+            for number, finite in enumerate(self._finite.split([len(own) for own in hosted]))  # type: ignore[no-untyped-call]
+        ]
+        self._begun = 0
+        """Places in the order that are done in this step."""
         for one in self._sharing.matrices if self._sharing is not None else ():
             one.reload()
         self._slices = self._gradient_slices()
@@ -138,7 +109,7 @@ class PlannedOptimizer(MasterOptimizer):
     @torch.no_grad()
     def begin(self) -> None:
         """Pack and send the first groups' gradients. Messages carry them as they are: hosts scale what arrives."""
-        self._run(self._ahead)
+        self._run(ahead(len(self.groups)))
 
     @torch.no_grad()
     def discard(self) -> None:
@@ -160,14 +131,14 @@ class PlannedOptimizer(MasterOptimizer):
         self._run(None)
         self._begun = 0
         if self._sharing is not None:
-            self._sharing.update_by_rows(self._scale)
+            self._sharing.update(self._scale)
             self._sharing.update_alone(self._scale)
         with self._wiring.timer.phase("exchange" if self._tp > 1 else "matrix_update"):
             self._wiring.aside.join()
 
     def _run(self, end: int | None) -> None:
         """What has not been begun, up to that place in the order."""
-        for number, stage in islice(order(self._rounds), self._begun, end):
+        for number, stage in islice(order(len(self.groups)), self._begun, end):
             self.groups[number].run(stage, self._scale)
         self._begun = max(self._begun, end or 0)
 
@@ -233,7 +204,7 @@ class PlannedOptimizer(MasterOptimizer):
         fragments, masters, rank = self._wiring.fragments, self._wiring.masters, self._wiring.rank
         # A few at a time: this needs memory on top of the pipeline's own.
         for batch in _runs(matrices, BATCH_BYTES // 4):
-            route = self._to_hosts(batch)
+            route = self._route(to_hosts, batch)
             exchange = AllToAll(
                 route, Messages.for_routes([route], torch.float32, self._wiring.device), 0, self._wiring.tp_group
             )
@@ -264,29 +235,11 @@ class PlannedOptimizer(MasterOptimizer):
         return scratch_elements(self._wiring, (matrix,))
 
     def _hosted(self, batch: Sequence[Matrix]) -> tuple[Matrix, ...]:
-        here = (matrix for matrix in batch if self._hosts[matrix.index] == self._wiring.rank)
-        return tuple(matrix for matrix in here if matrix.index not in self._shares)
+        return tuple(matrix for matrix in batch if self._hosts[matrix.index] == self._wiring.rank)
 
-    def _shared(self, batch: Sequence[Matrix]) -> tuple[Matrix, ...]:
-        return tuple(matrix for matrix in batch if matrix.index in self._shares)
-
-    def _to_hosts(self, batch: Sequence[Matrix], number: int = 0) -> Route:
-        """`number` is the round's."""
-        return self._route(to_hosts, batch, number)
-
-    def _from_hosts(self, batch: Sequence[Matrix], number: int) -> Route:
-        return self._route(from_hosts, batch, number)
-
-    def _route(self, way: Callable[..., Route], batch: Sequence[Matrix], number: int) -> Route:
-        return way(
-            batch,
-            [self._hosts[matrix.index] for matrix in batch],
-            rank=self._wiring.rank,
-            tp=self._tp,
-            shared=self._shares,
-            widths=self._widths,
-            number=number,
-        )
+    def _route(self, way: Callable[..., Route], batch: Sequence[Matrix]) -> Route:
+        hosts = [self._hosts[matrix.index] for matrix in batch]
+        return way(batch, hosts, rank=self._wiring.rank, tp=self._tp)
 
     def _gradient_slices(self) -> list[torch.Tensor]:
         """The owned ranges of the buckets; where TP ranks have equal copies of a matrix, only the first one's count."""
@@ -302,9 +255,9 @@ class PlannedOptimizer(MasterOptimizer):
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes of message buffers, gradient scratch, and what shared matrices need besides."""
+        """The bytes of message buffers and gradient scratch."""
         kept = sum(messages.bytes for messages in self._messages) + self._scratch.nbytes
-        return kept + (self._sharing.memory.bytes if self._sharing is not None else 0)
+        return kept + (self._sharing.gradient_bytes if self._sharing is not None else 0)
 
     @property
     def workspace_bytes(self) -> int:

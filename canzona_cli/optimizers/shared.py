@@ -2,15 +2,13 @@
 
 A matrix X, a square or cut along its long side, needs nothing whole but squares of its other side m: X X^T is the sum
 of the fragments' own, and a polynomial of it multiplies every fragment from that side. So nothing as long as the matrix
-travels, and the part that one rank does alone, on squares, is the smaller one.
+travels.
 
-Where whoever answers has nobody to share the work with, squares may be cut by rows instead (`Together`).
-
-An optimizer with this form (`shared_muon`) does not know of ranks. Somebody (the engine) carries contributions of all
-fragments to one place, in the fragments' order, and the answer back to all of them.
+Squares are cut by rows over the ranks. An optimizer with this form (`shared_muon`) does not know of ranks: the engine
+gives it collectives (`Together`).
 """
 
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -27,19 +25,6 @@ Wait = Callable[[], object]
 """Until what was begun is done; on a GPU the current stream waits, not the host."""
 type Turns[Result] = Generator[Sequence[Wait], None, Result]
 """Goes on once all that it yields is waited for: another one may have its turn meanwhile."""
-
-CONTRIBUTED, ANSWERED = 3, 3
-"""fp32 numbers of a contribution, and of an answer."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Message:
-    """What travels of one matrix in one round."""
-
-    square: torch.Tensor
-    """(m, m), m being the side that is not cut; contiguous, of the type it travels in."""
-    numbers: torch.Tensor
-    """(CONTRIBUTED,) or (ANSWERED,), fp32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,56 +52,22 @@ class Together:
 
 @runtime_checkable
 class SharedForm(Protocol):
-    """An optimizer whose parameters may be fragments. Of each and in each step: `contribute`, `answer` at one place,
-    `contribute` with the answer, and so on for `rounds`; then `finish`."""
-
-    @property
-    def rounds(self) -> int: ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of a fragment's iterate, of the products and so of squares, on the device of the parameters."""
-        ...
+    """An optimizer whose parameters may be fragments."""
 
     def excluded(self, p: torch.Tensor) -> bool:
-        """Whether `alone` makes the matrix' next update: its fragments contribute nothing, and nobody answers."""
+        """Tells whether `alone` makes the matrix's next update."""
         ...
 
-    def contribute(
-        self, p: torch.Tensor, x: torch.Tensor, out: Message, *, whole: Shape, answer: Message | None = None
-    ) -> None:
-        """What the fragment adds to the sum.
+    def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
+        """Update the fragment, unless the result is not to be trusted.
 
         Args:
-            p: the fragment's weights, with its gradient in `p.grad`, which is only read; both fp32.
-            x: of its shape, contiguous, of `dtype`: kept for this fragment alone until `finish`.
-            out: overwritten.
-            answer: to the last round's contributions; None in the first.
-        """
-        ...
-
-    def answer(self, key: Hashable, contributions: Sequence[Message], out: Message, *, number: int) -> None:
-        """Sum up contributions of all fragments, in their order, and work out what they are to do.
-
-        Args:
-            key: what names the matrix among those answered here.
-            out: overwritten.
-            number: of the round, from 0.
-        """
-        ...
-
-    def finish(self, p: torch.Tensor, x: torch.Tensor, *, whole: Shape, answer: Message) -> bool:
-        """Update the fragment, unless the answer is not to be trusted.
+            p: the fragment's weights, with its gradient in `p.grad`, which is only read, in the first turn; both fp32.
+            whole: its shorter side is a multiple of `ranks.count`.
 
         Returns:
             False where `alone` is to be called, for all of the matrix's fragments alike.
         """
-        ...
-
-    def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
-        """Update the fragment without anybody who answers: what is worked out on squares is cut by rows. Arguments and
-        what is returned as of `contribute` and `finish`; m is a multiple of `ranks.count`. The gradient is read in the
-        first turn alone."""
         ...
 
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:

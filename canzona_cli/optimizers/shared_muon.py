@@ -1,18 +1,14 @@
-"""Muon of a matrix in fragments (`shared`): in Gram form, by one who answers or cut by rows; else in standard form."""
+"""Muon of a matrix in fragments (`shared`): in Gram form with squares cut by rows, else in standard form."""
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Unpack
+from collections.abc import Mapping
 
 import torch
-from torch.optim.optimizer import ParamsT
 
 from . import muon
 from .doubt import count_down, distrust
-from .gram_form import Number, apply, mean_square, segments, starting_norm
 from .matrix_optimizer import products
 from .newton_schulz import newton_schulz
-from .shared import Message, Shape, Sum, Together, Turns, each_turn
-from .shared_gram import Answers, contribute
+from .shared import Shape, Sum, Together, Turns, each_turn
 from .shared_rows import gram_by_rows
 from .workspace import Workspace
 
@@ -26,70 +22,8 @@ class SharedMuon(muon.Muon):
     State of a fragment: its part of Muon's `momentum_buffer`; `distrusted`, the same for all of the matrix's.
     """
 
-    def __init__(self, params: ParamsT, lr: float, **settings: Unpack[muon.MuonSettings]) -> None:
-        """Args:
-        params, lr, settings: Muon's.
-        """
-        super().__init__(params, lr, **settings)
-        self._norms: dict[torch.Tensor, torch.Tensor] = {}
-        """By fragment: what its x was divided by, until the first answer."""
-        self._answers = Answers(self.steps, self.dtype, self.workspace)
-
-    @property
-    def rounds(self) -> int:
-        return len(segments(len(self.steps)))
-
-    def contribute(
-        self, p: torch.Tensor, x: torch.Tensor, out: Message, *, whole: Shape, answer: Message | None = None
-    ) -> None:
-        """The Gram matrix of the fragment, alpha off its diagonal; alpha, and the norm by which it was divided."""
-        with products("fp32"):
-            if answer is None:
-                assert p.grad is not None
-                norm = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=min(whole))
-                out.numbers[1] = norm
-                # For the answer to come: then nobody knows any more what this fragment was divided by.
-                self._norms[p] = out.numbers[1].clone()
-            else:
-                self._answered(p, x, whole, answer, out=x)
-                out.numbers[1] = 1.0
-            wide = _is_wide(p, whole)
-            mean: Number = starting_norm(min(whole), x.dtype) ** 2 / min(whole)
-            if answer is not None:
-                mean = mean_square(x, wide=wide)
-            contribute(x if wide else x.mT, mean, self.steps, out, self.workspace)
-
-    def answer(self, key: Hashable, contributions: Sequence[Message], out: Message, *, number: int) -> None:
-        """The polynomial of the round's steps; its gamma, what fragments are to be divided by, whether to trust it."""
-        with products("fp32"):
-            self._answers.answer(key, contributions, out, number)
-
-    def _answered(self, p: torch.Tensor, x: torch.Tensor, whole: Shape, answer: Message, *, out: torch.Tensor) -> None:
-        """`out` <- what the answer makes of the fragment `x`."""
-        gamma, divisor = answer.numbers[0], answer.numbers[1]
-        norm = self._norms.pop(p, None)
-        factor = torch.ones_like(gamma) if norm is None else norm / divisor.clamp_min(torch.finfo(norm.dtype).tiny)
-        q = answer.square
-        if q.dtype is not x.dtype:
-            q = self.workspace.get("ns_all", q.shape, x.dtype, x.device).copy_(q)
-        scaled = torch.mul(x, factor.view(1, 1), out=self.workspace.like("ns_twin", x))
-        apply(scaled, q, float(gamma) if muon.by_blocks(x) else gamma.view(1, 1), out, wide=_is_wide(p, whole))
-
-    def finish(self, p: torch.Tensor, x: torch.Tensor, *, whole: Shape, answer: Message) -> bool:
-        """Where it is not to be trusted, CUDA leaves the update out, as of whole matrices, until `settle`."""
-        trusted = answer.numbers[2] > 0
-        if muon.by_blocks(p) and not bool(trusted):
-            self._norms.pop(p, None)
-            self._tell(p)
-            return False
-        with products("fp32"):
-            update = self.workspace.like("muon_x", x)
-            self._answered(p, x, whole, answer, out=update)
-            self._take(p, update, trusted.clone(), whole)
-        return True
-
     def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
-        """As `finish`."""
+        """As `SharedForm` says; CUDA leaves an untrusted update out, as of whole matrices, until `settle`."""
         return each_turn(self._together(p, whole, ranks), lambda: products("fp32"))
 
     def _together(self, p: torch.Tensor, whole: Shape, ranks: Together) -> Turns[bool]:
@@ -125,8 +59,8 @@ class SharedMuon(muon.Muon):
         return x, norm, norm.double().square().view(1)
 
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
-        """In standard form: the sum of Gram matrices of every step goes to all fragments. A contribution, where there
-        was one, has updated the momentum."""
+        """In standard form: the sum of Gram matrices of every step goes to all fragments. `together`, where it was
+        called, has updated the momentum."""
         group, excluded = self._settings(p), self.excluded(p)
 
         def summed(gram: torch.Tensor) -> None:

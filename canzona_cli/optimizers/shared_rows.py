@@ -2,7 +2,8 @@
 
 Every rank adds up its rows of all Gram matrices, makes its rows of each product, and has the others' gathered where
 one needs the whole on its right. So nobody is alone with the squares, and all know the same. The norm of the whole is
-known before; else contributions are those of `shared_gram`: rounded without their alphas, and again where added up.
+known before. Gram matrices are rounded without their alphas before they travel, and again where they are added up:
+roundings being independent, what `gram_form` takes for one of size |R| is of size (|R|^2 + sum_r |R_r|^2)^0.5 here.
 """
 
 from collections.abc import Sequence

@@ -66,8 +66,8 @@ def assign(
         memory_cap: Elements of whole matrices that one cell may hold; None for any.
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
         bytes_per_element: In an exchange; only the paper's greedy hosts depend on it.
-        shares: Of the matrices that may be shared, by index; with `settings.mode` shared or rows all of them are, else
-            as many as make the busiest cell least busy.
+        shares: Of the matrices that may be shared, by index; with `settings.mode` shared all of them are, else as many
+            as make the busiest cell least busy.
 
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.
@@ -122,7 +122,7 @@ class _Stage:
             matrices=matrices,
             costs=costs,
             together=[
-                cost if share is None else layout.tp * share.each + share.hosts
+                cost if share is None else layout.tp * share.each
                 for index, cost in enumerate(costs)
                 for share in (shares.get(index),)
             ],
@@ -132,7 +132,7 @@ class _Stage:
             owners=ranks,
             tp=layout.tp,
             bound=lower_bound(matrices, costs, stage, ranks, layout.tp, shares),
-            packer=HostPacker(costs, layout.tp, shares, all_shared=settings.mode in ("shared", "rows")),
+            packer=HostPacker(costs, layout.tp, shares, all_shared=settings.mode == "shared"),
         )
 
     @cached_property
@@ -186,7 +186,7 @@ class _Placed:
         held: Counter[Cell] = Counter()
         for index, cell in cells.items():
             share = stage.shares[index] if index in shared else None
-            busy[cell] += stage.costs[index] if share is None else share.hosts
+            busy[cell] += stage.costs[index] if share is None else 0.0
             for rank, elements in cell.held(stage.matrices[index], stage.tp, shared=share is not None):
                 held[rank] += elements
                 busy[rank] += 0.0 if share is None else share.each
@@ -239,7 +239,7 @@ def _within(stage: _Stage, settings: PlanSettings, memory_cap: int) -> _Placed:
     elements = [matrix.elements for matrix in stage.matrices]
     # Where costs first strands a unit, size first may not.
     cells = _capped(stage, stage.costs, elements, memory_cap) or _capped(stage, elements, elements, memory_cap)
-    if cells is None or settings.mode in ("shared", "rows") or settings.strategy == "paper":
+    if cells is None or settings.mode == "shared" or settings.strategy == "paper":
         raise DoesNotFit(_too_much(stage, memory_cap))
     return _Placed.of(stage, cells, frozenset())
 

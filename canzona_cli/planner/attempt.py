@@ -22,7 +22,7 @@ from canzona_cli.planner.parts import HOSTED, Assignment, Bucket, Cell, PlanSett
 from canzona_cli.planner.pipeline import HostedPipeline, planning
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import ReductionModel
-from canzona_cli.planner.sharing import shares, shares_by_rows
+from canzona_cli.planner.sharing import shares
 from canzona_cli.planner.subject import subject, update_costs
 from canzona_cli.planner.travel import few_owners, in_order_of_reductions, slowest, travel
 
@@ -58,17 +58,12 @@ def attempt(
 def lower_bounds(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> tuple[float, ...]:
     """`Plan.lower_bounds`."""
     costs, possible = update_costs(config, members), _possible(config, layout, members)
-    by_rows = shares_by_rows(config, layout, members) if config.engine.mode == "auto" else HOSTED
-    return tuple(
-        lower_bound(members, costs, stage, layout.owners, layout.tp, possible, by_rows) for stage in range(layout.pp)
-    )
+    return tuple(lower_bound(members, costs, stage, layout.owners, layout.tp, possible) for stage in range(layout.pp))
 
 
 def _possible(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
     """What may be shared."""
-    if config.engine.mode == "hosted":
-        return HOSTED
-    return (shares_by_rows if config.engine.mode == "rows" else shares)(config, layout, members)
+    return HOSTED if config.engine.mode == "hosted" else shares(config, layout, members)
 
 
 class _Attempt:
@@ -113,8 +108,7 @@ class _Attempt:
     @cached_property
     def _balanced(self) -> Assignment:
         """Owner and host of every matrix; nothing is shared unless all is to be."""
-        everything = self._asked.mode in ("shared", "rows")
-        return self._assigned(self._asked, self._possible if everything else HOSTED, self._memory_cap)
+        return self._assigned(self._asked, self._possible if self._asked.mode == "shared" else HOSTED, self._memory_cap)
 
     def _shared_where_sooner(self, hosted: Assignment) -> Assignment:
         """Where modes are free and whole matrices leave ranks idle: some of them shared."""
@@ -122,10 +116,7 @@ class _Attempt:
             return hosted
         members, costs, layout = self._members, self._costs, self._layout
         balanced = self._assigned(self._asked, self._possible, self._memory_cap)
-        by_rows = shares_by_rows(self._config, layout, members)
-        found = best_of(
-            members, costs, hosted, balanced, self._possible, by_rows, layout.tp, self._grouped, self._memory_cap
-        )
+        found = best_of(members, costs, hosted, balanced, self._possible, layout.tp, self._grouped, self._memory_cap)
         if not found.shares or self._own_shapes:
             return found
         others = [stage_weights(self._config, layout, stage).others for stage in range(layout.pp)]
@@ -141,7 +132,7 @@ class _Attempt:
             return assignment
         ways = [assignment, few_owners(self._members, self._costs, assignment, layout, self._limit)]
         ways = [in_order_of_reductions(self._members, way, layout, self._limit) for way in ways]
-        if self._memory_cap is None and asked.mode not in ("shared", "rows"):
+        if self._memory_cap is None and asked.mode != "shared":
             # Balanced for its own sake an assignment may travel for longer than that gains.
             ways.append(self._assigned(replace(asked, strategy="asc"), HOSTED, None))
         prices = [self._price(way) for way in ways]

@@ -6,11 +6,8 @@ How a matrix travels depends on who stores it:
     cut (`shard_dim`)           every other rank's fragment      a fragment to every other rank
     replicated (neither)        nothing: the host has it         the whole to every other rank
     at home (`home`)            the whole, from its home         the whole, to its home
-    shared, in every round      every other rank's contribution  an answer to every other rank
 
-A contribution and an answer are a square of the short side, and behind it some numbers in fp32: bits, whatever type the
-rest of the message has. A micro-group with
-shared matrices has as many rounds of both all-to-alls as they need; only theirs travels after the first.
+A shared matrix does not travel; `sharing.shared_exchanges` has its collectives.
 
 With hosted weights goes a flag for every matrix to every other rank: one element, not finite where the update was not.
 A rank sends nothing to itself, and an all-to-all in which no fragment moves does not take place, flags or not.
@@ -20,15 +17,12 @@ for `group_traffic`: how large the messages of all ranks are, which is the size 
 in elements. No torch.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import FP32, element_bytes
-
-CONTRIBUTED, ANSWERED = 3, 3
-"""fp32 numbers of a contribution, and of an answer (`canzona_cli.optimizers.shared`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +43,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupTraffic:
-    """Both all-to-alls of a micro-group in one round."""
+    """Both all-to-alls of a micro-group."""
 
     gradients: Traffic
     weights: Traffic
@@ -65,58 +59,15 @@ def exchange_bytes(config: RunConfig) -> tuple[int, int]:
     return element_bytes(config)[0], 2 if config.engine.exchange_dtype == "bf16" else FP32
 
 
-def square_bytes(config: RunConfig) -> int:
-    """Of an element of a square on its way to its host: that of the products, or of the messages if they have less."""
-    return min(exchange_bytes(config))
-
-
-def message_elements(matrix: Matrix, numbers: int, square: int, width: int) -> int:
-    """Of a shared matrix's contribution or answer: the bytes of a square, up to a multiple of 4, and its numbers.
-
-    Args:
-        numbers: `CONTRIBUTED` or `ANSWERED`.
-        square: bytes of an element of the square.
-        width: and of the message.
-    """
-    return (-(-square * min(matrix.shape) ** 2 // FP32) + numbers) * FP32 // width
-
-
-def contribution_elements(matrix: Matrix, widths: tuple[int, int]) -> int:
-    """Of a shared matrix's contribution; `widths` are `exchange_bytes`."""
-    return message_elements(matrix, CONTRIBUTED, min(widths), widths[1])
-
-
-def answer_elements(matrix: Matrix, widths: tuple[int, int]) -> int:
-    """Of the answer to them."""
-    return message_elements(matrix, ANSWERED, widths[0], widths[0])
-
-
-def group_traffic(
-    matrices: Sequence[Matrix],
-    hosts: Sequence[int],
-    tp: int,
-    *,
-    shared: Collection[int] = (),
-    widths: tuple[int, int] = (FP32, FP32),
-    number: int = 0,
-) -> GroupTraffic:
-    """What a micro-group of `matrices` moves in one round.
+def group_traffic(matrices: Sequence[Matrix], hosts: Sequence[int], tp: int) -> GroupTraffic:
+    """Counts what a micro-group of `matrices` moves.
 
     Args:
         hosts: theirs, TP ranks.
-        shared: indices of those that the TP group updates together.
-        widths: `exchange_bytes`; it matters to shared ones alone.
-        number: of the round, from 0.
     """
     out, back, flags = [0] * tp, [0] * tp, [0] * tp
     homes: list[tuple[int, int, int]] = []
     for matrix, host in zip(matrices, hosts, strict=True):
-        if matrix.index in shared:
-            out[host] += contribution_elements(matrix, widths)
-            back[host] += answer_elements(matrix, widths)
-            continue
-        if number:
-            continue
         flags[host] += 1
         elements = matrix.held_elements(tp)
         if matrix.home is None:
@@ -160,9 +111,6 @@ class Route:
 
     sends: tuple[Parcel, ...]
     receives: tuple[Parcel, ...]
-    square_sends: tuple[Parcel, ...]
-    """Of shared matrices: contributions or answers, a square with its numbers behind it. All before are hosted ones."""
-    square_receives: tuple[Parcel, ...]
     send_splits: tuple[int, ...]
     """Elements by peer."""
     receive_splits: tuple[int, ...]
@@ -187,66 +135,37 @@ def senders(matrix: Matrix, host: int, tp: int) -> range:
     return range(host, host + 1) if matrix.replicated else matrix.holders(tp)
 
 
-def to_hosts(
-    matrices: Sequence[Matrix],
-    hosts: Sequence[int],
-    *,
-    rank: int,
-    tp: int,
-    shared: Collection[int] = (),
-    widths: tuple[int, int] = (FP32, FP32),
-    number: int = 0,
-) -> Route:
-    """Fragments from all ranks to the hosts of their matrices, and contributions to shared ones.
+def to_hosts(matrices: Sequence[Matrix], hosts: Sequence[int], *, rank: int, tp: int) -> Route:
+    """Fragments from all ranks to the hosts of their matrices.
 
     Args:
         hosts: by matrix.
-        shared: indices of those that the TP group updates together.
-        widths: `exchange_bytes`; it matters to shared ones alone.
-        number: of the round; after the first, number 0, only shared matrices' contributions travel.
     """
     moves = [
-        _Move(matrix, source, host, size, squared)
-        for matrix, host, squared in _travelling(matrices, hosts, shared, number)
-        for size in (contribution_elements(matrix, widths) if squared else matrix.held_elements(tp),)
-        for source in (range(tp) if squared else senders(matrix, host, tp))
+        _Move(matrix, source, host)
+        for matrix, host in zip(matrices, hosts, strict=True)
+        for source in senders(matrix, host, tp)
         if source != host
     ]
     return _route(moves, [[] for _ in range(tp)], rank)
 
 
-def from_hosts(
-    matrices: Sequence[Matrix],
-    hosts: Sequence[int],
-    *,
-    rank: int,
-    tp: int,
-    shared: Collection[int] = (),
-    widths: tuple[int, int] = (FP32, FP32),
-    number: int = 0,
-) -> Route:
-    """Fragments from hosts back to all ranks that store one, and a flag for each matrix to every rank; and answers of
-    shared ones, without a flag. Arguments as of `to_hosts`."""
-    present = _travelling(matrices, hosts, shared, number)
+def from_hosts(matrices: Sequence[Matrix], hosts: Sequence[int], *, rank: int, tp: int) -> Route:
+    """Fragments from hosts back to all ranks that store one, and a flag for each matrix to every rank.
+
+    Args:
+        hosts: by matrix.
+    """
     moves = [
-        _Move(matrix, host, target, size, squared)
-        for matrix, host, squared in present
-        for size in (answer_elements(matrix, widths) if squared else matrix.held_elements(tp),)
-        for target in (range(tp) if squared else matrix.holders(tp))
+        _Move(matrix, host, target)
+        for matrix, host in zip(matrices, hosts, strict=True)
+        for target in matrix.holders(tp)
         if target != host
     ]
     flagged = [
-        [matrix for matrix, host, squared in present if host == peer and moves and not squared] for peer in range(tp)
+        [matrix for matrix, host in zip(matrices, hosts, strict=True) if host == peer and moves] for peer in range(tp)
     ]
     return _route(moves, flagged, rank)
-
-
-def _travelling(
-    matrices: Sequence[Matrix], hosts: Sequence[int], shared: Collection[int], number: int
-) -> list[tuple[Matrix, int, bool]]:
-    """Each matrix of the round with its host, and whether it is shared."""
-    found = [(matrix, host, matrix.index in shared) for matrix, host in zip(matrices, hosts, strict=True)]
-    return [one for one in found if one[2] or not number]
 
 
 @dataclass(frozen=True)
@@ -254,25 +173,21 @@ class _Move:
     matrix: Matrix
     source: int
     target: int
-    elements: int
-    squared: bool
-    """A contribution or an answer, not a fragment."""
 
 
 def _route(moves: Sequence[_Move], flagged: Sequence[Sequence[Matrix]], rank: int) -> Route:
     """`flagged`: by host, the matrices whose flags it sends to every other rank."""
     tp = len(flagged)
-    # Of fragments, of squares.
-    sends: tuple[list[Parcel], list[Parcel]] = ([], [])
-    receives: tuple[list[Parcel], list[Parcel]] = ([], [])
+    sends: list[Parcel] = []
+    receives: list[Parcel] = []
     send_splits, receive_splits = [], []
     send_flags: list[tuple[int, ...]] = []
     receive_flags: list[tuple[Matrix, int]] = []
     sent = received = 0
     for peer in range(tp):
-        outgoing = [move for move in moves if (move.source, move.target) == (rank, peer)]
-        incoming = [move for move in moves if (move.source, move.target) == (peer, rank)]
-        out_end, in_end = _lay(outgoing, peer, sent, sends), _lay(incoming, peer, received, receives)
+        outgoing = [move.matrix for move in moves if (move.source, move.target) == (rank, peer)]
+        incoming = [move.matrix for move in moves if (move.source, move.target) == (peer, rank)]
+        out_end, in_end = _lay(outgoing, peer, tp, sent, sends), _lay(incoming, peer, tp, received, receives)
         own, theirs = (flagged[rank], flagged[peer]) if peer != rank else ([], [])
         send_flags.append(tuple(out_end + n for n in range(len(own))))
         receive_flags += [(matrix, in_end + n) for n, matrix in enumerate(theirs)]
@@ -280,10 +195,8 @@ def _route(moves: Sequence[_Move], flagged: Sequence[Sequence[Matrix]], rank: in
         receive_splits.append(in_end - received + len(theirs))
         sent, received = sent + send_splits[-1], received + receive_splits[-1]
     return Route(
-        sends=tuple(sends[0]),
-        receives=tuple(receives[0]),
-        square_sends=tuple(sends[1]),
-        square_receives=tuple(receives[1]),
+        sends=tuple(sends),
+        receives=tuple(receives),
         send_splits=tuple(send_splits),
         receive_splits=tuple(receive_splits),
         send_flags=tuple(send_flags),
@@ -292,9 +205,9 @@ def _route(moves: Sequence[_Move], flagged: Sequence[Sequence[Matrix]], rank: in
     )
 
 
-def _lay(moves: Sequence[_Move], peer: int, start: int, found: tuple[list[Parcel], list[Parcel]]) -> int:
-    """One message's parcels into `found`, from `start` on; where it ends."""
-    for move in moves:
-        found[move.squared].append(Parcel(matrix=move.matrix, peer=peer, offset=start, elements=move.elements))
-        start += move.elements
+def _lay(matrices: Sequence[Matrix], peer: int, tp: int, start: int, parcels: list[Parcel]) -> int:
+    """Appends one message's parcels, from `start` on, and returns where it ends."""
+    for matrix in matrices:
+        parcels.append(Parcel(matrix=matrix, peer=peer, offset=start, elements=matrix.held_elements(tp)))
+        start += parcels[-1].elements
     return start

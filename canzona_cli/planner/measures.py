@@ -9,14 +9,14 @@ from typing import Literal
 from canzona_cli.config.schema import Form, Gathering, Layout, Mesh, NewtonSchulzConfig, Reduction, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.activations import stage_weights
-from canzona_cli.planner.buckets import FP32, element_bytes
+from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.cost import form_of, stack_of
 from canzona_cli.planner.exchange import GroupTraffic, exchange_bytes, group_traffic
 from canzona_cli.planner.parts import Bucket, Cell, MicroGroup, Place, Share
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import collectives, sent_elements
 from canzona_cli.planner.rings import shares
-from canzona_cli.planner.sharing import collectives_by_rows, sent_by_rows
+from canzona_cli.planner.sharing import shared_bytes, shared_collectives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Communication:
     gathered_by: Mapping[Gathering, int]
     """The same of weights."""
     tp_exchanges: int
-    """All-to-alls of the micro-groups, two each, and collectives of matrices whose squares are cut by rows."""
+    """All-to-alls of the micro-groups, two each, and collectives of shared matrices."""
     dp_byte_balance: float
     """Elements of every bucket's busiest owner over an even share, buckets weighed by size: what alpha trades against
     load balance. 1.0 where all owners reduce and gather equally much of each bucket."""
@@ -83,8 +83,6 @@ class UpdateKind:
     """How many of them their owners' TP groups update together, in Gram form."""
     fragment_s: float
     """Then: of every rank, for one of them; 0 where none is."""
-    host_s: float
-    """And of its host besides; 0 where squares are cut by rows."""
     form: Form | None
     """None where nothing is orthogonalised."""
     products: Literal["plain", "symmetric"]
@@ -127,7 +125,6 @@ def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
             seconds=cost,
             shared=len(own),
             fragment_s=own[0].each if own else 0.0,
-            host_s=own[0].hosts if own else 0.0,
             form=form_of(how, rows, cols, config.cluster) if orthogonal else None,
             products="symmetric" if halved and stack_of(how, rows, cols, config.cluster) == 1 else "plain",
             together=stack_of(how, rows, cols, config.cluster),
@@ -202,32 +199,27 @@ def _byte_balance(plan: Plan) -> float:
     return busiest / even if even else 1.0
 
 
-def _traffic(plan: Plan, widths: tuple[int, int]) -> Iterator[tuple[MicroGroup, GroupTraffic]]:
-    """What each micro-group moves, round by round."""
-    shared = plan.assignment.shares
+def _traffic(plan: Plan) -> Iterator[tuple[MicroGroup, GroupTraffic]]:
+    """Yields what each micro-group moves."""
     for group in plan.groups:
-        travelling = [index for index in group.matrices if index not in shared or shared[index].rounds]
-        matrices = [plan.matrices[index] for index in travelling]
+        travelling = [index for index in group.matrices if index not in plan.assignment.shares]
         hosts = [plan.assignment.cells[index].host for index in travelling]
-        for number in range(plan.assignment.rounds(group.matrices)):
-            moved = group_traffic(matrices, hosts, plan.subject.layout.tp, shared=shared, widths=widths, number=number)
-            yield group, moved
+        yield group, group_traffic([plan.matrices[index] for index in travelling], hosts, plan.subject.layout.tp)
 
 
 def exchanges(plan: Plan) -> Counter[tuple[int, int]]:
-    """All-to-alls in a step, and collectives of what is cut by rows, by stage and owner."""
+    """Counts all-to-alls of a step, and collectives of shared matrices, by stage and owner."""
     found: Counter[tuple[int, int]] = Counter()
-    for group, traffic in _traffic(plan, (FP32, FP32)):
+    for group, traffic in _traffic(plan):
         found[group.stage, group.owner] += traffic.collectives
-    for matrix, cell in _by_rows(plan):
-        found[matrix.stage, cell.owner] += sum(collectives_by_rows(plan.subject.optimizer.ns_steps).values())
+    for matrix, cell in _shared(plan):
+        found[matrix.stage, cell.owner] += sum(shared_collectives(plan.subject.optimizer.ns_steps).values())
     return found
 
 
-def _by_rows(plan: Plan) -> Iterator[tuple[Matrix, Cell]]:
-    for index, share in plan.assignment.shares.items():
-        if share.mode == "rows":
-            yield plan.matrices[index], plan.assignment.cells[index]
+def _shared(plan: Plan) -> Iterator[tuple[Matrix, Cell]]:
+    for index in plan.assignment.shares:
+        yield plan.matrices[index], plan.assignment.cells[index]
 
 
 def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
@@ -235,14 +227,14 @@ def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
     mesh = plan.subject.layout
     width, grad = exchange_bytes(config)
     sent = [0] * (mesh.pp * mesh.cells)
-    for group, moved in _traffic(plan, (width, grad)):
+    for group, moved in _traffic(plan):
         first = mesh.rank(group.stage, group.owner * mesh.tp)
         for host, (gradients, weights) in enumerate(zip(moved.gradients.sent, moved.weights.sent, strict=True)):
             sent[first + host] += gradients * grad + weights * width
-    for matrix, cell in _by_rows(plan):
+    for matrix, cell in _shared(plan):
         first = mesh.rank(matrix.stage, cell.owner * mesh.tp)
         for rank in range(first, first + mesh.tp):
-            sent[rank] += sent_by_rows(matrix, mesh.tp, plan.subject.optimizer.ns_steps, width)
+            sent[rank] += shared_bytes(matrix, mesh.tp, plan.subject.optimizer.ns_steps, width)
     return sent
 
 

@@ -16,8 +16,6 @@ from canzona_cli.planner.parts import Assignment, MicroGroup, PlanSettings
 from canzona_cli.planner.pipeline import HostedPipeline, Job, Loads
 
 _MIB = 1 << 20
-_APART = 3
-"""Matrices of a group of shared ones, at most, where they are counted."""
 CLOSE = 0.002
 """Fewer exchanges are better where they take hardly longer: what they cost besides varies most."""
 
@@ -147,13 +145,12 @@ def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[li
     """Candidates of `auto`: four orders, each at capacities from the largest matrix doubling up to C_max.
 
     And the same with groups of their own for what nothing hides: every host's first matrix, and the last one of every
-    host, or of those hosts alone that are busy longer than the mean. With shared matrices also by number, whoever hosts
-    them, for all ranks work on each.
+    host, or of those hosts alone that are busy longer than the mean.
     """
-    largest = max(job.received(tp) for job in jobs)
+    largest = max(job.received for job in jobs)
     hosted = [0] * tp
     for job in jobs:
-        hosted[job.host] += job.received(tp)
+        hosted[job.host] += job.received
     most = min(capacity or max(hosted), max(hosted))
     # Doubling: the time is flat around its minimum, and a plan has to be made within a second.
     capacities = [largest]
@@ -170,9 +167,6 @@ def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[li
         _arched(rising, tp),
     )
     for order in orders:
-        if any(job.share for job in jobs):
-            for number in range(1, min(len(jobs), _APART) + 1):
-                yield [list(order[first : first + number]) for first in range(0, len(jobs), number)]
         divided = [_ends(order, ending) for ending in (set(range(tp)), late)]
         for size in capacities:
             yield _cut(order, tp, size)
@@ -198,11 +192,11 @@ def _cut(jobs: Iterable[Job], tp: int, capacity: int | None) -> list[list[Job]]:
     groups: list[list[Job]] = [[]]
     hosted = [0] * tp
     for job in jobs:
-        if capacity is not None and groups[-1] and hosted[job.host] + job.received(tp) > capacity:
+        if capacity is not None and groups[-1] and hosted[job.host] + job.received > capacity:
             groups.append([])
             hosted = [0] * tp
         groups[-1].append(job)
-        hosted[job.host] += job.received(tp)
+        hosted[job.host] += job.received
     return groups
 
 

@@ -3,8 +3,8 @@
 Whole matrices leave ranks idle where an owner has few, and make all wait for the largest. Shared ones keep every rank
 busy, but with more work, and more exchanges. So the plan without them is made first, and beside it one whose owners are
 balanced with as many shared as make the busiest cell least busy. There each owner has what its TP group is done with
-first, by the planner's clock: that, nothing shared, or all, and of the shared ones all squares on hosts or all cut by
-rows. Every pipeline stage then has the one of both whose slowest owner is done first.
+first, by the planner's clock: that, nothing shared, or all. Every pipeline stage then has the one of both whose slowest
+owner is done first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,6 @@ def best_of(
     hosted: Assignment,
     balanced: Assignment,
     possible: Mapping[int, Share],
-    by_rows: Mapping[int, Share],
     tp: int,
     grouped: Grouped,
     memory_cap: int | None,
@@ -39,7 +38,6 @@ def best_of(
         hosted: with nothing shared.
         balanced: of whose owners each may share, or not.
         possible: of what may be shared, by index.
-        by_rows: of what may be with squares cut by rows.
         memory_cap: elements of matrices that a cell may keep.
     """
     packer = HostPacker(costs, tp, possible)
@@ -51,11 +49,7 @@ def best_of(
     for (stage, owner), jobs in held_jobs(matrices, costs, balanced).items():
         if stage in late:
             continue
-        ways = [
-            way
-            for way in _ways(jobs, packer, possible, by_rows)
-            if memory_cap is None or _fullest(way, tp) <= memory_cap
-        ]
+        ways = [way for way in _ways(jobs, packer, possible) if memory_cap is None or _fullest(way, tp) <= memory_cap]
         # Of equally long ones the first.
         seconds, _, best = min((grouped.of(way)[0], place, way) for place, way in enumerate(ways or [jobs]))
         rows.setdefault(stage, []).append((owner, best))
@@ -73,21 +67,13 @@ def best_of(
     return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shares.items()))))
 
 
-def _ways(
-    jobs: Sequence[Job], packer: HostPacker, possible: Mapping[int, Share], by_rows: Mapping[int, Share]
-) -> Iterator[list[Job]]:
-    """Nothing shared, then what is lowest, then all; the last two also cut by rows."""
+def _ways(jobs: Sequence[Job], packer: HostPacker, possible: Mapping[int, Share]) -> Iterator[list[Job]]:
+    """Yields nothing shared, then what is lowest, then all."""
     for row in sorted(packer.rows([job.matrix.index for job in jobs]), key=lambda row: sum(row.shared) > 0):
-        way = [
+        yield [
             replace(job, host=host, share=possible[job.matrix.index] if shared else None)
             for job, host, shared in zip(jobs, row.hosts, row.shared, strict=True)
         ]
-        yield way
-        cut = [
-            job if job.share is None else replace(job, share=by_rows.get(job.matrix.index, job.share)) for job in way
-        ]
-        if cut != way:
-            yield cut
 
 
 def _fullest(jobs: Sequence[Job], tp: int) -> int:

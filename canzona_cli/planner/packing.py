@@ -242,7 +242,6 @@ def lower_bound(
     dp: int,
     tp: int,
     shares: Mapping[int, Share] = HOSTED,
-    by_rows: Mapping[int, Share] = HOSTED,
 ) -> float:
     """Seconds that the slowest cell of a stage's dp x tp grid needs at least.
 
@@ -255,24 +254,20 @@ def lower_bound(
 
     With tp = 1 a cell is an owner and the second is the exact problem. Each is bounded by `packing_bound`.
 
-    A matrix that may be shared, in `shares`, is taken for what is less. It puts on one cell, whichever way it goes, its
-    update or else its host's part (1, 3), and on that cell alone besides its part of every rank (4); on its owner's
-    cells together its update or else all parts (2), the mean of which no assignment can be below (5). One of `by_rows`
-    may as well put its part of every rank on all cells, and no more.
+    A matrix that may be shared, in `shares`, is taken for what is less: on one cell its update or its part of one rank
+    (1, 3), on its owner's cells together its update or all parts (2).
     """
     pieces: dict[int, list[float]] = defaultdict(list)
     whole: dict[int, float] = defaultdict(float)
-    largest = 0.0
     for matrix, cost in zip(matrices, costs, strict=True):
         if matrix.stage == stage:
-            ways = [share for share in (shares.get(matrix.index), by_rows.get(matrix.index)) if share is not None]
-            pieces[matrix.unit].append(min([cost, *(share.hosts or share.each for share in ways)]))
-            whole[matrix.unit] += min([cost, *(tp * share.each + share.hosts for share in ways)])
-            largest = max(largest, min([cost, *(share.each + share.hosts for share in ways)]))
+            share = shares.get(matrix.index)
+            pieces[matrix.unit].append(cost if share is None else min(cost, share.each))
+            whole[matrix.unit] += cost if share is None else min(cost, tp * share.each)
     if not pieces:
         return 0.0
     alone = [piece for members in pieces.values() for piece in members]
-    bounds = [packing_bound(alone, dp * tp), packing_bound([*whole.values()], dp) / tp, largest]
+    bounds = [packing_bound(alone, dp * tp), packing_bound([*whole.values()], dp) / tp]
     bounds += [packing_bound(members, tp) for members in {tuple(sorted(members)) for members in pieces.values()}]
     return max(bounds)
 
@@ -452,30 +447,30 @@ class HostPacker:
         possible = [place for place, (_, share) in enumerate(items) if share is not None]
         counts = [len(possible)] if self._all else sorted({*range(min(len(possible), 2 * self._tp) + 1), len(possible)})
 
-        def costs(count: int) -> tuple[list[float], float]:
+        def divided(count: int) -> tuple[list[int], float]:
+            """The places of those that a host updates, and the seconds of every rank for the others."""
             together = set(possible[:count])
-            hosting = [
-                share.hosts if share is not None and place in together else cost
-                for place, (cost, share) in enumerate(items)
-            ]
-            return hosting, sum(share.each for place, (_, share) in enumerate(items) if share and place in together)
+            hosted = [place for place in range(len(items)) if place not in together]
+            return hosted, sum(share.each for place, (_, share) in enumerate(items) if share and place in together)
 
         def roughly(count: int) -> float:
-            hosting, each = costs(count)
-            classes = _Classes.of(hosting)
+            hosted, each = divided(count)
+            if not hosted:
+                return each
+            classes = _Classes.of([items[place][0] for place in hosted])
             return each + _height(classes, _largest_first(classes, self._tp))
 
         lowest = min(counts, key=roughly) if len(counts) > 1 else counts[0]
         for count in dict.fromkeys((lowest, counts[0], counts[-1])):
-            hosting, each = costs(count)
-            packing = pack(hosting, self._tp)
+            hosted, each = divided(count)
+            packing = pack([items[place][0] for place in hosted], self._tp) if hosted else None
             hosts = [0] * len(items)
-            for host, own in enumerate(packing.bins):
+            for host, own in enumerate(packing.bins if packing else ()):
                 for item in own:
-                    hosts[item] = host
+                    hosts[hosted[item]] = host
             together = set(possible[:count])
             yield Row(
                 hosts=tuple(hosts),
                 shared=tuple(place in together for place in range(len(items))),
-                height=each + packing.height,
+                height=each + (packing.height if packing else 0.0),
             )

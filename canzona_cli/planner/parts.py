@@ -1,6 +1,6 @@
 """What a `Plan` consists of: the ranks and settings it is for, who updates which matrix, buckets, micro-groups."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -75,32 +75,16 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Seconds of the update of a shared matrix, in its rounds: contributions go to the host, its answer comes back.
-    Without rounds nobody is host: squares are cut by rows."""
+    """The price of a shared matrix's update."""
 
     fragment: tuple[Seconds, ...]
-    """Of every rank of the owner's TP group, on its fragment: before each round, and after the last; without rounds
-    before, between and after what travels (`sharing.exchanges_by_rows`)."""
-    host: tuple[Seconds, ...]
-    """Of the host besides, in each round."""
-
-    @property
-    def mode(self) -> Mode:
-        return "shared" if self.host else "rows"
-
-    @property
-    def rounds(self) -> int:
-        return len(self.host)
+    """Seconds of every rank of the owner's TP group: before, between and after its exchanges
+    (`sharing.shared_exchanges`)."""
 
     @property
     def each(self) -> float:
-        """Of every rank."""
+        """The seconds of every rank in all."""
         return sum(self.fragment)
-
-    @property
-    def hosts(self) -> float:
-        """Of the host besides."""
-        return sum(self.host)
 
 
 HOSTED: Mapping[int, Share] = MappingProxyType({})
@@ -115,10 +99,6 @@ class Assignment:
     shares: Mapping[int, Share] = HOSTED
     """Of shared matrices, by index."""
 
-    def rounds(self, matrices: Iterable[int]) -> int:
-        """Of the micro-group that consists of them."""
-        return max((self.shares[index].rounds for index in matrices if index in self.shares), default=1) or 1
-
     def loads(self, matrices: Sequence[Matrix], costs: Sequence[float], stage: int, dp: int, tp: int) -> list[float]:
         """Seconds of update per cell of a stage, index `owner * tp + host`."""
         loads = [0.0] * (dp * tp)
@@ -126,10 +106,11 @@ class Assignment:
             if matrix.stage != stage:
                 continue
             first, share = cell.owner * tp, self.shares.get(matrix.index)
-            loads[first + cell.host] += cost if share is None else share.hosts
-            if share is not None:
-                for place in range(first, first + tp):
-                    loads[place] += share.each
+            if share is None:
+                loads[first + cell.host] += cost
+                continue
+            for place in range(first, first + tp):
+                loads[place] += share.each
         return loads
 
 

@@ -2,31 +2,27 @@
 
 A group goes through stages, with an all-to-all between each two (`planner.exchange`):
 
-    0     every rank   packs gradients of hosted matrices; contributes to shared ones
-    1     hosts        unpack gradients, update their matrices, pack the weights; answer the contributions
-    2     every rank   unpacks weights; applies the answers, and contributes once more
-    3     hosts        answer
-    4     every rank   applies the answers
+    0     every rank   packs gradients
+    1     hosts        unpack gradients, update their matrices, pack the weights
+    2     every rank   unpacks weights
 
-Matrices whose squares are cut by rows come behind all groups, and travel in none. Two of them take turns (`turns`):
-while what one waits for travels, the other computes.
+Shared matrices follow all groups, and travel in none. Two of them take turns (`turns`): while the squares of one
+travel, the other computes.
 
 Gradients that are sent as they are set out as soon as they are reduced (`ahead`): norm, clip and AdamW hide them.
 
-Without shared matrices stage 2 is the last, with R rounds 2 R. Two groups are ahead in stage 0, and later stages follow
-one group behind each other, so that there is something to do while an exchange is on its way: 0 of groups 0 and 1; then
-1 of group 0, 0 of group 2; 1 of group 1, 0 of group 3, 2 of group 0; and so on. One communicator carries the exchanges
-in that order; each starts once all ranks of the group have packed for it and the one before is done.
+Two groups are ahead in stage 0, and stage 2 follows one group after stage 1, so that there is something to do while an
+exchange is on its way: 0 of groups 0 and 1; then 1 of group 0, 0 of group 2; 1 of group 1, 0 of group 3, 2 of group 0;
+and so on. One communicator carries the exchanges in that order; each starts once all ranks of the group have packed for
+it and the one before is done.
 
 The order is `order`'s, for engine and planner alike. What it takes is told to a `Pipeline`: the planner's `Clock` adds
 it up, to compare groupings by; the simulator draws it.
 """
 
-import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Literal, Protocol
 
 from canzona_cli.config.schema import Layout, RunConfig
@@ -37,7 +33,7 @@ from canzona_cli.planner.exchange import Traffic, exchange_bytes, group_traffic,
 from canzona_cli.planner.links import Group, Groups, Links, Transfer
 from canzona_cli.planner.norm_clip import least_before_updates
 from canzona_cli.planner.parts import Share
-from canzona_cli.planner.sharing import exchanges_by_rows, moved_by_rows
+from canzona_cli.planner.sharing import shared_exchanges, shared_transfers
 
 Activity = Literal["matrix_update", "exchange"]
 
@@ -55,41 +51,30 @@ class Job:
 
     @property
     def busy(self) -> float:
-        """Seconds of its host, besides what every rank does."""
-        return self.seconds if self.share is None else self.share.hosts
-
-    def received(self, tp: int) -> int:
-        """Elements in its host's messages, and on the host: the whole, or squares."""
-        if self.by_rows:
-            return 0
-        return self.matrix.elements if self.share is None else (tp - 1) * min(self.matrix.shape) ** 2
+        """The seconds of its host, besides what every rank does."""
+        return self.seconds if self.share is None else 0.0
 
     @property
-    def by_rows(self) -> bool:
-        return self.share is not None and not self.share.rounds
+    def received(self) -> int:
+        """The elements that its host receives and updates."""
+        return self.matrix.elements if self.share is None else 0
 
 
-def order(rounds: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(group, stage) pairs, as all ranks of the TP group go through them.
-
-    Args:
-        rounds: of each group, 1 where it has no shared matrices.
-    """
-    yield from ((group, 0) for group in range(min(2, len(rounds))))
-    last = 2 * max(rounds, default=0)
-    for tick in range(len(rounds) + last - 1):
-        for stage in (1, 0, *range(2, last + 1)):
-            group = tick + 2 if stage == 0 else tick + 1 - stage
-            if 0 <= group < len(rounds) and stage <= 2 * rounds[group]:
+def order(groups: int) -> Iterator[tuple[int, int]]:
+    """Yields (group, stage) pairs, as all ranks of the TP group go through them."""
+    yield from ((group, 0) for group in range(ahead(groups)))
+    for tick in range(groups + 1):
+        for stage, group in ((1, tick), (0, tick + 2), (2, tick - 1)):
+            if 0 <= group < groups:
                 yield group, stage
 
 
 LANES = 2
-"""Matrices cut by rows that take turns, each with scratch of its own: one of an even place, one of an odd one."""
+"""Shared matrices that take turns, each with scratch of its own: one of an even place, one of an odd one."""
 
 
 def turns(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(matrix, part) pairs of what is cut by rows, as all ranks of the TP group go through them.
+    """Yields (matrix, part) pairs of shared matrices, as all ranks of the TP group go through them.
 
     Args:
         parts: of each matrix, between which its squares travel.
@@ -100,18 +85,9 @@ def turns(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
             yield from ((matrix, part) for matrix in taking if part < parts[matrix])
 
 
-def ahead(shared: Sequence[bool]) -> int:
-    """How many places at the front of `order` come before the gradients' norm is known: their stage 0 only sends.
-
-    Args:
-        shared: whether a group has shared matrices: what their ranks contribute is made of clipped gradients.
-    """
-    return len([*takewhile(operator.not_, shared[:2])])
-
-
-def in_flight(rounds: int) -> int:
-    """Groups, at most, that are behind their first stage and not behind their last at the same time."""
-    return 2 * rounds + 2
+def ahead(groups: int) -> int:
+    """The number of places at the front of `order` that come before the gradients' norm is known."""
+    return min(2, groups)
 
 
 class Pipeline[Moment](Protocol):
@@ -255,12 +231,11 @@ class HostedPipeline:
                     ranks.work(0, "matrix_update", self.updating * job.seconds + own_s)
             return
         loads = [
-            self._load([job for job in group if not job.by_rows], {} if known is None else known) for group in groups
+            self._load([job for job in group if not job.share], {} if known is None else known) for group in groups
         ]
         landed: dict[int, Moment] = {}
-        first = ahead([any(job.share and not job.by_rows for job in group) for group in groups])
-        for place, (number, stage) in enumerate(order([load.rounds for load in loads])):
-            if place == first:
+        for place, (number, stage) in enumerate(order(len(loads))):
+            if place == ahead(len(loads)):
                 ranks.norm()
             load = loads[number]
             for host, parts in enumerate(load.work[stage]):
@@ -268,15 +243,15 @@ class HostedPipeline:
                     ranks.wait(host, landed[number])
                 for phase, seconds in parts:
                     ranks.work(host, phase, seconds)
-            if stage < 2 * load.rounds:
+            if stage < len(load.exchanges):
                 landed[number] = ranks.exchange(load.exchanges[stage])
-        self._run_by_rows([job for group in groups for job in group if job.by_rows], ranks)
+        self._run_shared([job for group in groups for job in group if job.share], ranks)
 
-    def _run_by_rows[Moment](self, jobs: Sequence[Job], ranks: Pipeline[Moment]) -> None:
+    def _run_shared[Moment](self, jobs: Sequence[Job], ranks: Pipeline[Moment]) -> None:
         parts = [job.share.fragment for job in jobs if job.share is not None]
         sides = {min(job.matrix.shape) for job in jobs}
-        moved = {side: moved_by_rows(side, self.steps, self.width, self.links, self.group) for side in sides}
-        behind, landed = exchanges_by_rows(self.steps), defaultdict[tuple[int, int], list[Moment]](list)
+        moved = {side: shared_transfers(side, self.steps, self.width, self.links, self.group) for side in sides}
+        behind, landed = shared_exchanges(self.steps), defaultdict[tuple[int, int], list[Moment]](list)
         for place, part in turns([len(own) for own in parts]):
             for host in range(self.tp):
                 for moment in landed[place, part]:
@@ -294,22 +269,15 @@ class HostedPipeline:
         return known[key]
 
     def _told(self, asked: "_Asked") -> "Load":
-        stages = range(2 * asked.rounds + 1)
         return Load(
-            rounds=asked.rounds,
             work=tuple(
                 tuple(tuple(part for part in self._work(asked, stage, host) if part[1] > 0) for host in range(self.tp))
-                for stage in stages
+                for stage in range(3)
             ),
-            exchanges=tuple(
-                self._travel(moved.weights, self.width) if stage % 2 else self._travel(moved.gradients, self.grad)
-                for stage in stages[:-1]
-                for moved in (asked.moved[stage // 2],)
-            ),
+            exchanges=(self._travel(asked.moved.gradients, self.grad), self._travel(asked.moved.weights, self.width)),
         )
 
     def _work(self, asked: "_Asked", stage: int, host: int) -> Iterator[tuple[Activity, float]]:
-        number, hosts = divmod(stage, 2)
         elements, matrices = asked.hosted[host], asked.matrices[host]
         stored, others = asked.stored[host], asked.fragments[host] - matrices
         if stage == 0:
@@ -322,12 +290,6 @@ class HostedPipeline:
             yield "exchange", self._copies(asked.own[host] * self.own, (self.tp + 1) * matrices)
         if stage == 2:
             yield "exchange", self._copies(stored * self.taken, others)
-        if hosts and asked.answers[host]:
-            yield "matrix_update", self.updating * asked.answer_s[host][number]
-            answers = asked.answers[host] * (self.tp - 1)
-            yield "exchange", self._copies(2 * self.width * asked.squares[host] * (self.tp - 1), answers)
-        if not hosts and asked.fragment_s:
-            yield "matrix_update", self.updating * asked.fragment_s[number]
 
     def _copies(self, size: int, launches: int) -> float:
         return size * self.byte_s + launches * self.launch_s
@@ -342,7 +304,6 @@ class HostedPipeline:
 class Load:
     """What one micro-group comes to."""
 
-    rounds: int
     work: tuple[tuple[tuple[tuple[Activity, float], ...], ...], ...]
     """By stage and host: seconds of each thing it does, in order."""
     exchanges: tuple[Transfer, ...]
@@ -361,26 +322,9 @@ class _Asked:
         self.sent, self.stored, self.own, self.fragments = [0] * tp, [0] * tp, [0] * tp, [0] * tp
         """Elements whose gradients go to others, whose weights come from others, and of its own."""
         self.hosted, self.matrices, self.seconds = [0] * tp, [0] * tp, [0.0] * tp
-        self.answers, self.squares = [0] * tp, [0] * tp
-        shares = {job.matrix.index: job.share for job in group if job.share is not None}
-        self.rounds = max((share.rounds for share in shares.values()), default=1)
-        self.fragment_s = [sum(part) for part in zip(*(share.fragment for share in shares.values()), strict=True)]
-        """Of every rank, before each round and after the last; nothing without shared matrices."""
-        self.answer_s = [[0.0] * self.rounds for _ in range(tp)]
-        """By host and round."""
-        matrices, hosts = [job.matrix for job in group], [job.host for job in group]
-        self.moved = [
-            group_traffic(matrices, hosts, tp, shared=shares, widths=(pipeline.width, pipeline.grad), number=number)
-            for number in range(self.rounds)
-        ]
+        self.moved = group_traffic([job.matrix for job in group], [job.host for job in group], tp)
         for job in group:
             matrix, host = job.matrix, job.host
-            if job.share is not None:
-                self.answers[host] += 1
-                self.squares[host] += min(matrix.shape) ** 2
-                for number, seconds in enumerate(job.share.host):
-                    self.answer_s[host][number] += seconds
-                continue
             self.hosted[host] += matrix.elements
             self.matrices[host] += 1
             self.seconds[host] += job.seconds

@@ -14,10 +14,10 @@ from canzona_cli.config.schema import Mode
 from canzona_cli.config.schema.field import CountOrZero, NotNegative, Seconds
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.parts import Assignment, Bucket, Cell, MicroGroup, Share, Subject
-from canzona_cli.planner.sharing import exchanges_by_rows
+from canzona_cli.planner.sharing import shared_exchanges
 from canzona_cli.run.codec import parse
 
-VERSION = 7
+VERSION = 8
 """Changes with the content or its meaning; a plan of another version is not read."""
 _CONTENT = ("version", "subject", "lower_bounds", "matrices", "buckets", "micro_groups")
 _MATRIX = tuple(field.name for field in fields(Matrix))
@@ -51,8 +51,7 @@ class Plan:
     @property
     def modes(self) -> tuple[Mode, ...]:
         """By matrix."""
-        shares = (self.assignment.shares.get(index) for index in range(len(self.matrices)))
-        return tuple("hosted" if share is None else share.mode for share in shares)
+        return tuple("shared" if matrix.index in self.assignment.shares else "hosted" for matrix in self.matrices)
 
     def loads(self, stage: int) -> list[float]:
         """Seconds of update per cell of a stage, index `owner * tp + host`."""
@@ -99,7 +98,7 @@ class Plan:
                 cells=tuple(Cell(owner=entry.owner, host=entry.host) for entry in read.matrices),
                 shares=MappingProxyType(
                     {
-                        place: Share(fragment=entry.fragment, host=entry.rounds)
+                        place: Share(fragment=entry.fragment)
                         for place, entry in enumerate(read.matrices)
                         if entry.execution != "hosted"
                     }
@@ -127,7 +126,7 @@ def _digest(content: Mapping[str, object]) -> str:
 def _executed(share: Share | None) -> dict[str, object]:
     if share is None:
         return {"execution": "hosted"}
-    return {"execution": share.mode, "fragment": share.fragment, "rounds": share.host}
+    return {"execution": "shared", "fragment": share.fragment}
 
 
 def _lines(content: Mapping[str, object]) -> Iterator[str]:
@@ -147,7 +146,6 @@ class _MatrixEntry(Matrix):
     host: CountOrZero
     execution: Mode
     fragment: tuple[Seconds, ...] = ()
-    rounds: tuple[Seconds, ...] = ()
     """`Share`, where it is shared."""
 
 
@@ -180,9 +178,9 @@ def _check(plan: Plan) -> None:
         share = plan.assignment.shares.get(index)
         if share is None:
             continue
-        evenly = share.rounds > 0 or min(matrix.shape) % mesh.tp == 0
-        exchanges = share.rounds or len(exchanges_by_rows(plan.subject.optimizer.ns_steps))
-        if not (mesh.tp > 1 and matrix.cut_long and evenly and len(share.fragment) == exchanges + 1):
+        parts = len(shared_exchanges(plan.subject.optimizer.ns_steps)) + 1
+        evenly = min(matrix.shape) % mesh.tp == 0
+        if not (mesh.tp > 1 and matrix.cut_long and evenly and len(share.fragment) == parts):
             raise ValueError(f"matrix {matrix.name} cannot be shared as the plan says")
     ranged = [index for bucket in plan.buckets for part in bucket.ranges for index in part.matrices]
     if sorted(ranged) != list(range(len(plan.matrices))):

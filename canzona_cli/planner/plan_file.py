@@ -11,7 +11,7 @@ from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.plan import VERSION, Plan, content_hash
 from canzona_cli.planner.plan_difference import differences
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.planner.sharing import shares, shares_by_rows
+from canzona_cli.planner.sharing import shares
 from canzona_cli.planner.subject import planned_matrices, subject, update_costs
 
 FOLDER = Path("plans")
@@ -58,10 +58,9 @@ def load_plan(path: Path, config: RunConfig, layout: Layout, shapes: ModelShapes
             f"{_MAKE_ANEW} and this run's settings",
         )
     matrices = planned_matrices(config, layout, shapes)
-    possible, by_rows = shares(config, layout, matrices), shares_by_rows(config, layout, matrices)
-    shared = plan.assignment.shares
+    possible = shares(config, layout, matrices)
     if (plan.matrices, plan.costs) != (matrices, update_costs(config, matrices)) or any(
-        share not in (possible.get(index), by_rows.get(index)) for index, share in shared.items()
+        share != possible.get(index) for index, share in plan.assignment.shares.items()
     ):
         raise _refused(path, "has other matrices than this run, or other costs of them", _MAKE_ANEW)
     return plan

@@ -1,9 +1,8 @@
-"""What it takes to update a matrix together: its owner's TP ranks on fragments, its host on a square of the short side.
+"""The price of a shared matrix's update: all TP ranks of its owner work on their fragments of it.
 
 The optimizer is one with a shared form (`canzona_cli.optimizers.shared`), in which the Gram form of Newton-Schulz is
-divided between the ranks. With u = 2 m^3, r = long / short and s its segments, 2 r u of each segment's products are
-divided by tp, what is left of its (14 u in all of five steps) the host does alone. Or nobody is host: all ranks make
-their rows of each square, without a symmetric product's gain, and gather them between products.
+divided between the ranks. Every rank makes its rows of each square of the short side, without a symmetric product's
+gain, and the rows are gathered between products.
 """
 
 from collections import Counter
@@ -15,21 +14,18 @@ from canzona_cli.config.execution import IN_ORDER
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.cost import GRAM_MIN_SIDE, algorithm, duration, gram_holds, gram_scale, rounded
-from canzona_cli.planner.exchange import square_bytes
 from canzona_cli.planner.links import Group, Links, Transfer
 from canzona_cli.planner.parts import HOSTED, Algorithm, Share
 from canzona_cli.planner.work import RULES, Work, product_bytes, segments
 
-_SUMMED = 8
-"""Bytes of an fp32 sum that are moved for each contribution added to it."""
 _TOLD = 16
 """Bytes of what fragments tell each other besides squares, at most."""
 _AROUND = (9, 9, 11)
-"""Kernels of a fragment before the first round, between two, and after the last."""
+"""Kernels of a fragment before the first segment, between two, and after the last."""
 
 
 def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
-    """Of every matrix that can be shared, by index."""
+    """Prices every matrix that can be shared, by index."""
     how, asked = algorithm(config), config.engine
     if (
         asked.strategy in IN_ORDER
@@ -41,35 +37,28 @@ def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapp
         return HOSTED
     if how.form == "auto" and not gram_holds(how, config.cluster):
         return HOSTED
-    width = square_bytes(config)
-    able = [one for one in members if one.cut_long and (how.form == "gram" or min(one.shape) >= GRAM_MIN_SIDE)]
-    by_shape = {shape: share_of(how, *shape, layout.tp, width, config.cluster) for shape in {one.shape for one in able}}
-    return {matrix.index: by_shape[matrix.shape] for matrix in able}
-
-
-def shares_by_rows(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
-    """The same with squares cut by rows, where their side can be."""
-    how = algorithm(config)
     return {
-        index: share_by_rows(how, members[index].rows, members[index].cols, layout.tp, config.cluster)
-        for index in shares(config, layout, members)
-        if min(members[index].shape) % layout.tp == 0
+        matrix.index: share_of(how, matrix.rows, matrix.cols, layout.tp, config.cluster)
+        for matrix in members
+        if matrix.cut_long
+        and (how.form == "gram" or min(matrix.shape) >= GRAM_MIN_SIDE)
+        and min(matrix.shape) % layout.tp == 0
     }
 
 
 @lru_cache(maxsize=1024)
-def share_by_rows(a: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterConfig) -> Share:
-    """As `share_of`, in parts between the exchanges of `exchanges_by_rows`."""
+def share_of(a: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterConfig) -> Share:
+    """The seconds of a (rows, cols) matrix's update, in parts between the exchanges of `shared_exchanges`."""
     m, n = sorted((rows, cols))
     scale = gram_scale(a, rows, cols, cluster)
-    works = works_by_rows(a.ns_steps, m, n, tp, width=product_bytes(a))
-    return Share(fragment=tuple(rounded(scale * duration(work, a.precision, cluster)) for work in works), host=())
+    works = shared_works(a.ns_steps, m, n, tp, width=product_bytes(a))
+    return Share(fragment=tuple(rounded(scale * duration(work, a.precision, cluster)) for work in works))
 
 
-def works_by_rows(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Work]:
+def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Work]:
     """Of every rank, in each part.
 
-    Bytes: as in `_works`, of a tp-th of each square; parts of a sum are read once.
+    Bytes: those of a tp-th of each square; parts of a sum are read once.
     """
     around = _around(m, n, tp, width=width)
     works = [around.before]
@@ -99,7 +88,7 @@ class Behind(NamedTuple):
     """How many parts go on without it."""
 
 
-def exchanges_by_rows(steps: int) -> tuple[Behind, ...]:
+def shared_exchanges(steps: int) -> tuple[Behind, ...]:
     """Behind each part of one matrix's update but the last: norms and what to trust, Gram matrices, and products' rows
     (`optimizers.shared_rows`). Each product of squares is a part."""
     told, summed = Behind(("all_reduce",)), Behind(("all_reduce", "all_to_all"))
@@ -113,19 +102,19 @@ def exchanges_by_rows(steps: int) -> tuple[Behind, ...]:
     return (*found, told)
 
 
-def collectives_by_rows(steps: int) -> Mapping[Exchange, int]:
+def shared_collectives(steps: int) -> Mapping[Exchange, int]:
     """Of one matrix's update."""
-    return Counter(one for behind in exchanges_by_rows(steps) for one in behind.exchanges)
+    return Counter(one for behind in shared_exchanges(steps) for one in behind.exchanges)
 
 
-def sent_by_rows(matrix: Matrix, tp: int, steps: int, width: int) -> int:
+def shared_bytes(matrix: Matrix, tp: int, steps: int, width: int) -> int:
     """Bytes of squares that every rank sends and receives of one matrix, `width` bytes an element."""
-    found = collectives_by_rows(steps)
+    found = shared_collectives(steps)
     return (found["all_to_all"] + found["all_gather"]) * width * min(matrix.shape) ** 2 * (tp - 1) // tp
 
 
-def moved_by_rows(side: int, steps: int, width: int, links: Links, group: Group) -> Sequence[Transfer]:
-    """Each of `exchanges_by_rows`, of a matrix with this short side."""
+def shared_transfers(side: int, steps: int, width: int, links: Links, group: Group) -> Sequence[Transfer]:
+    """Each of `shared_exchanges`, of a matrix with this short side."""
     square = width * side**2
     parts = [square * (group.size - 1) / group.size] * group.size
     of: Mapping[Exchange, Transfer] = {
@@ -134,47 +123,8 @@ def moved_by_rows(side: int, steps: int, width: int, links: Links, group: Group)
         "all_gather": links.all_gather(square, group),
     }
     return [
-        reduce(Transfer.then, (of[one] for one in behind.exchanges), Transfer()) for behind in exchanges_by_rows(steps)
+        reduce(Transfer.then, (of[one] for one in behind.exchanges), Transfer()) for behind in shared_exchanges(steps)
     ]
-
-
-@lru_cache(maxsize=1024)
-def share_of(a: Algorithm, rows: int, cols: int, tp: int, width: int, cluster: ClusterConfig) -> Share:
-    """Seconds of the parts of a (rows, cols) matrix.
-
-    Args:
-        width: bytes of an element of a contribution.
-    """
-    scale = gram_scale(a, rows, cols, cluster)
-    m, n = sorted((rows, cols))
-    fragment, host = _works(a.ns_steps, m, n, tp, width=product_bytes(a), sent=width)
-    return Share(
-        fragment=tuple(rounded(scale * duration(work, a.precision, cluster)) for work in fragment),
-        host=tuple(rounded(scale * duration(work, a.precision, cluster)) for work in host),
-    )
-
-
-def _works(steps: int, m: int, n: int, tp: int, *, width: int, sent: int) -> tuple[list[Work], list[Work]]:
-    """Of every rank before each round and after the last, and of the host in each round.
-
-    Bytes: the host adds contributions up one by one, and copies its answer.
-    """
-    around = _around(m, n, tp, width=width)
-    parts = segments(steps)
-    fragment = [
-        _both(around.before, around.contributed),
-        *(_both(_both(around.applied, around.contributed), Work(launches=_AROUND[1])) for _ in parts[1:]),
-        _both(around.applied, around.after),
-    ]
-    host = [
-        Work(
-            symmetric=((4 * k - 3, m, m),),
-            traffic=(width * (8 * k - 5) + tp * (sent + _SUMMED) + 4 * width) * m * m,
-            launches=13 * k + 10 * min(k, 2) + tp + 15,
-        )
-        for k in parts
-    ]
-    return fragment, host
 
 
 class _Around(NamedTuple):

@@ -3,9 +3,8 @@
 The engine allocates its buffers once, and they stay. With tp > 1 a micro-group's gradients and weights travel in
 messages, two sets of each because two groups are in flight (one where an owner has one group), each as large as the
 rank's largest group: fragments out and in, weights the other way round. A host puts the whole gradients of one group
-together in fp32. What the ranks share needs messages for each round, two sets too; a place for what a host contributes
-to its own; the fragments that are worked on until the last round, of more groups (`pipeline.in_flight`); and an fp32
-gradient of one fragment that does not lie so. What is cut by rows has its squares in scratch, where two take turns.
+together in fp32. Shared matrices need an fp32 gradient of one fragment that does not lie so, and have their squares in
+scratch, where two take turns.
 
 With tp = 1 nothing travels, and gradients are used where they lie, if they lie whole and in fp32. q, k and v do not,
 for they are interleaved in their parameter, and nothing does where gradients are reduced in bf16. An owner's group is
@@ -26,7 +25,7 @@ from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.exchange import exchange_bytes, group_traffic
 from canzona_cli.planner.parts import Share
-from canzona_cli.planner.pipeline import LANES, in_flight
+from canzona_cli.planner.pipeline import LANES
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import COPIED, GATHERED_AHEAD, gathering_bytes, scratch_bytes
 from canzona_cli.planner.workspace import workspace_bytes
@@ -40,11 +39,9 @@ class StepBuffers:
     """What the engine holds on one rank next to state and Megatron's buffers."""
 
     exchange: int = 0
-    """Messages: gradients and weights, contributions and answers, sent and received, and a host's own contributions."""
+    """Messages: gradients and weights, sent and received."""
     gradients: int = 0
     """Whole fp32 gradients of a group or batch, and of one shared fragment."""
-    iterates: int = 0
-    """What shared fragments become in their rounds."""
     workspace: int = 0
     """Scratch that the optimizers keep."""
     reduction: int = 0
@@ -54,7 +51,7 @@ class StepBuffers:
 
     @property
     def lasting(self) -> int:
-        return self.exchange + self.gradients + self.iterates + self.workspace
+        return self.exchange + self.gradients + self.workspace
 
 
 def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]:
@@ -113,58 +110,26 @@ def _owners_buffers(config: RunConfig, groups: Sequence[Sequence[_Placed]], tp: 
         yield StepBuffers(gradients=batch_bytes(copied), workspace=workspace_bytes(config, together))
         return
     widths = exchange_bytes(config)
-    by_rows = [one.matrix for group in groups for one in group if one.share is not None and not one.share.rounds]
-    groups = [[one for one in group if one.share is None or one.share.rounds] for group in groups]
-    shared = [[one for one in group if one.share is not None] for group in groups]
-    rounds = max((one.share.rounds for group in shared for one in group if one.share is not None), default=1)
-    # By round, of each group.
-    moved = [
-        [
-            group_traffic(
-                [one.matrix for one in group],
-                [one.host for one in group],
-                tp,
-                shared={one.matrix.index for one in own},
-                widths=widths,
-                number=number,
-            )
-            for group, own in zip(groups, shared, strict=True)
-        ]
-        for number in range(rounds)
-    ]
-    product = element_bytes(config)[0]
-    iterates = _most(product * sum(one.matrix.elements // tp for one in group) for group in shared)
-    fragments_of = [*(one.matrix for group in shared for one in group), *by_rows]
-    in_order = _most(FP32 * _fragment_copied(config, matrix, tp) for matrix in fragments_of)
+    shared = [one.matrix for group in groups for one in group if one.share is not None]
+    groups = [[one for one in group if one.share is None] for group in groups]
+    moved = [group_traffic([one.matrix for one in group], [one.host for one in group], tp) for group in groups]
+    in_order = _most(FP32 * _fragment_copied(config, matrix, tp) for matrix in shared)
+    cut = [(matrix.elements // tp, min(matrix.shape) ** 2) for matrix in shared]
     for rank in range(tp):
         exchange = 0
-        for travelling in moved:
-            for width, sides in zip(
-                widths,
-                ([one.weights for one in travelling], [one.gradients for one in travelling]),
-                strict=True,
-            ):
-                sets = min(2, len(groups))
-                exchange += sets * width * _most(side.sent[rank] for side in sides)
-                exchange += sets * width * _most(side.received[rank] for side in sides)
-        hosted = [[one.matrix for one in group if one.host == rank and one.share is None] for group in groups]
-        answered = [[min(one.matrix.shape) ** 2 for one in group if one.host == rank] for group in shared]
-        exchange += rounds * min(2, len(groups)) * min(widths) * _most(sum(group) for group in answered)
-        fragments = [
-            (one.matrix.elements // tp, side**2 * (one.host == rank), side**2 * (one.host == rank))
-            for group in shared
-            for one in group
-            for side in (min(one.matrix.shape),)
-        ]
-        cut = [(matrix.elements // tp, min(matrix.shape) ** 2) for matrix in by_rows]
-        fragments += [(*one, 0) for one in cut[::LANES]]
+        for width, sides in zip(
+            widths, ([one.weights for one in moved], [one.gradients for one in moved]), strict=True
+        ):
+            sets = min(2, len(groups))
+            exchange += sets * width * _most(side.sent[rank] for side in sides)
+            exchange += sets * width * _most(side.received[rank] for side in sides)
+        hosted = [[one.matrix for one in group if one.host == rank] for group in groups]
         copied_most = _most(sum(_copied(config, matrix, tp, rank) for matrix in group) for group in hosted)
         yield StepBuffers(
             exchange=exchange,
             gradients=FP32 * copied_most + in_order,
-            iterates=min(in_flight(rounds), len(groups)) * iterates,
             workspace=workspace_bytes(
-                config, [[matrix.shape for matrix in group] for group in hosted], fragments, cut[1::LANES]
+                config, [[matrix.shape for matrix in group] for group in hosted], cut[::LANES], cut[1::LANES]
             ),
         )
 

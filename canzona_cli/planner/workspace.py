@@ -26,7 +26,7 @@ _CPU_BLOCK = 128 * 1024
 def workspace_bytes(
     config: RunConfig,
     together: Iterable[Sequence[Shape]],
-    shared: Iterable[tuple[int, int, int]] = (),
+    shared: Iterable[tuple[int, int]] = (),
     beside: Iterable[tuple[int, int]] = (),
 ) -> int:
     """Bytes that the optimizers of one rank keep as scratch; 0 where they are not canzona's own.
@@ -38,9 +38,8 @@ def workspace_bytes(
 
     Args:
         together: shapes of the matrices that one optimizer steps at once, for each optimizer.
-        shared: of each that the TP group shares, the elements of the fragment, of the squares that the rank works on (0
-            where another one does), and of those in which it adds up contributions in fp32.
-        beside: the first two of each that takes turns with one of `shared`: it has iterates and squares of its own.
+        shared: of each matrix that the TP group shares, the elements of the fragment and of a square.
+        beside: the same of each that takes turns with one of `shared`: it has iterates and squares of its own.
     """
     if not keeps_workspace(config):
         return 0
@@ -66,10 +65,10 @@ def _muon(
     config: RunConfig,
     muon: MomentumConfig,
     together: Iterable[Sequence[Shape]],
-    shared: Iterable[tuple[int, int, int]],
+    shared: Iterable[tuple[int, int]],
     beside: Iterable[tuple[int, int]],
 ) -> int:
-    iterate = square = more = direction = wider = block = summed = second = squares = 0
+    iterate = square = more = direction = wider = block = second = squares = 0
     half = config.cluster.device == "cuda" and element_bytes(config)[0] < FP32
     how = algorithm(config)
     for batch in together:
@@ -83,17 +82,15 @@ def _muon(
                 wider = max(wider, rows * cols if half and (stacked == 1 or count % stacked == 1) else 0)
             direction = max(direction, rows * cols)
             block = max(block, min(rows, max(1, _CPU_BLOCK // cols)) * cols)
-    for fragment, answered, added in shared:
+    for fragment, side in shared:
         iterate, direction = max(iterate, fragment), max(direction, fragment)
-        square, more, summed = max(square, answered), max(more, answered), max(summed, added)
+        square, more = max(square, side), max(more, side)
         block = max(block, min(fragment, _CPU_BLOCK))
-    for fragment, answered in beside:
-        second, squares = max(second, fragment), max(squares, answered)
+    for fragment, side in beside:
+        second, squares = max(second, fragment), max(squares, side)
         direction, block = max(direction, fragment), max(block, min(fragment, _CPU_BLOCK))
-    fp32 = (
-        summed
-        + (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else wider)
-        + (block if config.cluster.device == "cpu" else 0)
+    fp32 = (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else wider) + (
+        block if config.cluster.device == "cpu" else 0
     )
     return element_bytes(config)[0] * 2 * (iterate + square + more + second + 2 * squares) + FP32 * fp32
 

@@ -186,11 +186,8 @@ class PlanView(Page):
 
 
 def _shared(kind: UpdateKind) -> str:
-    """` (120 shared: 2.8 ms each rank, 8.3 ms the host)`; cut by rows nobody is host."""
-    if not kind.shared:
-        return ""
-    host = f", {step_time(kind.host_s)} the host" if kind.host_s else ""
-    return f" ({kind.shared:,} shared: {step_time(kind.fragment_s)} each rank{host})"
+    """` (120 shared: 2.8 ms each rank)`."""
+    return f" ({kind.shared:,} shared: {step_time(kind.fragment_s)} each rank)" if kind.shared else ""
 
 
 def _ways(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:

@@ -18,7 +18,7 @@ from canzona_cli.planner.links import Groups, Links
 from canzona_cli.planner.norm_clip import NormClip
 from canzona_cli.planner.packing import simple_bound
 from canzona_cli.planner.parts import HOSTED
-from canzona_cli.planner.sharing import shares, shares_by_rows
+from canzona_cli.planner.sharing import shares
 from canzona_cli.planner.subject import update_costs
 from canzona_cli.simulate.buffers import after_reduction
 from canzona_cli.simulate.model_time import hop, passes
@@ -213,14 +213,13 @@ def _layer(config: RunConfig, layout: Layout) -> _Layer:
     packing_s = model.pipeline.packing_s if layout.tp > 1 else 0.0
     together = planned and config.engine.mode != "hosted"
     possible = shares(config, layout, members) if together else HOSTED
-    by_rows = shares_by_rows(config, layout, members) if together else HOSTED
     everything, pieces, largest = 0.0, [], 0.0
     for matrix, cost in zip(members, costs, strict=True):
-        ways = [one[matrix.index] for one in (possible, by_rows) if matrix.index in one]
+        parts = [possible[matrix.index].each] if matrix.index in possible else []
         hosted = factor * cost + matrix.elements * packing_s
-        everything += min([hosted, *(factor * (layout.tp * share.each + share.hosts) for share in ways)])
-        pieces.append(min([cost, *(share.hosts or share.each for share in ways)]))
-        largest = max(largest, min([cost, *(share.each + share.hosts for share in ways)]))
+        everything += min([hosted, *(factor * layout.tp * each for each in parts)])
+        pieces.append(min([cost, *parts]))
+        largest = max(largest, pieces[-1])
     return _Layer(
         whole_s=0.0 if planned else model.duplicated(range(len(members))).seconds,
         all_s=everything,

@@ -14,7 +14,7 @@ import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from canzona_cli.engine.shared import SharedGroup
+from canzona_cli.engine.shared import Sharing
 from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.records import ResumePoint
@@ -86,7 +86,7 @@ def test_ranks_killed_at_random_moments_cost_no_bit(
 
         def doom(rank: int, step: int, batch: Batch, doomed: int = doomed, moment: float | None = moment) -> Batch:
             if rank == doomed and moment is None and step == 3:
-                monkeypatch.setattr(SharedGroup, "_answer", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+                monkeypatch.setattr(Sharing, "update", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
             timed = any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
             if rank == doomed and moment is not None and not timed:
                 threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()

@@ -240,7 +240,7 @@ def test_it_says_what_is_shared_and_what_that_takes() -> None:
     shared = sum(kind["shared"] for kind in said["updates"])
     assert shared > 0
     assert all((kind["fragment_s"] > 0) == (kind["shared"] > 0) for kind in said["updates"])
-    assert all(kind["host_s"] == 0 or kind["shared"] for kind in said["updates"])
+    assert all(kind["fragment_s"] == 0 or kind["shared"] for kind in said["updates"])
     text = " ".join(canzona(*large).stdout.split())
     assert f"{shared} matrices shared by TP groups" in text
     assert "each rank" in text

@@ -16,7 +16,7 @@ from canzona_cli.errors import CheckpointInvalid
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.geometry import EMBEDDING
-from canzona_cli.optimizers import doubt, gram_form, shared_gram, shared_rows
+from canzona_cli.optimizers import doubt, gram_form, shared_rows
 from canzona_cli.optimizers.doubt import DISTRUSTED, STANDARD_STEPS
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
@@ -366,7 +366,7 @@ def test_whatever_was_not_trusted_in_gram_form_stays_in_standard_form_for_a_time
     assert np.isfinite(losses).all()
 
 
-@pytest.mark.parametrize("mode", ["hosted", "shared", "rows"])
+@pytest.mark.parametrize("mode", ["hosted", "shared"])
 def test_behind_a_doubt_a_run_goes_on_as_if_it_had_not_ended(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,7 +383,7 @@ def test_behind_a_doubt_a_run_goes_on_as_if_it_had_not_ended(
     def work(_: str, world: World) -> list[Part]:
         gone, resumed = (assemble(run[0], world, planned(*run)) for _ in range(2))
         with monkeypatch.context() as doubting:
-            for module in (gram_form, shared_gram, shared_rows):
+            for module in (gram_form, shared_rows):
                 doubting.setattr(module, "DOUBT", -1.0)
             train(gone, tmp_path, case, None)
         assert marks(gone) == {2}

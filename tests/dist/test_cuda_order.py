@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config
 
 from canzona_cli.checkpoint.manifest import Shard
 from canzona_cli.checkpoint.snapshot import Snapshots
-from canzona_cli.config.schema import Layout, Mode, Reduction, RunConfig
+from canzona_cli.config.schema import Layout, Reduction, RunConfig
 from canzona_cli.engine.aside import Aside
 from canzona_cli.megatron import grouping
 from canzona_cli.megatron.in_flight import CONNECTIONS
@@ -220,12 +220,10 @@ def test_nothing_that_shares_memory_is_left_in_any_order(stood: list[Stood]) -> 
         assert {"aten::copy_", "aten::where"} <= set(rank.aside)
 
 
-@pytest.mark.parametrize("mode", ["shared", "rows"])
-def test_shared_matrices_are_left_in_no_order_and_waited_for_by_nobody(mode: Mode) -> None:
-    """Contributions and answers are written by what computes, and travel in turns of memory that groups share; of rows
-    one matrix is computed while another travels. Of squares of side 64 (k and v) the Gram form is not trusted in bf16,
-    and repairs wait: so they are none here."""
-    shared = (f"engine.mode={mode}", "optimizer.form=gram", "model.num_query_groups=8", "train.micro_batch_size=4")
+def test_shared_matrices_are_left_in_no_order_and_waited_for_by_nobody() -> None:
+    """One matrix is computed while another travels. Of squares of side 64 (k and v) the Gram form is not trusted in
+    bf16, and repairs wait: so they are none here."""
+    shared = ("engine.mode=shared", "optimizer.form=gram", "model.num_query_groups=8", "train.micro_batch_size=4")
     config, layout = resolve(*SETTINGS, *shared)
 
     def rank() -> tuple[set[str], list[str], list[list[str]]]:

@@ -114,8 +114,7 @@ SHARED: Run = ((*GRAM, "engine.mode=shared"), 3)
 AUTO: Run = ((*GRAM, "engine.mode=auto"), 3)
 SHARED_APART: Run = ((*SHARED[0], "engine.grouping=greedy", "engine.c_max_mib=0.05"), 3)
 SHARED_FUSED: Run = ((*SHARED[0], "engine.splitting=fused"), 3)
-ROWS: Run = ((*GRAM, "engine.mode=rows"), 3)
-LOW: list[Run] = [((*run[0], "train.precision=bf16"), 3) for run in (SHARED, ROWS)]
+LOW: list[Run] = [((*run[0], "train.precision=bf16"), 3) for run in (SHARED,)]
 BF16: Run = (("optimizer=muon", "train.precision=bf16"), STEPS)
 SENT_IN_BF16: Run = (("optimizer=muon", "engine.exchange_dtype=bf16"), 3)
 COMPARED: dict[str, list[Run]] = {
@@ -125,7 +124,7 @@ COMPARED: dict[str, list[Run]] = {
         *(*WHOLE.values(), *KIN.values(), *SPLITTINGS.values(), *BUFFERS, *WHO_AND_WHEN),
         *(BF16, HOSTED, SHARED, AUTO, *LOW),
     ],
-    "tp4 dp1": [*WHOLE.values(), *SPLITTINGS.values(), SENT_IN_BF16, SHARED, SHARED_FUSED, ROWS],
+    "tp4 dp1": [*WHOLE.values(), *SPLITTINGS.values(), SENT_IN_BF16, SHARED, SHARED_FUSED],
     "tp2 pp2": [WHOLE["muon"], WHOLE["shampoo"], SHARED, AUTO],
     "dp3": [WHOLE["shampoo"], SHARED],
     "tp4 dp2": [WHOLE["muon"], SHARED, SHARED_APART, AUTO],
@@ -305,13 +304,6 @@ def _as_near(found: Weights) -> None:
     assert all_together <= FARTHER
 
 
-@pytest.mark.parametrize("where", [where for where, runs in COMPARED.items() if ROWS in runs])
-def test_squares_cut_by_rows_are_as_exact(where: str) -> None:
-    """Twice as fragments with a host; here the whole's norm is divided by in a second rounding besides."""
-    assert _planned_shares(where, ROWS) == {"q", "k", "v", "proj", "gate", "up", "down"}
-    _as_near(RUNS[where, ROWS].after)
-
-
 def test_hosted_is_bitwise_what_one_process_comes_to_in_gram_form() -> None:
     """Where nothing is shared: because nothing may be, or because nothing is cut."""
     expected = _in_gram_form()
@@ -321,7 +313,7 @@ def test_hosted_is_bitwise_what_one_process_comes_to_in_gram_form() -> None:
 
 
 def test_who_owns_and_hosts_shared_matrices_and_when_changes_nothing() -> None:
-    """Contributions are added up in the ranks' order, wherever that is done."""
+    """Gram matrices are added up in the ranks' order."""
     one = RUNS["tp4 dp1", SHARED].after
     for run in (SHARED, SHARED_APART):
         assert _different(one, RUNS["tp4 dp2", run].after, one) == []

@@ -128,7 +128,7 @@ IN_BF16, REDUCED_IN_BF16 = (
     _run("optimizer=muon", *PRECISIONS[name], *LAYOUTS["tp2 dp2"], steps=EXACT)
     for name in ("bf16", "bf16 reduced in bf16")
 )
-SHARING = {mode: _run(*MODES[mode], *MESHES["tp2 dp2"]) for mode in ("shared", "rows")}
+SHARING = {mode: _run(*MODES[mode], *MESHES["tp2 dp2"]) for mode in ("shared",)}
 IN_GRAM_FORM = _run(*GRAM, *one_rank("tp2 dp2"))
 
 

@@ -59,14 +59,13 @@ def counted(group: torch.distributed.ProcessGroup | None) -> Iterator[list[int]]
         ("engine.splitting=per_head",),
         ("optimizer.form=gram", "engine.mode=shared"),
         ("optimizer.form=gram", "engine.mode=shared", "engine.exchange_dtype=bf16", "engine.c_max_mib=0.03"),
-        ("optimizer.form=gram", "engine.mode=rows"),
     ],
     ids=" ".join,
 )
 def test_a_step_sends_what_its_plan_says(settings: tuple[str, ...]) -> None:
     config, layout = resolve("gpus=4", "parallel.tp=2", "parallel.pp=1", *SMALL_GROUPS, *settings)
     plan = make_plan(config, layout)
-    assert len(plan.groups) > layout.dp or config.engine.mode == "rows"
+    assert len(plan.groups) > layout.dp or config.engine.mode == "shared"
 
     def rank() -> int:
         trainee = build(config, layout)

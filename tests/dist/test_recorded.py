@@ -19,7 +19,7 @@ from canzona_cli.optimizers import muon
 from canzona_cli.planner.measures import communication, exchanges
 from canzona_cli.planner.pipeline import turns
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.planner.sharing import collectives_by_rows, exchanges_by_rows
+from canzona_cli.planner.sharing import shared_collectives, shared_exchanges
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.step import train_step
 from tests.dist import jobs
@@ -153,14 +153,14 @@ def gathered_beside_others(events: list[Event]) -> Iterator[bool]:
 
 def beside_others(matrices: int) -> list[bool]:
     """The same of the plan's order."""
-    behind, sent, due, found = exchanges_by_rows(5), 0, defaultdict[tuple[int, int], list[int]](list), dict[int, bool]()
+    behind, sent, due, found = shared_exchanges(5), 0, defaultdict[tuple[int, int], list[int]](list), dict[int, bool]()
     for matrix, part in turns([len(behind) + 1] * matrices):
         found |= {number: sent > number + 1 for number in due[matrix, part]}
         for exchange in behind[part].exchanges if part < len(behind) else ():
             if exchange == "all_gather":
                 due[matrix, part + 1 + behind[part].under].append(sent)
             sent += 1
-    assert len(found) == matrices * collectives_by_rows(5)["all_gather"]
+    assert len(found) == matrices * shared_collectives(5)["all_gather"]
     return [found[number] for number in sorted(found)]
 
 
@@ -171,7 +171,6 @@ CASES = {
     "padded": ("engine.reduction=padded",),
     "ring": ("engine.reduction=ring",),
     "shared": ("gpus=32", "train.batch_tokens=128", "optimizer.form=gram", "engine.mode=shared"),
-    "rows": ("gpus=32", "train.batch_tokens=128", "optimizer.form=gram", "engine.mode=rows"),
     "asc": ("engine.strategy=asc",),
     "soap": ("optimizer=soap",),
 }
@@ -185,7 +184,6 @@ NORMAL: list[Case] = [
     ("ring", 4, 4),
     ("many micro-groups", 12, 2),
     ("shared", 12, 2),
-    ("rows", 12, 2),
 ]
 
 
@@ -227,14 +225,14 @@ def test_a_step_of_256_ranks_is_the_plans(case: Case) -> None:
         assert_nothing_waits_early(events, layout.dp, copying)
         reads = [(event.name, event.phase) for event in events if event.kind == "read"]
         # In Gram form numbers of a matrix are the host's where it computes (`test_cuda_order` looks at a device's).
-        assert [read for read in reads if case[0] not in ("shared", "rows") or read[1] != "matrix_update"] == READS
+        assert [read for read in reads if case[0] != "shared" or read[1] != "matrix_update"] == READS
     under = {rank: under_updates(events) for rank, events in found.items()}
     of_owners = exchanges(plan)
     assert all(len(each) == of_owners[0, rank // layout.tp] for rank, each in under.items())
     one_owners = [under[rank] for rank in range(layout.tp)]
     # All but the first gradients out and the last weights back: somebody updates meanwhile.
-    assert case[0] == "rows" or all(any(ranks) for ranks in list(zip(*one_owners, strict=True))[1:-1])
-    if case[0] == "rows":
+    assert case[0] == "shared" or all(any(ranks) for ranks in list(zip(*one_owners, strict=True))[1:-1])
+    if case[0] == "shared":
         cut = Counter(plan.assignment.cells[index].owner for index in plan.assignment.shares)
         assert max(cut.values()) > 1
         for rank, events in found.items():

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,15 +12,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from canzona_cli.config.schema import Mode
-from canzona_cli.engine import sharing
+from canzona_cli.engine import shared
 from canzona_cli.engine.planned import PlannedOptimizer
-from canzona_cli.engine.shared import SharedGroup
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.optimizers import doubt, muon, shared_rows
 from canzona_cli.optimizers.muon import Muon
-from canzona_cli.optimizers.shared import Message, Shape, Together, Turns, each_turn
+from canzona_cli.optimizers.shared import Shape, Together, Turns, each_turn
 from canzona_cli.optimizers.shared_muon import SharedMuon
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import engine_of, heard, resolve
@@ -31,15 +29,14 @@ from tests.dist.whole import Part, Weights, assemble, part_of
 
 SETTINGS = (
     *("gpus=2", "parallel.tp=2", "parallel.pp=1", "optimizer=muon", "optimizer.form=gram"),
-    *("train.precision=fp32", "optimizer.clip_grad=0", "engine.grouping=greedy", "engine.c_max_mib=0.05"),
+    *("train.precision=fp32", "optimizer.clip_grad=0", "engine.mode=shared"),
 )
-MODES: tuple[Mode, ...] = ("shared", "rows")
 HIT, NAME = "layers.1.gate", "model.layers.1.mlp.gate_proj.weight"
 STEPS, STANDARD = 4, 1
 """Of the steps one behind a doubt is made in standard form."""
 Fault = Literal["none", "nan", "doubt", "doubt on a device", "marked"]
-"""In the second step: a momentum that is no number on one rank; an answer not to be trusted, which a GPU's host does
-not learn in this step; the mark that such an answer leaves, as an old checkpoint brings it."""
+"""In the second step: a momentum that is no number on one rank; an update not to be trusted, which a GPU's host does
+not learn in this step; the mark that such an update leaves, as an old checkpoint brings it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,27 +45,17 @@ class Faulted:
     """Before, and after each step."""
     fallbacks: list[int]
     log: list[str]
-    groups: int
     worked: list[int]
-    """In each step: how often this rank contributed to `HIT`, or answered for it."""
-
-
-Both = dict[tuple[Mode, Fault], list[Faulted]]
+    """In each step: how often this rank updated `HIT` in Gram form."""
 
 
 @contextmanager
 def _doubted(matrices: PlannedOptimizer) -> Iterator[None]:
-    """The host's last answer for `HIT` says that it is not to be trusted; cut by rows, all ranks find that."""
+    """All ranks find that the update of `HIT` is not to be trusted."""
     (sharing,) = matrices.sharing
     form = sharing.optimizer
     assert isinstance(form, SharedMuon)
-    real = form.answer
     index = next(matrix.index for matrix in sharing.hosted if matrix.name == HIT)
-
-    def answer(key: Hashable, contributions: Sequence[Message], out: Message, *, number: int) -> None:
-        real(key, contributions, out, number=number)
-        if key == index and number == form.rounds - 1:
-            out.numbers[2] = 0.0
 
     by_rows = form.together
 
@@ -79,7 +66,6 @@ def _doubted(matrices: PlannedOptimizer) -> Iterator[None]:
         return each_turn(running, lambda: patch.object(shared_rows, "DOUBT", -1.0))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(form, "answer", answer)
         patched.setattr(form, "together", together)
         yield
 
@@ -97,49 +83,34 @@ def _break(trainee: Trainee, fault: Fault) -> None:
 
 @contextmanager
 def _counted(matrices: PlannedOptimizer) -> Iterator[list[int]]:
-    """Grows by a number for each contribution to `HIT`, each answer, and each update by rows."""
+    """Grows by a number for each update of `HIT` in Gram form."""
     (sharing,) = matrices.sharing
     form, found = sharing.optimizer, list[int]()
     assert isinstance(form, SharedMuon)
     index = next(matrix.index for matrix in sharing.hosted if matrix.name == HIT)
-    contribute, answer, by_rows = form.contribute, form.answer, form.together
-
-    def contributing(
-        p: torch.Tensor, x: torch.Tensor, out: Message, *, whole: Shape, answer: Message | None = None
-    ) -> None:
-        if p is matrices.masters[index]:
-            found.append(0)
-        contribute(p, x, out, whole=whole, answer=answer)
-
-    def answering(key: Hashable, contributions: Sequence[Message], out: Message, *, number: int) -> None:
-        if key == index:
-            found.append(1)
-        answer(key, contributions, out, number=number)
+    by_rows = form.together
 
     def together(p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
         if p is matrices.masters[index]:
-            found.append(2)
+            found.append(1)
         return by_rows(p, whole=whole, ranks=ranks)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(form, "together", together)
-        patched.setattr(form, "contribute", contributing)
-        patched.setattr(form, "answer", answering)
         yield found
 
 
 @pytest.fixture(scope="module")
-def both() -> Both:
-    made = {mode: resolve(*SETTINGS, f"engine.mode={mode}") for mode in MODES}
-    plans = {mode: planned(*made[mode]) for mode in MODES}
+def faulted() -> dict[Fault, list[Faulted]]:
+    made = resolve(*SETTINGS)
+    plan = planned(*made)
 
-    def work(case: tuple[Mode, Fault], world: World) -> Faulted:
-        mode, fault = case
+    def work(fault: Fault, world: World) -> Faulted:
         with pytest.MonkeyPatch.context() as patched, heard("canzona_cli") as log:
             patched.setattr(doubt, "STANDARD_STEPS", STANDARD)
             if fault == "doubt on a device":
                 patched.setattr(muon, "by_blocks", lambda matrix: False)
-            trainee = assemble_trainee(made[mode][0], world, plans[mode])
+            trainee = assemble_trainee(made[0], world, plan)
             matrices = engine_of(trainee).matrices
             assert isinstance(matrices, PlannedOptimizer)
             parts, fallbacks, worked = [part_of(trainee.chunks, world)], [], []
@@ -154,30 +125,15 @@ def both() -> Both:
                 parts.append(part_of(trainee.chunks, world))
                 if step == 1 and fault == "doubt on a device":
                     matrices.repair()
-        return Faulted(parts=parts, fallbacks=fallbacks, log=log, groups=len(matrices.groups), worked=worked)
+        return Faulted(parts=parts, fallbacks=fallbacks, log=log, worked=worked)
 
     faults: tuple[Fault, ...] = ("none", "nan", "doubt", "doubt on a device", "marked")
-    return on_ranks({(mode, fault): made[mode] for mode in MODES for fault in faults}, work)
-
-
-@pytest.fixture(params=MODES)
-def faulted(request: pytest.FixtureRequest, both: Both) -> dict[Fault, list[Faulted]]:
-    return {fault: found for (mode, fault), found in both.items() if mode == request.param}
-
-
-def test_cut_by_rows_it_comes_to_the_same(both: Both) -> None:
-    """To rounding in fp32: 1e-4 of a step, as of other kinds of Muon."""
-    assert both["shared", "none"][0].groups > 2, "groups share no memory: less is tested than meant"
-    one, other = (_steps(both[mode, "none"]) for mode in MODES)
-    moved = [name for name in one[0] if not torch.equal(one[0][name], one[-1][name])]
-    assert moved
-    for name in moved:
-        assert (one[-1][name] - other[-1][name]).abs().max() < 1e-4 * 0.01
+    return on_ranks(dict.fromkeys(faults, made), work)
 
 
 def test_taking_turns_changes_no_bit_of_a_matrix() -> None:
     """Against one after another, each with its own scratch too."""
-    config, layout = resolve(*SETTINGS, "engine.mode=rows", "train.precision=bf16", "model.num_query_groups=8")
+    config, layout = resolve(*SETTINGS, "train.precision=bf16", "model.num_query_groups=8")
     plan = planned(config, layout)
 
     def one_by_one(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -203,7 +159,7 @@ def test_taking_turns_changes_no_bit_of_a_matrix() -> None:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(form, "together", together)
             if not in_turns:
-                patched.setattr(sharing, "turns", one_by_one)
+                patched.setattr(shared, "turns", one_by_one)
             for step in range(2):
                 optimizer_step(trainee, step)
         return [one.master.detach().flatten().tolist() for one in matrices.fragments], order
@@ -223,7 +179,7 @@ def test_what_travels_of_products_in_fp16_is_not_rounded_to_the_messages_bf16() 
     """On GPUs squares are fp16 (`optimizers.gram_form`). Updates of masters are off those in fp32 by 0.15 of what
     they are off in bf16, and by 0.20 to 0.23 where squares are rounded to bf16 on the way."""
     precisions = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
-    settings = (*SETTINGS, "engine.mode=shared", "model.num_query_groups=8")
+    settings = (*SETTINGS, "model.num_query_groups=8")
     made = {dtype: resolve(*settings, f"train.precision={name}") for dtype, name in precisions.items()}
     plans = {dtype: planned(*run) for dtype, run in made.items()}
 
@@ -271,7 +227,7 @@ def test_a_momentum_that_is_no_number_on_one_rank_leaves_the_weight_on_all(fault
     assert [line for rank in found for line in rank.log if "not finite" in line and HIT in line]
 
 
-def test_an_answer_that_is_not_trusted_is_made_up_for_in_standard_form(faulted: dict[Fault, list[Faulted]]) -> None:
+def test_an_update_that_is_not_trusted_is_made_up_for_in_standard_form(faulted: dict[Fault, list[Faulted]]) -> None:
     """In the same step, and to rounding: 1e-4 of a step, as of other kinds of Muon."""
     found, healthy = faulted["doubt"], _steps(faulted["none"])
     steps = _steps(found)
@@ -301,10 +257,10 @@ def test_on_a_device_it_is_left_out_and_the_next_are_made_in_standard_form(
 def test_what_is_updated_alone_for_a_time_is_no_fallback_and_nobody_works_for_it_else(
     faulted: dict[Fault, list[Faulted]], fault: Fault, alone: int
 ) -> None:
-    """Two ranks contribute in each of two rounds, and one answers; or both update it by rows. Then it is tried."""
+    """Both ranks update it in standard form alone; then the Gram form is tried again."""
     found, healthy = faulted[fault], _steps(faulted["none"])
     most = sum(rank.worked[0] for rank in faulted["none"])
-    assert most in (6, 2)
+    assert most == 2
     worked = [sum(rank.worked[step] for rank in found) for step in range(STEPS)]
     assert worked == [0 if step == alone else most for step in range(STEPS)]
     assert sum(rank.fallbacks[step] for rank in found for step in range(alone, STEPS)) == 0
@@ -318,21 +274,24 @@ def test_what_is_updated_alone_for_a_time_is_no_fallback_and_nobody_works_for_it
 
 def test_when_a_rank_dies_between_two_exchanges_the_others_end_too() -> None:
     """The launcher then names it, as any rank that is killed (`tests/faults/test_processes.py`)."""
-    config, layout = resolve(*SETTINGS, "engine.mode=shared")
+    config, layout = resolve(*SETTINGS)
     plan = planned(config, layout)
 
     def rank() -> None:
         trainee = build(config, layout, plan)
-        group = next(group for group in engine_of(trainee).matrices.groups if isinstance(group, SharedGroup))
-        real = group.run
+        (group,) = engine_of(trainee).matrices.sharing
+        form = group.optimizer
+        assert isinstance(form, SharedMuon)
+        real, begun = form.together, list[torch.Tensor]()
 
-        def run(stage: int, scale: float) -> None:
-            if stage == 2 and trainee.world.rank == 1:
+        def together(p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
+            begun.append(p)
+            if len(begun) == 3 and trainee.world.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            real(stage, scale)
+            return real(p, whole=whole, ranks=ranks)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(group, "run", run)
+            patched.setattr(form, "together", together)
             optimizer_step(trainee, 0)
 
     with pytest.raises(AssertionError, match=r"rank 0:\n(.*\n)+.*(closed|reset|Broken pipe|peer)"):

@@ -20,7 +20,7 @@ from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.newton_schulz import Form
 from canzona_cli.optimizers.shampoo import Shampoo
-from canzona_cli.optimizers.shared import Message, Shape, Together, Turns
+from canzona_cli.optimizers.shared import Shape, Together, Turns
 from canzona_cli.optimizers.shared_muon import SharedMuon
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.training.assemble import assemble as assemble_trainee
@@ -71,7 +71,7 @@ OPTIMIZERS = {
 # against itself alike: 1e-4, 6e-3, 3e-4.
 ROUNDING = {"muon": 1e-3, "shampoo": 6e-2, "soap": 3e-3}
 GRAM = ("optimizer=muon", "optimizer.form=gram")
-MODES = {mode: (*GRAM, f"engine.mode={mode}") for mode in ("hosted", "shared", "rows", "auto")}
+MODES = {mode: (*GRAM, f"engine.mode={mode}") for mode in ("hosted", "shared", "auto")}
 """Of Muon, the one optimizer that shares matrices; in the form in which it does."""
 CUT = {where: layout for where, layout in LAYOUTS.items() if "tp" in where and "tp1" not in where} | {
     "tp2": ("gpus=2", "parallel.tp=2"),
@@ -222,7 +222,7 @@ def _record_fragments(trainee: Trainee) -> _Recorded:
     form, places = held[0].optimizer, Fragments(trainee.config.model, world.layout.tp, world.tp_rank, {})
     assert isinstance(form, SharedMuon)
     matrices: dict[torch.Tensor, Matrix] = {one.master: one.matrix for one in held}
-    contribute, together = form.contribute, form.together
+    together = form.together
 
     def keep(p: torch.Tensor) -> None:
         matrix, whole = matrices[p], torch.zeros(matrices[p].shape)
@@ -231,18 +231,11 @@ def _record_fragments(trainee: Trainee) -> _Recorded:
         place.copy_(p.grad.view(place.shape))
         recorded[_hugging_face_name(matrix)].append(whole.numpy())
 
-    def contributing(
-        p: torch.Tensor, x: torch.Tensor, out: Message, *, whole: Shape, answer: Message | None = None
-    ) -> None:
-        if answer is None:
-            keep(p)
-        contribute(p, x, out, whole=whole, answer=answer)
-
-    def by_rows(p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
+    def recording(p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
         keep(p)
         return together(p, whole=whole, ranks=ranks)
 
-    form.contribute, form.together = contributing, by_rows  # type: ignore[method-assign]
+    form.together = recording  # type: ignore[method-assign]
     return recorded
 
 

@@ -6,17 +6,19 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Hashable, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
+import torch
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.config.compose import compose_run, load_resolved
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch.resume import resumption
-from canzona_cli.optimizers.shared import Message
+from canzona_cli.optimizers import shared_rows
+from canzona_cli.optimizers.shared import Shape, Together, Turns, each_turn
 from canzona_cli.optimizers.shared_muon import SharedMuon
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.records import read_layout
@@ -35,18 +37,14 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 
 def doubt_an_answer() -> None:
-    """From now on, until this process has been the host of a shared matrix once."""
-    real = SharedMuon.answer
+    """From now on, until this process has updated a shared matrix once."""
+    real = SharedMuon.together
 
-    def doubted(
-        self: SharedMuon, key: Hashable, contributions: Sequence[Message], out: Message, *, number: int
-    ) -> None:
-        real(self, key, contributions, out, number=number)
-        if number == self.rounds - 1:
-            out.numbers[2] = 0.0
-            SharedMuon.answer = real  # type: ignore[method-assign]
+    def doubted(self: SharedMuon, p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
+        SharedMuon.together = real  # type: ignore[method-assign]
+        return each_turn(real(self, p, whole=whole, ranks=ranks), lambda: patch.object(shared_rows, "DOUBT", -1.0))
 
-    SharedMuon.answer = doubted  # type: ignore[method-assign]
+    SharedMuon.together = doubted  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,6 @@ from canzona_cli.optimizers import (
     doubt,
     gram_form,
     muon,
-    shared_gram,
-    shared_muon,
     shared_rows,
 )
 from canzona_cli.optimizers.gram_form import (
@@ -42,7 +40,7 @@ from canzona_cli.optimizers.newton_schulz import (
 
 from . import reference
 from .test_gram_form import apart, exact, spectrum, updated
-from .test_shared import LR, Cut, cut, gaussian, parameter
+from .test_shared import LR, cut, gaussian, parameter
 from .test_shared import apart as apart_from_start
 from .test_shared import muon as gram_muon
 
@@ -115,14 +113,14 @@ def test_it_is_nearer_than_standard_in_bf16_and_never_doubted(ns: CoefficientSet
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
 def test_the_first_step_undoes_the_norm_to_the_last_bit(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp32, where powers of two round nothing: result, estimated error and doubt, whole, shared and by rows."""
+    """In fp32, where powers of two round nothing: result, estimated error and doubt, whole and shared."""
     whole = (48, 256)
     start, gradient = gaussian(whole, 0), gaussian(whole, 1)
     for ns in SETS:
         results = []
         for norm in (1.0, 4.0):
             with monkeypatch.context() as patched:
-                for module in (gram_form, muon, shared_gram, shared_muon, shared_rows):
+                for module in (gram_form, muon, shared_rows):
                     patched.setattr(module, "starting_norm", lambda side, dtype, norm=norm: norm)
                 errors: list[float] = []
                 real = gram_form.Polynomial.error
@@ -136,10 +134,9 @@ def test_the_first_step_undoes_the_norm_to_the_last_bit(steps: int, monkeypatch:
                 alone.grad = gradient
                 gram_muon(alone, "fp32", ns, steps).step()
                 found = [alone.detach()]
-                for by_rows in (False, True):
-                    split = cut(start, 2, "fp32", ns, steps)
-                    assert split.stepped(gradient, by_rows) == [True, True]
-                    found.append(split.gathered())
+                split = cut(start, 2, "fp32", ns, steps)
+                assert split.step(gradient) == [True, True]
+                found.append(split.gathered())
                 results.append((found, errors))
         (one, errors), (other, others) = results
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), ns
@@ -285,14 +282,12 @@ def test_what_is_not_finite_is_not_trusted(bad: float) -> None:
     assert updated(x, "gram", "quintic")[1]
     split = cut(gaussian((32, 96), 0), 2, "bf16")
     x = x[:32, :96].contiguous()
-    for by_rows in (False, True):
-        assert split.stepped(x, by_rows) == [False, False]
+    assert split.step(x) == [False, False]
 
 
 @pytest.mark.usefixtures("_on_gpus")
-@pytest.mark.parametrize("way", ["host", "rows"])
 @pytest.mark.parametrize("whole", [(48, 256), (64, 80)])
-def test_fragments_lose_little_more_than_the_whole_and_less_than_in_bf16(whole: tuple[int, int], way: str) -> None:
+def test_fragments_lose_little_more_than_the_whole_and_less_than_in_bf16(whole: tuple[int, int]) -> None:
     start, gradient = gaussian(whole, 0), gaussian(whole, 1)
     right, p, standard = parameter(start), parameter(start), parameter(start)
     for one in (right, p, standard):
@@ -301,9 +296,8 @@ def test_fragments_lose_little_more_than_the_whole_and_less_than_in_bf16(whole: 
     gram_muon(p, "bf16").step()
     Muon([standard], LR).step()
     split = cut(start, 4, "bf16")
-    split = Cut(whole=whole, optimizers=split.optimizers, fragments=split.fragments, travels=HALF)
     assert split.optimizers[0].dtype is HALF
-    assert split.stepped(gradient, way == "rows") == [True] * 4
+    assert split.step(gradient) == [True] * 4
     error = apart_from_start(split.gathered(), right, start)
     assert error < 2 * apart_from_start(p, right, start)
     assert error < apart_from_start(standard, right, start) / 2

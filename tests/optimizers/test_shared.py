@@ -16,9 +16,9 @@ from canzona_cli.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.optimizers.matrix_optimizer import products
 from canzona_cli.optimizers.newton_schulz import CoefficientSet, coefficients
 from canzona_cli.optimizers.normuon import NorMuon
-from canzona_cli.optimizers.shared import ANSWERED, CONTRIBUTED, Message, Shape, SharedForm, Together, Turns, Wait
+from canzona_cli.optimizers.shared import Shape, SharedForm, Together, Turns, Wait
 from canzona_cli.optimizers.shared_muon import SharedMuon
-from canzona_cli.planner.sharing import Exchange, exchanges_by_rows, works_by_rows
+from canzona_cli.planner.sharing import Exchange, shared_exchanges, shared_works
 
 LR = 0.05
 SHAPES: tuple[Shape, ...] = ((48, 256), (256, 48), (64, 80), (64, 64))
@@ -32,7 +32,6 @@ class Cut:
     whole: Shape
     optimizers: Sequence[SharedMuon]
     fragments: Sequence[torch.nn.Parameter]
-    travels: torch.dtype = torch.float32
 
     @property
     def axis(self) -> int:
@@ -41,36 +40,14 @@ class Cut:
     def gathered(self) -> torch.Tensor:
         return torch.cat([p.detach() for p in self.fragments], dim=self.axis)
 
-    def step(self, gradient: torch.Tensor) -> list[bool]:
-        """Whether each fragment was updated."""
-        for p, part in zip(self.fragments, gradient.chunk(len(self.fragments), dim=self.axis), strict=True):
-            p.grad = part
-        xs = [torch.empty_like(p, dtype=self.optimizers[0].dtype) for p in self.fragments]
-        host, answer = self.optimizers[-1], None
-        for number in range(host.rounds):
-            told = []
-            for p, x, optimizer in zip(self.fragments, xs, self.optimizers, strict=True):
-                told.append(self._message(CONTRIBUTED, self.travels))
-                optimizer.contribute(p, x, told[-1], whole=self.whole, answer=answer)
-            answer = self._message(ANSWERED, host.dtype)
-            host.answer("it", told, answer, number=number)
-        assert answer is not None
-        return [
-            optimizer.finish(p, x, whole=self.whole, answer=answer)
-            for p, x, optimizer in zip(self.fragments, xs, self.optimizers, strict=True)
-        ]
-
-    def stepped(self, gradient: torch.Tensor, by_rows: bool) -> list[bool]:
-        return self.step_by_rows(gradient) if by_rows else self.step(gradient)
-
     def step_alone(self) -> None:
         def one(rank: int, ranks: Together) -> None:
             self.optimizers[rank].alone(self.fragments[rank], whole=self.whole, total=lambda part: ranks.total(part)())
 
         self._at_once(one)
 
-    def step_by_rows(self, gradient: torch.Tensor) -> list[bool]:
-        """As `step`, with squares cut by rows."""
+    def step(self, gradient: torch.Tensor) -> list[bool]:
+        """Tells whether each fragment was updated."""
         for p, part in zip(self.fragments, gradient.chunk(len(self.fragments), dim=self.axis), strict=True):
             p.grad = part
         return self._at_once(
@@ -117,10 +94,6 @@ class Cut:
         with products("fp32"), ThreadPoolExecutor(count) as pool:
             return list(pool.map(fragment, range(count)))
 
-    def _message(self, numbers: int, dtype: torch.dtype) -> Message:
-        side = min(self.whole)
-        return Message(square=torch.full((side, side), math.nan, dtype=dtype), numbers=torch.full((numbers,), math.nan))
-
 
 def alone[Result](running: Turns[Result]) -> Result:
     """Where nobody else has a turn."""
@@ -160,10 +133,9 @@ def apart(found: torch.Tensor, wanted: torch.Tensor, start: torch.Tensor) -> flo
     return float((found - wanted).norm() / (wanted - start).norm())
 
 
-@pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("whole", SHAPES)
-def test_fragments_come_out_as_the_whole(whole: Shape, parts: int, by_rows: bool) -> None:
+def test_fragments_come_out_as_the_whole(whole: Shape, parts: int) -> None:
     """In fp32 up to the order of sums: 5 steps amplify 6e-8 by at most their slopes, 477. The gradients' scale grows by
     10 from step to step, from 1e-10."""
     start = gaussian(whole, 0)
@@ -172,18 +144,17 @@ def test_fragments_come_out_as_the_whole(whole: Shape, parts: int, by_rows: bool
     for step in range(3):
         p.grad = gaussian(whole, step + 1) * 10.0 ** (step - 10)
         alone.step()
-        assert split.stepped(p.grad, by_rows) == [True] * parts
+        assert split.step(p.grad) == [True] * parts
     assert apart(split.gathered(), p, start) < 477 * 6e-8
 
 
-@pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize(("ns", "steps"), [("simple", 1), ("polar_express", 4), ("quintic", 3), ("deepseekv4", 10)])
-def test_any_number_of_rounds(ns: CoefficientSet, steps: int, by_rows: bool) -> None:
+def test_any_number_of_steps(ns: CoefficientSet, steps: int) -> None:
     """Within 20 times of what rounding does to the whole itself, which is in the same form."""
     whole, start = (40, 96), gaussian((40, 96), 0)
     split, p, exact = cut(start, 2, "fp32", ns, steps), parameter(start), parameter(start)
     p.grad = exact.grad = gaussian(whole, 1)
-    assert split.stepped(p.grad, by_rows) == [True, True]
+    assert split.step(p.grad) == [True, True]
     muon(p, "fp32", ns, steps).step()
     y = (p.grad * 0.05).double()  # (1 - momentum) G, and the look ahead: a multiple of G
     y /= y.norm()
@@ -194,9 +165,8 @@ def test_any_number_of_rounds(ns: CoefficientSet, steps: int, by_rows: bool) -> 
     assert apart(split.gathered(), exact, start) < max(20 * apart(p, exact, start), 1e-5)
 
 
-@pytest.mark.parametrize("travels", [torch.float32, torch.bfloat16, "by rows"])
 @pytest.mark.parametrize("whole", SHAPES)
-def test_in_bf16_it_loses_little_more_than_the_whole(whole: Shape, travels: torch.dtype | Literal["by rows"]) -> None:
+def test_in_bf16_it_loses_little_more_than_the_whole(whole: Shape) -> None:
     """Twice: Gram matrices are rounded once more, and so are fragments when their norm becomes the whole's."""
     start, gradient = gaussian(whole, 0), gaussian(whole, 1)
     exact, p = parameter(start), parameter(start)
@@ -204,14 +174,11 @@ def test_in_bf16_it_loses_little_more_than_the_whole(whole: Shape, travels: torc
     muon(exact, "fp32").step()
     muon(p, "bf16").step()
     split = cut(start, 4, "bf16")
-    if travels != "by rows":
-        split = Cut(whole=whole, optimizers=split.optimizers, fragments=split.fragments, travels=travels)
-    assert split.stepped(gradient, travels == "by rows") == [True] * 4
+    assert split.step(gradient) == [True] * 4
     assert apart(split.gathered(), exact, start) < 2 * apart(p, exact, start)
 
 
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_scale_and_uneven_fragments_are_of_no_account(by_rows: bool) -> None:
+def test_scale_and_uneven_fragments_are_of_no_account() -> None:
     """One fragment of zeros, one 1e12 times another, all of it at 1e-30 and at 1e30."""
     whole, start = (32, 128), gaussian((32, 128), 0)
     gradient = gaussian(whole, 1)
@@ -220,7 +187,7 @@ def test_scale_and_uneven_fragments_are_of_no_account(by_rows: bool) -> None:
     found = []
     for size in (1e-30, 1.0, 1e30):
         split = cut(start, 4, "fp32")
-        assert split.stepped(gradient * size, by_rows) == [True] * 4
+        assert split.step(gradient * size) == [True] * 4
         found.append(split.gathered())
     p = parameter(start)
     p.grad = gradient
@@ -228,22 +195,20 @@ def test_scale_and_uneven_fragments_are_of_no_account(by_rows: bool) -> None:
     for one in found:
         assert apart(one, p, start) < 477 * 6e-8
     still = cut(start, 4, "bf16")
-    assert still.stepped(torch.zeros(whole), by_rows) == [True] * 4
+    assert still.step(torch.zeros(whole)) == [True] * 4
     torch.testing.assert_close(still.gathered(), start * (1 - LR * 0.1))
 
 
-@pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_on_one_fragment_moves_none(bad: float, by_rows: bool) -> None:
+def test_what_is_not_finite_on_one_fragment_moves_none(bad: float) -> None:
     start, gradient = gaussian((32, 96), 0), gaussian((32, 96), 1)
     gradient[3, 90] = bad
     split = cut(start, 2, "bf16")
-    assert split.stepped(gradient, by_rows) == [False] * 2
+    assert split.step(gradient) == [False] * 2
     torch.testing.assert_close(split.gathered(), start, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_what_is_not_trusted_is_made_alone_in_standard_form(by_rows: bool) -> None:
+def test_what_is_not_trusted_is_made_alone_in_standard_form() -> None:
     """Singular values over three decades in bf16: the whole is doubted too, and comes out in standard form."""
     whole = (64, 128)
     u, _, v = torch.linalg.svd(gaussian(whole, 3), full_matrices=False)
@@ -252,7 +217,7 @@ def test_what_is_not_trusted_is_made_alone_in_standard_form(by_rows: bool) -> No
     assert not bool(gram_newton_schulz(doubted.bfloat16(), coefficients("quintic", 5), Workspace())[1])
     start = gaussian(whole, 0)
     split, exact, standard = cut(start, 4, "bf16"), parameter(start), parameter(start)
-    assert split.stepped(gradient, by_rows) == [False] * 4
+    assert split.step(gradient) == [False] * 4
     split.step_alone()
     exact.grad = standard.grad = gradient
     Muon([exact], LR, precision="fp32").step()
@@ -263,7 +228,7 @@ def test_what_is_not_trusted_is_made_alone_in_standard_form(by_rows: bool) -> No
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 10])
-def test_by_rows_products_and_exchanges_are_those_the_planner_prices(steps: int) -> None:
+def test_products_and_exchanges_are_those_the_planner_prices(steps: int) -> None:
     """Part by part; what `left_of` multiplies of some rows is left out there, and is no `addmm` here."""
     whole, sent, landed = (40, 96), list[tuple[Exchange, int]](), dict[int, int]()
     multiplied: list[int] = []
@@ -298,10 +263,10 @@ def test_by_rows_products_and_exchanges_are_those_the_planner_prices(steps: int)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             waits = next(running, None)
         multiplied.append(counter.get_flop_counts().get("Global", {}).get(torch.ops.aten.addmm, 0))
-    assert multiplied == [work.product_flops for work in works_by_rows(steps, *whole, 1, width=4)]
+    assert multiplied == [work.product_flops for work in shared_works(steps, *whole, 1, width=4)]
     planned = [
         ((kind, part), part + 1 + behind.under)
-        for part, behind in enumerate(exchanges_by_rows(steps))
+        for part, behind in enumerate(shared_exchanges(steps))
         for kind in behind.exchanges
     ]
     assert [(one, landed[number]) for number, one in enumerate(sent)] == planned

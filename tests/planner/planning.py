@@ -90,12 +90,12 @@ def least_height(costs: Sequence[float], bins: int) -> float:
 
 
 def least_makespan(
-    units: Sequence[Sequence[float]], dp: int, tp: int, shares: Mapping[float, tuple[float, float]] | None = None
+    units: Sequence[Sequence[float]], dp: int, tp: int, shares: Mapping[float, float] | None = None
 ) -> float:
     """Busiest cell of the best assignment of units to owners and of their matrices to hosts, by trying all.
 
     Args:
-        shares: by cost: what a matrix that may be shared costs each rank then, and its host besides.
+        shares: by cost: what a matrix that may be shared costs each rank then.
     """
     best = float("inf")
     for owner_of in itertools.product(range(dp), repeat=len(units)):
@@ -107,8 +107,8 @@ def least_makespan(
     return best
 
 
-def _least_row(costs: Sequence[float], tp: int, shares: Mapping[float, tuple[float, float]]) -> float:
-    ways = [[(0.0, cost), *([shares[cost]] if cost in shares else [])] for cost in costs]
+def _least_row(costs: Sequence[float], tp: int, shares: Mapping[float, float]) -> float:
+    ways = [[(0.0, cost), *([(shares[cost], 0.0)] if cost in shares else [])] for cost in costs]
     return min(
         sum(each for each, _ in chosen) + (least_height([host for _, host in chosen], tp) if chosen else 0.0)
         for chosen in itertools.product(*ways)

@@ -58,11 +58,11 @@ def _seconds(planned: tuple[RunConfig, Layout, Plan]) -> float:
 def test_auto_is_never_slower_than_one_mode_and_faster_where_ranks_were_idle(
     size: sizes.Size, tp: int, dp: int
 ) -> None:
-    auto, hosted, *others = (_planned(size, tp, dp, mode) for mode in ("auto", "hosted", "shared", "rows"))
+    auto, hosted, shared = (_planned(size, tp, dp, mode) for mode in ("auto", "hosted", "shared"))
     config, mesh, _ = auto
     # AdamW's parameters are gathered under the updates: shorter ones than that gain nothing.
     gathered = ReductionModel(config, mesh).gather_evenly(stage_weights(config, mesh, 0).others)
-    assert _seconds(auto) <= max(gathered, min(map(_seconds, (hosted, *others)))) * 1.01
+    assert _seconds(auto) <= max(gathered, min(_seconds(hosted), _seconds(shared))) * 1.01
     assert balance(auto[2]).slowest_s >= auto[2].lower_bounds[0] * (1 - 1e-9)
     if (size, tp, dp) in (("14b", 2, 256), ("32b", 8, 128)):
         assert _seconds(auto) < 0.95 * _seconds(hosted)
@@ -71,37 +71,28 @@ def test_auto_is_never_slower_than_one_mode_and_faster_where_ranks_were_idle(
 
 
 def test_more_ranks_shorten_fragments_alone() -> None:
-    """With more ranks fragments are shorter, and a host has more to add up."""
     config, mesh, plan = _planned("32b", 8, 16, "shared")
     two = shares(config, layout(tp=2, dp=16), plan.matrices)
     eight = shares(config, mesh, plan.matrices)
     for index, share in eight.items():
-        assert share.rounds == 2
         assert two[index].each > 2 * share.each
-        assert two[index].hosts < share.hosts
     assert {plan.matrices[index].kind for index in eight} == {"q", "proj", "gate", "up", "down"}
 
 
 @given(
     costs=st.lists(st.integers(1, 12), min_size=1, max_size=5),
-    possible=st.dictionaries(st.integers(1, 12), st.tuples(st.integers(1, 3), st.integers(1, 8)), max_size=4),
+    possible=st.dictionaries(st.integers(1, 12), st.integers(1, 11), max_size=4),
     tp=st.integers(2, 4),
 )
 @settings(max_examples=100, deadline=None)
-def test_a_row_is_close_to_the_best_of_all_ways(
-    costs: list[int], possible: dict[int, tuple[int, int]], tp: int
-) -> None:
-    may = {
-        place: Share(fragment=(0.5, possible[cost][0] - 0.5), host=(possible[cost][1],))
-        for place, cost in enumerate(costs)
-        if cost in possible
-    }
+def test_a_row_is_close_to_the_best_of_all_ways(costs: list[int], possible: dict[int, int], tp: int) -> None:
+    may = {place: Share(fragment=(0.5, possible[cost] - 0.5)) for place, cost in enumerate(costs) if cost in possible}
     rows = HostPacker([float(cost) for cost in costs], tp, may).rows(range(len(costs)))
     best = least_makespan([[float(cost) for cost in costs]], 1, tp, possible)  # type: ignore[arg-type]
     for row in rows:
         busy = [0.0] * tp
-        for place, (cost, host, shared) in enumerate(zip(costs, row.hosts, row.shared, strict=True)):
-            busy[host] += may[place].hosts if shared else cost
+        for cost, host, shared in zip(costs, row.hosts, row.shared, strict=True):
+            busy[host] += 0 if shared else cost
         each = sum(may[place].each for place, shared in enumerate(row.shared) if shared)
         assert row.height == pytest.approx(max(busy) + each)
     assert rows[0].height == min(row.height for row in rows)
@@ -138,8 +129,7 @@ def test_nothing_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostedPipeline, "seconds", noted)
     monkeypatch.setattr(HostedPipeline, "_told", told_of)
     plan = attempt(config, mesh, None, planned_matrices(config, mesh, None), None)
-    assert "hosted" in plan.modes
-    assert {"shared", "rows"} & set(plan.modes)
+    assert set(plan.modes) == {"hosted", "shared"}
     assert len(searched) == len(set(searched)) > 3
     assert all(len(ways) == len(set(ways)) for ways in timed)
     assert len(told) < 0.75 * sum(len(way) for ways in timed for way in ways if isinstance(way, tuple))

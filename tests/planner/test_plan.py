@@ -12,7 +12,7 @@ import pytest
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.layouts import fill
-from canzona_cli.config.schema import Layout, Mode, MuonConfig, RunConfig
+from canzona_cli.config.schema import Layout, MuonConfig, RunConfig
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.shapes import load_shapes
 from canzona_cli.planner import planner
@@ -69,15 +69,12 @@ def test_json_round_trip(layout_name: str, splitting: str) -> None:
     assert again.to_json() == plan.to_json()
 
 
-@pytest.mark.parametrize("together", ["shared", "rows"])
-def test_shared_matrices_are_read_as_they_were_planned_and_only_those_that_can_be(
-    tmp_path: Path, together: Mode
-) -> None:
-    config, layout = resolved(mode=together)
+def test_shared_matrices_are_read_as_they_were_planned_and_only_those_that_can_be(tmp_path: Path) -> None:
+    config, layout = resolved(mode="shared")
     assert isinstance(config.optimizer, MuonConfig)
     config = replace(config, optimizer=replace(config.optimizer, form="gram"))
     plan = make_plan(config, layout)
-    assert {m.kind for m, mode in zip(plan.matrices, plan.modes, strict=True) if mode == together} == {
+    assert {m.kind for m, mode in zip(plan.matrices, plan.modes, strict=True) if mode == "shared"} == {
         "q", "proj", "gate", "up", "down",
     }  # fmt: skip
     path = tmp_path / "plan.json"
@@ -85,14 +82,13 @@ def test_shared_matrices_are_read_as_they_were_planned_and_only_those_that_can_b
     assert load_plan(path, config, layout).assignment == plan.assignment
 
     for index, share in (
-        (next(m.index for m in plan.matrices if m.kind == "k"), Share(fragment=(1.0, 1.0), host=(1.0,))),
-        (next(m.index for m in plan.matrices if m.kind == "v"), Share(fragment=(1.0,), host=())),
-        (0, Share(fragment=(1.0,), host=(1.0,))),
+        (next(m.index for m in plan.matrices if m.kind == "k"), plan.assignment.shares[0]),
+        (0, Share(fragment=(1.0,))),
     ):
         forged = replace(plan, assignment=replace(plan.assignment, shares={**plan.assignment.shares, index: share}))
         path.write_text(forged.to_json(), encoding="utf-8")
         assert "cannot be shared as the plan says" in refusal(path, config, layout)
-    other = {0: Share(fragment=(1.0, 1.0, 1.0), host=(1.0, 1.0))}
+    other = {0: Share(fragment=(1.0,) * len(plan.assignment.shares[0].fragment))}
     forged = replace(plan, assignment=replace(plan.assignment, shares=other))
     path.write_text(forged.to_json(), encoding="utf-8")
     assert "other costs" in refusal(path, config, layout)
@@ -219,7 +215,7 @@ def test_another_version_is_refused(planned: tuple[RunConfig, Layout, Plan], wri
     content = json.loads(written.read_text())
     content["version"] = 99
     written.write_text(json.dumps(content))
-    assert "version 99, but this canzona reads version 7" in refusal(written, *planned[:2])
+    assert "version 99, but this canzona reads version 8" in refusal(written, *planned[:2])
 
 
 def test_an_altered_plan_is_refused(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:

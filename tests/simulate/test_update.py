@@ -8,7 +8,7 @@ import pytest
 from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.parts import Assignment, Cell, MicroGroup, Share
-from canzona_cli.planner.sharing import exchanges_by_rows, sent_by_rows
+from canzona_cli.planner.sharing import shared_bytes, shared_exchanges
 from canzona_cli.planner.work import RULES
 from canzona_cli.simulate.update import RankUpdate, UpdateModel
 from tests.sizes import H100, layout, run
@@ -99,14 +99,14 @@ def test_norm_clip_and_adamw_hide_the_first_two_exchanges() -> None:
 
 
 @pytest.mark.parametrize(("count", "alone"), [(1, 1), (2, 0), (3, 1), (4, 0)])
-def test_of_two_matrices_cut_by_rows_one_is_updated_while_the_other_travels(count: int, alone: int) -> None:
+def test_of_two_shared_matrices_one_is_updated_while_the_other_travels(count: int, alone: int) -> None:
     """An odd one waits for what its next part needs, 6 of 11 gathers and the all-to-alls; and all wait for everything
     where there is nothing to do meanwhile."""
-    parts, matrices = len(exchanges_by_rows(5)) + 1, [matrix(index) for index in range(count)]
+    parts, matrices = len(shared_exchanges(5)) + 1, [matrix(index) for index in range(count)]
     model = UpdateModel(run("8b", 2, strategy="canzona", cluster=NO_COPIES), layout(tp=2), matrices, [1.0] * count)
-    travels = sent_by_rows(matrices[0], 2, 5, 2) / BYTES
+    travels = shared_bytes(matrices[0], 2, 5, 2) / BYTES
     for cost, waited in ((1.0, alone * 8 / 13), (0.0, count)):
-        shares = {index: Share(fragment=(cost,) * parts, host=()) for index in range(count)}
+        shares = {index: Share(fragment=(cost,) * parts) for index in range(count)}
         assignment = Assignment(cells=(Cell(owner=0, host=0),) * count, shares=shares)
         group = MicroGroup(stage=0, owner=0, index=0, matrices=tuple(range(count)))
         for update in model.hosted([group], assignment):

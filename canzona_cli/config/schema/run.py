@@ -33,7 +33,7 @@ Strategy = Literal["canzona", "paper", "asc", "layerwise", "sc"]
 BufferLayout = Literal["contiguous", "owner", "aligned"]
 Splitting = Literal["fused", "qkv", "split", "per_head"]
 Grouping = Literal["registration", "balanced", "greedy", "auto"]
-Mode = Literal["hosted", "shared", "rows"]
+Mode = Literal["hosted", "shared"]
 """Of a matrix: updated whole by its host, or by the owner's TP group together."""
 Reduction = Literal["reduce", "all_to_all", "padded", "ring", "even"]
 """How a bucket's gradients get to their owners: one reduction per owner; all-to-all and a local fp32 sum; a
@@ -83,8 +83,7 @@ class EngineConfig:
     mode: Annotated[
         Literal["auto"] | Mode,
         "Who updates a matrix: hosted (its host, whole), shared (the owner's TP group together, wherever the optimizer "
-        "and the matrix allow it), rows (shared, and what a host does alone of it cut by rows), auto (by matrix, "
-        "searched). paper, asc: hosted.",
+        "and the matrix allow it), auto (by matrix, searched). paper, asc: hosted.",
         SPREAD | PLAN,
     ] = "auto"
     c_max_mib: Annotated[
