@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
-from canzona_cli.config.execution import IN_ORDER, Execution, even_shards, execution_of
+from canzona_cli.config.execution import IN_ORDER, Execution, execution_of
 from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.physics import physics_problems
 from canzona_cli.config.schema import STANDARD_ONLY, Collective, CustomConfig, MomentumConfig, RunConfig
@@ -106,12 +106,6 @@ def _values(config: RunConfig) -> Iterator[Problem]:
     if config.model.head_dim % 2:
         reason = "must be even: rotary embedding rotates pairs of dimensions"
         yield problem_with(config, "model.head_dim", reason, f"use model.head_dim={config.model.head_dim + 1}")
-    engine = config.engine
-    if engine.reduction == "even" and not even_shards(engine.layout, engine.strategy):
-        natural = engine.strategy in IN_ORDER
-        uneven = f"engine.strategy={engine.strategy}" if natural else f"engine.layout={engine.layout}"
-        fix = f"use {'' if natural else 'engine.layout=aligned, or '}engine.reduction=null to have it chosen"
-        yield problem_with(config, "engine.reduction", f"needs equal shards, and {uneven} makes uneven ones", fix)
 
 
 def _schedule(config: RunConfig) -> Iterator[Problem]:

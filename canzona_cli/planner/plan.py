@@ -17,7 +17,7 @@ from canzona_cli.planner.parts import Assignment, Bucket, Cell, MicroGroup, Shar
 from canzona_cli.planner.sharing import exchanges_by_rows
 from canzona_cli.run.codec import parse
 
-VERSION = 7
+VERSION = 8
 """Changes with the content or its meaning; a plan of another version is not read."""
 _CONTENT = ("version", "subject", "lower_bounds", "matrices", "buckets", "micro_groups")
 _MATRIX = tuple(field.name for field in fields(Matrix))

@@ -11,10 +11,9 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
-from canzona_cli.config.execution import PLANNED, AnyStrategy, even_shards, with_strategy
+from canzona_cli.config.execution import PLANNED, AnyStrategy, with_strategy
 from canzona_cli.config.schema import (
     BufferLayout,
-    EngineConfig,
     Form,
     KroneckerConfig,
     Layout,
@@ -38,7 +37,7 @@ from canzona_cli.simulate.simulate import StrategyResult, assumptions
 STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 """The yardstick is shown first."""
 Comparison = Literal["strategies", "layouts", "alpha", "form", "mode"]
-LAYOUTS: tuple[BufferLayout, ...] = ("owner", "contiguous", "aligned")
+LAYOUTS: tuple[BufferLayout, ...] = ("owner", "contiguous")
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MODES: tuple[Literal["auto"] | Mode, ...] = ("hosted", "shared", "rows", "auto")
 FORMS: tuple[Literal["auto"] | Form, ...] = ("standard", "gram", "auto")
@@ -250,12 +249,6 @@ def study_run(
     )
 
 
-def _possible(engine: EngineConfig) -> EngineConfig:
-    """Without the even collectives that were asked for where shards are not equal."""
-    equal = even_shards(engine.layout, engine.strategy)
-    return engine if equal or engine.reduction != "even" else replace(engine, reduction=None)
-
-
 def _compared(
     config: RunConfig, layout: Layout, plans: Mapping[AnyStrategy, Plan], strategy: AnyStrategy, stage: int
 ) -> Compared:
@@ -287,7 +280,7 @@ def _variants(
     engine, optimizer = config.engine, config.optimizer
     runs: dict[str, RunConfig] = {}
     if compare == "layouts":
-        runs = {name: replace(config, engine=_possible(replace(engine, layout=name))) for name in LAYOUTS}
+        runs = {name: replace(config, engine=replace(engine, layout=name)) for name in LAYOUTS}
     elif compare == "alpha":
         runs = {f"alpha {alpha:g}": replace(config, engine=replace(engine, alpha=alpha)) for alpha in ALPHAS}
     elif compare == "mode":

@@ -231,7 +231,7 @@ def test_other_pictures_than_png_are_refused(tmp_path: Path) -> None:
     ("what", "words"),
     [
         ("strategies", ("Phases of the slowest rank", "parameter gathering")),
-        ("layouts", ("Alternatives", "owner", "contiguous", "aligned")),
+        ("layouts", ("Alternatives", "owner", "contiguous")),
         ("alpha", ("Alternatives", "alpha 0", "alpha 0.25", "alpha 1")),
         ("form", ("Alternatives", "standard", "gram", "auto")),
         ("mode", ("Alternatives", "hosted", "shared", "rows", "auto")),
@@ -259,7 +259,7 @@ def test_it_says_what_is_shared_and_what_that_takes() -> None:
 
 def test_compared_layouts_are_in_the_json() -> None:
     said = json.loads(canzona(*SMALL, "--dry-run", "--json", "--compare", "layouts").stdout)
-    assert [entry["name"] for entry in said["compared"]] == ["owner", "contiguous", "aligned"]
+    assert [entry["name"] for entry in said["compared"]] == ["owner", "contiguous"]
 
 
 def test_asc_is_planned_as_itself() -> None:
