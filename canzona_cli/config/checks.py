@@ -16,7 +16,7 @@ from importlib.util import decode_source, find_spec
 from pathlib import Path
 from typing import get_args
 
-from canzona_cli.config.execution import IN_ORDER, Execution, even_shards, execution_of
+from canzona_cli.config.execution import IN_ORDER, Execution, execution_of
 from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.schema import STANDARD_ONLY, Collective, CustomConfig, MomentumConfig, RunConfig
 from canzona_cli.config.secrets import safety_problems
@@ -110,12 +110,6 @@ def _values(config: RunConfig) -> Iterator[Problem]:
     if config.model.head_dim % 2:
         reason = "must be even: rotary embedding rotates pairs of dimensions"
         yield Problem(key="model.head_dim", reason=reason, fix=f"use model.head_dim={config.model.head_dim + 1}")
-    engine = config.engine
-    if engine.reduction == "even" and not even_shards(engine.layout, engine.strategy):
-        natural = engine.strategy in IN_ORDER
-        uneven = f"engine.strategy={engine.strategy}" if natural else f"engine.layout={engine.layout}"
-        fix = f"use {'' if natural else 'engine.layout=aligned, or '}engine.reduction=null to have it chosen"
-        yield Problem(key="engine.reduction", reason=f"needs equal shards, and {uneven} makes uneven ones", fix=fix)
 
 
 def _schedule(config: RunConfig) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Literal
 
-from canzona_cli.config.schema import AdamWConfig, BufferLayout, Layout, RunConfig, Splitting, Strategy
+from canzona_cli.config.schema import AdamWConfig, Layout, RunConfig, Splitting, Strategy
 
 AnyStrategy = Strategy | Literal["adamw"]
 """The strategies of matrix optimizers, and AdamW, the yardstick of their overhead."""
@@ -84,15 +84,10 @@ def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
     return overlaps_param_gather(config) and layout.vpp > 1 and not planned
 
 
-def even_shards(layout: BufferLayout, strategy: Strategy) -> bool:
-    """Whether gradient buckets are laid out in equal shards."""
-    return layout == "aligned" and strategy not in IN_ORDER
-
-
 def with_strategy(config: RunConfig, strategy: AnyStrategy) -> RunConfig:
     """The same run under another strategy; AdamW takes the rates of the run's own optimizer.
 
-    Settings of the engine that only another strategy can have are dropped: a plan file, and reducing equal shards.
+    Settings of the engine that only another strategy can have are dropped: a plan file.
     """
     if strategy == "adamw":
         own = config.optimizer
@@ -104,8 +99,6 @@ def with_strategy(config: RunConfig, strategy: AnyStrategy) -> RunConfig:
         )  # fmt: skip
         return replace(config, optimizer=adamw)
     engine = replace(config.engine, strategy=strategy)
-    if strategy in IN_ORDER and engine.reduction == "even":
-        engine = replace(engine, reduction=None)
     if strategy != "canzona":
         engine = replace(engine, plan=None)
     return replace(config, engine=engine)

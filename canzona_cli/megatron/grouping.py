@@ -26,7 +26,7 @@ def contradiction(trainee: Trainee) -> str | None:
     group, device = trainee.world.groups.dp_cp, trainee.world.device
     planned = (bucket.planned for bucket in matrix_groups(trainee.chunks))
     # Also of a plan that does without, because it assumes that they are not grouped.
-    several = any(bucket.reduction != "even" and len(bucket.ranges) > 1 for bucket in planned)
+    several = any(len(bucket.ranges) > 1 for bucket in planned)
     if device.type != "cuda" or group.size() == 1 or not several:
         return None
     return judged(serial_factor(group, device, device_seconds), assumed=trainee.config.cluster.grouped_collectives)

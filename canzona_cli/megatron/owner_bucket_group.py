@@ -11,14 +11,13 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup
 from torch.distributed import ProcessGroup, Work
 
-from canzona_cli.config.schema import Gathering, Reduction
 from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.megatron.in_flight import Waitable
 from canzona_cli.megatron.matrix_buffers import TAG, PlanMismatch, global_parameters, stage_buckets
 from canzona_cli.megatron.owner_collectives import gathering, reducing
 from canzona_cli.planner.parts import Bucket, Range
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.reduction import COPIED, GATHERED_AHEAD
+from canzona_cli.planner.reduction import GATHERED_AHEAD
 
 
 class InFlight:
@@ -36,9 +35,8 @@ class InFlight:
 class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
     """One bucket of matrices. `start_grad_sync` and `start_param_sync` are Megatron's but for what travels.
 
-    How gradients and parameters travel is the plan's (`planned.reduction`, `planned.gathering`): as Megatron's own
-    reduce-scatter and all-gather of equal shards, or in a way of `owner_collectives`. Of ways that copy whole
-    buckets, two buckets' gradients are on their way at most.
+    How gradients and parameters travel is the plan's (`planned.reduction`, `planned.gathering`), see
+    `owner_collectives`.
     """
 
     grad_reduce_handle: Waitable | None
@@ -58,7 +56,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             group: the ranks among which owners are numbered: data and context parallel.
 
         Raises:
-            PlanMismatch: the bucket has another size than planned, or even shards do not hold what their owners own.
+            PlanMismatch: the bucket has another size than planned.
         """
         _refuse_unsupported(ddp_config)
         super().__init__([bucket], ddp_config, group, group.size())
@@ -70,14 +68,11 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         self._check_plan()
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        if force_all_reduce or self._is_even(self.planned.reduction):
+        if force_all_reduce:
             super().start_grad_sync(force_all_reduce=force_all_reduce)
             return
         if self.is_first_batch and self.grad_reduce_handle is not None:
             return
-        earlier = self.previous_grad_reduce_bucket_group
-        if earlier is not None and earlier.grad_reduce_handle is not None:
-            earlier.finish_grad_sync(force_all_reduce=force_all_reduce)
         assert self.grad_reduce_handle is None, "this bucket's last reduction was never waited for"
         if self._config.check_for_nan_in_grad or self._config.check_for_large_grads:
             self.check_grads(self._config.check_for_nan_in_grad, self._config.check_for_large_grads)
@@ -97,9 +92,6 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         self.reducing.finish(self._bucket.grad_data)
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        if self._is_even(self.planned.gathering):
-            super().start_param_sync(force_sync=force_sync)
-            return
         if force_sync and self.param_gather_handle is not None:
             self.param_gather_handle.wait()
             self.param_gather_handle = None
@@ -145,21 +137,11 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             )
         )
 
-    def _is_even(self, way: Reduction | Gathering) -> bool:
-        return way == "even" and self._group.size() > 1
-
     def _check_plan(self) -> None:
         planned, found = self.planned, self._bucket.grad_data.numel()
-        where = f"bucket {planned.index} of stage {planned.stage}"
         if found != planned.elements:
+            where = f"bucket {planned.index} of stage {planned.stage}"
             raise PlanMismatch(key=where, planned=f"{planned.elements} elements", found=f"{found} elements")
-        shard = planned.elements // self._group.size()
-        if "even" in (planned.reduction, planned.gathering) and any(
-            not part.owner * shard <= part.start <= part.end <= (part.owner + 1) * shard for part in planned.ranges
-        ):
-            raise PlanMismatch(
-                key=where, planned="reduced in even shards", found="ranges outside of their owner's shard"
-            )
 
 
 def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -> None:
@@ -189,18 +171,12 @@ def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -
         )
         for param in built.params_list:
             ddp.param_to_bucket_group[param] = groups[place]
-    matrices, config = matrix_groups(chunks), chunks[0].ddp_config
     for group in bucket_groups(chunks):
         group.next_param_gather_bucket_group = group.previous_grad_reduce_bucket_group = None
-    if config.overlap_param_gather:
+    if chunks[0].ddp_config.overlap_param_gather:
         order = gathering_order(chunks)
         for group, behind in zip(order, order[GATHERED_AHEAD:], strict=False):
             group.next_param_gather_bucket_group = behind
-    if config.overlap_grad_reduce:
-        # Waiting for the last but one keeps two buckets' copies alive, and the newest under the backward pass.
-        staged = [group for group in matrices if group.planned.reduction in COPIED]
-        for group, earlier in zip(staged[2:], staged, strict=False):
-            group.previous_grad_reduce_bucket_group = earlier
 
 
 def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:

@@ -14,8 +14,7 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from canzona_cli.planner.parts import Bucket
-from canzona_cli.planner.reduction import in_order
-from canzona_cli.planner.rings import Run, handovers, padded_part
+from canzona_cli.planner.rings import Run, handovers
 
 Collective = Callable[[torch.Tensor, int, ProcessGroup], Work]
 """Of a tensor, to or from one rank of a group."""
@@ -35,31 +34,17 @@ class Way(Protocol):
 
 
 def reducing(bucket: Bucket, group: ProcessGroup) -> Way:
-    """Of a plan's bucket; after it, only an owner's ranges of the buffer hold anything."""
-    if group.size() == 1 or bucket.reduction == "even":
-        return _PerOwner((), group, _reduce)
-    match bucket.reduction:
-        case "reduce":
-            return _PerOwner(_ranges(bucket), group, _reduce)
-        case "all_to_all":
-            return _AllToAll(bucket, group)
-        case "padded":
-            return _PaddedReduction(bucket, group)
-        case "ring":
-            return _RingReduction(bucket, group)
+    """Reduces a bucket's gradients; afterwards only an owner's ranges of the buffer hold anything."""
+    if bucket.reduction == "ring" and group.size() > 1:
+        return _RingReduction(bucket, group)
+    return _PerOwner(_ranges(bucket), group, _reduce)
 
 
 def gathering(bucket: Bucket, group: ProcessGroup) -> Way:
-    """Of a plan's bucket; after it, everybody has all ranges."""
-    if group.size() == 1 or bucket.gathering == "even":
-        return _PerOwner((), group, _broadcast)
-    match bucket.gathering:
-        case "broadcast":
-            return _PerOwner(_ranges(bucket), group, _broadcast)
-        case "padded":
-            return _PaddedGathering(bucket, group)
-        case "ring":
-            return _RingGathering(bucket, group)
+    """Gathers a bucket; afterwards every rank holds all its ranges."""
+    if bucket.gathering == "ring" and group.size() > 1:
+        return _RingGathering(bucket, group)
+    return _PerOwner(_ranges(bucket), group, _broadcast)
 
 
 def reduce_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup) -> list[Work]:
@@ -80,99 +65,12 @@ class _PerOwner:
         self._ranges, self._group, self._collective = ranges, group, collective
 
     def start(self, data: torch.Tensor) -> list[Work]:
-        if not self._ranges:
+        if self._group.size() == 1:
             return []
         return _each([(data[part], owner) for part, owner in self._ranges], self._group, self._collective)
 
     def finish(self, data: torch.Tensor) -> None:
         pass
-
-
-class _AllToAll:
-    """Everybody sends every owner its ranges; owners add up in fp32, in the order of ranks."""
-
-    def __init__(self, bucket: Bucket, group: ProcessGroup) -> None:
-        self.held: list[torch.Tensor] = []
-        self._bucket, self._group, self._in_order = bucket, group, in_order(bucket)
-        self._pieces = _pieces(bucket, group.size(), adjoining=self._in_order)
-
-    def start(self, data: torch.Tensor) -> list[Work]:
-        if self._in_order:
-            sent = data[self._bucket.ranges[0].start : self._bucket.ranges[-1].end]
-        else:
-            sent = torch.cat([data[piece] for owned in self._pieces for piece in owned])
-        shares = [sum(piece.stop - piece.start for piece in owned) for owned in self._pieces]
-        own = shares[self._group.rank()]
-        received = data.new_empty(self._group.size() * own)
-        # What was packed must outlive its transfer, too.
-        self.held = [received, sent]
-        return [_all_to_all(received, sent, [own] * self._group.size(), shares, self._group)]
-
-    @torch.no_grad()
-    def finish(self, data: torch.Tensor) -> None:
-        if not self.held:
-            return
-        parts = self.held[0].view(self._group.size(), -1)
-        self.held = []
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
-        _spread(total, data, self._pieces[self._group.rank()])
-
-
-class _Padded:
-    """Shares side by side, each padded to the longest."""
-
-    def __init__(self, bucket: Bucket, group: ProcessGroup) -> None:
-        self.held: list[torch.Tensor] = []
-        self._group, self._part = group, padded_part(bucket)
-        self._pieces = _pieces(bucket, group.size(), adjoining=False)
-
-    def _fresh(self, data: torch.Tensor) -> torch.Tensor:
-        """Memory for all of them: (ranks, part)."""
-        padded = data.new_empty(self._group.size(), self._part)
-        self.held = [padded]
-        return padded
-
-
-class _PaddedReduction(_Padded):
-    """A reduce-scatter; sums are rounded as the backend rounds them."""
-
-    @torch.no_grad()
-    def start(self, data: torch.Tensor) -> list[Work]:
-        padded = self._fresh(data)
-        for part, pieces in zip(padded, self._pieces, strict=True):
-            _collect(data, pieces, part)
-        own = padded[self._group.rank()]
-        work = torch.distributed.reduce_scatter_tensor(own, padded.view(-1), group=self._group, async_op=True)
-        assert work is not None
-        return [work]
-
-    @torch.no_grad()
-    def finish(self, data: torch.Tensor) -> None:
-        for padded in self.held:
-            _spread(padded[self._group.rank()], data, self._pieces[self._group.rank()])
-        self.held = []
-
-
-class _PaddedGathering(_Padded):
-    """An all-gather."""
-
-    @torch.no_grad()
-    def start(self, data: torch.Tensor) -> list[Work]:
-        padded = self._fresh(data)
-        own = padded[self._group.rank()]
-        _collect(data, self._pieces[self._group.rank()], own)
-        work = torch.distributed.all_gather_into_tensor(padded.view(-1), own, group=self._group, async_op=True)
-        assert work is not None
-        return [work]
-
-    @torch.no_grad()
-    def finish(self, data: torch.Tensor) -> None:
-        for padded in self.held:
-            for part, pieces in zip(padded, self._pieces, strict=True):
-                _spread(part, data, pieces)
-        self.held = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,17 +167,8 @@ class _RingGathering(_Ring):
         self.held = []
 
 
-def _collect(data: torch.Tensor, pieces: Sequence[slice], into: torch.Tensor) -> None:
-    """Pieces of the buffer, one after another."""
-    position = 0
-    for piece in pieces:
-        size = piece.stop - piece.start
-        into[position : position + size].copy_(data[piece])
-        position += size
-
-
 def _spread(packed: torch.Tensor, data: torch.Tensor, pieces: Sequence[slice]) -> None:
-    """And back to where they lie."""
+    """Puts pieces that lie one after another where they belong."""
     position = 0
     for piece in pieces:
         size = piece.stop - piece.start
@@ -289,16 +178,6 @@ def _spread(packed: torch.Tensor, data: torch.Tensor, pieces: Sequence[slice]) -
 
 def _ranges(bucket: Bucket) -> list[tuple[slice, int]]:
     return [(slice(part.start, part.end), part.owner) for part in bucket.ranges]
-
-
-def _pieces(bucket: Bucket, owners: int, *, adjoining: bool) -> list[list[slice]]:
-    """Each owner's slices of the bucket; `adjoining`, what alignment skips between them travels along."""
-    ranges = bucket.ranges
-    ends = [b.start for b in ranges[1:]] + [ranges[-1].end] if adjoining else [part.end for part in ranges]
-    pieces: list[list[slice]] = [[] for _ in range(owners)]
-    for part, end in zip(ranges, ends, strict=True):
-        pieces[part.owner].append(slice(part.start, end))
-    return pieces
 
 
 def _each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collective: Collective) -> list[Work]:

@@ -22,7 +22,6 @@ from functools import cached_property
 from itertools import product
 from types import MappingProxyType
 
-from canzona_cli.config.execution import even_shards
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrix import Matrix
@@ -51,7 +50,7 @@ def assign(
 ) -> Assignment:
     """Owner and host of every matrix, for strategies that are planned.
 
-    - canzona, layouts owner and aligned: `_balanced`; layout contiguous: the best of several cuts in natural order;
+    - canzona, layout owner: `_balanced`; layout contiguous: the best of several cuts in natural order;
     - paper: one cut in natural order, by alpha, and greedy hosts (`planner.paper`);
     - asc: the owner is the rank whose even share of the stage's whole buffer a unit starts in (bucket by bucket, the
       first ranks would get every remainder), hosts take turns in registration order. Nothing is balanced.
@@ -114,10 +113,6 @@ class _Stage:
     ) -> "_Stage":
         parameters = stage_parameters(matrices, stage, layout.tp)
         ranks = layout.owners
-        padded = even_shards(settings.layout, settings.strategy)
-        if padded:
-            # Padding lies at the border of two shards, so a parameter cannot lie across one.
-            parameters = [parameter.undivided() for parameter in parameters]
         return _Stage(
             matrices=matrices,
             costs=costs,
@@ -127,7 +122,7 @@ class _Stage:
                 for share in (shares.get(index),)
             ],
             shares=shares,
-            buckets=cut(parameters, bucket_elements, stage=stage, shards=ranks if padded else None),
+            buckets=cut(parameters, bucket_elements, stage=stage),
             units={part.unit: part.matrices for parameter in parameters for part in parameter.parts},
             owners=ranks,
             tp=layout.tp,

@@ -10,16 +10,14 @@ owners are known, `buckets` orders the parameters inside each bucket:
     inside bucket 0, layout
       contiguous             | fc2.1 | gate.1  up.1 | qkv.1 |     as Megatron lays them out
       owner                  | 0: qkv.1 gate.1 | 1: up.1 | 2: fc2.1 |     one range for each owner, no padding
-      aligned                | 0: qkv.1 ...... | 1: fc1.1 ......... | 2: fc2.1 ...... |     equal, padded shards
 """
 
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
-from canzona_cli.config.execution import even_shards
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.parts import Assignment, Bucket, PlanSettings, Range
@@ -81,11 +79,6 @@ class Parameter:
     def matrices(self) -> tuple[int, ...]:
         return tuple(index for part in self.parts for index in part.matrices)
 
-    def undivided(self) -> "Parameter":
-        """The same as one part."""
-        part = Part(unit=self.parts[0].unit, matrices=self.matrices, elements=self.elements)
-        return replace(self, parts=(part,))
-
 
 def stages(matrices: Sequence[Matrix]) -> list[int]:
     """Pipeline stages that have matrices, ascending."""
@@ -121,25 +114,14 @@ def _on_one_rank(members: Sequence[Matrix], tp: int) -> int:
     return dealt // tp + sum(matrix.fragment_elements(tp) for matrix in members if matrix.home is None)
 
 
-def cut(
-    parameters: Sequence[Parameter], bucket_elements: int | None, *, stage: int, shards: int | None = None
-) -> list[list[Parameter]]:
+def cut(parameters: Sequence[Parameter], bucket_elements: int | None, *, stage: int) -> list[list[Parameter]]:
     """Parameters of each bucket, last registered first. Megatron makes one bucket of every stage but the first, or of
-    each of its model chunks.
-
-    shards: with equal padded shards (layout aligned), their number; a bucket then grows, as Megatron's layer-wise ones
-    do, until its largest parameter no longer dominates, because every shard is as long as that.
-    """
+    each of its model chunks."""
     by_chunk = [list(own) for _, own in groupby(parameters, lambda parameter: parameter.chunk)]
-    return [
-        bucket for own in reversed(by_chunk) for bucket in _cut(own, bucket_elements if stage == 0 else None, shards)
-    ]
+    return [bucket for own in reversed(by_chunk) for bucket in _cut(own, bucket_elements if stage == 0 else None)]
 
 
-def _cut(parameters: Sequence[Parameter], limit: int | None, shards: int | None) -> list[list[Parameter]]:
-    if shards is not None:
-        sizes = [parameter.elements for parameter in parameters]
-        return [[parameters[number] for number in bucket] for bucket in chunks(sizes, shards, limit)]
+def _cut(parameters: Sequence[Parameter], limit: int | None) -> list[list[Parameter]]:
     found: list[list[Parameter]] = []
     bucket: list[Parameter] = []
     filled = 0
@@ -174,7 +156,6 @@ def buckets(
     - owner: parameters of one owner side by side, in uneven shards. A parameter whose gate and up have two owners
       lies across their border; the few that cannot give their owner another range. No padding but alignment;
     - contiguous: Megatron's own order;
-    - aligned: every owner's parameters in a shard of its own, all as long as the fullest;
     - strategies paper and asc: natural order, whatever the layout.
 
     An owner without a parameter in a bucket has no range in it. How gradients travel is chosen by `reduction`.
@@ -183,19 +164,12 @@ def buckets(
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
     """
     found: list[Bucket] = []
-    shards = layout.owners
-    padded = even_shards(settings.layout, settings.strategy)
     for stage in stages(matrices):
         parameters = stage_parameters(matrices, stage, layout.tp)
-        contents = cut(parameters, bucket_elements, stage=stage, shards=shards if padded else None)
-        for index, bucket in enumerate(contents):
+        for index, bucket in enumerate(cut(parameters, bucket_elements, stage=stage)):
             owned = [_Owned.of(parameter, assignment) for parameter in bucket]
-            if padded:
-                held = [[item.parameter for item in owned if item.first == owner] for owner in range(shards)]
-                found.append(even_bucket(held, stage, index))
-            else:
-                order = _by_owner(owned) if settings.layout == "owner" and settings.strategy == "canzona" else owned
-                found.append(_packed(order, stage, index, shards))
+            order = _by_owner(owned) if settings.layout == "owner" and settings.strategy == "canzona" else owned
+            found.append(_packed(order, stage, index, layout.owners))
     return tuple(found)
 
 
@@ -292,7 +266,8 @@ def _packed(order: Sequence[_Owned], stage: int, index: int, shards: int) -> Buc
 
 
 def even_bucket(held: Sequence[Sequence[Parameter]], stage: int, index: int) -> Bucket:
-    """A bucket of equal shards, one for each owner's whole parameters and all as long as the fullest."""
+    """Lays out a bucket of Megatron's layer-wise optimizer: equal shards, one for each owner's whole parameters and all
+    as long as the fullest. In a ring nothing has to be handed on."""
     lengths = [0] * len(held)
     for owner, parameters in enumerate(held):
         for parameter in parameters:
@@ -314,8 +289,8 @@ def even_bucket(held: Sequence[Sequence[Parameter]], stage: int, index: int) -> 
         elements=shard * len(held),
         padding=shard * len(held) - used,
         ranges=tuple(ranges),
-        reduction="even",
-        gathering="even",
+        reduction="ring",
+        gathering="ring",
     )
 
 
@@ -348,12 +323,12 @@ def lay_out(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[P
     bucket) or once the largest parameter no longer dominates, packs each bucket into `shards` by largest first onto
     the least loaded, and pads every shard to the fullest.
     """
-    for chunk in chunks(sizes, shards, bucket):
+    for chunk in _chunks(sizes, shards, bucket):
         yield _largest_first(sizes, chunk, shards)
 
 
-def chunks(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[list[int]]:
-    """Parameters of each bucket of equal shards, last created first; where `lay_out` cuts."""
+def _chunks(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[list[int]]:
+    """Cuts parameters into buckets, last created first."""
     chunk: list[int] = []
     chunk_total = chunk_max = 0
     for parameter in reversed(range(len(sizes))):

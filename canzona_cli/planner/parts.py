@@ -136,7 +136,7 @@ class Bucket:
     """Of the buffer, padding included."""
     padding: CountOrZero
     reduction: Reduction = "reduce"
-    """How its gradients get to their owners; even only where every owner's shard is as long as the others'."""
+    """How its gradients get to their owners."""
     gathering: Gathering = "broadcast"
     """How its weights come back from them."""
     parameters: tuple[str, ...]

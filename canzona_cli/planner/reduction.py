@@ -1,70 +1,46 @@
 """How a bucket's gradients get to their owners and its weights back: what every way takes, and which one is chosen."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
-from operator import itemgetter
 from types import MappingProxyType
 from typing import Literal
 
-from canzona_cli.config.execution import even_shards
 from canzona_cli.config.schema import Gathering, Layout, Reduction, RunConfig
-from canzona_cli.planner.buckets import ALIGNMENT, FP32, element_bytes
+from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.cost import memory_rate
 from canzona_cli.planner.links import Groups, Links, Transfer
 from canzona_cli.planner.parts import Bucket, PlanSettings
-from canzona_cli.planner.rings import handed, handovers, padded_part, shares
+from canzona_cli.planner.rings import handed, handovers, shares
 
 Native = Literal["reduce_scatter", "all_gather"]
 
-GATHERED: Mapping[Reduction, Gathering] = MappingProxyType(
-    {"reduce": "broadcast", "all_to_all": "broadcast", "padded": "padded", "ring": "ring", "even": "even"}
-)
+GATHERED: Mapping[Reduction, Gathering] = MappingProxyType({"reduce": "broadcast", "ring": "ring"})
 """How weights come back where a way was asked for; else it is chosen apart."""
-COPIED: tuple[Reduction, ...] = ("all_to_all", "padded")
-"""Ways that hold more of a bucket than one's own share; no more than two buckets travel at the same time."""
 GATHERED_AHEAD = 4
 """Buckets whose weights are on their way at the same time: what the first forward needs first starts with the end of
 the updates, and whoever waits for one starts the one so many places behind it. With one, as Megatron has it, the second
 bucket, mostly the first layer's largest matrices, starts with that forward only, and waits for a link that was idle."""
-SIMILAR = 1.25
-"""All-to-all is considered where no share is larger than this many even ones, and nobody has none."""
 WORTH = 0.95
-"""Another way is chosen where it takes no more than this part of a collective per owner: it needs memory that those do
-not."""
+"""A ring is chosen where it takes no more than this part of a collective per owner, because it needs memory that those
+do not."""
 
 
 def scratch_bytes(bucket: Bucket, owners: int, grad_bytes: int) -> dict[int, int]:
-    """What ranks hold in addition to the buffer while a bucket's gradients travel.
-
-    all_to_all: all ranks' copies of one's own share, its fp32 sum where that is not one of them, and what one sends,
-    where it had to be packed first. padded: the padded copy. ring: one's own share.
-    """
-    found = shares(bucket)
-    if owners == 1 or bucket.reduction in ("reduce", "even"):
-        return {}
-    if bucket.reduction == "padded":
-        return dict.fromkeys(range(owners), owners * padded_part(bucket) * grad_bytes)
-    if bucket.reduction == "ring":
-        return {owner: share * grad_bytes for owner, share in found.items()}
-    packed = 0 if in_order(bucket) else sum(found.values()) * grad_bytes
-    total = 0 if grad_bytes == FP32 else FP32
-    return {owner: (owners * grad_bytes + total) * found.get(owner, 0) + packed for owner in range(owners)}
+    """Bytes that ranks hold in addition to the buffer while a bucket's gradients travel: in a ring, one's own share."""
+    return _shares_in_ring(bucket, owners, grad_bytes) if bucket.reduction == "ring" else {}
 
 
 def gathering_bytes(bucket: Bucket, owners: int, weight_bytes: int) -> dict[int, int]:
-    """The same while its weights travel: the padded copy; one's own share, in the order in which it is handed over."""
-    if owners > 1 and bucket.gathering == "padded":
-        return dict.fromkeys(range(owners), owners * padded_part(bucket) * weight_bytes)
-    if owners > 1 and bucket.gathering == "ring":
-        return {owner: share * weight_bytes for owner, share in shares(bucket).items()}
-    return {}
+    """The same while its weights travel: in a ring, one's own share in the order in which it is handed over."""
+    return _shares_in_ring(bucket, owners, weight_bytes) if bucket.gathering == "ring" else {}
 
 
-def in_order(bucket: Bucket) -> bool:
-    """Whether shares follow each other in the order of owners: they can be sent as they lie."""
-    return all(a.owner < b.owner and b.start - a.end < ALIGNMENT for a, b in pairwise(bucket.ranges))
+def _shares_in_ring(bucket: Bucket, owners: int, width: int) -> dict[int, int]:
+    if owners == 1 or not handovers(bucket, owners):
+        return {}
+    return {owner: share * width for owner, share in shares(bucket).items()}
 
 
 def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
@@ -74,20 +50,14 @@ def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
     each: Mapping[Reduction | Gathering, int] = {
         "reduce": len(bucket.ranges),
         "broadcast": len(bucket.ranges),
-        "all_to_all": 1,
-        "padded": 1,
         "ring": 1 + len(handovers(bucket, owners)) if "ring" in (bucket.reduction, bucket.gathering) else 0,
-        "even": 1,
     }
     return each[bucket.reduction], each[bucket.gathering]
 
 
 def sent_elements(bucket: Bucket, way: Reduction | Gathering, owners: int) -> float:
     """What a rank sends of a bucket; in a ring, what ranks hand over in addition is an n-th, in the mean."""
-    if way == "ring" and owners > 1:
-        return bucket.elements
-    whole = padded_part(bucket) * owners if way == "padded" else bucket.elements
-    return whole * (owners - 1) / owners
+    return bucket.elements * (1 if way == "ring" and owners > 1 else (owners - 1) / owners)
 
 
 class ReductionModel:
@@ -98,33 +68,20 @@ class ReductionModel:
         self._width, self._grad = element_bytes(config)
         self._rate = memory_rate(config.cluster)
         self._launch_s = config.cluster.launch_us * 1e-6
-        self._native_ways = _native_ways(config)
+        # gloo's second collective of a ring hides under nothing: it is launched when the first has been waited for.
+        self._rings = config.cluster.device == "cuda"
 
     def reduce(self, bucket: Bucket) -> Transfer:
         """Gradients to their owners."""
-        match bucket.reduction:
-            case "even":
-                return self._native(bucket.elements, "reduce_scatter")
-            case "all_to_all":
-                return self._all_to_all(bucket)
-            case "padded":
-                return self._padded(bucket, "reduce_scatter")
-            case "ring":
-                return self._ring(bucket, "reduce_scatter")
-            case "reduce":
-                return self._per_range(bucket, "reduce")
+        if bucket.reduction == "ring":
+            return self._ring(bucket, "reduce_scatter")
+        return self._per_range(bucket, "reduce")
 
     def gather(self, bucket: Bucket) -> Transfer:
         """New weights from their owners."""
-        match bucket.gathering:
-            case "even":
-                return self._native(bucket.elements, "all_gather")
-            case "padded":
-                return self._padded(bucket, "all_gather")
-            case "ring":
-                return self._ring(bucket, "all_gather")
-            case "broadcast":
-                return self._per_range(bucket, "broadcast")
+        if bucket.gathering == "ring":
+            return self._ring(bucket, "all_gather")
+        return self._per_range(bucket, "broadcast")
 
     def in_turn(self, buckets: Sequence[Bucket]) -> list[tuple[Transfer, Transfer]]:
         """Reductions and gatherings of a stage's buckets, the latter in the opposite order, one after another on a
@@ -140,57 +97,42 @@ class ReductionModel:
     def choose(self, buckets: Iterable[Bucket], settings: PlanSettings, *, scratch: bool) -> tuple[Bucket, ...]:
         """The buckets with how each is reduced and gathered.
 
-        What was asked for; else even collectives for equal shards, a collective for each owner's range, or, in
-        canzona's plans, what is fastest of the other ways where it is worth its memory: native collectives, padded or
-        in a ring, and for gradients an all-to-all where shares are alike, each in one range.
+        Those that were asked for; else a collective for each owner's range, or, in canzona's plans on GPUs, a ring
+        where it is worth its memory.
 
         Args:
-            settings: even collectives are asked for only where shards are equal (`config.checks`).
-            scratch: whether there is memory for a way that nobody asked for.
+            scratch: there is memory for rings that nobody asked for.
         """
-        asked = settings.reduction or ("even" if even_shards(settings.layout, settings.strategy) else None)
-        way = asked or "reduce"
+        way = settings.reduction or "reduce"
         plain = [replace(bucket, reduction=way, gathering=GATHERED[way]) for bucket in buckets]
-        if asked or settings.strategy != "canzona" or not scratch or self._group.size == 1:
+        if settings.reduction or settings.strategy != "canzona" or not (scratch and self._rings):
+            return tuple(plain)
+        if self._group.size == 1:
             return tuple(plain)
         stages = groupby(plain, key=lambda bucket: bucket.stage)
         return tuple(bucket for _, held in stages for bucket in self._quickest(list(held)))
 
     def _quickest(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
         """A stage's buckets, each in the way with which all are done soonest."""
-        moves = self.in_turn(buckets)
-        reduced = [self._other_reduction(bucket, way.seconds) for bucket, (way, _) in zip(buckets, moves, strict=True)]
-        gathered = [self._other_gathering(bucket, way.seconds) for bucket, (_, way) in zip(buckets, moves, strict=True)]
-        reducing = _by_chain([way for way, _ in moves], [seconds for seconds, _ in reduced])
-        gathering = _by_chain([way for _, way in moves[::-1]], [seconds for seconds, _ in gathered[::-1]])[::-1]
-        for number, bucket in enumerate(buckets):
+        reduced, gathered = zip(*self.in_turn(buckets), strict=True)
+        reducing = _by_chain(reduced, self._ring_seconds(buckets, reduced, "reduce_scatter"))
+        gathering = _by_chain(gathered[::-1], self._ring_seconds(buckets, gathered, "all_gather")[::-1])[::-1]
+        for bucket, reduced_by_chain, gathered_by_chain in zip(buckets, reducing, gathering, strict=True):
             yield replace(
                 bucket,
-                reduction=bucket.reduction if reducing[number] else reduced[number][1].reduction,
-                gathering=bucket.gathering if gathering[number] else gathered[number][1].gathering,
+                reduction="reduce" if reduced_by_chain else "ring",
+                gathering="broadcast" if gathered_by_chain else "ring",
             )
 
-    def _other_reduction(self, plain: Bucket, plain_s: float) -> tuple[float, Bucket]:
-        """The fastest way but a chain, and its seconds."""
-        ways: list[Reduction] = [*self._promising(plain, "reduce_scatter", plain_s)]
-        if self._alike(plain):
-            ways.append("all_to_all")
-        return _fastest(plain, [replace(plain, reduction=way) for way in ways], self.reduce)
-
-    def _other_gathering(self, plain: Bucket, plain_s: float) -> tuple[float, Bucket]:
-        ways = self._promising(plain, "all_gather", plain_s)
-        return _fastest(plain, [replace(plain, gathering=way) for way in ways], self.gather)
-
-    def _promising(self, bucket: Bucket, kind: Native, plain_s: float) -> list[Literal["padded", "ring"]]:
-        """Native ways without those that cannot be worth it: what a ring hands over is looked up only if it matters."""
-        ring_s = self._native(bucket.elements, kind).seconds
-        return [way for way in self._native_ways if way != "ring" or ring_s <= WORTH * plain_s]
-
-    def _alike(self, bucket: Bucket) -> bool:
-        found = shares(bucket)
-        if self._group.size == 1 or not len(found) == len(bucket.ranges) == self._group.size:
-            return False
-        return max(found.values()) * self._group.size <= SIMILAR * sum(found.values())
+    def _ring_seconds(self, buckets: Sequence[Bucket], chains: Sequence[Transfer], kind: Native) -> list[float]:
+        """Seconds of each bucket in a ring; infinite where it cannot be worth it, because looking up what a ring hands
+        over takes long."""
+        return [
+            self._ring(bucket, kind).seconds
+            if self._native(bucket.elements, kind).seconds <= WORTH * chain.seconds
+            else math.inf
+            for bucket, chain in zip(buckets, chains, strict=True)
+        ]
 
     def _per_range(self, bucket: Bucket, kind: Literal["reduce", "broadcast"]) -> Transfer:
         """A reduction (broadcast) of each range; each adds the work of issuing it."""
@@ -201,48 +143,17 @@ class ReductionModel:
         issue = (len(bucket.ranges) - 1) * self._launch_s if self._group.size > 1 else 0.0
         return whole.delayed(issue)
 
-    def _all_to_all(self, bucket: Bucket) -> Transfer:
-        """Every rank's copy of an owner's share to the owner, which adds them up in fp32.
-
-        What does not lie in the order of owners is packed first. Copies are added one after another, and the sum is
-        written to the buffer.
-        """
-        ranks = self._group.size
-        if ranks == 1:
-            return Transfer()
-        found = shares(bucket)
-        total = sum(found.values())
-        own = [found.get(owner, 0) for owner in range(ranks)]
-        moved = self._links.all_to_all(
-            [(total - share) * self._grad for share in own],
-            [(ranks - 1) * share * self._grad for share in own],
-            self._group,
-        )
-        widened = 0 if self._grad == FP32 else self._grad + FP32
-        per_element = (ranks - 1) * (2 * FP32 + self._grad) + FP32 + self._grad + widened
-        packed = 0 if in_order(bucket) else 2 * total * self._grad
-        return moved.delayed((max(own) * per_element + packed) / self._rate + ranks * self._launch_s)
-
-    def _padded(self, bucket: Bucket, kind: Native) -> Transfer:
-        """Equal parts, each as long as the longest share. Everything is copied once, to or from it; owners' shares
-        another time.
-        """
-        if self._group.size == 1:
-            return Transfer()
-        found = shares(bucket)
-        copied = 2 * (sum(found.values()) + max(found.values())) * self._bytes(kind)
-        return self._native(padded_part(bucket) * self._group.size, kind).delayed(
-            copied / self._rate + 2 * self._launch_s
-        )
-
     def _ring(self, bucket: Bucket, kind: Native) -> Transfer:
-        """Equal parts of the bucket as it lies, and handing over what is not with its owner. Owners copy shares."""
+        """Equal parts of the bucket as it lies, and handing over what is not with its owner, who copies shares then."""
         ranks = self._group.size
         if ranks == 1:
             return Transfer()
         width = self._bytes(kind)
         whole = self._native(bucket.elements, kind)
-        for runs in handed(bucket, ranks):
+        messages = handed(bucket, ranks)
+        if not messages:
+            return whole
+        for runs in messages:
             there, owned = ([elements * width for elements in side] for side in runs)
             sent, received = (there, owned) if kind == "reduce_scatter" else (owned, there)
             whole = whole.then(self._links.all_to_all(sent, received, self._group)).delayed(self._launch_s)
@@ -279,35 +190,21 @@ def _hops(bucket: Bucket, following: Bucket, owners: int) -> int:
     return sum((later - owner) % owners for owner, later in pairwise(roots))
 
 
-def _fastest(plain: Bucket, others: Iterable[Bucket], priced: Callable[[Bucket], Transfer]) -> tuple[float, Bucket]:
-    """Seconds of the one of `others` that takes least, and that one; never, and `plain`, where there is none."""
-    return min(((priced(one).seconds, one) for one in others), key=itemgetter(0), default=(math.inf, plain))
+def _by_chain(chains: Sequence[Transfer], rings_s: Sequence[float]) -> list[bool]:
+    """Chooses for each of a stream's buckets between a chain (True) and a ring, so that the last one ends soonest.
 
-
-def _by_chain(chains: Sequence[Transfer], others_s: Sequence[float]) -> list[bool]:
-    """Tells of each of a stream's buckets whether it should travel along a chain, so that the last one ends soonest.
-
-    A chain overlaps a chain only. The last one is judged alone, because it may find the stream idle. Another way has to
-    be `WORTH` its memory.
+    A chain overlaps a chain only. The last one is judged alone, because it may find the stream idle. A ring has to be
+    `WORTH` its memory.
     """
     follows: list[tuple[bool, bool]] = []
     # Seconds to the end of the stream from a bucket that is a chain, and from one that is not.
-    chain_s, other_s = chains[-1].seconds, others_s[-1] / WORTH
-    chain_s, other_s = (chain_s, math.inf) if chain_s <= other_s else (math.inf, other_s)
-    for chain, seconds in zip(chains[-2::-1], others_s[-2::-1], strict=True):
-        overlapping, apart = chain.seconds - chain.fill_s + chain_s, chain.seconds + other_s
-        follows.append((overlapping <= apart, chain_s <= other_s))
-        chain_s, other_s = min(overlapping, apart), seconds / WORTH + min(chain_s, other_s)
-    by_chain = [chain_s <= other_s]
-    for after_chain, after_other in reversed(follows):
-        by_chain.append(after_chain if by_chain[-1] else after_other)
+    chain_s, ring_s = chains[-1].seconds, rings_s[-1] / WORTH
+    chain_s, ring_s = (chain_s, math.inf) if chain_s <= ring_s else (math.inf, ring_s)
+    for chain, seconds in zip(chains[-2::-1], rings_s[-2::-1], strict=True):
+        overlapping, apart = chain.seconds - chain.fill_s + chain_s, chain.seconds + ring_s
+        follows.append((overlapping <= apart, chain_s <= ring_s))
+        chain_s, ring_s = min(overlapping, apart), seconds / WORTH + min(chain_s, ring_s)
+    by_chain = [chain_s <= ring_s]
+    for after_chain, after_ring in reversed(follows):
+        by_chain.append(after_chain if by_chain[-1] else after_ring)
     return by_chain
-
-
-def _native_ways(config: RunConfig) -> tuple[Literal["padded", "ring"], ...]:
-    """Those that are chosen by price. gloo's has to be measured, and there a ring's second collective hides under
-    nothing: it is launched when the first has been waited for.
-    """
-    if config.cluster.device == "cuda":
-        return ("padded", "ring")
-    return ("padded",) if config.cluster.collectives else ()

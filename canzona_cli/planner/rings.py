@@ -1,14 +1,15 @@
-"""What a bucket's uneven shares come to in native collectives of equal parts: who has what of it, and hands it to whom.
+"""A bucket's uneven shares in native collectives of equal parts: who has what of it, and hands it to whom.
 
-A reduce-scatter and an all-gather give every rank as much as any other; owners' shares are not alike. Two ways out:
+A reduce-scatter and an all-gather give every rank as much as any other; owners' shares are not alike:
 
-    ranges of a bucket     | 0: aaaaaa | 1: b | 2: cc |
-    padded (`padded_part`) | aaaaaa | b..... | cc.... |     a copy, every share padded to the longest: one collective
-    ring (`handovers`)     | aaa | aaa | bcc |              Megatron's buffer as it lies, cut into equal parts: rank 1
-                                                            still has to hand its part to 0, and rank 2 b to 1
-In a ring, an all-to-all after the reduce-scatter (before the all-gather) hands over what is not where it belongs. Its
-messages lie in the order of ranks, so parts are cut into runs of ascending owners with an all-to-all each; one is
-usual. Only owners' own shares are copied.
+    ranges of a bucket | 0: aaaaaa | 1: b | 2: cc |
+    equal parts        | aaa | aaa | bcc |     Megatron's buffer as it lies: rank 1 still has to hand its part to 0, and
+                                               rank 2 b to 1
+
+An all-to-all after the reduce-scatter (before the all-gather) hands over what is not where it belongs. Its messages lie
+in the order of ranks, so parts are cut into runs of ascending owners with an all-to-all each; one is usual. Only
+owners' own shares are copied. Where every part is its owner's, nothing is handed over: it
+is Megatron's own collective.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from canzona_cli.planner.buckets import align
 from canzona_cli.planner.parts import Bucket, Range
 
 
@@ -40,22 +40,21 @@ def shares(bucket: Bucket) -> dict[int, int]:
     return found
 
 
-def padded_part(bucket: Bucket) -> int:
-    """Elements of every rank's part where each share is padded to the longest."""
-    return align(max(shares(bucket).values()))
-
-
 def handovers(bucket: Bucket, ranks: int) -> tuple[tuple[Run, ...], ...]:
     """All-to-alls of a ring, in order: of each rank, the run of its part that it hands over (is handed).
 
-    Together they are the whole bucket, in which each rank's part is `bucket.elements / ranks`.
+    Together they are the whole bucket, in which each rank's part is `bucket.elements / ranks`; none where every part is
+    its owner's.
     """
     return _handovers(bucket.ranges, bucket.elements, ranks)
 
 
 @lru_cache(maxsize=1024)
 def _handovers(ranges: tuple[Range, ...], elements: int, ranks: int) -> tuple[tuple[Run, ...], ...]:
-    runs = [_runs(part) for part in _parts(ranges, elements, ranks)]
+    parts = _parts(ranges, elements, ranks)
+    if all(segment.owner == rank for rank, part in enumerate(parts) for segment in part):
+        return ()
+    runs = [_runs(part) for part in parts]
     return tuple(
         tuple(of_part[number] if number < len(of_part) else () for of_part in runs)
         for number in range(max(map(len, runs)))
@@ -92,7 +91,8 @@ def _parts(ranges: Sequence[Range], elements: int, ranks: int) -> list[list[Segm
         while start < end:
             rank = start // part
             stop = min(end, (rank + 1) * part)
-            found[rank].append(Segment(held.owner, start, stop))
+            # A part that only pads the bucket stays where it is.
+            found[rank].append(Segment(held.owner if start < held.end else rank, start, stop))
             start = stop
     return found
 

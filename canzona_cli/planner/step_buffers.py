@@ -27,7 +27,7 @@ from canzona_cli.planner.exchange import exchange_bytes, group_traffic
 from canzona_cli.planner.parts import Share
 from canzona_cli.planner.pipeline import LANES
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.reduction import COPIED, GATHERED_AHEAD, gathering_bytes, scratch_bytes
+from canzona_cli.planner.reduction import GATHERED_AHEAD, gathering_bytes, scratch_bytes
 from canzona_cli.planner.workspace import workspace_bytes
 
 BATCH_BYTES = 256 << 20
@@ -172,15 +172,14 @@ def _is_head(matrix: Matrix) -> bool:
 def _travelling(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
     """Bytes for gradients and for weights, by rank that needs any.
 
-    For the largest buckets, as many as travel at a time and one more, which is put where it belongs meanwhile; but
-    rings, which need little, bring any number of buckets' gradients.
+    Any number of buckets' gradients travel at a time; of weights the largest count, as many as travel at a time and
+    one more, which is put where it belongs meanwhile.
     """
     width, grad = element_bytes(config)
     buckets, owners = [bucket for bucket in plan.buckets if bucket.stage == stage], plan.subject.layout.owners
-    reduced = Counter(_largest(2, (scratch_bytes(one, owners, grad) for one in buckets if one.reduction in COPIED)))
+    reduced = Counter[int]()
     for bucket in buckets:
-        if bucket.reduction not in COPIED:
-            reduced.update(scratch_bytes(bucket, owners, grad))
+        reduced.update(scratch_bytes(bucket, owners, grad))
     return reduced, _largest(GATHERED_AHEAD + 1, (gathering_bytes(bucket, owners, width) for bucket in buckets))
 
 

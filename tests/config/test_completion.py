@@ -16,7 +16,7 @@ from canzona_cli.config.completion import complete_override, joined_words
         ("engine.strategy=c", ["engine.strategy=canzona"]),
         (
             "engine.reduction=",
-            [f"engine.reduction={way}" for way in ("reduce", "all_to_all", "padded", "ring", "even", "null")],
+            [f"engine.reduction={way}" for way in ("reduce", "ring", "null")],
         ),
         ("train.non", ["train.non_finite="]),
         ("optimizer.opt", ["optimizer.options="]),

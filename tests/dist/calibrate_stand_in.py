@@ -40,10 +40,10 @@ def measure(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
 
 def hasty(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    from canzona_cli.calibrate import compute, team
+    from canzona_cli.calibrate import compute
 
     compute.SIZES["cpu"] = replace(compute.SIZES["cpu"], products=(64, 128), exact=128, symmetric=128)
-    team.LEAST = 1
+    compute.LEAST = 1
     return worker.calibrate_rank(files, record, rank)
 
 

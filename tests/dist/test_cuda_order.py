@@ -180,10 +180,9 @@ def _standing(config: RunConfig, layout: Layout) -> Iterator[tuple[Trainee, Reco
 
 
 def in_every_way(plan: Plan) -> Plan:
-    """A bucket in each of the ways, the others by owner; of two numbers all have the same sum."""
-    ways: list[Reduction] = ["ring", "padded", "all_to_all"]
-    assert len(plan.buckets) > len(ways)
-    ways += ["reduce"] * (len(plan.buckets) - len(ways))
+    """Every other bucket in a ring, the rest by owner; of two numbers all have the same sum."""
+    ways: list[Reduction] = [("ring", "reduce")[number % 2] for number in range(len(plan.buckets))]
+    assert len(ways) > 2
     changed = (
         replace(one, reduction=way, gathering=GATHERED[way]) for one, way in zip(plan.buckets, ways, strict=True)
     )

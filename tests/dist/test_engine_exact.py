@@ -90,8 +90,8 @@ SPLITTINGS: dict[str, Run] = {
 }
 BUFFERS: list[Run] = [
     (("optimizer=muon", f"engine.layout={buffers}", f"engine.reduction={reduction}"), 3)
-    for buffers in ("contiguous", "owner", "aligned")
-    for reduction in ("reduce", "all_to_all")
+    for buffers in ("contiguous", "owner")
+    for reduction in ("reduce", "ring")
 ]
 WHO_AND_WHEN: list[Run] = [
     (("optimizer=muon", *settings), 3)
@@ -99,7 +99,6 @@ WHO_AND_WHEN: list[Run] = [
         ("engine.strategy=asc",),
         ("engine.strategy=paper", "engine.alpha=0.5", "engine.c_max_mib=0.05"),
         ("engine.grouping=greedy", "engine.c_max_mib=0.05"),
-        ("engine.layout=aligned", "engine.reduction=even"),
         ("parallel.overlap_param_gather=false",),
         ("parallel.overlap_grad_reduce=false",),
     )

@@ -18,7 +18,7 @@ from canzona_cli.megatron.owner_bucket_group import OwnerBucketGroup, adamw_grou
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.reduction import COPIED, GATHERED_AHEAD
+from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.planner.rings import handovers
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.jobs import Runs, on_ranks, ranks_of
@@ -40,18 +40,11 @@ from tests.dist.synthetic import fill_gradients, noise
 
 COMBINATIONS: list[tuple[str, Reduction]] = [
     ("owner", "reduce"),
-    ("owner", "all_to_all"),
-    ("owner", "padded"),
     ("owner", "ring"),
     ("contiguous", "reduce"),
-    ("contiguous", "all_to_all"),
     ("contiguous", "ring"),
-    ("aligned", "even"),
-    ("aligned", "reduce"),
-    ("aligned", "all_to_all"),
-    ("aligned", "ring"),
 ]
-WAYS: list[Reduction] = ["reduce", "all_to_all", "padded", "ring"]
+WAYS: list[Reduction] = ["reduce", "ring"]
 BF16 = ("train.precision=bf16", "train.grad_reduce_dtype=bf16")
 
 
@@ -139,29 +132,26 @@ COMBINED = {
 }
 IN_BF16 = {
     (buffers, reduction): Case(settings=("gpus=2", f"engine.layout={buffers}", *BF16), reduction=reduction)
-    for buffers, reduction in [*(("owner", way) for way in WAYS), ("aligned", "even")]
+    for buffers, reduction in [("owner", way) for way in WAYS]
 }
 ALTERNATING = {
     way: Case(settings=("gpus=2", "engine.layout=contiguous"), reduction=way, alternating=True) for way in WAYS
 }
 OF_FOUR = {
-    # An exchange adds bf16 up in fp32, and rounds once.
-    f"{way} {name}": Case(
-        settings=("gpus=4", *precision), reduction=way, roundings=1 if precision and way == "all_to_all" else 3
-    )
+    f"{way} {name}": Case(settings=("gpus=4", *precision), reduction=way, roundings=3)
     for name, precision in (("fp32", ()), ("bf16", BF16))
     for way in WAYS
 }
 MESHES: dict[tuple[str, ...], list[Reduction]] = {
-    ("gpus=4", "parallel.tp=2"): ["all_to_all", "ring"],
+    ("gpus=4", "parallel.tp=2"): ["ring"],
     ("gpus=2", "parallel.tp=2"): ["reduce"],
     ("gpus=4", "parallel.tp=2", "engine.splitting=per_head"): ["ring"],
     ("gpus=4", "parallel.pp=2"): ["reduce"],
-    ("gpus=4", "parallel.pp=2", "model.tied_embeddings=false"): ["all_to_all"],
+    ("gpus=4", "parallel.pp=2", "model.tied_embeddings=false"): ["ring"],
     ("gpus=1",): ["ring"],
 }
 """And the ways that are not left to the sweep."""
-NOT_OVERLAPPED = [("owner", "reduce"), ("owner", "ring"), ("contiguous", "all_to_all"), ("aligned", "even")]
+NOT_OVERLAPPED = [("owner", "reduce"), ("owner", "ring")]
 """Those that are not left to the sweep where nothing is under way during the backward pass."""
 
 
@@ -293,8 +283,9 @@ def test_reduction_runs_under_the_backward_pass() -> None:
             ready, alive = zip(*seen, strict=True)
             assert ready[0] == 0
             assert ready[-1] > 0
-            # What is copied whole is not held for more than two buckets; rings hold shares alone.
-            most = 2 if one.reduction in COPIED else 0 if one.reduction == "reduce" else len(seen)
+            # Rings hold what is handed over to this rank, of all buckets.
+            most = sum(bool(handovers(bucket, 2)) for bucket in _made(one)[2].buckets)
+            most = 0 if one.reduction == "reduce" else most
             assert max(alive) == most, one
 
 
@@ -454,10 +445,6 @@ def _more_ranks(plan: Plan) -> Plan:
     return replace(plan, subject=replace(plan.subject, layout=replace(plan.subject.layout, dp=4)))
 
 
-def _uneven_shards(plan: Plan) -> Plan:
-    return replace(plan, buckets=tuple(replace(bucket, reduction="even") for bucket in plan.buckets))
-
-
 MISMATCHES: list[tuple[Callable[[Plan], Plan], tuple[str, ...], str, str]] = [
     (_same, ("model.num_layers=1",), "decoder.layers.1.self_attention.linear_proj.weight", "no such trainable"),
     (_without_last_layer, (), "decoder.layers.1.self_attention.linear_proj.weight", "planned nothing"),
@@ -474,7 +461,6 @@ MISMATCHES: list[tuple[Callable[[Plan], Plan], tuple[str, ...], str, str]] = [
     (_larger_bucket, (), "bucket 0 of stage 0", "elements without padding"),
     (_buckets_swapped, (), "", "registered next to bucket"),
     (_more_ranks, (), "parallel", "dp=4"),
-    (_uneven_shards, (), "bucket 0 of stage 0", "outside of their owner's shard"),
 ]
 
 

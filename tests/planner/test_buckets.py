@@ -50,12 +50,8 @@ def test_ranges_cover_every_fragment_once(
             assert end <= part.start < part.end <= one.elements
             assert all(found.cells[index].owner == part.owner for index in part.matrices)
             end = part.end
-        if layout == "aligned":
-            shard = one.elements // mesh.dp
-            assert all(part.start // shard == (part.end - 1) // shard == part.owner for part in one.ranges)
-        else:
-            # Nothing but the starts of parameters, and the end of a bucket, is aligned.
-            assert one.padding < 64 * len(one.parameters) + 64 * mesh.dp
+        # Nothing but the starts of parameters, and the end of a bucket, is aligned.
+        assert one.padding < 64 * len(one.parameters) + 64 * mesh.dp
 
 
 @pytest.mark.parametrize("bucket", [None, 100_000, 500_000])

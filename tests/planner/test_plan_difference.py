@@ -45,7 +45,7 @@ CHANGES: dict[str, Callable[[Plan], Plan]] = {
     "matrices[layers.0.proj].seconds": lambda plan: replace(plan, costs=(1.0, *plan.costs[1:])),
     "matrices[layers.0.gate].host": _moved,
     "buckets[stage 0, index 0].reduction": lambda plan: replace(
-        plan, buckets=(replace(plan.buckets[0], reduction="even"), *plan.buckets[1:])
+        plan, buckets=(replace(plan.buckets[0], reduction="ring"), *plan.buckets[1:])
     ),
     "buckets[stage 0, index 0].ranges[0][1]": _wider,
     "micro_groups[stage 0, owner 0, index 0]": lambda plan: replace(plan, groups=plan.groups[1:]),

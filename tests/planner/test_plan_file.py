@@ -61,7 +61,7 @@ def test_a_named_file_is_taken_and_naming_it_does_not_enter_the_hash(written: Pa
 
 
 def test_a_file_for_another_run_is_refused_by_the_setting_with_every_difference(written: Path, tmp_path: Path) -> None:
-    config, layout = resolved(plan=str(written), alpha=0.5, layout="aligned")
+    config, layout = resolved(plan=str(written), alpha=0.5, layout="contiguous")
     config = replace(config, optimizer=SoapConfig(name="soap", lr=1e-3))
     with pytest.raises(ConfigError) as caught:
         obtain_plan(config, layout, tmp_path)
@@ -122,7 +122,7 @@ def test_the_header_names_the_plan_its_balance_and_its_file(written: Path, tmp_p
 
 def test_only_engine_settings_that_shape_a_plan_change_its_hash(tmp_path: Path) -> None:
     fields = {name for name in EngineConfig.__dataclass_fields__ if name not in ("plan", "strategy")}
-    other = {"layout": "aligned", "splitting": "fused", "alpha": 0.5, "grouping": "registration", "c_max_mib": 64.0}
+    other = {"layout": "contiguous", "splitting": "fused", "alpha": 0.5, "grouping": "registration", "c_max_mib": 64.0}
     other |= {"reduction": "reduce", "exchange_dtype": "bf16", "mode": "hosted"}
     assert fields == other.keys(), "a new setting: does it change the plan?"
     plain = obtained(*resolved(), tmp_path).plan.hash

@@ -1,8 +1,9 @@
-"""How gradients get to owners: prices by hand, and all-to-all only where shares are alike and it is worth it."""
+"""How gradients get to owners: prices by hand, and rings only where they are worth their memory."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -10,10 +11,9 @@ from hypothesis import strategies as st
 
 from canzona_cli.config.schema import ClusterConfig, Gathering, Reduction
 from canzona_cli.planner.buckets import bucket_end
-from canzona_cli.planner.cost import memory_rate
+from canzona_cli.planner.links import Group, Links
 from canzona_cli.planner.parts import Bucket, PlanSettings, Range
 from canzona_cli.planner.reduction import (
-    SIMILAR,
     WORTH,
     ReductionModel,
     collectives,
@@ -21,7 +21,7 @@ from canzona_cli.planner.reduction import (
     scratch_bytes,
     sent_elements,
 )
-from canzona_cli.planner.rings import Segment, handovers, padded_part, shares
+from canzona_cli.planner.rings import Segment, handovers
 from tests.sizes import H100, layout, run
 
 CANZONA = PlanSettings(strategy="canzona")
@@ -56,34 +56,11 @@ def test_per_owner_reductions_pass_every_share_but_the_least_and_are_issued_by_r
     assert model(cluster=cluster).gather(one).link_s == pytest.approx(found.link_s / 2)
 
 
-def test_an_all_to_all_takes_as_long_as_its_busiest_receiver_and_the_sum() -> None:
-    one = bucket([3 * MIB, MIB, MIB, MIB], reduction="all_to_all")
-    assert model(cluster=FAST_MEMORY).reduce(one).link_s == pytest.approx(3 * 3 * MIB * 4 / MACHINE)
-    slow = model(cluster=replace(H100, memory_gb_per_s=1.0, launch_us=0.0))
-    rate = memory_rate(replace(H100, memory_gb_per_s=1.0))
-    # Three additions of 12 bytes an element, and the sum written to the buffer.
-    assert slow.reduce(one).latency_s == pytest.approx(3 * MIB * (3 * 12 + 8) / rate, rel=1e-3)
-    rounded = model(cluster=replace(H100, memory_gb_per_s=1.0, launch_us=0.0), grad="bf16")
-    # The first widened, three additions, and the sum rounded into the buffer.
-    assert rounded.reduce(one).latency_s == pytest.approx(3 * MIB * (6 + 3 * 10 + 6) / rate, rel=1e-3)
-    swapped = bucket([3 * MIB, MIB, MIB, MIB], [1, 0, 2, 3], reduction="all_to_all")
-    packing = 2 * 4 * 6 * MIB / rate
-    assert slow.reduce(swapped).latency_s == pytest.approx(3 * MIB * 44 / rate + packing, rel=1e-3)
-
-
-def test_a_bucket_of_one_owner_floods_it_all_to_all() -> None:
-    one = bucket([64 * MIB])
-    prices = {how: model(8).reduce(replace(one, reduction=how)).seconds for how in ("reduce", "all_to_all")}
-    assert prices["all_to_all"] > 4 * prices["reduce"]
-    assert model(8).choose([one], CANZONA, scratch=True)[0].reduction == "reduce"
-
-
 def test_one_rank_reduces_nothing() -> None:
     one = bucket([MIB])
-    for how in ("reduce", "all_to_all", "padded", "ring", "even"):
+    for how in get_args(Reduction):
         assert model(1).reduce(replace(one, reduction=how)).seconds == 0
-    ways: list[Gathering] = ["broadcast", "padded", "ring", "even"]
-    for back in ways:
+    for back in get_args(Gathering):
         assert model(1).gather(replace(one, gathering=back)).seconds == 0
     assert model(1).choose([one], CANZONA, scratch=True) == (one,)
 
@@ -142,7 +119,7 @@ def test_weights_go_the_other_way() -> None:
     strategy=st.sampled_from(["canzona", "paper", "asc"]),
     latency=st.sampled_from([1.0, 10.0, 500.0]),
 )
-def test_all_to_all_is_chosen_only_where_shares_are_alike_and_it_is_faster(
+def test_a_ring_is_chosen_only_where_it_is_faster_and_there_is_memory(
     dp: int, sizes: list[int], scratch: bool, strategy: str, latency: float
 ) -> None:
     prices = model(dp, cluster=replace(H100, intra_node_latency_us=latency))
@@ -156,47 +133,16 @@ def test_all_to_all_is_chosen_only_where_shares_are_alike_and_it_is_faster(
     if (chosen.reduction, chosen.gathering) != ("reduce", "broadcast"):
         for priced in (prices.reduce, prices.gather):
             assert priced(chosen) == priced(one) or priced(chosen).seconds <= WORTH * priced(one).seconds
-    if chosen.reduction == "all_to_all":
-        assert scratch
-        assert strategy == "canzona"
-        held = shares(one)
-        assert len(held) == len(one.ranges) == dp
-        assert max(held.values()) <= SIMILAR * sum(held.values()) / dp
-        assert prices.reduce(chosen).seconds <= WORTH * prices.reduce(one).seconds
-
-
-def test_even_shares_on_links_of_long_hops_travel_all_to_all_where_there_is_memory() -> None:
-    prices = model(8, cluster=replace(H100, intra_node_latency_us=500.0))
-    one = bucket([MIB] * 8)
-    assert prices.choose([one], CANZONA, scratch=True)[0].reduction == "all_to_all"
-    assert prices.choose([one], CANZONA, scratch=False)[0].reduction == "reduce"
-    assert prices.choose([one], replace(CANZONA, strategy="asc"), scratch=True)[0].reduction == "reduce"
 
 
 def test_what_is_asked_for_is_what_is_done() -> None:
     one = bucket([MIB, 5])
-    ways: list[tuple[Reduction, Gathering]] = [
-        *(("reduce", "broadcast"), ("all_to_all", "broadcast"), ("padded", "padded"), ("ring", "ring"))
-    ]
+    ways: list[tuple[Reduction, Gathering]] = [("reduce", "broadcast"), ("ring", "ring")]
     for asked, back in ways:
         for strategy in ("canzona", "asc"):
             wanted = PlanSettings(strategy=strategy, reduction=asked)
             [chosen] = model(2).choose([one], wanted, scratch=False)
             assert (chosen.reduction, chosen.gathering) == (asked, back)
-    aligned = PlanSettings(strategy="canzona", layout="aligned")
-    assert model(2).choose([one], aligned, scratch=True)[0].reduction == "even"
-    assert model(2).choose([one], replace(aligned, reduction="reduce"), scratch=True)[0].reduction == "reduce"
-
-
-def test_scratch_is_every_ranks_copy_of_ones_own_share_and_what_had_to_be_packed() -> None:
-    one = bucket([300, 100], [0, 2])
-    assert scratch_bytes(one, 4, 4) == {}
-    travelling = replace(one, reduction="all_to_all")
-    assert scratch_bytes(travelling, 4, 4) == {0: 4 * 4 * 300, 1: 0, 2: 4 * 4 * 100, 3: 0}
-    assert scratch_bytes(travelling, 4, 2)[0] == (4 * 2 + 4) * 300
-    packed = bucket([300, 100, 50], [0, 2, 0], reduction="all_to_all")
-    assert scratch_bytes(packed, 4, 4) == {0: 16 * 350 + 1800, 1: 1800, 2: 16 * 100 + 1800, 3: 1800}
-    assert scratch_bytes(travelling, 1, 4) == {}
 
 
 @given(
@@ -213,7 +159,11 @@ def test_a_ring_hands_every_element_over_once_in_messages_of_ascending_owners(
     one = replace(bucket([1]), elements=bucket_end(position, ranks), ranges=tuple(ranges))
     part = one.elements // ranks
     found: list[list[Segment]] = [[] for _ in range(ranks)]
-    for runs in handovers(one, ranks):
+    messages = handovers(one, ranks)
+    if not messages:
+        assert all(p.owner * part <= p.start < p.end <= (p.owner + 1) * part for p in ranges), "all is with its owner"
+        return
+    for runs in messages:
         assert any(runs)
         for rank, message in enumerate(runs):
             assert all(a.end == b.start and a.owner < b.owner for a, b in pairwise(message))
@@ -242,35 +192,33 @@ def test_a_ring_is_native_collectives_of_the_bucket_and_what_is_not_with_its_own
     assert sent_elements(one, "ring", 4) == 8 * MIB
 
 
-def test_padded_shares_are_as_long_as_the_longest_and_copied() -> None:
-    slow = replace(H100, memory_gb_per_s=1.0, launch_us=0.0)
-    one = bucket([3 * MIB, MIB, MIB, MIB], reduction="padded")
-    assert padded_part(one) == 3 * MIB
-    moved = model(cluster=FAST_MEMORY).reduce(one)
-    assert moved.link_s == pytest.approx(12 * 3 / 4 * MIB * 4 / MACHINE)
-    copies = 2 * (6 + 3) * MIB / memory_rate(slow)
-    assert model(cluster=slow).reduce(one).latency_s == pytest.approx(4 * copies, rel=1e-3)
-    assert model(cluster=slow).gather(replace(one, gathering="padded")).latency_s == pytest.approx(2 * copies, rel=1e-3)
-    assert collectives(replace(one, gathering="padded"), 4) == (1, 1)
-    assert scratch_bytes(one, 4, 4) == dict.fromkeys(range(4), 4 * 3 * MIB * 4)
-    assert gathering_bytes(replace(one, gathering="padded"), 4, 2) == dict.fromkeys(range(4), 4 * 3 * MIB * 2)
-    assert sent_elements(one, "padded", 4) == 9 * MIB
+def test_a_ring_of_equal_shares_is_the_native_collective_alone() -> None:
+    """Nothing is handed on, whatever pads the shares: Megatron's own reduce-scatter and all-gather."""
+    one = replace(bucket([3 * MIB, MIB, 2 * MIB]), elements=12 * MIB)
+    starts = [
+        part._replace(start=k * 3 * MIB, end=k * 3 * MIB + part.end - part.start) for k, part in enumerate(one.ranges)
+    ]
+    one = replace(one, ranges=tuple(starts), reduction="ring", gathering="ring")
+    prices, links = model(), Links(cluster=H100)
+    group = Group(size=4, per_machine=4)
+    assert prices.reduce(one) == links.reduce_scatter(12 * MIB * 4, group)
+    assert prices.gather(one) == links.all_gather(12 * MIB * 2, group)
+    assert handovers(one, 4) == ()
+    assert collectives(one, 4) == (1, 1)
+    assert scratch_bytes(one, 4, 4) == gathering_bytes(one, 4, 2) == {}
 
 
-EVEN_BUT_NOT_IN_ORDER = bucket([16 * MIB, *[32 * MIB] * 7, 16 * MIB], [6, 1, 0, 3, 2, 5, 4, 7, 6])
 UNEVEN = bucket([16 * MIB, *[4 * MIB] * 6, 2 * MIB])
 OF_32B = bucket([6_553_600, 5_242_880, 16_384_000, 16_384_000, 16_384_000], [0, 1, 3, 4, 5])
 """The second bucket of 32B on 32 owners: padding would be eight times as much as there is."""
 
 
 @pytest.mark.parametrize(
-    ("one", "ranks", "chosen"),
-    [(EVEN_BUT_NOT_IN_ORDER, 8, "padded"), (UNEVEN, 8, "ring"), (OF_32B, 32, "ring")],
-    ids=["even", "uneven", "32B"],
+    ("one", "ranks"),
+    [(UNEVEN, 8), (OF_32B, 32)],
+    ids=["uneven", "32B"],
 )
-def test_a_native_collective_is_chosen_where_each_owners_is_a_launch_of_its_own(
-    one: Bucket, ranks: int, chosen: str
-) -> None:
+def test_a_ring_is_chosen_where_each_owners_is_a_launch_of_its_own(one: Bucket, ranks: int) -> None:
     one = replace(one, elements=bucket_end(one.elements, ranks))
 
     def ways(*, grouped: bool) -> tuple[str, str]:
@@ -279,4 +227,4 @@ def test_a_native_collective_is_chosen_where_each_owners_is_a_launch_of_its_own(
         return found.reduction, found.gathering
 
     assert ways(grouped=True) == ("reduce", "broadcast")
-    assert ways(grouped=False) == (chosen, chosen)
+    assert ways(grouped=False) == ("ring", "ring")

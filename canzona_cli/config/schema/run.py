@@ -30,17 +30,16 @@ from canzona_cli.config.schema.training import (
 )
 
 Strategy = Literal["canzona", "paper", "asc", "layerwise", "sc"]
-BufferLayout = Literal["contiguous", "owner", "aligned"]
+BufferLayout = Literal["contiguous", "owner"]
 Splitting = Literal["fused", "qkv", "split", "per_head"]
 Grouping = Literal["registration", "balanced", "greedy", "auto"]
 Mode = Literal["hosted", "shared"]
 """Of a matrix: updated whole by its host, or by the owner's TP group together."""
-Reduction = Literal["reduce", "all_to_all", "padded", "ring", "even"]
-"""How a bucket's gradients get to their owners: one reduction per owner; all-to-all and a local fp32 sum; a
-reduce-scatter of shares padded to the longest; a reduce-scatter of the bucket in equal parts, whose owners are then
-handed them; Megatron's reduce-scatter of equal shards."""
-Gathering = Literal["broadcast", "padded", "ring", "even"]
-"""How its weights come back: one broadcast per owner, or an all-gather, the same ways round."""
+Reduction = Literal["reduce", "ring"]
+"""How a bucket's gradients get to their owners: one reduction per owner, or a reduce-scatter of the bucket in equal
+parts, which are then handed on to their owners."""
+Gathering = Literal["broadcast", "ring"]
+"""How its weights come back: one broadcast per owner, or handed back and all-gathered."""
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 """By its package."""
@@ -59,8 +58,8 @@ class EngineConfig:
     ]
     layout: Annotated[
         BufferLayout,
-        "Order of a bucket's parameters: contiguous (natural order, the paper's), owner (by owner, uneven shards, "
-        "no padding), aligned (equal padded shards, Megatron's own collectives).",
+        "Order of a bucket's parameters: contiguous (natural order, the paper's) or owner (by owner, uneven "
+        "shards, no padding).",
         SPREAD | PLAN,
     ] = "owner"
     splitting: Annotated[
@@ -91,9 +90,8 @@ class EngineConfig:
     ] = None
     reduction: Annotated[
         Reduction | None,
-        "How gradients get to their owners, and weights back: reduce (and broadcast) by owner, all_to_all with a local "
-        "fp32 sum, one native collective of padded shares, one of equal parts that are handed on to owners (ring), "
-        "or of equal shards (even). null: the fastest for each bucket.",
+        "How gradients get to their owners, and weights back: reduce (and broadcast) by owner, or one "
+        "native collective of equal parts that are handed on to owners (ring). null: the faster for each bucket.",
         SPREAD | PLAN,
     ] = None
     plan: Annotated[
