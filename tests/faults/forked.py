@@ -61,10 +61,12 @@ def forked_run(
         except Exception as error:
             return int(record.failed(error))
 
-    codes = run_ranks(layout.world_size, rank)
-    outcome = judge(run.files, range(len(codes)), node_rank=0, agent_code=int(any(codes)), stopping=False, forced=False)
-    save(run.files.result, outcome.result)
-    del run  # it holds the directory until here
+    try:
+        codes = run_ranks(layout.world_size, rank)
+    finally:
+        del run  # It holds the directory until here, also where a traceback keeps this frame.
+    outcome = judge(files, range(len(codes)), node_rank=0, agent_code=int(any(codes)), stopping=False, forced=False)
+    save(files.result, outcome.result)
     return outcome
 
 

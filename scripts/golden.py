@@ -1,0 +1,136 @@
+#!/usr/bin/env python3
+"""Record what must not change while the code is rearranged, and compare two records.
+
+    python scripts/golden.py OUT                  # plans, a curve, checkpoints and help texts, into the folder OUT
+    python scripts/golden.py --compare OLD NEW    # exit 1 and every difference where two records differ
+
+Everything is asked of the command line, so one script reads any version of canzona: run it with the Python of each.
+Plans carry their simulated step times. Takes about ten minutes on two cores; exactness is `make exactness`.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b")
+GPUS = (8, 64, 256, 1024)
+OTHERS = ("soap", "shampoo", "normuon", "adamw")
+STRATEGIES = ("paper", "asc", "layerwise", "sc")
+KINDS = ("muon", "normuon", "shampoo", "kl-shampoo", "soap", "soap-muon", "adamw")
+COMMANDS = (
+    *("", "plan", "train", "bench", "tune", "slurm", "validate", "recipes", "clusters", "data", "data prepare"),
+    *(
+        "checkpoint",
+        "checkpoint list",
+        "checkpoint verify",
+        "checkpoint show",
+        "checkpoint import",
+        "checkpoint export",
+    ),
+    *("generate", "eval", "report", "calibrate", "doctor"),
+)
+SMALL = ("recipe=qwen3-tiny", "gpus=4", "parallel.tp=2", "parallel.pp=1", "train.precision=fp32")
+VOLATILE = {"plan_hash", "plan_version", "version", "planning_s", "simulation_s"}
+"""Keys of `plan --json` that identify a record, or time the machine."""
+
+
+def canzona(*words: str, check: bool = True) -> str:
+    """The standard output of a command of the canzona that this Python imports."""
+    environment = {**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "canzona_cli", *words], capture_output=True, text=True, env=environment, check=False
+    )
+    if check and ran.returncode:
+        raise SystemExit(f"canzona {' '.join(words)}: exit code {ran.returncode}\n{ran.stderr}")
+    return ran.stdout
+
+
+def runs() -> Iterator[tuple[str, ...]]:
+    """The 40 planned runs."""
+    for size in SIZES:
+        yield from ((f"recipe={size}", f"gpus={gpus}") for gpus in GPUS)
+    for optimizer in OTHERS:
+        yield from ((f"recipe={size}", "gpus=64", f"optimizer={optimizer}") for size in ("1.7b", "8b"))
+    for strategy in STRATEGIES:
+        yield ("recipe=8b", "gpus=64", f"engine={strategy}")
+        yield ("recipe=14b", "gpus=256", "parallel.tp=4", "parallel.pp=1", f"engine={strategy}")
+
+
+def record(out: Path) -> None:
+    """Write one record."""
+    out.mkdir(parents=True)
+    plans = {
+        " ".join(run): json.loads(canzona("plan", "--dry-run", "--json", *run, check=False) or "null") for run in runs()
+    }
+    _write(out / "plans.json", plans)
+    _write(out / "help.json", {command: canzona(*command.split(), "--help") for command in COMMANDS})
+    with tempfile.TemporaryDirectory() as place:
+        canzona("train", *SMALL, "train.steps=300", f"run.dir={place}/curve")
+        _write(out / "curve.json", _curve(Path(place) / "curve"))
+        _write(out / "checkpoints.json", {kind: _checkpoint(kind, Path(place) / kind) for kind in KINDS})
+
+
+def _curve(run: Path) -> list[list[float]]:
+    """The loss and gradient norm of every step."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [[line["step"], line["loss"], line["grad_norm"]] for line in lines if "grad_norm" in line]
+
+
+def _checkpoint(kind: str, run: Path) -> dict[str, str]:
+    """The hash of every file of tensors that a ten-step run leaves."""
+    canzona("train", *SMALL, f"optimizer={kind}", "train.steps=10", f"run.dir={run}")
+    return {
+        str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(run.rglob("*.safetensors"))
+    }
+
+
+def _write(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+    print(path)
+
+
+def differences(old: object, new: object, place: str) -> Iterator[str]:
+    """Every place where two records differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            if key in VOLATILE:
+                continue
+            if key not in old or key not in new:
+                yield f"{place}.{key}: only in the {'new' if key in new else 'old'}"
+            else:
+                yield from differences(old[key], new[key], f"{place}.{key}")
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from differences(before, after, f"{place}[{index}]")
+    elif old != new:
+        yield f"{place}: {str(old)[:100]} -> {str(new)[:100]}"
+
+
+def main() -> None:
+    """Record, or compare."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--compare", action="store_true")
+    parser.add_argument("folders", nargs="+", type=Path)
+    arguments = parser.parse_args()
+    if not arguments.compare:
+        record(arguments.folders[0])
+        return
+    old, new = arguments.folders
+    lines = [
+        line
+        for name in ("plans", "help", "curve", "checkpoints")
+        for line in differences(*(json.loads((at / f"{name}.json").read_text()) for at in (old, new)), name)
+    ]
+    print("\n".join(lines) or "identical")
+    sys.exit(bool(lines))
+
+
+if __name__ == "__main__":
+    main()
