@@ -40,7 +40,6 @@ STATE = ("weights", "gradients", "padding", "masters", "matrix_state", "adamw_st
 MAKE: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "muon": lambda params: Muon(params, 0.01),
     "muon shared": lambda params: Muon(params, 0.01),
-    "muon rows": lambda params: Muon(params, 0.01),
     "normuon": lambda params: NorMuon(params, 0.01),
     "shampoo": lambda params: Shampoo(params, 0.01),
     "kl-shampoo": lambda params: KLShampoo(params, 0.01),

@@ -169,7 +169,6 @@ Case = tuple[str, int, int]
 """Its name, how many layers its model has, how many ranks of rank 0's data-parallel communicator are recorded."""
 NORMAL: list[Case] = [
     ("canzona", 4, 4),
-    ("all-to-all", 4, 4),
     ("ring", 4, 4),
     ("many micro-groups", 12, 2),
     ("shared", 12, 2),
