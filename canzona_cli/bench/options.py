@@ -187,7 +187,7 @@ def _ignored(
         )
     if simulate and sweep == "gpus":
         reason = "has no effect with --simulate, which takes --gpus"
-        yield Problem(key="--sweep", value=sweep, reason=reason, fix="use --gpus 8..1024")
+        yield Problem(key="--sweep", value=sweep, reason=reason, fix=f"use --gpus {SIMULATED_GPUS}")
     for key, path in (("--plot", plot), ("--html", html)):
         if simulate and sweep is not None and path is not None:
             yield Problem(key=key, value=path, reason="draws no simulated sweep", fix=f"leave {key} out, or --sweep")
