@@ -123,11 +123,10 @@ def main() -> None:
         record(arguments.folders[0])
         return
     old, new = arguments.folders
-    lines = [
-        line
-        for name in ("plans", "help", "curve", "checkpoints")
-        for line in differences(*(json.loads((at / f"{name}.json").read_text()) for at in (old, new)), name)
-    ]
+    lines: list[str] = []
+    for name in ("plans", "help", "curve", "checkpoints"):
+        before, after = (json.loads((folder / f"{name}.json").read_text()) for folder in (old, new))
+        lines += differences(before, after, name)
     print("\n".join(lines) or "identical")
     sys.exit(bool(lines))
 

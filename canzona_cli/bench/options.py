@@ -35,7 +35,7 @@ CLASHES = (
         option="--sweep",
         beside="--simulate of gpus",
         reason="has no effect with --simulate, which takes --gpus",
-        fix="use --gpus 8..1024",
+        fix=f"use --gpus {SIMULATED_GPUS}",
     ),
     Clash(
         option="--html",

@@ -46,7 +46,7 @@ def prepare_sweep(overrides: Sequence[str], options: Options, recipes_dirs: Sequ
     kind = options.sweep
     assert kind is not None
     try:
-        composed = compose_run([word for word in overrides if not _sets(word, kind)], recipes_dirs=recipes_dirs)
+        composed = compose_run(_without(overrides, kind), recipes_dirs=recipes_dirs)
         config, layout = resolve(composed.config)
     except ConfigError as error:
         raise ConfigError(*options.problems, *error.problems) from None
@@ -54,11 +54,9 @@ def prepare_sweep(overrides: Sequence[str], options: Options, recipes_dirs: Sequ
     chosen = options.values or _values(kind, config, layout)
     sessions = {}
     for value in dict.fromkeys(chosen):
-        own = [word for word in overrides if not _sets(word, kind)]
-        own.append(f"{_KEYS[kind]}={'null' if value == _AUTO else value}")
         with gathered(problems):
             sessions[value] = prepare(
-                own,
+                _with(overrides, kind, value),
                 strategies=options.strategies or AFFECTED.get(kind),
                 rounds=options.rounds,
                 steps_per_turn=options.steps_per_turn,
@@ -88,27 +86,32 @@ def simulate_sweep(
     """Simulate the same runs once for each swept value; results by value.
 
     Raises:
-        ConfigError: the options exclude each other, or a run is impossible.
+        ConfigError: the options exclude each other, or runs are impossible; with the problems of all values at once.
     """
     kind = options.sweep
     assert kind is not None
     refuse(options.problems)
-    rest = [word for word in overrides if not _sets(word, kind)]
     values: Sequence[str] = options.values
     if not values:
-        fewest = compose_run([*rest, f"gpus={options.gpus[0]}"], recipes_dirs=recipes_dirs, training=False)
-        values = _values(kind, *resolve(fewest.config))
-    return {
-        value: run_simulation(
-            [*rest, f"{_KEYS[kind]}={'null' if value == _AUTO else value}"], options.gpus, recipes_dirs=recipes_dirs
-        )
-        for value in dict.fromkeys(values)
-    }
+        fewest = [*_without(overrides, kind), f"gpus={options.gpus[0]}"]
+        values = _values(kind, *resolve(compose_run(fewest, recipes_dirs=recipes_dirs, training=False).config))
+    problems: list[Problem] = []
+    simulations = {}
+    for value in dict.fromkeys(values):
+        with gathered(problems):
+            simulations[value] = run_simulation(_with(overrides, kind, value), options.gpus, recipes_dirs=recipes_dirs)
+    refuse(dict.fromkeys(problems))
+    return simulations
 
 
-def _sets(word: str, kind: SweepKind) -> bool:
-    """Whether an override sets the swept setting; the swept value takes its place."""
-    return key_of(word) == _KEYS[kind]
+def _without(overrides: Sequence[str], kind: SweepKind) -> list[str]:
+    """The overrides that do not set the swept setting."""
+    return [word for word in overrides if key_of(word) != _KEYS[kind]]
+
+
+def _with(overrides: Sequence[str], kind: SweepKind, value: str) -> list[str]:
+    """The overrides of the run that takes this value."""
+    return [*_without(overrides, kind), f"{_KEYS[kind]}={'null' if value == _AUTO else value}"]
 
 
 def _pointless(kind: SweepKind, layout: Layout) -> list[Problem]:

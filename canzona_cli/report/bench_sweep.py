@@ -304,9 +304,8 @@ class SimulationView(Page):
     def _size(self, recipe: str) -> Iterator[RenderableType]:
         cells = self.simulation.of(recipe)
         yield Text(clean(recipe), style="bold")
-        layouts = tuple((MISSING if cell.study is None else layout_code(cell.study.layout),) for cell in cells)
         groups = [
-            Columns(title="layout", heads=("",), rows=layouts),
+            _layouts(cells),
             _group(cells, "iteration, ms", STRATEGIES, _iteration),
             _group(
                 cells, "optimizer step, ms", STRATEGIES, lambda one, name: milliseconds(one.result(name).optimizer_s)
@@ -347,7 +346,7 @@ class SimulatedSweepView(Page):
 
     kind: SweepKind
     simulations: Mapping[str, Simulation]
-    """By value, in its order."""
+    """The simulation of each value, in the order of the values."""
 
     widest = 150
 
@@ -357,11 +356,15 @@ class SimulatedSweepView(Page):
         yield wrapped(TITLES[self.kind], "dim")
         for place, cell in enumerate(first.cells):
             cells = [simulation.cells[place] for simulation in self.simulations.values()]
-            code = "no layout" if cell.study is None else layout_code(cell.study.layout)
+            groups, layouts = self._groups(cells), _layouts(cells)
+            if len(set(layouts.rows)) == 1:
+                where = f": {layouts.rows[0][0]}"
+            else:
+                where, groups = "", [layouts, *groups]
             yield Text()
-            yield Text(f"{clean(cell.recipe)} on {cell.gpus:,}: {code}", style="bold")
+            yield Text(f"{clean(cell.recipe)} on {cell.gpus:,}{where}", style="bold")
             yield GroupedTable(
-                head=HEADS[self.kind], labels=[clean(value) for value in self.simulations], groups=self._groups(cells)
+                head=HEADS[self.kind], labels=[clean(value) for value in self.simulations], groups=groups
             )
             for value, other in zip(self.simulations, cells, strict=True):
                 if other.reason:
@@ -386,6 +389,11 @@ class SimulatedSweepView(Page):
         if self.kind == "c_max":
             return [*steps, phase("exposed exchange, ms", "exchange")]
         return steps
+
+
+def _layouts(cells: Sequence[SimulatedCell]) -> Columns:
+    rows = tuple((MISSING if cell.study is None else layout_code(cell.study.layout),) for cell in cells)
+    return Columns(title="layout", heads=("",), rows=rows)
 
 
 def _group(

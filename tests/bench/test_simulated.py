@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -254,13 +255,8 @@ def test_simulating_needs_no_torch() -> None:
 def test_the_papers_knobs_are_swept_in_simulation() -> None:
     """alpha trades bytes for balance; a C_max of one largest matrix makes more groups than eight do."""
 
-    def sweep(kind: SweepKind, *values: str) -> dict[str, Simulation]:
-        options = read_options(
-            strategies=[], rounds=1, steps_per_turn=2, sweep=kind, values=values, simulate=True, gpus="16"
-        )
-        return simulate_sweep(["recipe=0.6b", "parallel.tp=4", "parallel.pp=1", "engine.alpha=0.3"], options)
-
-    alphas = sweep("alpha")
+    settings = ["recipe=0.6b", "parallel.tp=4", "parallel.pp=1", "engine.alpha=0.3"]
+    alphas = swept("alpha", 16, settings)
     assert list(alphas) == ["0", "0.25", "0.5", "0.75", "1"]
     balances = [study.result("paper").update_balance for one in alphas.values() for study in _studies(one)]
     assert balances[-1] < balances[0]
@@ -268,10 +264,17 @@ def test_the_papers_knobs_are_swept_in_simulation() -> None:
     assert "qwen3-0.6b on 16: TP4 DP4" in text
     assert line_of(text, "0.75 ").split()[0] == "0.75"
 
-    capacities = sweep("c_max")
+    capacities = swept("c_max", 16, settings)
     assert list(capacities)[-1] == "auto"
     exposed = [study.result("paper").phases["exchange"] for one in capacities.values() for study in _studies(one)]
     assert len(set(exposed)) > 1
+
+
+def swept(kind: SweepKind, gpus: int, settings: Sequence[str], *values: str) -> dict[str, Simulation]:
+    options = read_options(
+        strategies=[], rounds=1, steps_per_turn=2, sweep=kind, values=values, simulate=True, gpus=str(gpus)
+    )
+    return simulate_sweep(settings, options)
 
 
 def _studies(simulation: Simulation) -> list[Study]:
@@ -285,3 +288,21 @@ def test_a_simulated_sweep_says_what_it_does_not_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         simulate_sweep(["recipe=0.6b"], options)
     assert [problem.key for problem in raised.value.problems] == ["--sweep", "--html"]
+
+
+def test_a_simulated_sweep_names_the_layout_of_each_value_where_they_differ() -> None:
+    simulations = swept("optimizer", 64, ["recipe=8b"], "muon", "shampoo")
+    layouts = {value: layout_code(study.layout) for value, one in simulations.items() for study in _studies(one)}
+    assert layouts["muon"] != layouts["shampoo"]
+    text = shown(SimulatedSweepView("optimizer", simulations))
+    for value, layout in layouts.items():
+        assert f"{value} {layout}" in " ".join(line_of(text, f"{value} ").split())
+
+
+def test_a_simulated_sweep_names_the_mistakes_of_all_values_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        swept("alpha", 8, ["recipe=0.6b"], "2", "0.5", "-1")
+    assert [(problem.key, str(problem.value)) for problem in raised.value.problems] == [
+        ("engine.alpha", "2"),
+        ("engine.alpha", "-1"),
+    ]

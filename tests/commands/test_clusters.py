@@ -37,7 +37,7 @@ def test_a_copy_is_a_profile_under_its_own_name_and_stays(tmp_path: Path) -> Non
 def test_an_impossible_profile_is_named_with_its_field(tmp_path: Path) -> None:
     canzona("clusters", "copy", "h200", "ours.yaml", cwd=tmp_path)
     text = (tmp_path / "ours.yaml").read_text()
-    (tmp_path / "ours.yaml").write_text(text.replace("tf32_tflops: 412.0", "tf32_tflops: 4120.0"))
+    (tmp_path / "ours.yaml").write_text(text.replace("tf32_tflops: 412.0", "tf32_tflops: -412.0"))
     done = canzona("clusters", "show", "./ours.yaml", cwd=tmp_path)
     assert done.returncode == 2
     assert "cluster.tf32_tflops" in done.stderr
