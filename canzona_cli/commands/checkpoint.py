@@ -93,7 +93,7 @@ def import_(
     from canzona_cli.huggingface.folder import open_folder
     from canzona_cli.huggingface.recipe import recipe_of
     from canzona_cli.huggingface.staging import check_empty, staged
-    from canzona_cli.model.qwen3 import parameter_count
+    from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
     from canzona_cli.run.files import RunFiles
     from canzona_cli.run.words import count
@@ -146,7 +146,7 @@ def export(
     from canzona_cli.config.recipes import shown
     from canzona_cli.huggingface.folder import DTYPES
     from canzona_cli.huggingface.staging import check_empty
-    from canzona_cli.model.qwen3 import parameter_count
+    from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
     from canzona_cli.run.words import plural, size
 

@@ -26,7 +26,7 @@ def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
     """List every recipe, yours and the built-in ones."""
     from canzona_cli.config.recipes import shown
     from canzona_cli.config.tree import list_recipes
-    from canzona_cli.model.qwen3 import parameter_count
+    from canzona_cli.model.families import parameter_count
     from canzona_cli.report.tables import Table
     from canzona_cli.run.words import count
 
@@ -147,7 +147,7 @@ def layouts(
     """
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.tree import list_recipes
-    from canzona_cli.model.qwen3 import parameter_count
+    from canzona_cli.model.families import parameter_count
     from canzona_cli.report.recipes import layouts as of_sizes
 
     dirs = recipes_dir or ()

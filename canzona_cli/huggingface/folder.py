@@ -15,7 +15,8 @@ from canzona_cli.config.reading import Absent, Unreadable, parse_json, read_plai
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.huggingface.config_json import FILE, read_model
-from canzona_cli.huggingface.names import TIED_OUTPUT, tensor_names
+from canzona_cli.huggingface.names import tensor_names
+from canzona_cli.model.families import family_of
 from canzona_cli.model.geometry import unit_shape
 
 WEIGHTS: Final = "model.safetensors"
@@ -89,7 +90,7 @@ class HuggingFaceFolder:
             elif found.shape != shape:
                 yield Problem(key=name, value=list(found.shape), reason=f"the model has {list(shape)} there", fix=fix)
         for name, stored in self.tensors.items():
-            if name not in units and not (name == TIED_OUTPUT and model.tied_embeddings):
+            if name not in units and not (name == family_of(model).foreign.output and model.tied_embeddings):
                 yield Problem(key=name, reason="canzona's Qwen3 has no such tensor", fix=fix)
             elif stored.dtype not in {code for code, _ in DTYPES.values()}:
                 reason = f"is not one of {', '.join(DTYPES)}"

@@ -24,9 +24,10 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.huggingface.config_json import FILE
 from canzona_cli.huggingface.folder import BESIDE, HuggingFaceFolder, Stored
-from canzona_cli.huggingface.names import TIED_OUTPUT, tensor_names
+from canzona_cli.huggingface.names import tensor_names
 from canzona_cli.huggingface.staging import copy_file
 from canzona_cli.huggingface.streaming import raw_bytes, row_ranges
+from canzona_cli.model.families import family_of
 from canzona_cli.run.files import RunFiles, sync_folder
 
 _PATIENCE_S: Final = 60.0
@@ -122,14 +123,15 @@ def _rows(stored: Stored, name: str, rows: range) -> torch.Tensor:
 
 def _check_tied(found: HuggingFaceFolder, config: RunConfig) -> None:
     """Some files have the output layer of tied embeddings a second time; transformers ignores it."""
-    if not config.model.tied_embeddings or TIED_OUTPUT not in found.tensors:
+    output = family_of(config.model).foreign.output
+    if not config.model.tied_embeddings or output not in found.tensors:
         return
     [embedding, *_] = tensor_names(config.model).values()
-    pair = [(found.tensors[name], name) for name in (embedding, TIED_OUTPUT)]
+    pair = [(found.tensors[name], name) for name in (embedding, output)]
     one, other = (stored.shape for stored, _ in pair)
     if one != other or not all(
         torch.equal(*(_rows(stored, name, rows).float() for stored, name in pair)) for rows in row_ranges(one)
     ):
         reason = f"differs from {embedding}, although the embeddings are tied"
         fix = "tie_word_embeddings of its config.json is probably false"
-        raise ConfigError(Problem(key=TIED_OUTPUT, value=found.tensors[TIED_OUTPUT].file, reason=reason, fix=fix))
+        raise ConfigError(Problem(key=output, value=found.tensors[output].file, reason=reason, fix=fix))

@@ -9,7 +9,7 @@ from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.tree import list_recipes
 from canzona_cli.huggingface.folder import HuggingFaceFolder
-from canzona_cli.model.qwen3 import parameter_count
+from canzona_cli.model.families import parameter_count
 
 
 def recipe_of(found: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Composed:

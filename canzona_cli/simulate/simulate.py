@@ -24,7 +24,7 @@ from canzona_cli.config.execution import (
 )
 from canzona_cli.config.schema import KroneckerConfig, Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.model.qwen3 import flops_per_token
+from canzona_cli.model.families import flops_per_token
 from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.cost import ROUNDING, implementation, memory_rate, step_factor
