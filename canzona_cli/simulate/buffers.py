@@ -36,8 +36,9 @@ def after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
     links, (_, grad) = Links(cluster=cluster), element_bytes(config)
     total = 0.0
     if layout.sequence_parallel and layout.tp > 1:
-        norms = model.num_layers // layout.pp * (2 * model.hidden_size + 2 * model.head_dim)
-        total += links.all_reduce(norms * grad, Groups.of(layout, cluster).tp).seconds
+        norms = sum(norm.elements for norm in family_of(model).norms(model) if "tp" in norm.copies)
+        size = model.num_layers // layout.pp * norms * grad
+        total += links.all_reduce(size, Groups.of(layout, cluster).holding("tp")).seconds
     if model.tied_embeddings and layout.pp > 1 and stage in (0, layout.pp - 1):
         apart = layout.owners * layout.tp * (layout.pp - 1)
         ends = strided(apart, 2, layout.world_size, cluster.gpus_per_node)
