@@ -120,8 +120,7 @@ def from_hf(
     from dataclasses import replace
 
     from canzona_cli.config.recipes import check_destination, recipe_text, shown, write_recipe
-    from canzona_cli.huggingface.folder import open_folder
-    from canzona_cli.huggingface.recipe import recipe_of
+    from canzona_cli.huggingface.folder import open_folder, recipe_of
 
     check_destination(destination, force=force)
     composed = recipe_of(open_folder(folder, key="DIR"), overrides or (), recipes_dir or ())

@@ -20,8 +20,7 @@ from canzona_cli.config.overrides import parse_overrides
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CanzonaError, ConfigError, ExitCode
-from canzona_cli.huggingface.folder import is_hugging_face, open_folder
-from canzona_cli.huggingface.recipe import recipe_of
+from canzona_cli.huggingface.folder import is_hugging_face, open_folder, recipe_of
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.going_on import command_again, said
 from canzona_cli.launch.machines import Machines
@@ -293,7 +292,7 @@ def _bring_in(config: RunConfig, run: RunDirectory) -> None:
     folder = Path(where or "").expanduser()
     if where is None or not is_hugging_face(folder) or CheckpointStore(run.files.checkpoints).latest() is not None:
         return
-    from canzona_cli.huggingface.importing import import_weights  # imports torch
+    from canzona_cli.huggingface.weights import import_weights  # imports torch
 
     progress(f"note: imports the weights in {folder}")
     found = open_folder(folder, key="checkpoint.weights_from")

@@ -1,16 +1,19 @@
-"""`config.json` of a Hugging Face model and the model section of a recipe: the same shape in other words.
+"""The model in Hugging Face's words: its `config.json`, and the names of its tensors.
 
-Source: the settings classes of transformers, and the published files. Version 5 nests the rotary embedding's
-base in `rope_parameters` and says `dtype` for `torch_dtype`; it reads the older words, which are written here.
+Sources: the settings classes of transformers, and the published files. Version 5 nests the rotary embedding's base in
+`rope_parameters` and says `dtype` for `torch_dtype`; it reads the older words, which are written here. A tensor is a
+unit of model space (`canzona_cli.model.geometry`), with the same rows.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Final
 
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import Problem, refuse
-from canzona_cli.model.families import family_of, foreign_family
+from canzona_cli.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of, foreign_family
 from canzona_cli.model.family import Foreign
 
 FILE: Final = "config.json"
@@ -116,3 +119,18 @@ def _unusable(tree: Mapping[str, object], foreign: Foreign) -> Iterator[Problem]
 def _problem(key: str, value: object, reason: str) -> Problem:
     fix = f"only a Qwen3 without experts, biases, sliding windows and rope scaling can be taken over ({FILE})"
     return Problem(key=key, value=value, reason=reason, fix=fix)
+
+
+@lru_cache(maxsize=4)
+def tensor_names(model: ModelConfig) -> Mapping[str, str]:
+    """Hugging Face's name by unit, in the order of the model: each weight once, so none of a tied output layer."""
+    foreign = family_of(model).foreign
+    names = {EMBEDDING: foreign.embedding}
+    for layer in range(model.num_layers):
+        names |= {
+            f"layers.{layer}.{unit}": f"model.layers.{layer}.{name}.weight" for unit, name in foreign.layer.items()
+        }
+    names[FINAL_NORM.removeprefix("decoder.")] = foreign.final_norm
+    if not model.tied_embeddings:
+        names[OUTPUT] = foreign.output
+    return MappingProxyType(names)
