@@ -42,10 +42,9 @@ from canzona_cli.report.run import BreakdownView
 from canzona_cli.report.run_trace import write_trace
 from canzona_cli.report.train import make_view
 from canzona_cli.report.train_dry_run import RUN_DIR_TIME, DryRun
-from canzona_cli.run.breakdown import load_breakdown
+from canzona_cli.run.breakdown import Prediction, load_breakdown
 from canzona_cli.run.corpus import PreparedCorpus, data_warnings
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.prediction import Prediction
 from canzona_cli.run.words import plural
 from canzona_cli.simulate.outlook import outlook
 

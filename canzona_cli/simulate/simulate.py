@@ -32,8 +32,8 @@ from canzona_cli.planner.links import Groups, Transfer
 from canzona_cli.planner.norm_clip import NormClip
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.planner.refresh import by_rank, refreshes
+from canzona_cli.run.breakdown import SimulatedEvent
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
-from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.simulate.buffers import Buffers, Chunk, after_reduction
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.model_time import stage_time
