@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from canzona_cli.config.compose import Composed
-    from canzona_cli.config.schema import Layout, RunConfig
+    from canzona_cli.config.schema import CustomConfig, Layout, RunConfig
     from canzona_cli.report.html.document import Document
     from canzona_cli.run.corpus import PreparedCorpus
 
@@ -60,7 +60,7 @@ def checked_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | N
 
         corpus = look_at_data(config, lambda what, share: progress(what) if share == 0 else None)
     warn(data_warnings(config, layout, corpus))
-    if config.optimizer.name == "custom" and not config.optimizer.built_in:
+    if isinstance(config.optimizer, CustomConfig) and not config.optimizer.built_in:
         source = config.optimizer.source
         progress(f"note: not tried here: whether {source} can update matrices; a run tries it before it trains")
     return corpus

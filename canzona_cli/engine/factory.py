@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from importlib import import_module
 
 import torch
 
@@ -12,19 +13,13 @@ from canzona_cli.config.schema import (
     MomentumConfig,
     NewtonSchulzConfig,
     OptimizerBase,
-    OptimizerName,
     RunConfig,
 )
 from canzona_cli.engine.hosted import MakeOptimizer
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.optimizers.kl_shampoo import KLShampoo
+from canzona_cli.optimizers.facts import known
 from canzona_cli.optimizers.matrix_optimizer import OnFallback
-from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.registry import load_class, probe
-from canzona_cli.optimizers.shampoo import Shampoo
-from canzona_cli.optimizers.shared_muon import SharedMuon
-from canzona_cli.optimizers.soap import SOAP
-from canzona_cli.optimizers.soap_muon import SOAPMuon
 from canzona_cli.optimizers.workspace import Workspace
 from canzona_cli.planner.cost import algorithm, form_of, stack_of
 from canzona_cli.planner.refresh import refreshes
@@ -33,14 +28,6 @@ _OURS = __name__.partition(".")[0]
 """This package: its optimizers need no consent."""
 
 Kind = Callable[..., torch.optim.Optimizer]
-_KINDS: Mapping[OptimizerName, Kind] = {
-    "muon": SharedMuon,
-    "normuon": NorMuon,
-    "shampoo": Shampoo,
-    "kl-shampoo": KLShampoo,
-    "soap": SOAP,
-    "soap-muon": SOAPMuon,
-}
 _NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stack", "graph", "form", "stagger", "tf32"}
 """Settings that the classes do not take under their own names."""
 
@@ -82,13 +69,27 @@ def optimizer_factory(
         UnusableOptimizer: a user's own class cannot update 2-D parameters by `step()` alone.
     """
     chosen = config.optimizer
+    if isinstance(chosen, CustomConfig):
+        return _custom(chosen, torch.device(config.cluster.device))
+    kind = _class_of(chosen)
     if isinstance(chosen, MomentumConfig):
-        return _orthogonal(config, chosen, _KINDS[chosen.name], on_fallback)
+        return _orthogonal(config, chosen, kind, on_fallback)
     if isinstance(chosen, KroneckerConfig):
-        turns = refreshes(config, chosen, ranks).turns
-        return _preconditioned(config, chosen, _KINDS[chosen.name], turns, on_fallback)
-    assert isinstance(chosen, CustomConfig)
-    return _custom(chosen, torch.device(config.cluster.device))
+        return _preconditioned(config, chosen, kind, refreshes(config, chosen, ranks).turns, on_fallback)
+
+    def plain(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return kind(params, chosen.lr, weight_decay=chosen.weight_decay, **_own(chosen))
+
+    return plain
+
+
+def _class_of(chosen: OptimizerBase) -> Kind:
+    """Imports the class that the optimizer's facts name."""
+    update = known()[chosen.name].update
+    assert update is not None, f"{chosen.name} updates no matrices"
+    module, _, name = update.partition(":")
+    kind: Kind = getattr(import_module(f"canzona_cli.optimizers.{module}"), name)
+    return kind
 
 
 def _own(chosen: OptimizerBase) -> dict[str, object]:

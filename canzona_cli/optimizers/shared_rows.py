@@ -22,10 +22,10 @@ from .gram_form import (
     mean_square,
     most,
     norm_of_rows,
-    segments,
     starting_norm,
     undoing,
 )
+from .muon_facts import segments
 from .shared import Together, Turns, Wait
 from .symmetric import plain
 from .workspace import Workspace

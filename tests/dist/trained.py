@@ -17,8 +17,8 @@ from canzona_cli.engine.fragments import Fragments
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.muon import Muon
-from canzona_cli.optimizers.newton_schulz import Form
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.shared import Shape, Together, Turns
 from canzona_cli.optimizers.shared_muon import SharedMuon

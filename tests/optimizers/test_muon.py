@@ -7,8 +7,8 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 
 from canzona_cli.optimizers import Muon, Workspace
-from canzona_cli.optimizers.muon import ScaleMode
-from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, CoefficientSet, coefficients, newton_schulz
+from canzona_cli.optimizers.muon_facts import CoefficientSet, ScaleMode
+from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, coefficients, newton_schulz
 
 from . import reference as reference
 

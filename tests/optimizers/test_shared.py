@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from canzona_cli.optimizers import Muon, Workspace
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.optimizers.matrix_optimizer import products
-from canzona_cli.optimizers.newton_schulz import CoefficientSet, coefficients
+from canzona_cli.optimizers.muon_facts import CoefficientSet
+from canzona_cli.optimizers.newton_schulz import coefficients
 from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.shared import Shape, SharedForm, Together, Turns, Wait
 from canzona_cli.optimizers.shared_muon import SharedMuon
