@@ -7,20 +7,16 @@ from megatron.core.distributed import DistributedDataParallel
 
 from canzona_cli.config.schema import CustomConfig, RunConfig
 from canzona_cli.engine.agreement import agree_on_optimizer
-from canzona_cli.engine.aside import Aside
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.factory import Fallbacks, optimizer_factory
-from canzona_cli.engine.fragments import Fragments
-from canzona_cli.engine.hosted import Wiring
 from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.engine.planned import PlannedOptimizer, updated_matrices
 from canzona_cli.engine.redundant import RedundantOptimizer
-from canzona_cli.megatron.adamw import build_adamw
-from canzona_cli.megatron.in_flight import watcher_for
+from canzona_cli.engine.wire import Aside, Fragments, Wiring
 from canzona_cli.megatron.matrix_buffers import global_parameters, named_matrix_parameters, tag_matrices
-from canzona_cli.megatron.optimizer import adamw_settings
+from canzona_cli.megatron.optimizer import adamw_settings, build_adamw
 from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.megatron.timers import PhaseTimer, watcher_for
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrices import stage_matrices
 from canzona_cli.planner.plan import Plan

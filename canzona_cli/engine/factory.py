@@ -15,7 +15,7 @@ from canzona_cli.config.schema import (
     OptimizerBase,
     RunConfig,
 )
-from canzona_cli.engine.hosted import MakeOptimizer
+from canzona_cli.engine.wire import MakeOptimizer
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.facts import known
 from canzona_cli.optimizers.matrix_optimizer import OnFallback

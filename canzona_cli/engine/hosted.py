@@ -1,41 +1,15 @@
 """One micro-group on one TP rank: its part of the two all-to-alls, and the update of the matrices it hosts."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 
-from canzona_cli.engine.aside import Aside
-from canzona_cli.engine.buffers import AllToAll
-from canzona_cli.engine.fragments import Fragments
-from canzona_cli.megatron.in_flight import Watcher
-from canzona_cli.megatron.timers import PhaseTimer, Span
+from canzona_cli.engine.wire import AllToAll, Copy, Fragments, Wiring, Write, write_finite
+from canzona_cli.megatron.timers import Span
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.exchange import Parcel, senders
 from canzona_cli.run.phases import Phase
-
-MakeOptimizer = Callable[[Sequence[Matrix], list[torch.nn.Parameter]], torch.optim.Optimizer]
-"""An ordinary optimizer of these whole matrices."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wiring:
-    """What everything that updates matrices on one rank shares."""
-
-    fragments: Fragments
-    rank: int
-    """TP rank."""
-    tp_group: torch.distributed.ProcessGroup | None
-    """None with one TP rank, where nothing travels."""
-    timer: PhaseTimer
-    watcher: Watcher
-    aside: Aside
-    """Where messages are packed, and arriving weights are written."""
-    device: torch.device
-    masters: Mapping[int, torch.nn.Parameter]
-    """By matrix index: the fp32 weights of what this rank updates, (rows, columns); of a shared matrix its fragment."""
-    make_optimizer: MakeOptimizer
 
 
 class HostedGroup:
@@ -228,55 +202,6 @@ def lies_whole(wiring: Wiring, matrix: Matrix) -> bool:
         return False
     gradient = wiring.fragments.gradient(matrix)
     return gradient.dtype is torch.float32 and gradient.numel() == matrix.elements and gradient.is_contiguous()
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    target: torch.Tensor
-    source: torch.Tensor
-
-    def run(self, scale: float = 1.0) -> None:
-        if scale == 1.0:
-            self.target.copy_(self.source)
-        elif self.source.dtype is self.target.dtype:
-            torch.mul(self.source, scale, out=self.target)
-        else:
-            # In the target's precision: scaled in bf16, a gradient would be rounded twice.
-            self.target.copy_(self.source)
-            self.target.mul_(scale)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Write:
-    """A new fragment of a weight, which is only taken if its update was finite."""
-
-    target: torch.Tensor
-    source: torch.Tensor
-    rounded: torch.Tensor
-    """Shape and dtype of `target`; scratch where `source` has another dtype: `torch.where` of two dtypes would work in
-    the wider one, in memory of its own."""
-
-
-def write_finite(writes: Sequence[tuple[int, Write]], flags: torch.Tensor, *, on_host: bool) -> None:
-    """Write what is given with the place of a finite flag; other targets stay as they are.
-
-    Args:
-        flags: flat.
-        on_host: whether they are the host's; else it does not wait to know them.
-    """
-    good = torch.isfinite(flags)
-    if on_host:
-        finite: list[bool] = good.tolist()
-        for place, write in writes:
-            if finite[place]:
-                write.target.copy_(write.source)
-        return
-    each = good.unbind()
-    for place, write in writes:
-        source = write.source
-        if source.dtype is not write.target.dtype:
-            source = write.rounded.copy_(source)
-        torch.where(each[place], source, write.target, out=write.target)
 
 
 def _own_write(fragments: Fragments, matrix: Matrix, source: torch.Tensor) -> Write:

@@ -8,11 +8,11 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.engine.buffers import AllToAll, Messages
 from canzona_cli.engine.factory import Fallbacks
-from canzona_cli.engine.hosted import HostedGroup, Wiring, scratch_elements
+from canzona_cli.engine.hosted import HostedGroup, scratch_elements
 from canzona_cli.engine.masters import MasterOptimizer, left_out, settle
 from canzona_cli.engine.shared import Sharing
+from canzona_cli.engine.wire import AllToAll, Messages, Wiring
 from canzona_cli.megatron.optimizer import adamw_settings
 from canzona_cli.megatron.owner_bucket_group import gathering_order, matrix_groups
 from canzona_cli.megatron.parallel import World

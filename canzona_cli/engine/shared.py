@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
-from canzona_cli.engine.hosted import Copy, Wiring, Write, write_finite
 from canzona_cli.engine.masters import left_out, settle
+from canzona_cli.engine.wire import Copy, Wiring, Write, write_finite
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.shared import SharedForm, Together, Turns, Wait
 from canzona_cli.optimizers.workspace import Workspace

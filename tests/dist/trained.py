@@ -13,7 +13,7 @@ import torch
 
 from canzona_cli.config.schema import Layout, MuonConfig, RunConfig, ShampooConfig, SoapConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.engine.fragments import Fragments
+from canzona_cli.engine.wire import Fragments
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.matrix import Matrix
