@@ -1,14 +1,16 @@
 """One micro-group on one TP rank: its part of the two all-to-alls, and the update of the matrices it hosts."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 
-from canzona_cli.engine.wire import AllToAll, Copy, Fragments, Wiring, Write, write_finite
+from canzona_cli.engine.wire import AllToAll, Copy, Fragments, Messages, Wiring, Write, write_finite
 from canzona_cli.megatron.timers import Span
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.exchange import Parcel, senders
+from canzona_cli.planner.exchange import Parcel, senders, to_hosts
+from canzona_cli.planner.step_buffers import BATCH_BYTES
 from canzona_cli.run.phases import Phase
 
 
@@ -189,6 +191,62 @@ class HostedGroup:
         exchange.wait()
         if late and span is not None:
             self._wiring.watcher.waited(span)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosting:
+    """The hosted matrices of one owner, in micro-groups, with the memory they are updated in."""
+
+    matrices: tuple[Matrix, ...]
+    """The matrices of all groups, in the groups' order, whichever rank hosts them."""
+    owned: tuple[Matrix, ...]
+    """These and the owner's shared matrices, in the plan's order."""
+    hosts: Mapping[int, int]
+    """The host of each matrix, by index."""
+    groups: Sequence[HostedGroup]
+    finite: torch.Tensor
+    """A number for each matrix hosted here, finite where its last update was."""
+    places: torch.Tensor
+    """The places of those matrices among `matrices`."""
+    bytes: int
+    """Bytes of message buffers and gradient scratch."""
+
+
+@torch.no_grad()
+def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[Matrix]) -> None:
+    """Makes masters of the model's weights. Collective: every TP rank calls it with the same matrices that travel."""
+    fragments, masters, rank, tp = wiring.fragments, wiring.masters, wiring.rank, wiring.fragments.tp
+    # A few at a time: this needs memory on top of the pipeline's own.
+    for batch in runs(matrices, BATCH_BYTES // 4):
+        route = to_hosts(batch, [hosts[matrix.index] for matrix in batch], rank=rank, tp=tp)
+        exchange = AllToAll(route, Messages.for_routes([route], torch.float32, wiring.device), 0, wiring.tp_group)
+        for parcel in route.sends:
+            weight = fragments.weight(parcel.matrix)
+            exchange.send[parcel.offset : parcel.offset + parcel.elements].view(weight.shape).copy_(weight)
+        exchange.start()
+        exchange.wait()
+        for parcel in route.receives:
+            view = fragments.in_whole(parcel.matrix, masters[parcel.matrix.index].detach(), parcel.peer)
+            view.copy_(exchange.receive[parcel.offset : parcel.offset + parcel.elements].view(view.shape))
+        for matrix in batch:
+            if hosts[matrix.index] == rank and rank in senders(matrix, rank, tp):
+                target = fragments.in_whole(matrix, masters[matrix.index].detach(), rank)
+                target.copy_(fragments.weight(matrix))
+
+
+def runs(
+    matrices: Sequence[Matrix], limit: int, size: Callable[[Matrix], int] = lambda matrix: matrix.elements
+) -> list[list[Matrix]]:
+    """Consecutive matrices whose sizes add up to at most `limit`, or one that alone exceeds it."""
+    batches: list[list[Matrix]] = []
+    filled = 0
+    for matrix in matrices:
+        if not batches or filled + size(matrix) > limit:
+            batches.append([])
+            filled = 0
+        batches[-1].append(matrix)
+        filled += size(matrix)
+    return batches
 
 
 def scratch_elements(wiring: Wiring, hosted: Iterable[Matrix]) -> int:

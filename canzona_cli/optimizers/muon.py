@@ -16,7 +16,7 @@ from .graphs import Replayed
 from .matrix_optimizer import MatrixOptimizer, OnFallback, products
 from .muon_facts import BLOCK, STANDARD_ONLY, CoefficientSet, ScaleMode
 from .newton_schulz import newton_schulz
-from .shared import Shape
+from .shared_rows import Shape
 from .workspace import Workspace
 
 SAFE_NORMS = 2.0**-40, 2.0**60

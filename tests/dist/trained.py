@@ -20,8 +20,8 @@ from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.shampoo import Shampoo
-from canzona_cli.optimizers.shared import Shape, Together, Turns
 from canzona_cli.optimizers.shared_muon import SharedMuon
+from canzona_cli.optimizers.shared_rows import Shape, Together, Turns
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream
