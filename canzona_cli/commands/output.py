@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from canzona_cli.config.compose import Composed
-    from canzona_cli.config.schema import CustomConfig, Layout, RunConfig
+    from canzona_cli.config.schema import Layout, RunConfig
     from canzona_cli.report.html.document import Document
     from canzona_cli.run.corpus import PreparedCorpus
 
@@ -52,6 +52,7 @@ def checked_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | N
     Raises:
         ConfigError: as `canzona_cli.data.corpus.look_at_data`.
     """
+    from canzona_cli.config.schema import CustomConfig
     from canzona_cli.run.corpus import data_warnings
 
     corpus = None

@@ -141,7 +141,7 @@ def test_blocks_of_rows_are_the_whole_matrix(
     def run() -> list[torch.Tensor]:
         return reference.run(lambda p: Muon(p, 0.02, precision=precision, nesterov=nesterov), SHAPES, grads)[0]
 
-    monkeypatch.setattr("canzona_cli.optimizers.muon.BLOCK", 50)
+    monkeypatch.setattr("canzona_cli.optimizers.muon_cpu.BLOCK", 50)
     blocked = run()
     monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
     for a, b in zip(blocked, run(), strict=True):
