@@ -1,4 +1,4 @@
-"""What `canzona eval` shows."""
+"""The screen of `canzona eval`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What `canzona plan` prints: a summary, strategies, load map, memory, timeline and, on request, assumptions."""
+"""The screens of `canzona plan`: a summary, strategies, load map, memory, timeline and, on request, assumptions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,9 +34,9 @@ class PlanView(Page):
     written: Path | None = None
     """The plan file; None for a dry run."""
     phases: bool = False
-    """Whether to list every strategy's phases."""
+    """True to list every strategy's phases."""
     assumptions: bool = False
-    """Whether to list what the simulated times assume, not only how many assumptions there are."""
+    """True to list what the simulated times assume, not only how many assumptions there are."""
     corpus: PreparedCorpus | None = None
     """Somebody's own, where it is there."""
 
@@ -200,7 +200,7 @@ def _ways(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:
 
 
 def _above(gap: float) -> str:
-    """How far a plan is above its bound."""
+    """Returns how far a plan is above its bound."""
     if gap < _NO_GAP:
         return "optimal"
     return f"{100 * gap:.1f}% above it" if gap >= 0.0005 else "less than 0.1% above it"
@@ -258,7 +258,7 @@ def phases(study: Study, screen: Screen) -> Iterator[RenderableType]:
 
 
 def _times(result: StrategyResult, phases: Sequence[str]) -> list[str]:
-    """Of the phases, those it does not have left open, and of the iteration."""
+    """Yields the times of the phases, empty for those it does not have, and of the iteration."""
     return [*(milliseconds(result.phases.get(phase) or None) for phase in phases), milliseconds(result.iteration_s)]
 
 
@@ -366,7 +366,7 @@ def iterations(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
 
 
 def streams(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
-    """What the planned strategy's slowest rank does on each stream: the whole iteration, then its end enlarged."""
+    """Draws what the plan's slowest rank does on each stream: the whole iteration, then its end enlarged."""
     result = study.planned.result
     events = [event for event in result.events if event.rank == result.slowest_rank]
     width = screen.width - _GUTTER

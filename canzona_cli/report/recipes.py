@@ -27,7 +27,7 @@ class Row:
     candidate: Candidate | None
     """The layout chosen, or the one that needs least memory where none fits; None where there is none."""
     note: str
-    """What would make it fit, or why there is no layout."""
+    """The note on what would make it fit, or why there is no layout."""
 
     @property
     def fits(self) -> bool:

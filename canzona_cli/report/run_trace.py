@@ -139,7 +139,7 @@ class _Process:
     def tracks(
         self, name: str, intervals: Iterable[Interval], shift_s: float, category: str
     ) -> Iterator[dict[str, object]]:
-        """As many tracks as intervals overlap."""
+        """Distributes intervals over as many tracks as overlap."""
         for number, lane in enumerate(lanes(intervals), 1):
             yield from self.track(name if number == 1 else f"{name} {number}", lane, shift_s, category)
 

@@ -121,7 +121,7 @@ def _faults(summary: RunSummary) -> Iterator[Section]:
 
 
 def validation_curve(name: str, points: Sequence[tuple[int, float | None]]) -> Curve:
-    """Where it was finite."""
+    """Draws the validation losses that are finite."""
     finite = [(step, loss) for step, loss in points if loss is not None]
     return Curve(name=name, points=finite, dots=len(finite) < 100)
 
@@ -369,7 +369,7 @@ def _numeric(several: Several) -> dict[str, list[float]]:
 
 
 def _losses_by(key: str, values: list[float], several: Several) -> Html:
-    """What each value of a setting came to."""
+    """Lists the loss that each value of a setting came to."""
     figures = [run_figures(run) for run in several.runs]
     curves = [
         Curve(
