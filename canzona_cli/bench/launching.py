@@ -43,8 +43,8 @@ def in_folder(composed: Composed, root: str, directory: str | None = None) -> Ru
 
 
 def unready(config: RunConfig, what: str, otherwise: str) -> tuple[Problem, ...]:
-    """Lists why nothing can be measured: more than one machine; missing or damaged data. The built-in corpus is prepared
-    later, when everything else is known to work.
+    """Lists why nothing can be measured: more than one machine; missing or damaged data. The built-in corpus is
+    prepared later, when everything else is known to work.
 
     Args:
         what: measures: `a bench`.

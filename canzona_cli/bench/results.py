@@ -32,13 +32,13 @@ class Measured:
     iteration_s: tuple[float, ...]
     """Seconds of a whole training step by round, on the slowest rank, mean over the turn's measured steps."""
     optimizer_s: tuple[float, ...]
-    """Seconds by round, from reduced gradients to the next forward. Exchange, matrix update and AdamW's update are those of
-    the slowest rank; norm and clip, and the wait for gathered parameters, those of the rank that reaches them last (the
-    others wait for it there, which is not part of the optimizer step)."""
+    """Seconds by round, from reduced gradients to the next forward. Exchange, matrix update and AdamW's update
+    are those of the slowest rank; norm and clip, and the wait for gathered parameters, those of the rank that reaches
+    them last (the others wait for it there, which is not part of the optimizer step)."""
     processor_s: tuple[float, ...]
     """Processor seconds by round, all ranks together, in one step; with more ranks than cores it shows the work."""
     phases: Mapping[str, OverRanks]
-    """In-step phases and `_total`s, by the breakdown's names."""
+    """The in-step phases and `_total`s, by the breakdown's names."""
     load_balance: float
     """Max over mean of the ranks' matrix updates; 1.0 where there are none."""
     losses: tuple[float, ...]

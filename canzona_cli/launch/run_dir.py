@@ -61,9 +61,9 @@ class RunDirectory:
     def __init__(self, files: RunFiles, *, lock: IO[str] | None = None, used: bool = False) -> None:
         self.files = files
         self.earlier: Earlier | None = None
-        """What the run did before; None for one that starts at its first step."""
+        """The part of the run that is done; None for one that starts at its first step."""
         self.notes: tuple[str, ...] = ()
-        """What happened to the files that were in the directory, a line each."""
+        """Notes on the files that were in the directory, a line each."""
         self._lock, self._used = lock, used
         self._again = False
         """This launch has been here before."""

@@ -1,4 +1,4 @@
-"""From per-rank step timings to breakdown.json."""
+"""The breakdown.json, made of per-rank step timings."""
 
 import resource
 from collections.abc import Mapping, Sequence
