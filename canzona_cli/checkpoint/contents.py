@@ -19,7 +19,7 @@ from canzona_cli.checkpoint.verify import problem_of
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import Problem
 from canzona_cli.model.geometry import EMBEDDING, OUTPUT, layer_weights, whole_shape
-from canzona_cli.optimizers.doubt import DISTRUSTED
+from canzona_cli.optimizers.muon_facts import DISTRUSTED
 
 MASTER: Final = "master"
 GROUP: Final = "group:"

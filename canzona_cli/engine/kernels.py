@@ -15,7 +15,6 @@ from canzona_cli.config.execution import execution_of
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.owner_bucket_group import device_seconds
-from canzona_cli.optimizers import kernels as known
 from canzona_cli.optimizers import symmetric
 from canzona_cli.optimizers.gram_form import products_type
 from canzona_cli.optimizers.symmetric import Kernel, Shape
@@ -54,7 +53,7 @@ def choose_kernels(
     config: RunConfig,
     device: torch.device,
     *,
-    ladder: Mapping[str, Callable[[], Kernel]] = known.LADDER,
+    ladder: Mapping[str, Callable[[], Kernel]] = symmetric.LADDER,
     seconds: Seconds = device_seconds,
     alive: Callable[[], None] = lambda: None,
 ) -> Kernels:

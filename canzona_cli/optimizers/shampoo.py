@@ -8,8 +8,8 @@ from typing import Literal, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .decompositions import LinAlgError, with_fallback
-from .inverse_roots import Order, RootMethod, by_eigenvalues, by_newton
+from .decompositions import LinAlgError, Order, by_eigenvalues, by_newton, with_fallback
+from .facts import RootMethod
 from .kronecker import LONGEST, KroneckerOptimizer, KroneckerSettings, Side
 from .packed import pack
 from .shampoo_facts import packed_elements

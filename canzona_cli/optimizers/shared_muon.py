@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 
 from . import muon
-from .doubt import count_down, distrust
 from .matrix_optimizer import products
+from .muon_facts import count_down, distrust
 from .newton_schulz import newton_schulz
 from .shared_rows import Shape, Sum, Together, Turns, each_turn, gram_by_rows
 from .workspace import Workspace

@@ -17,7 +17,6 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.engine import kernels
 from canzona_cli.engine.kernels import choose_kernels, product_shapes
-from canzona_cli.optimizers import kernels as known
 from canzona_cli.optimizers import symmetric
 from canzona_cli.optimizers.symmetric import Kernel, plain
 from canzona_cli.planner.activations import matrix_shapes
@@ -208,13 +207,13 @@ def test_emergings_kernel_is_asked_for_what_it_can_and_cublas_for_the_rest(monke
     names = list(itertools.chain(*(f.__code__.co_varnames[:6] for f in (tsyrk, syrk.tsyrk_ex_small_matrix))))
     assert names[:6] == names[6:], "emerging-optimizers' own arguments"
     monkeypatch.setattr(syrk, "tsyrk_ex_small_matrix", tsyrk)
-    kernel = known.emerging()
+    kernel = symmetric.emerging()
     cases = list(kernels._cases((24, 24, torch.bfloat16), torch.device("cpu")))
     assert not any(case.wrong(kernel) for case in cases)
     assert asked == [(True, 1.0, 0.0), (False, 2.0, -0.5)]
     monkeypatch.setattr(syrk, "HAS_TRITON_340", False)
     with pytest.raises(ImportError, match="triton"):
-        known.emerging()
+        symmetric.emerging()
 
 
 def test_quacks_kernel_is_called_as_torchs_copy_of_it_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +237,7 @@ def test_quacks_kernel_is_called_as_torchs_copy_of_it_is_declared(monkeypatch: p
     stand_in.gemm_symmetric = gemm_symmetric  # type: ignore[attr-defined]
     for name in ("quack.gemm_interface", "torch._vendor.quack.gemm_interface"):
         monkeypatch.setitem(sys.modules, name, stand_in)
-    for load in (known.quack, known.torchs_quack):
+    for load in (symmetric.quack, symmetric.torchs_quack):
         for dtype in (torch.bfloat16, torch.float16):
             cases = kernels._cases((24, 24, dtype), torch.device("cpu"))
             assert not any(case.wrong(load()) for case in cases)

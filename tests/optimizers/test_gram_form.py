@@ -15,7 +15,7 @@ from canzona_cli.config import schema
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Form
 from canzona_cli.errors import ConfigError
-from canzona_cli.optimizers import Muon, NorMuon, Workspace, doubt, gram_form, muon
+from canzona_cli.optimizers import Muon, NorMuon, Workspace, gram_form, muon, muon_facts
 from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.optimizers.muon_facts import MUON_AROUND, STANDARD_ONLY, CoefficientSet, iteration_work, segments
@@ -320,7 +320,7 @@ def test_a_doubted_update_is_made_in_standard_form_and_so_are_the_next(
     stack: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then it is tried again."""
-    monkeypatch.setattr("canzona_cli.optimizers.doubt.STANDARD_STEPS", 2)
+    monkeypatch.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", 2)
     monkeypatch.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
     shapes = [(12, 40), (12, 40), (40, 12)]
     grads = reference.gradients(shapes, 5)
@@ -332,7 +332,7 @@ def test_a_doubted_update_is_made_in_standard_form_and_so_are_the_next(
     assert all(torch.equal(a, b) for a, b in zip(standard, fallen, strict=True))
     # In the first step and the fourth.
     assert [id(q) for q in told] == [id(p) for p in optimizer.param_groups[0]["params"]] * 2
-    assert [optimizer.state[q][doubt.DISTRUSTED] for q in optimizer.param_groups[0]["params"]] == [1, 1, 1]
+    assert [optimizer.state[q][muon_facts.DISTRUSTED] for q in optimizer.param_groups[0]["params"]] == [1, 1, 1]
 
 
 def test_where_nobody_waits_a_doubted_update_is_left_out_and_the_next_are_standard(
@@ -340,7 +340,7 @@ def test_where_nobody_waits_a_doubted_update_is_left_out_and_the_next_are_standa
 ) -> None:
     """As on CUDA: whole tensors, and flags that the host reads later."""
     monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
-    monkeypatch.setattr("canzona_cli.optimizers.doubt.STANDARD_STEPS", 2)
+    monkeypatch.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", 2)
     (p, q), grads = reference.weights([(12, 40), (12, 40)]), reference.gradients([(12, 40), (12, 40)], 4)
     optimizer = Muon([p, q], 0.02, form="gram")
     before = p.detach().clone()

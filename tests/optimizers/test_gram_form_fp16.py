@@ -10,15 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canzona_cli.optimizers import (
-    Muon,
-    NorMuon,
-    Workspace,
-    doubt,
-    gram_form,
-    muon,
-    shared_rows,
-)
+from canzona_cli.optimizers import Muon, NorMuon, Workspace, gram_form, muon, muon_facts, shared_rows
 from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.gram_form import (
     LARGEST_NORM,
@@ -311,7 +303,7 @@ def test_in_standard_form_nothing_is_fp16(monkeypatch: pytest.MonkeyPatch) -> No
         split.step(gradient)
         for p, optimizer_of in zip(split.fragments, split.optimizers, strict=True):
             p.copy_(start[:, : p.size(1)])
-            optimizer_of.state[p][doubt.DISTRUSTED] = True
+            optimizer_of.state[p][muon_facts.DISTRUSTED] = True
         split.step_alone()
         assert isinstance(optimizer, Muon)
         return [*weights, split.gathered()], optimizer.workspace.nbytes
