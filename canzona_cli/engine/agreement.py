@@ -1,4 +1,4 @@
-"""Before anything is built: all ranks have the same plan, for this model and these ranks; optimizers work."""
+"""Checks before anything is built: all ranks have the same plan, for this model and these ranks; optimizers work."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class PlanRefused(ConfigError):
 
 
 def agree_on_plan(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: World) -> Plan:
-    """This rank's plan, once every rank has found it to be the same and to fit. Collective.
+    """Returns this rank's plan, once every rank has the same and it fits. Collective.
 
     Raises:
         PlanRefused: on all ranks together, with the first difference that each refusing rank found.
@@ -44,7 +44,7 @@ class OptimizerRefused(ConfigError):
 
 
 def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: World) -> T:
-    """What `make` made, once every rank could. Collective.
+    """Returns what `make` made, once every rank could make it. Collective.
 
     Args:
         source: of a user's own class, which may be on some machines and not on others; None for ours.
@@ -75,10 +75,10 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What one rank has, as it tells the others."""
+    """The digest of the plan and the problem of one rank, as it tells the others."""
 
     digest: str | None = None
-    """Of its plan."""
+    """The digest of its plan."""
     problem: Problem | None = None
 
 
@@ -111,7 +111,7 @@ def _own_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: Wo
 
 
 def _disagreement(plan: Plan | None, everyone: "list[_Found]") -> list[Problem]:
-    """What differs between rank 0's plan and the first other one."""
+    """Describes what differs between rank 0's plan and the first other one."""
     other = next(rank for rank, found in enumerate(everyone) if found.digest != everyone[0].digest)
     assert plan is not None
     plans = gather(_Content(plan=plan.content()))

@@ -52,7 +52,7 @@ _NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stac
 def build_engine(
     chunks: Sequence[DistributedDataParallel], config: RunConfig, world: World, plan: Plan | None, timer: PhaseTimer
 ) -> CanzonaOptimizer:
-    """The optimizer of a run whose matrices canzona updates (`Execution.ours`). Collective.
+    """Builds the optimizer of a run whose matrices canzona updates (`Execution.ours`). Collective.
 
     Args:
         chunks: of the model, wrapped with the plan's buffers, or without sharding where there is no plan.
@@ -115,7 +115,7 @@ def build_engine(
 
 
 def updated_matrices(plan: Plan, world: World) -> list[Matrix]:
-    """What a rank keeps masters and state of, whole or, where they are shared, its fragment of."""
+    """Lists the matrices that a rank has masters and state of, whole or, where they are shared, as a fragment."""
     return [
         matrix
         for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
@@ -197,7 +197,7 @@ def _sharing(plan: Plan, world: World, wiring: Wiring) -> Sharing | None:
 def optimizer_factory(
     config: RunConfig, ranks: Sequence[Sequence[Matrix]], on_fallback: OnFallback | None = None
 ) -> MakeOptimizer:
-    """How a rank makes an optimizer of some of the matrices it hosts.
+    """Returns the function that makes an optimizer of some of the matrices a rank hosts.
 
     Args:
         ranks: what this rank and all that wait for it update: refreshes of factors take turns (`planner.refresh`).
@@ -230,7 +230,7 @@ def _class_of(chosen: OptimizerBase) -> Kind:
 
 
 def _own(chosen: OptimizerBase) -> dict[str, object]:
-    """Settings that only this optimizer or its kin have; its class takes them by the same names."""
+    """Collects the settings that only this optimizer or its kin have; its class takes them by the same names."""
     names = {field.name for field in fields(chosen)} - _NO_ARGUMENTS
     return {name: getattr(chosen, name) for name in names}
 

@@ -128,7 +128,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """Global norm of the reduced gradients, before clipping; sets `fallbacks`."""
+        """Computes the global norm of the reduced gradients, before clipping; sets `fallbacks`."""
         counted = self._adamw.get_grads_for_grad_norm()
         squares = self._squares([*counted, *self.matrices.gradients_for_norm()])
         # What tensor-parallel ranks have equal copies of counts on one of them; a copy that is broken has to be seen.
@@ -147,7 +147,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         return torch.stack(list(torch._foreach_norm(gradients, 2, torch.float32))).square().sum()
 
     def _culprits(self) -> list[Problem]:
-        """The parameters with non-finite gradients on any rank, the same list on every rank. Collective."""
+        """Names the parameters with non-finite gradients on any rank, the same list on every rank. Collective."""
         gradients = (
             (name, getattr(parameter, "main_grad", None)) for name, parameter in global_parameters(self._chunks)
         )

@@ -24,7 +24,7 @@ from canzona_cli.planner.work import RULES
 from canzona_cli.run.kernels import PLAIN, STRIPS, KernelChoice, Kernels, KernelTrial
 
 Seconds = Callable[[Callable[[], None]], float]
-"""How long an operation takes."""
+"""A stopwatch: the seconds that an operation takes."""
 
 LEAST_SIDE = 512
 """Smaller products fill no GPU, whole or halved, and every shape that is tried takes seconds of compiling."""
@@ -35,8 +35,8 @@ _NAMES: Mapping[torch.dtype, Literal["bf16", "fp16"]] = {torch.bfloat16: "bf16",
 
 
 def product_shapes(config: RunConfig, device: torch.device) -> list[Shape]:
-    """What the run's updates multiply to symmetric results, smallest first, each in the type that its form has on
-    `device`; nothing where they do not."""
+    """Lists the products of the run's updates that have symmetric results, smallest first, each in the type that its
+    form has on `device`; nothing where they do not."""
     how = algorithm(config)
     if not RULES[how.name].orthogonal or how.custom or how.precision != "bf16" or not execution_of(config).ours:
         return []
@@ -83,7 +83,7 @@ def _on_cpu(shape: Shape) -> KernelChoice:
 
 
 def _load(ladder: Mapping[str, Callable[[], Kernel]]) -> tuple[dict[str, Kernel], list[KernelTrial]]:
-    """Kernels that can be imported, and trials of those that cannot."""
+    """Loads the kernels that can be imported, and trials of those that cannot."""
     loaded: dict[str, Kernel] = {}
     refused = []
     for name, load in ladder.items():
@@ -97,7 +97,7 @@ def _load(ladder: Mapping[str, Callable[[], Kernel]]) -> tuple[dict[str, Kernel]
 def _tried(
     shape: Shape, device: torch.device, loaded: Mapping[str, Kernel], refused: Sequence[KernelTrial], seconds: Seconds
 ) -> KernelChoice:
-    """Every kernel on this rank alone."""
+    """Tries every kernel on this rank alone."""
     side, long, dtype = shape
     trials = list(refused)
     if side >= LEAST_SIDE:
@@ -108,7 +108,7 @@ def _tried(
 
 
 def _agreed(found: Sequence[KernelChoice]) -> KernelChoice:
-    """Of all ranks' trials of one shape: as slow as on the slowest, and refused where one refuses."""
+    """Merges all ranks' trials of one shape: as slow as on the slowest, and refused where one refuses."""
     trials = {}
     for name in dict.fromkeys(trial.kernel for choice in found for trial in choice.trials):
         of_ranks = [trial for choice in found for trial in choice.trials if trial.kernel == name]
@@ -143,8 +143,8 @@ class _Case:
         kernel(a, b, self._out, *self._scalars)
 
     def wrong(self, kernel: Kernel) -> bool:
-        """Whether an element is off by more than two roundings to its type, or by more than sums of terms of this size
-        in another order are. What is not written stays NaN."""
+        """Tells whether an element is off by more than two roundings to its type, or by more than sums of terms of this
+        size in another order are. What is not written stays NaN."""
         self._out.fill_(float("nan"))
         self.run(kernel)
         exact = self._exact.float()
@@ -153,8 +153,8 @@ class _Case:
 
 
 def _cases(shape: Shape, device: torch.device) -> Iterable[_Case]:
-    """X X^T of both strides an iterate can have; of squares also what Newton-Schulz makes of a symmetric one. Rows have
-    norms near 1."""
+    """Yields X X^T of both strides an iterate can have; of squares also what Newton-Schulz makes of a symmetric one.
+    Rows have norms near 1."""
     side, long, dtype = shape
     x = torch.randn(side, long, device=device).mul_(long**-0.5).to(dtype)
     tall = x.mT.contiguous().mT
@@ -169,7 +169,7 @@ def _cases(shape: Shape, device: torch.device) -> Iterable[_Case]:
 
 
 def _trial(name: str, kernel: Kernel, cases: Sequence[_Case], seconds: Seconds) -> KernelTrial:
-    """The last case is what is timed."""
+    """Checks all cases and times the last."""
     try:
         if any(case.wrong(kernel) for case in cases):
             return KernelTrial(kernel=name, refused="its results are not cuBLAS's")

@@ -56,7 +56,7 @@ class PlannedOptimizer(MasterOptimizer):
     # --- one step ---
 
     def gradients_for_norm(self) -> list[torch.Tensor]:
-        """What this rank adds to the global gradient norm: every element of the stage's matrices on one rank."""
+        """Lists what this rank adds to the global gradient norm: every element of the stage's matrices on one rank."""
         return self._slices
 
     @torch.no_grad()
@@ -79,7 +79,7 @@ class PlannedOptimizer(MasterOptimizer):
         return True
 
     def _update(self) -> None:
-        """While group i is updated, messages of those before and behind it travel; what is packed and written for them
+        """Updates group i while messages of the groups before and after it travel; what is packed and written for them
         is done aside. `planner.pipeline.order` says what comes when."""
         self._run(None)
         self._begun = 0
@@ -90,14 +90,14 @@ class PlannedOptimizer(MasterOptimizer):
             self._wiring.aside.join()
 
     def _run(self, end: int | None) -> None:
-        """What has not been begun, up to that place in the order."""
+        """Runs what has not been begun, up to the place `end` in the order."""
         for number, stage in islice(order(len(self.groups)), self._begun, end):
             self.groups[number].run(stage, self._scale)
         self._begun = max(self._begun, end or 0)
 
     def _gather(self) -> None:
-        """Overlapped, what the forward needs first travels at once (`owner_bucket_group.install` has the rest follow);
-        else all matrices now."""
+        """Starts gathering: overlapped, what the forward needs first travels at once (`owner_bucket_group.install` has
+        the rest follow); else all matrices now."""
         ahead = gathering_order(self._chunks)[:GATHERED_AHEAD]
         for bucket in ahead if self._overlap else reversed(matrix_groups(self._chunks)):
             bucket.start_param_sync()
@@ -105,7 +105,7 @@ class PlannedOptimizer(MasterOptimizer):
     # --- what went wrong in an update ---
 
     def fallbacks(self) -> torch.Tensor:
-        """Of matrices hosted here."""
+        """Counts those of matrices hosted here."""
         count = torch.full((1,), float(self._fallbacks.take()), device=self._wiring.device)
         if self._sharing is not None:
             count += self._sharing.fallbacks()
@@ -144,7 +144,8 @@ class PlannedOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Masters to the weights of this owner's TP ranks; gathering them over the data-parallel ranks is not done."""
+        """Rounds masters into the weights of this owner's TP ranks; gathering them over the data-parallel ranks is not
+        done."""
         for group in self.groups:
             group.send_weights()
             group.receive_weights()
@@ -159,7 +160,8 @@ class PlannedOptimizer(MasterOptimizer):
     # --- set-up ---
 
     def _gradient_slices(self) -> list[torch.Tensor]:
-        """The owned ranges of the buckets; where TP ranks have equal copies of a matrix, only the first one's count."""
+        """Lists the owned ranges of the buckets; where TP ranks have equal copies of a matrix, only the first one's
+        count."""
         fragments = self._wiring.fragments
         owned = self._hosting.owned
         if any(matrix.replicated and self._tp > 1 for matrix in owned):

@@ -1,4 +1,4 @@
-"""What canzona takes for granted about Megatron-core beyond its documentation, as data that can be checked.
+"""The facts that canzona takes for granted about Megatron-core beyond its documentation, as data that can be checked.
 
 Each entry of contract.yaml is one name, the sentence it stands for, and a look at that name in the installed package.
 Looking is all `verify` does: nothing is built and nothing runs. What a look cannot tell is tested on real ranks in
@@ -21,18 +21,18 @@ import yaml
 from canzona_cli.errors import Problem
 
 Check = Callable[[object], str | None]
-"""What is wrong with the object that a name stands for; None when it is as expected."""
+"""A check that returns what is wrong with the object that a name stands for; None when it is as expected."""
 
 _WRITTEN_FOR = {"megatron": "megatron-core 0.19.2", "torch": "torch 2.11 to 2.15"}
 
 
 def exists(found: object) -> str | None:
-    """The name alone is relied on."""
+    """Accepts anything: the name alone is relied on."""
     return None
 
 
 def accepts(*parameters: str) -> Check:
-    """A function, or a class's constructor, that takes these parameters by name."""
+    """Checks for a function, or a class's constructor, that takes these parameters by name."""
 
     def check(found: object) -> str | None:
         if not callable(found):
@@ -46,7 +46,7 @@ def accepts(*parameters: str) -> Check:
 
 
 def keeps(*attributes: str) -> Check:
-    """A class whose constructor sets these attributes of its instances."""
+    """Checks for a class whose constructor sets these attributes of its instances."""
 
     def check(found: object) -> str | None:
         if not isinstance(found, type):
@@ -63,7 +63,7 @@ def keeps(*attributes: str) -> Check:
 
 
 def has(*members: str) -> Check:
-    """A class with these methods, or a dataclass with these fields."""
+    """Checks for a class with these methods, or a dataclass with these fields."""
 
     def check(found: object) -> str | None:
         known = {item.name for item in fields(found)} if is_dataclass(found) else set(dir(found))
@@ -73,7 +73,7 @@ def has(*members: str) -> Check:
 
 
 def says(*texts: str) -> Check:
-    """Code that has these words in it, strings with their quotes off."""
+    """Checks for code that has these words in it, strings with their quotes off."""
 
     def check(found: object) -> str | None:
         return _lacks("mention of", texts, {word.strip("'\"") for word in _words(found)})
@@ -82,7 +82,7 @@ def says(*texts: str) -> Check:
 
 
 def reads(digest: str) -> Check:
-    """Code that is token for token what it was; canzona has its own version of it, which must do the same."""
+    """Checks for code that is token for token what it was; canzona has its own version of it, that must do the same."""
 
     def check(found: object) -> str | None:
         now = source_digest(found)
@@ -92,7 +92,7 @@ def reads(digest: str) -> Check:
 
 
 def source_digest(code: Hashable) -> str:
-    """Of the code without comments and blank lines."""
+    """Computes the digest of code without comments and blank lines."""
     return hashlib.sha256("\n".join(_words(code)).encode()).hexdigest()[:16]
 
 
@@ -103,12 +103,12 @@ class Pinned:
     name: str
     """Importable: megatron.core.module.Class.method."""
     relied_on: str
-    """What canzona needs it to be, as one sentence without a final full stop."""
+    """The property that canzona needs, as one sentence without a final full stop."""
     check: Check = exists
 
 
 def verify() -> list[Problem]:
-    """Everything that is not as canzona needs it; empty with the release canzona was written for."""
+    """Lists everything that is not as canzona needs it; empty with the release canzona was written for."""
     return [problem for pin in PINNED for problem in _broken(pin)]
 
 
@@ -125,7 +125,7 @@ def _broken(pin: Pinned) -> Iterator[Problem]:
 
 
 def _resolve(name: str) -> object:
-    """The object that `name` stands for: the longest prefix that is a module, and attributes of it."""
+    """Finds the object that `name` stands for: the longest prefix that is a module, and attributes of it."""
     parts = name.split(".")
     for cut in range(len(parts), 0, -1):
         module = ".".join(parts[:cut])
@@ -149,7 +149,7 @@ def _lacks(kind: str, wanted: tuple[str, ...], known: object) -> str | None:
 
 @functools.cache
 def _words(code: Hashable) -> tuple[str, ...]:
-    """Source of `code` as tokens, without comments and line breaks; blocks open and close by name."""
+    """Splits the source of `code` into tokens, without comments and line breaks; blocks open and close by name."""
     unwrapped = inspect.unwrap(code) if callable(code) else code
     source = io.StringIO(textwrap.dedent(inspect.getsource(unwrapped)))  # type: ignore[arg-type]
     left_out = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
@@ -162,7 +162,7 @@ def _words(code: Hashable) -> tuple[str, ...]:
 
 
 def _pinned() -> Iterator[Pinned]:
-    """The entries of contract.yaml."""
+    """Reads the entries of contract.yaml."""
     checks: dict[str, Callable[..., Check]] = {
         "accepts": accepts,
         "keeps": keeps,
@@ -179,4 +179,4 @@ def _pinned() -> Iterator[Pinned]:
 
 PINNED = tuple(_pinned())
 PROBLEMS = verify()
-"""Of what is installed: looked at once, before an agent's ranks are forked."""
+"""The problems of what is installed, looked at once, before an agent's ranks are forked."""

@@ -35,7 +35,7 @@ class PlanMismatch(RuntimeError):
 
 
 def named_matrix_parameters(chunks: Sequence[torch.nn.Module], plan: Plan, stage: int) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters that hold the plan's matrices of `stage`, by their names in the plan.
+    """Finds this rank's parameters that hold the plan's matrices of `stage`, by their names in the plan.
 
     Layers are numbered over the whole model; order is that of registration.
 
@@ -89,7 +89,8 @@ def full_param_layout(
     ddp_config: DistributedDataParallelConfig,
     bucket_size: int | None,
 ) -> FullParamLayout:
-    """Where every parameter of a model chunk of this rank lies, for `DistributedDataParallel(full_param_layout=...)`.
+    """Lays out where every parameter of a model chunk of this rank lies, for
+    `DistributedDataParallel(full_param_layout=...)`.
 
     Args:
         model: the chunk, with its matrices already marked by `tag_matrices`.
@@ -116,7 +117,7 @@ def full_param_layout(
 
 
 def placements(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Mapping[str, tuple[int, int]], ...]:
-    """For each of `stage_buckets`, where its parameters lie: name to (start, end), offsets within the bucket.
+    """Lists for each of `stage_buckets` where its parameters lie: name to (start, end), offsets within the bucket.
 
     Derived from the ranges of the plan, which also hold for the gradients' owners: there is one truth.
 
@@ -127,7 +128,7 @@ def placements(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Mappin
 
 
 def stage_buckets(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Bucket, ...]:
-    """A stage's buckets, or those of one model chunk of it, in the order their gradients become ready."""
+    """Lists a stage's buckets, or those of one model chunk of it, in the order their gradients become ready."""
     found = sorted((bucket for bucket in plan.buckets if bucket.stage == stage), key=lambda bucket: bucket.index)
     return tuple(bucket for bucket in found if chunk in (None, plan.matrices[bucket.ranges[0].matrices[0]].chunk))
 
@@ -200,7 +201,7 @@ def _matrix_layout(
     stage: int,
     chunk: int,
 ) -> PerBufferParamLayout:
-    """The plan's buckets one behind the other."""
+    """Lays the plan's buckets one after the other."""
     matrices = {names[param]: param for param in params}
     where: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
     bounds: list[tuple[int, int]] = []

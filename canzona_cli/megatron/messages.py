@@ -1,4 +1,4 @@
-"""What ranks tell each other besides tensors: records, as JSON in tensors.
+"""The messages between ranks besides tensors: records, as JSON in tensors.
 
 torch's own way are pickles, and reading one does whatever it says. Between machines nothing is encrypted or signed
 (`canzona_cli/launch/README.md` lists it all), so a rank would run what anybody sends in another one's place.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def gather[T: DataclassInstance](own: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The record of every rank of the group, in rank order, on all of them. Collective.
+    """Gathers the record of every rank of the group, in rank order, on all of them. Collective.
 
     Args:
         group: None for the whole job.
@@ -51,7 +51,7 @@ def without_pickles() -> Iterator[None]:
 
 
 def _gather(own: bytes, group: dist.ProcessGroup | None) -> Iterator[bytes]:
-    """Each rank's bytes."""
+    """Gathers each rank's bytes."""
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
     ranks = dist.get_world_size(group)
     sizes = torch.empty(ranks, dtype=torch.int64, device=device)

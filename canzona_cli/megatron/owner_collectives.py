@@ -1,4 +1,4 @@
-"""How a bucket's gradients get to owners and its weights back: a class for each way that a plan may choose.
+"""The ways of a bucket's gradients to owners and of its weights back: a class for each way that a plan may choose.
 
 What the ways move, and in which order, is `planner.rings` and `planner.reduction`; which one is chosen, the plan's.
 NCCL runs a communicator's collectives in the order of their launches, so one may use what another leaves. gloo runs
@@ -17,7 +17,7 @@ from canzona_cli.planner.parts import Bucket
 from canzona_cli.planner.rings import Run, handovers
 
 Collective = Callable[[torch.Tensor, int, ProcessGroup], Work]
-"""Of a tensor, to or from one rank of a group."""
+"""A collective of a tensor, to or from one rank of a group."""
 
 
 class Way(Protocol):
@@ -30,7 +30,7 @@ class Way(Protocol):
         """Launch on the bucket's flat buffer; what to wait for."""
 
     def finish(self, data: torch.Tensor) -> None:
-        """The rest, once that has been waited for; also where nothing had been started."""
+        """Does the rest, once that has been waited for; also where nothing had been started."""
 
 
 def reducing(bucket: Bucket, group: ProcessGroup) -> Way:
@@ -48,12 +48,12 @@ def gathering(bucket: Bucket, group: ProcessGroup) -> Way:
 
 
 def reduce_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup) -> list[Work]:
-    """A reduction of each tensor to its owner, as a bucket's are; what to wait for."""
+    """Starts a reduction of each tensor to its owner, as a bucket's are; what to wait for."""
     return _each(parts, group, _reduce)
 
 
 def broadcast_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup) -> list[Work]:
-    """A broadcast of each tensor from its owner, as a bucket's are; what to wait for."""
+    """Starts a broadcast of each tensor from its owner, as a bucket's are; what to wait for."""
     return _each(parts, group, _broadcast)
 
 
@@ -78,11 +78,11 @@ class _Handover:
     """One all-to-all between the owners of shares and those who have parts of them, as one rank sees it."""
 
     part: slice
-    """What of this rank's part is another's, or its own."""
+    """The pieces of this rank's part that are another's, or its own."""
     to_owners: list[int]
     """Elements of it by owner."""
     share: list[slice]
-    """What of this rank's share ranks have, in their order; what adjoins is one slice."""
+    """The pieces of this rank's share that ranks have, in their order; what adjoins is one slice."""
     from_ranks: list[int]
     """Elements of it by rank."""
 
@@ -147,7 +147,7 @@ class _RingReduction(_Ring):
 
 
 class _RingGathering(_Ring):
-    """What of a rank's part others own, and an all-gather in place."""
+    """The gathering of what others own of a rank's part, and an all-gather in place."""
 
     @torch.no_grad()
     def start(self, data: torch.Tensor) -> list[Work]:
@@ -193,7 +193,8 @@ def _each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collec
 
 
 def _queues(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether a communicator's collectives run in the order of their launches: NCCL, the one that can coalesce them."""
+    """Tells whether a communicator's collectives run in the order of their launches: NCCL, the one that can coalesce
+    them."""
     return group._get_backend(device).supports_coalescing
 
 

@@ -22,7 +22,7 @@ def eigh(symmetric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rounding(terms: int) -> float:
-    """What a sum of products in fp32 may be off by, over its largest terms: errors grow like the root of their number
+    """Bounds the error of a sum of products in fp32, over its largest terms: errors grow like the root of their number
     (Higham & Mary 2019, doi:10.1137/18M1226312)."""
     return math.sqrt(terms) * torch.finfo(torch.float32).eps
 
@@ -114,7 +114,7 @@ def _line(error: Exception) -> str:
 
 
 Order = Literal[2, 4]
-"""Of a root: the inverse square root, or the inverse fourth root."""
+"""The order of a root: the inverse square root, or the inverse fourth root."""
 
 _STEPS: Mapping[Order, tuple[tuple[float, float, float], ...]] = {
     4: (
@@ -138,7 +138,8 @@ _LEFT = 0.05
 
 
 def damping(side: int, eps: float) -> float:
-    """What is added to eigenvalues, of the largest: `eps`, and what is noise in the sums they come from.
+    """Computes what is added to eigenvalues, as a share of the largest: `eps`, and the noise of the sums they come
+    from.
 
     Without that a factor of few gradients, whose rank is too low, would multiply noise by the inverse root of almost
     nothing.
@@ -160,7 +161,8 @@ def by_eigenvalues(factor: torch.Tensor, order: Order, eps: float) -> torch.Tens
 
 
 def by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of a stack (count, side, side) by a coupled Newton iteration, and which of them converged, (count,).
+    """Computes the inverse roots of a stack (count, side, side) by a coupled Newton iteration, and which of them
+    converged, (count,).
 
     X becomes the root while M = X^order factor becomes the identity (Guo & Higham 2006, doi:10.1137/050643374; in
     Shampoo: Anil et al. 2020, arXiv:2002.09018), with polynomials of degree 2 whose fast growth of small eigenvalues

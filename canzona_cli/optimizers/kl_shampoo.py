@@ -47,7 +47,7 @@ class KLShampoo(KroneckerOptimizer):
         return {**super().kept(p), **bases, **vectors, "exp_avg": tuple(p.shape)}
 
     def _seen(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
-        """The gradient, turned and whitened on the other side, in fp32: eigenvalues follow it on the way."""
+        """Turns the gradient and whitens it on the other side, in fp32: eigenvalues follow it on the way."""
         with products("fp32"):
             return self._whitened(p, grad)
 

@@ -21,7 +21,7 @@ from .workspace import Workspace
 
 
 class MuonSettings(TypedDict, total=False):
-    """What `Muon` takes by name, for subclasses that pass it on."""
+    """The arguments that `Muon` takes by name, for subclasses that pass it on."""
 
     weight_decay: float
     momentum: float
@@ -156,7 +156,7 @@ class Muon(MatrixOptimizer):
         muon_cuda.set_rates(self._rates[id(group)], group["lr"], group["weight_decay"])
 
     def _fixed(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> Hashable:
-        """All else that an update of these matrices depends on, as far as it may change."""
+        """Collects all else that an update of these matrices depends on, as far as it may change."""
         state = [value for p in matrices for value in self.state[p].values() if isinstance(value, torch.Tensor)]
         gradients = [p.grad for p in matrices if p.grad is not None]
         places = tuple(tensor.data_ptr() for tensors in (matrices, gradients, state) for tensor in tensors)
@@ -165,7 +165,7 @@ class Muon(MatrixOptimizer):
         return group["momentum"], decay, self.workspace.nbytes, forms, places
 
     def _most(self, of_shape: Sequence[torch.Tensor]) -> int:
-        """How many matrices of one shape are updated together."""
+        """Tells how many matrices of one shape are updated together."""
         if isinstance(self.stack, bool):
             return len(of_shape) if self.stack else 1
         rows, cols = of_shape[0].shape
@@ -220,7 +220,7 @@ class Muon(MatrixOptimizer):
     def _orthogonalised(
         self, x: torch.Tensor, matrices: list[torch.Tensor], group: Mapping[str, float]
     ) -> torch.Tensor:
-        """Of the directions `x`, (rows, columns) of one matrix or (matrices, rows, columns): in their form."""
+        """Orthogonalises directions `x` in their form: (rows, columns) of one matrix, or (matrices, rows, columns)."""
         if self._form(matrices[0]) == "standard":
             return newton_schulz(x, self.steps, self.workspace)
         if not by_blocks(matrices[0]):
@@ -249,7 +249,7 @@ class Muon(MatrixOptimizer):
             self.on_fallback(p, LOST)
 
     def doubted(self) -> torch.Tensor | None:
-        """On CUDA, how many updates of the last step were left out: (), on the device. None where none can be."""
+        """Counts the updates of the last step that were left out: (), on the device; None on a CPU, which leaves none."""
         if not self._trusted:
             return None
         return torch.stack(list(self._trusted.values())).logical_not().sum()
@@ -267,7 +267,7 @@ class Muon(MatrixOptimizer):
         return found
 
     def excluded(self, p: torch.Tensor) -> bool:
-        """Whether its next update is in standard form, behind one that was doubted."""
+        """Tells whether the next update is in standard form, after one that was doubted."""
         return steps_left(self.state[p]) > 0
 
     def _form(self, p: torch.Tensor) -> Form:
@@ -276,7 +276,7 @@ class Muon(MatrixOptimizer):
         return self.form if isinstance(self.form, str) else self.form[p.size(0), p.size(1)]
 
     def _type(self, p: torch.Tensor) -> torch.dtype:
-        """Of its iterate."""
+        """Picks the type of the iterate."""
         return self.dtype if self._form(p) == "gram" else self._standard
 
     def _kind(self, p: torch.Tensor) -> tuple[tuple[int, ...], str, Form]:
@@ -314,7 +314,7 @@ class Muon(MatrixOptimizer):
 
 
 def scale(rows: int, cols: int, mode: ScaleMode) -> float:
-    """How large the update of a (rows, cols) matrix is, a semi-orthogonal matrix being 1.
+    """Computes the size of the update of a (rows, cols) matrix, a semi-orthogonal matrix being 1.
 
     - spectral: sqrt(max(rows, cols)), the same RMS for every shape (Liu et al. 2025, arXiv:2502.16982).
     - unit_rms_norm: sqrt(rows / cols), the same RMS-to-RMS operator norm (Bernstein 2025; Scion, arXiv:2502.07529).
@@ -328,5 +328,6 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
 
 
 def by_blocks(matrix: torch.Tensor) -> bool:
-    """Whether passes over it go by blocks of rows; there the host reads numbers too, elsewhere nothing waits."""
+    """Tells whether passes over a matrix go by blocks of rows; there the host reads numbers too, elsewhere nothing
+    waits."""
     return matrix.device.type == "cpu"

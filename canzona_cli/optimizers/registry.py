@@ -20,7 +20,7 @@ class UnusableOptimizer(ValueError):
 
 
 def load_class(source: str, allow: Sequence[str]) -> type[torch.optim.Optimizer]:
-    """The class that `source` names.
+    """Loads the class that `source` names.
 
     Loading runs the code of the file or package.
 

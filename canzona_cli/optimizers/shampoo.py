@@ -85,7 +85,7 @@ class Shampoo(KroneckerOptimizer):
                 pack(root.contiguous(), self.state[p][f"root_{side}"])
 
     def _roots(self, factors: torch.Tensor, order: Order) -> tuple[torch.Tensor, Sequence[bool]]:
-        """Of a stack, and which of them can be used."""
+        """Computes the roots of a stack, and which of them can be used."""
         if self.roots == "newton":
             roots, good = by_newton(factors, order, self.shampoo_eps)
             return roots, good.tolist()

@@ -97,10 +97,10 @@ class SharedMuon(muon.Muon):
 
 
 def _divide(x: torch.Tensor, norm: torch.Tensor, square: torch.Tensor) -> None:
-    """A fragment that was divided by its own norm, by the whole's, of which this is the square."""
+    """Divides a fragment, which was divided by its norm, by the whole's instead, of which this is the square."""
     x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1))
 
 
 def _is_wide(fragment: torch.Tensor, whole: Shape) -> bool:
-    """Whether columns are what is cut, the whole's long side; of a square neither is longer."""
+    """Tells whether columns are cut, the whole's long side; of a square neither is longer."""
     return fragment.size(0) == whole[0]

@@ -32,40 +32,41 @@ from .symmetric import plain
 from .workspace import Workspace
 
 Shape = tuple[int, int]
-"""Of the whole matrix: rows, columns. Of one of them its fragments have all."""
+"""Rows and columns of the whole matrix; its fragments have all of one of them."""
 Sum = Callable[[torch.Tensor], object]
 """Adds up a tensor over all fragments, in place, for all of them alike."""
 Wait = Callable[[], object]
-"""Until what was begun is done; on a GPU the current stream waits, not the host."""
+"""Waits until what was begun is done; on a GPU the current stream waits, not the host."""
 type Turns[Result] = Generator[Sequence[Wait], None, Result]
 """Goes on once all that it yields is waited for: another one may have its turn meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
-    """What a fragment's optimizer is given to work with the other fragments' at the same time: collectives, which all
+    """The means of a fragment's optimizer to work with the other fragments' at the same time: collectives, which all
     begin alike; their tensors are left alone until they are waited for. A square's rows are cut evenly among them."""
 
     place: int
-    """Among the fragments."""
+    """The place among the fragments."""
     count: int
     total: Callable[[torch.Tensor], Wait]
-    """As `Sum`."""
+    """Begins what `Sum` does."""
     swap: Callable[[torch.Tensor, torch.Tensor], Wait]
-    """Of everyone's (m, m) the rows of this place into (count, m / count, m), in the fragments' order; contiguous."""
+    """Sends the rows of this place of everyone's (m, m) into (count, m / count, m), in the fragments' order;
+    contiguous."""
     gather: Callable[[torch.Tensor, torch.Tensor], Wait]
-    """(m, m) of everyone's (m / count, m), which may be its own rows of it; contiguous."""
+    """Gathers (m, m) of everyone's (m / count, m), which may be its own rows of it; contiguous."""
     workspace: Workspace | None = None
-    """For what is kept from turn to turn; None: the optimizer's own."""
+    """Scratch that keeps its content from turn to turn; None: the optimizer's."""
 
     def rows(self, side: int) -> slice:
-        """Its own."""
+        """Selects the rows of this place."""
         height = side // self.count
         return slice(self.place * height, (self.place + 1) * height)
 
 
 def each_turn[Result](running: Turns[Result], within: Callable[[], AbstractContextManager[object]]) -> Turns[Result]:
-    """`running`, each of its turns within a context of its own, which another one's do not see."""
+    """Runs each turn of `running` within a context that other turns do not see."""
     while True:
         with within():
             try:
@@ -137,7 +138,7 @@ def _polynomial(
     workspace: Workspace,
     free: torch.Tensor,
 ) -> Turns[Polynomial]:
-    """As `gram_form.polynomial`. Of the last p only the own rows are there.
+    """Does what `gram_form.polynomial` does. Only this place's rows of the last p are there.
 
     A turn for each product, in such an order that most gathers are needed only behind the next one. `free` is scratch
     as large as a fragment: of a matrix no shorter than its square.

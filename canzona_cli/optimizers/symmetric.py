@@ -33,7 +33,7 @@ _chosen: dict[Shape, Kernel] = {}
 
 
 def use(kernels: Mapping[Shape, Kernel]) -> None:
-    """From now on, multiply matrices A like these by these kernels."""
+    """Multiply matrices A of these shapes by these kernels from now on."""
     _chosen.clear()
     _chosen.update(kernels)
 
@@ -87,7 +87,7 @@ def in_strips(side: int, long: int) -> int:
 def plain(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
 ) -> None:
-    """As any product; the one kernel that takes stacks (batch, side, long) too."""
+    """Multiply as any product; the one kernel that takes stacks (batch, side, long) too."""
     if add is None and alpha == 1:
         torch.matmul(a, b, out=out)
         return
@@ -118,7 +118,7 @@ def _in_strips(
     beta: float,
     alpha: float,
 ) -> None:
-    """The lower block triangle, (strips + 1) / (2 strips) of the products, and its mirror image."""
+    """Multiply the lower block triangle, (strips + 1) / (2 strips) of the products, and its mirror image."""
     side = a.size(0)
     height = -(-side // (32 * strips)) * 32
     for top in range(0, side, height):
@@ -135,7 +135,7 @@ def _amx() -> bool:
 
 
 def emerging() -> Kernel:
-    """emerging-optimizers' Triton kernel over the lower triangle's tiles.
+    """Load emerging-optimizers' Triton kernel over the lower triangle's tiles.
 
     Of its two the one that writes where it is told to, and tries 24 tilings of a shape rather than 180. It multiplies
     a matrix of bf16 by its own transpose alone; two polynomials of one matrix are left to cuBLAS, and in fp16, of the
@@ -158,12 +158,12 @@ def emerging() -> Kernel:
 
 
 def quack() -> Kernel:
-    """QuACK's CuTe kernel (quack-kernels), which takes two polynomials of one matrix too."""
+    """Load QuACK's CuTe kernel (quack-kernels), which takes two polynomials of one matrix too."""
     return _quack("quack.gemm_interface")
 
 
 def torchs_quack() -> Kernel:
-    """The copy of it that torch's compiler comes with; needs nvidia-cutlass-dsl."""
+    """Load the copy of it that torch's compiler comes with; needs nvidia-cutlass-dsl."""
     return _quack("torch._vendor.quack.gemm_interface")
 
 
@@ -179,4 +179,5 @@ def _quack(module: str) -> Kernel:
 
 
 LADDER: Mapping[str, Callable[[], Kernel]] = {"emerging": emerging, "quack": quack, "torch's quack": torchs_quack}
-"""By name, in the order they are tried in; what is left is `symmetric.plain`: cuBLAS."""
+"""The loaders of other packages' kernels by name, in the order they are tried in; without any of them it is `plain`:
+cuBLAS. A loader raises whatever keeps its kernel from being used here: most often ImportError."""
