@@ -18,7 +18,8 @@ from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Piece, Scalar, S
 from canzona_cli.checkpoint.verify import problem_of
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import Problem
-from canzona_cli.model.geometry import EMBEDDING, OUTPUT, layer_weights, whole_shape
+from canzona_cli.model.families import EMBEDDING, OUTPUT, family_of
+from canzona_cli.model.geometry import whole_shape
 from canzona_cli.optimizers.muon_facts import DISTRUSTED
 
 MASTER: Final = "master"
@@ -101,7 +102,7 @@ def _in_model(name: str, model: ModelConfig) -> bool:
     if layer is None:
         return name in (EMBEDDING, OUTPUT) or name.endswith("norm.weight")
     part = name.split(".", 2)[2]
-    kinds = {kind for weight in layer_weights(model) for kind in (weight.kind, *(band.kind for band in weight.parts))}
+    kinds = {kind for weight in family_of(model).weights(model) for kind in weight.kinds}
     known = part in kinds or part.endswith("norm.weight")
     if head := _HEAD.fullmatch(part):
         of_queries = part.startswith("q")

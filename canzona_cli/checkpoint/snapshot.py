@@ -26,7 +26,8 @@ from canzona_cli.megatron.holdings import Held, held
 from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.model.geometry import EMBEDDING, Block, fragment_blocks, matrix_blocks, unit_shape
+from canzona_cli.model.families import EMBEDDING
+from canzona_cli.model.geometry import Block, fragment_blocks, matrix_blocks, unit_shape
 
 _LOG = logging.getLogger(__name__)
 

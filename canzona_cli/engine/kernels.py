@@ -21,7 +21,7 @@ from canzona_cli.optimizers.symmetric import Kernel, Shape
 from canzona_cli.planner.activations import matrix_shapes
 from canzona_cli.planner.cost import algorithm, form_of
 from canzona_cli.planner.work import RULES
-from canzona_cli.run.kernels import PLAIN, STRIPS, KernelChoice, Kernels, KernelTrial
+from canzona_cli.run.records import PLAIN, STRIPS, KernelChoice, Kernels, KernelTrial
 
 Seconds = Callable[[Callable[[], None]], float]
 """A stopwatch: the seconds that an operation takes."""

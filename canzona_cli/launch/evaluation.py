@@ -21,8 +21,7 @@ from canzona_cli.launch.view import TrainView
 from canzona_cli.planner.memory import GIB
 from canzona_cli.run.codec import save
 from canzona_cli.run.corpus import PreparedCorpus
-from canzona_cli.run.evaluation import Documents, Evaluation, read_evaluation
-from canzona_cli.run.records import Note, ResumePoint, StageEvent
+from canzona_cli.run.records import Documents, Evaluation, Note, ResumePoint, StageEvent, read_evaluation
 
 WORKER_MODULE = "canzona_cli.training.evaluation"
 ROOT = "evals"

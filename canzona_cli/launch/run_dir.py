@@ -34,11 +34,11 @@ from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import Earlier
 from canzona_cli.model.routing import Routing
 from canzona_cli.planner.plan import Plan
+from canzona_cli.run.breakdown import Prediction
 from canzona_cli.run.codec import read_lines, save
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
 from canzona_cli.run.machine import existing_folder, tool_output
-from canzona_cli.run.prediction import Prediction
 from canzona_cli.run.records import StepMetrics, ValidationLoss
 from canzona_cli.simulate.predict import predict
 

@@ -1,4 +1,4 @@
-"""Qwen3 as a Megatron-core `GPTModel`, with weights that do not depend on the layout."""
+"""A model as a Megatron-core `GPTModel`, with weights that do not depend on the layout."""
 
 import hashlib
 import importlib.util
@@ -6,12 +6,9 @@ import logging
 import math
 import re
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -20,12 +17,23 @@ from torch.autograd.function import FunctionCtx
 
 from canzona_cli.cluster.compiler import compiling_lacks
 from canzona_cli.config.schema import ModelConfig, Recompute, RunConfig
-from canzona_cli.megatron.attention import CausalAttention
+from canzona_cli.megatron import qwen3
 from canzona_cli.megatron.parallel import World
-from canzona_cli.model.geometry import Weight, weight_of
+from canzona_cli.model.families import family_of
+from canzona_cli.model.family import Weight
+from canzona_cli.model.geometry import weight_of
+from canzona_cli.model.qwen3 import QWEN3
 
 _LOG = logging.getLogger(__name__)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+_LAYERS = {QWEN3.name: qwen3}
+"""The module that builds a family's layers, by its name."""
+
+
+def layers_of(model: ModelConfig) -> ModuleType:
+    return _LAYERS[family_of(model).name]
 
 
 def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> TransformerConfig:
@@ -50,13 +58,7 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=model.norm_eps,
-        qk_layernorm=model.qk_norm,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=False,
+        **layers_of(model).transformer_settings(model),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bias_activation_fusion=compiled,
@@ -91,11 +93,7 @@ def build_model(config: RunConfig, world: World) -> list[torch.nn.Module]:
     """Builds this rank's part of the model on its device, initialised, in the run's precision: its model chunks in
     forward order, one but with an interleaved pipeline. Collective."""
     mcore = transformer_config(config, world, compiled=world.device.type == "cuda" and can_compile(world))
-    if config.cluster.transformer_engine:
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.model.qk_norm)
-    else:
-        spec = get_gpt_layer_local_spec(qk_layernorm=config.model.qk_norm, normalization="RMSNorm")
-        spec.submodules.self_attention.submodules.core_attention = CausalAttention
+    spec = layers_of(config.model).layer_spec(config.model, transformer_engine=config.cluster.transformer_engine)
     return [_build_chunk(config, world, mcore, spec, chunk) for chunk in range(world.layout.vpp)]
 
 
@@ -111,8 +109,7 @@ def _build_chunk(
         post_process=world.is_last_stage and chunk == world.layout.vpp - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=config.model.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=config.model.rope_base,
+        **layers_of(config.model).model_settings(config.model),
         pg_collection=world.groups,
         vp_stage=chunk if world.layout.vpp > 1 else None,
     )

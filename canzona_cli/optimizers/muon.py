@@ -249,7 +249,7 @@ class Muon(MatrixOptimizer):
             self.on_fallback(p, LOST)
 
     def doubted(self) -> torch.Tensor | None:
-        """Counts the updates of the last step that were left out: (), on the device; None on a CPU, which leaves none."""
+        """Counts the updates of the last step that were left out: (), on the device; None on a CPU."""
         if not self._trusted:
             return None
         return torch.stack(list(self._trusted.values())).logical_not().sum()

@@ -20,8 +20,8 @@ from types import MappingProxyType
 
 from canzona_cli.config.execution import IN_ORDER, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.model.families import family_of, parameter_count
 from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.model.qwen3 import parameter_count
 from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.optimizers.shampoo_facts import factored_sides, packed_elements
 from canzona_cli.planner.activations import StageWeights, matrix_shapes, stage_weights, transient
@@ -356,8 +356,8 @@ def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
         return batch
     if config.engine.splitting in ("fused", "per_head"):
         return 0
-    model = config.model
-    interleaved = model.hidden_size * model.head_dim * (model.num_attention_heads + 2 * model.num_query_groups)
+    weights = family_of(config.model).weights(config.model)
+    interleaved = sum(weight.elements for weight in weights if weight.cut == "repeats")
     share = interleaved / sum(math.prod(shape) for shape in shapes)
     return min(int(FP32 * held.worst * share), batch)
 
@@ -373,5 +373,7 @@ def _gathered_elements(config: RunConfig, layout: Layout) -> int:
         return largest // layout.tp + 2 * largest
     if element_bytes(config)[1] != FP32:
         return largest
-    interleaved = config.engine.splitting in ("qkv", "split")
-    return config.model.hidden_size * config.model.head_dim * config.model.num_attention_heads if interleaved else 0
+    if config.engine.splitting not in ("qkv", "split"):
+        return 0
+    interleaved = [weight for weight in family_of(config.model).weights(config.model) if weight.cut == "repeats"]
+    return max(weight.repeats * part.rows * weight.cols for weight in interleaved for part in weight.parts)

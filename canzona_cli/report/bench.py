@@ -12,9 +12,9 @@ from canzona_cli.report.charts import legend, stacked
 from canzona_cli.report.header import describe_layout, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
+from canzona_cli.run.breakdown import why
 from canzona_cli.run.phases import COMMUNICATION, IN_STEP, LABELS, PHASES, STRATEGIES
 from canzona_cli.run.statistics import Quartiles, Speedup
-from canzona_cli.run.why import why
 from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, real, step_time
 
 MIB = 1 << 20

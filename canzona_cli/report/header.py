@@ -131,7 +131,7 @@ def header_rows(
     earlier: "Earlier | None" = None,
 ) -> list[tuple[str, str]]:
     """(label, value) rows, in the order they are shown."""
-    from canzona_cli.model.qwen3 import parameter_count
+    from canzona_cli.model.families import parameter_count
 
     unit = rank_word(config.cluster.device)
     parameters = parameter_count(config.model).total

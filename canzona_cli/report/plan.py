@@ -15,9 +15,9 @@ from canzona_cli.report.charts import MEMORY, heat_map, legend, owners_a_column,
 from canzona_cli.report.header import describe_batch, describe_layout, outlook_rows, rank_word
 from canzona_cli.report.page import Page, Screen, Wrapped, headed, items, labelled, note, wrapped
 from canzona_cli.report.tables import GroupedTable, column, columns
+from canzona_cli.run.breakdown import SimulatedEvent
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.phases import LABELS, PHASES, STREAMS
-from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.run.words import MISSING, clean, count, milliseconds, overhead, plural, size, step_time, traffic
 from canzona_cli.simulate.simulate import StrategyResult
 from canzona_cli.simulate.study import STRATEGIES, Study, Variant

@@ -15,11 +15,11 @@ from canzona_cli.run.breakdown import MeasuredBreakdown
 from canzona_cli.run.codec import plain, save
 from canzona_cli.run.files import RunFiles, try_append_json_line, write_json_atomic, write_json_or_overwrite
 from canzona_cli.run.heartbeat import Heart, Stage
-from canzona_cli.run.kernels import Kernels
 from canzona_cli.run.records import (
     CheckpointEvent,
     Ending,
     Incident,
+    Kernels,
     Level,
     RankError,
     RankResult,

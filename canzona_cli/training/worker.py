@@ -28,7 +28,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.megatron import owner_bucket_group, parallel
     from canzona_cli.planner.plan_file import read_plan
     from canzona_cli.run.corpus import read_corpus
-    from canzona_cli.run.timeline import write_timeline
+    from canzona_cli.run.records import write_timeline
     from canzona_cli.training.assemble import assemble, join
     from canzona_cli.training.data import build_datasets
     from canzona_cli.training.loop import Start, Training

@@ -21,7 +21,7 @@ from canzona_cli.optimizers import symmetric
 from canzona_cli.optimizers.symmetric import Kernel, plain
 from canzona_cli.planner.activations import matrix_shapes
 from canzona_cli.planner.cost import algorithm, form_of
-from canzona_cli.run.kernels import KernelChoice
+from canzona_cli.run.records import KernelChoice
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
 from tests.dist.ranks import run_ranks
 

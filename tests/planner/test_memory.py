@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig, MuonConfig, Splitting
+from canzona_cli.model.families import parameter_count
 from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.model.qwen3 import parameter_count
 from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.planner.activations import matrix_shapes, stage_weights
 from canzona_cli.planner.cost import STACK_BYTES, algorithm
