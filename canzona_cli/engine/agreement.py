@@ -27,8 +27,8 @@ def agree_on_plan(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: W
         PlanRefused: on all ranks together, with the first difference that each refusing rank found.
     """
     everyone = gather(_Found(digest=None if plan is None else plan.hash, problem=_own_problem(plan, chunks, world)))
-    problems = [found.problem for found in everyone if found.problem is not None]
-    if not problems and len({found.digest for found in everyone}) > 1:
+    problems = [answer.problem for answer in everyone if answer.problem is not None]
+    if not problems and len({answer.digest for answer in everyone}) > 1:
         problems = _disagreement(plan, everyone)
     if problems:
         # Ranks that found the same say it once.
@@ -66,7 +66,7 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
             fix="canzona calls the class with a list of 2-D parameters, lr=, weight_decay= and optimizer.options, then "
             "step() without arguments",
         )
-    problems = [found.problem for found in gather(_Found(problem=problem)) if found.problem is not None]
+    problems = [answer.problem for answer in gather(_Found(problem=problem)) if answer.problem is not None]
     if problems:
         raise OptimizerRefused(*dict.fromkeys(problems))
     assert made is not None
@@ -93,9 +93,9 @@ def _own_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: Wo
     fix = "start the run anew: `canzona train` plans it for these ranks"
     if plan is None:
         return Problem(key="plan", reason="there is no plan, and strategies canzona, paper and asc need one", fix=fix)
-    planned, found = plan.subject.layout, world.layout.mesh
+    planned, actual = plan.subject.layout, world.layout.mesh
     for name in ("tp", "pp", "vpp", "cp", "dp"):
-        here, there = getattr(found, name), getattr(planned, name)
+        here, there = getattr(actual, name), getattr(planned, name)
         if here != there:
             return Problem(
                 key="plan",
@@ -112,17 +112,17 @@ def _own_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: Wo
 
 def _disagreement(plan: Plan | None, everyone: "list[_Found]") -> list[Problem]:
     """Describes what differs between rank 0's plan and the first other one."""
-    other = next(rank for rank, found in enumerate(everyone) if found.digest != everyone[0].digest)
+    other = next(rank for rank, answer in enumerate(everyone) if answer.digest != everyone[0].digest)
     assert plan is not None
     plans = gather(_Content(plan=plan.content()))
     first, second = Plan.from_content(plans[0].plan), Plan.from_content(plans[other].plan)
     difference = first_difference(first, second)
-    found = "their content" if difference is None else f"{difference[0]}: {difference[1]} and {difference[2]}"
+    answer = "their content" if difference is None else f"{difference[0]}: {difference[1]} and {difference[2]}"
     return [
         Problem(
             key="plan",
             value=f"{first.name} and {second.name}",
-            reason=f"ranks 0 and {other} have different plans; the first difference is {found}",
+            reason=f"ranks 0 and {other} have different plans; the first difference is {answer}",
             fix="give every machine the same canzona version and the same run directory",
         )
     ]

@@ -121,10 +121,10 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         """
         count = self.matrices.fallbacks()
         torch.distributed.all_reduce(count, group=self._stats_group)
-        [found] = self._timer.read(count)
-        if found:
+        [total] = self._timer.read(count)
+        if total:
             self.matrices.repair()
-        return round(found)
+        return round(total)
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
@@ -151,12 +151,12 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         gradients = (
             (name, getattr(parameter, "main_grad", None)) for name, parameter in global_parameters(self._chunks)
         )
-        own = [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
+        bad = [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
         members = torch.distributed.get_process_group_ranks(self._stats_group)
-        everyone = [theirs.names for theirs in gather(_Culprits(names=tuple(own)), group=self._stats_group)]
+        everyone = [theirs.names for theirs in gather(_Culprits(names=tuple(bad)), group=self._stats_group)]
         ranks = [rank for rank, names in zip(members, everyone, strict=True) if names]
         culprits = list(dict.fromkeys(name for names in everyone for name in names))
-        found = (
+        reason = (
             f"NaN or infinite in {len(culprits)} of the parameters, the first is {culprits[0]}, on ranks {ranks[:8]}"
             if culprits
             else "their global norm overflows fp32"
@@ -165,7 +165,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
             Problem(
                 key="gradients",
                 value="not finite",
-                reason=f"{found}; no weight has changed",
+                reason=f"{reason}; no weight has changed",
                 fix="lower optimizer.lr, or look at the data of this step; train.non_finite=skip skips such steps",
             )
         ]

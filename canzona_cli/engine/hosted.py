@@ -81,9 +81,9 @@ class HostedGroup:
         offset = 0
         for matrix in self.hosted:
             if lies_whole(self._wiring, matrix):
-                own = fragments.gradient(matrix)
-                self._grads.append(own.view(matrix.rows, matrix.cols))
-                self._in_place.append(own)
+                reduced = fragments.gradient(matrix)
+                self._grads.append(reduced.view(matrix.rows, matrix.cols))
+                self._in_place.append(reduced)
                 continue
             whole = scratch[offset : offset + matrix.elements].view(matrix.rows, matrix.cols)
             offset += matrix.elements

@@ -40,13 +40,13 @@ def product_shapes(config: RunConfig, device: torch.device) -> list[Shape]:
     how = algorithm(config)
     if not RULES[how.name].orthogonal or how.custom or how.precision != "bf16" or not execution_of(config).ours:
         return []
-    found: set[Shape] = set()
+    products: set[Shape] = set()
     for rows, cols in matrix_shapes(config):
         standard = form_of(how, rows, cols, config.cluster) == "standard"
         dtype = torch.bfloat16 if standard else products_type(torch.bfloat16, device)
         side = min(rows, cols)
-        found |= {(side, max(rows, cols), dtype), (side, side, dtype)}
-    return sorted(found, key=lambda one: (one[0] ** 2 * one[1], *one[:2], _NAMES[one[2]]))
+        products |= {(side, max(rows, cols), dtype), (side, side, dtype)}
+    return sorted(products, key=lambda shape: (shape[0] ** 2 * shape[1], *shape[:2], _NAMES[shape[2]]))
 
 
 def choose_kernels(
@@ -66,12 +66,12 @@ def choose_kernels(
     if device.type != "cuda":
         return Kernels(choices=tuple(_on_cpu(shape) for shape in shapes))
     loaded, refused = _load(ladder)
-    own = []
+    tried = []
     for shape in shapes:
-        own.append(_tried(shape, device, loaded, refused, seconds))
+        tried.append(_tried(shape, device, loaded, refused, seconds))
         alive()
-    everyone = gather(Kernels(choices=tuple(own)))
-    choices = tuple(_agreed(of_shape) for of_shape in zip(*(found.choices for found in everyone), strict=True))
+    everyone = gather(Kernels(choices=tuple(tried)))
+    choices = tuple(_agreed(of_shape) for of_shape in zip(*(rank.choices for rank in everyone), strict=True))
     symmetric.use({shape: loaded[c.kernel] for shape, c in zip(shapes, choices, strict=True) if c.kernel != PLAIN})
     return Kernels(choices=choices)
 
@@ -107,11 +107,11 @@ def _tried(
     return KernelChoice(side=side, long=long, dtype=_NAMES[dtype], kernel=PLAIN, trials=tuple(trials))
 
 
-def _agreed(found: Sequence[KernelChoice]) -> KernelChoice:
+def _agreed(of_each_rank: Sequence[KernelChoice]) -> KernelChoice:
     """Merges all ranks' trials of one shape: as slow as on the slowest, and refused where one refuses."""
     trials = {}
-    for name in dict.fromkeys(trial.kernel for choice in found for trial in choice.trials):
-        of_ranks = [trial for choice in found for trial in choice.trials if trial.kernel == name]
+    for name in dict.fromkeys(trial.kernel for choice in of_each_rank for trial in choice.trials):
+        of_ranks = [trial for choice in of_each_rank for trial in choice.trials if trial.kernel == name]
         reason = next((trial.refused for trial in of_ranks if trial.refused), "")
         times = [trial.seconds for trial in of_ranks if trial.seconds is not None]
         trials[name] = KernelTrial(kernel=name, seconds=None if reason else max(times), refused=reason)
@@ -119,13 +119,13 @@ def _agreed(found: Sequence[KernelChoice]) -> KernelChoice:
     best = min(usable, key=lambda name: usable[name], default=PLAIN)
     if best != PLAIN and usable[best] > GAIN * usable[PLAIN]:
         best = PLAIN
-    said = (
+    explained = (
         KernelTrial(kernel=name, seconds=usable[name], refused=f"slower than {best}, or too little faster")
         if name in usable and name != best
         else trial
         for name, trial in trials.items()
     )
-    return replace(found[0], kernel=best, trials=tuple(said))
+    return replace(of_each_rank[0], kernel=best, trials=tuple(explained))
 
 
 class _Case:

@@ -41,8 +41,8 @@ class HeldFragment:
     @property
     def state(self) -> Mapping[str, object]:
         """Empty before the first step."""
-        found: Mapping[str, object] = self.optimizer.state.get(self.master, {})
-        return found
+        state: Mapping[str, object] = self.optimizer.state.get(self.master, {})
+        return state
 
     @property
     def marks(self) -> Mapping[str, bool | int | float | str]:
@@ -169,8 +169,8 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
     @property
     def workspace_bytes(self) -> int:
         """Bytes of scratch that the groups' optimizers keep; what several share counts once."""
-        kept = (getattr(group.optimizer, "workspace", None) for group in (*self.groups, *self.sharing))
-        return sum(one.nbytes for one in {found for found in kept if isinstance(found, Workspace)})
+        scratch = (getattr(group.optimizer, "workspace", None) for group in (*self.groups, *self.sharing))
+        return sum(space.nbytes for space in {each for each in scratch if isinstance(each, Workspace)})
 
     def set_gradient_scale(self, scale: float) -> None:
         """Sets what the next step multiplies gradients by: the clipping coefficient."""
@@ -185,7 +185,7 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
     def param_groups(self) -> list[dict[str, object]]:
         """The parameter groups of all groups' optimizers; a schedule sets `lr` and `weight_decay` in them."""
         optimizers = [group.optimizer for group in (*self.groups, *self.sharing)]
-        return [params for one in optimizers if one is not None for params in one.param_groups]
+        return [params for optimizer in optimizers if optimizer is not None for params in optimizer.param_groups]
 
     @property
     def fragments(self) -> list[HeldFragment]:
@@ -216,17 +216,17 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
         Of each: "master", fp32; "state", the optimizer's own; "group", what it counts for all matrices together.
         """
         self.repair()
-        found: dict[str, object] = {}
+        saved: dict[str, object] = {}
         for group in self.groups:
             for matrix in group.hosted:
                 assert group.optimizer is not None
                 master = self.masters[matrix.index]
-                found[matrix.name] = {
+                saved[matrix.name] = {
                     "master": master.detach(),
                     "state": dict(group.optimizer.state.get(master, {})),
                     "group": _counted(group.optimizer),
                 }
-        return found
+        return saved
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, object]]) -> None:
@@ -239,10 +239,10 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
             for matrix in group.hosted:
                 assert group.optimizer is not None
                 saved = state_dict[matrix.name]
-                master, kept, state = self.masters[matrix.index], saved["master"], saved["state"]
-                assert isinstance(kept, torch.Tensor)
+                master, weights, state = self.masters[matrix.index], saved["master"], saved["state"]
+                assert isinstance(weights, torch.Tensor)
                 assert isinstance(state, Mapping)
-                master.copy_(kept)
+                master.copy_(weights)
                 group.optimizer.state[master] = {
                     key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
                 }

@@ -149,8 +149,8 @@ class PlannedOptimizer(MasterOptimizer):
         for group in self.groups:
             group.send_weights()
             group.receive_weights()
-        for one in self._sharing.matrices if self._sharing is not None else ():
-            one.publish()
+        for matrix in self._sharing.matrices if self._sharing is not None else ():
+            matrix.publish()
         self._wiring.aside.join()
 
     def _gather_whole(self, matrices: Sequence[Matrix]) -> None:
@@ -167,11 +167,11 @@ class PlannedOptimizer(MasterOptimizer):
         if any(matrix.replicated and self._tp > 1 for matrix in owned):
             held = [m for m in owned if self._wiring.rank in m.holders(self._tp)]
             return [fragments.gradient(m) for m in held if not m.replicated or self._wiring.rank == 0]
-        found = []
+        slices = []
         for group in matrix_groups(self._chunks):
             data = group.buckets[0].grad_data
-            found += [data[part.start : part.end] for part in group.owned]
-        return found
+            slices += [data[part.start : part.end] for part in group.owned]
+        return slices
 
     @property
     def exchange_bytes(self) -> int:
@@ -187,5 +187,5 @@ class PlannedOptimizer(MasterOptimizer):
     def reload_model_params(self, state_dict: object = None) -> None:
         """Take the model's weights as masters, as after loading a checkpoint without optimizer state."""
         self._gather_whole(self._hosting.matrices)
-        for one in self._sharing.matrices if self._sharing is not None else ():
-            one.reload()
+        for matrix in self._sharing.matrices if self._sharing is not None else ():
+            matrix.reload()

@@ -155,37 +155,37 @@ class Sharing:
         running: dict[int, Turns[None]] = {}
         landing: dict[int, Sequence[Wait] | None] = {}
         for place, part in turns(self._parts):
-            one, last = self.matrices[place], part + 1 == self._parts[place]
+            shared, last = self.matrices[place], part + 1 == self._parts[place]
             with self._wiring.timer.phase("matrix_update"):
                 if part == 0:
-                    running[place] = one.together(scale, self._lanes[place % LANES])
+                    running[place] = shared.together(scale, self._lanes[place % LANES])
                 for wait in landing.get(place) or ():
                     wait()
                 landing[place] = next(running[place], None)
             if not last:
                 continue
             assert landing[place] is None, "the plan is another optimizer's"
-            if not one.left:
+            if not shared.left:
                 with self._wiring.timer.phase("exchange"):
-                    one.publish()
+                    shared.publish()
 
     @torch.no_grad()
     def update_alone(self, scale: float) -> None:
         """Update what was not trusted, one matrix after another. Collective over the TP ranks, which all
         know the same of it."""
-        left = [one for one in self.matrices if one.left]
+        left = [shared for shared in self.matrices if shared.left]
         if not left:
             return
         group, on_host = self._wiring.tp_group, self._wiring.device.type == "cpu"
         with self._wiring.timer.phase("matrix_update"):
-            for one in left:
-                one.alone(scale, group)
+            for shared in left:
+                shared.alone(scale, group)
             # As of a hosted matrix: only a finite one has a finite sum.
-            sums = torch.stack([one.master.detach().sum() for one in left])
+            sums = torch.stack([shared.master.detach().sum() for shared in left])
         with self._wiring.timer.phase("exchange"):
             torch.distributed.all_reduce(sums, group=group)
-            self._sums[torch.tensor([self._places[one.matrix.index] for one in left], device=sums.device)] = sums
-            write_finite([(place, one.write()) for place, one in enumerate(left)], sums, on_host=on_host)
+            self._sums[torch.tensor([self._places[shared.matrix.index] for shared in left], device=sums.device)] = sums
+            write_finite([(place, shared.write()) for place, shared in enumerate(left)], sums, on_host=on_host)
 
     def fallbacks(self) -> torch.Tensor:
         """Counts the updates of the last step that were left out or not finite: (1,). All TP ranks know the same: one
@@ -198,13 +198,13 @@ class Sharing:
         """Repairs as `PlannedOptimizer.repair` does; here every rank has its part of the previous weight itself. The
         host waits."""
         settle((self,), masters)
-        for one, total in zip(self.matrices, self._wiring.timer.read(self._sums), strict=True):
+        for shared, total in zip(self.matrices, self._wiring.timer.read(self._sums), strict=True):
             if math.isfinite(total):
                 continue
-            one.reload()
-            self.optimizer.state.pop(one.master, None)
+            shared.reload()
+            self.optimizer.state.pop(shared.master, None)
             _log.warning(
-                "%s keeps its weight: its update was not finite; its optimizer state starts anew", one.matrix.name
+                "%s keeps its weight: its update was not finite; its optimizer state starts anew", shared.matrix.name
             )
         self._sums.zero_()
 

@@ -129,9 +129,9 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
     Returns:
         `[queries, batch, heads, head_dim]`.
     """
-    found = _Blocks.apply(query, key, value, scale)
-    assert isinstance(found, torch.Tensor)
-    return found
+    attended = _Blocks.apply(query, key, value, scale)
+    assert isinstance(attended, torch.Tensor)
+    return attended
 
 
 class _Blocks(torch.autograd.Function):
@@ -162,8 +162,8 @@ class _Blocks(torch.autograd.Function):
             grad_values[:, :end].baddbmm_(shares.mT, grads)
             grad_shares = torch.bmm(grads, values[:, :end].mT)
             grad_scores = torch.ops.aten._softmax_backward_data(grad_shares, shares, -1, shares.dtype)
-            found = torch.bmm(grad_scores, keys[:, :end]).mul_(scale)
-            grad_query[first:last] = _unstacked(found, query[first:last])
+            partial = torch.bmm(grad_scores, keys[:, :end]).mul_(scale)
+            grad_query[first:last] = _unstacked(partial, query[first:last])
             grad_keys[:, :end].baddbmm_(grad_scores.mT, queries, alpha=scale)
         return grad_query, _apart(grad_keys, key), _apart(grad_values, value), None
 
@@ -198,7 +198,7 @@ def _queries(tensor: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return tensor.permute(1, 2, 0, 3).reshape(len(keys), -1, tensor.size(-1))
 
 
-def _unstacked(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _unstacked(stacked: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Undoes `_queries`."""
     block, batch, heads, _ = like.shape
-    return found.view(batch, heads, block, -1).permute(2, 0, 1, 3)
+    return stacked.view(batch, heads, block, -1).permute(2, 0, 1, 3)

@@ -26,7 +26,7 @@ Check = Callable[[object], str | None]
 _WRITTEN_FOR = {"megatron": "megatron-core 0.19.2", "torch": "torch 2.11 to 2.15"}
 
 
-def exists(found: object) -> str | None:
+def exists(thing: object) -> str | None:
     """Accepts anything: the name alone is relied on."""
     return None
 
@@ -34,10 +34,10 @@ def exists(found: object) -> str | None:
 def accepts(*parameters: str) -> Check:
     """Checks for a function, or a class's constructor, that takes these parameters by name."""
 
-    def check(found: object) -> str | None:
-        if not callable(found):
+    def check(thing: object) -> str | None:
+        if not callable(thing):
             return "it cannot be called"
-        given = inspect.signature(found).parameters
+        given = inspect.signature(thing).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in given.values()):
             return None
         return _lacks("parameter", parameters, given)
@@ -48,14 +48,14 @@ def accepts(*parameters: str) -> Check:
 def keeps(*attributes: str) -> Check:
     """Checks for a class whose constructor sets these attributes of its instances."""
 
-    def check(found: object) -> str | None:
-        if not isinstance(found, type):
+    def check(thing: object) -> str | None:
+        if not isinstance(thing, type):
             return "it is no class"
-        words = _words(found.__init__)  # type: ignore[misc]
+        words = _words(thing.__init__)  # type: ignore[misc]
         assigned = {
             name
-            for own, dot, name, then in zip(words, words[1:], words[2:], words[3:], strict=False)
-            if (own, dot) == ("self", ".") and then in ("=", ":")
+            for owner, dot, name, then in zip(words, words[1:], words[2:], words[3:], strict=False)
+            if (owner, dot) == ("self", ".") and then in ("=", ":")
         }
         return _lacks("attribute", attributes, assigned)
 
@@ -65,9 +65,9 @@ def keeps(*attributes: str) -> Check:
 def has(*members: str) -> Check:
     """Checks for a class with these methods, or a dataclass with these fields."""
 
-    def check(found: object) -> str | None:
-        known = {item.name for item in fields(found)} if is_dataclass(found) else set(dir(found))
-        return _lacks("field" if is_dataclass(found) else "method", members, known)
+    def check(thing: object) -> str | None:
+        known = {item.name for item in fields(thing)} if is_dataclass(thing) else set(dir(thing))
+        return _lacks("field" if is_dataclass(thing) else "method", members, known)
 
     return check
 
@@ -75,8 +75,8 @@ def has(*members: str) -> Check:
 def says(*texts: str) -> Check:
     """Checks for code that has these words in it, strings with their quotes off."""
 
-    def check(found: object) -> str | None:
-        return _lacks("mention of", texts, {word.strip("'\"") for word in _words(found)})
+    def check(thing: object) -> str | None:
+        return _lacks("mention of", texts, {word.strip("'\"") for word in _words(thing)})
 
     return check
 
@@ -84,8 +84,8 @@ def says(*texts: str) -> Check:
 def reads(digest: str) -> Check:
     """Checks for code that is token for token what it was; canzona has its own version of it, that must do the same."""
 
-    def check(found: object) -> str | None:
-        now = source_digest(found)
+    def check(thing: object) -> str | None:
+        now = source_digest(thing)
         return None if now == digest else f"its source has changed (digest {now})"
 
     return check
@@ -130,20 +130,20 @@ def _resolve(name: str) -> object:
     for cut in range(len(parts), 0, -1):
         module = ".".join(parts[:cut])
         try:
-            found: object = importlib.import_module(module)
+            thing: object = importlib.import_module(module)
         except ModuleNotFoundError as error:
             # Something else that is missing, deeper down, is not a matter of a shorter prefix.
             if error.name is None or not module.startswith(error.name):
                 raise
             continue
         for part in parts[cut:]:
-            found = getattr(found, part)
-        return found
+            thing = getattr(thing, part)
+        return thing
     raise ImportError(f"no module named {parts[0]}")
 
 
-def _lacks(kind: str, wanted: tuple[str, ...], known: object) -> str | None:
-    missing = [name for name in wanted if name not in known]  # type: ignore[operator]
+def _lacks(kind: str, needed: tuple[str, ...], known: object) -> str | None:
+    missing = [name for name in needed if name not in known]  # type: ignore[operator]
     return f"it has no {kind} {', '.join(missing)}" if missing else None
 
 

@@ -40,8 +40,8 @@ class Held:
     @property
     def state(self) -> MutableMapping[str, object]:
         """Empty before the first step. Changes made to it count only if it was not."""
-        found: MutableMapping[str, object] = self.inner.state.get(self.master, {})
-        return found
+        state: MutableMapping[str, object] = self.inner.state.get(self.master, {})
+        return state
 
     def replace_state(self, tensors: dict[str, torch.Tensor], step: float | None) -> None:
         """Make `tensors`, each as long as the master, its state after `step` steps.
@@ -59,10 +59,10 @@ class Held:
     @property
     def step(self) -> float | None:
         """Steps it has made; None if no optimizer counts them."""
-        found = self.state.get("step", self.group.get("step"))
-        if isinstance(found, torch.Tensor):
-            return float(found.item())
-        return float(found) if isinstance(found, int | float) else None
+        steps = self.state.get("step", self.group.get("step"))
+        if isinstance(steps, torch.Tensor):
+            return float(steps.item())
+        return float(steps) if isinstance(steps, int | float) else None
 
 
 def held(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> list[Held]:

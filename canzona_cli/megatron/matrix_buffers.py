@@ -129,8 +129,8 @@ def placements(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Mappin
 
 def stage_buckets(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Bucket, ...]:
     """Lists a stage's buckets, or those of one model chunk of it, in the order their gradients become ready."""
-    found = sorted((bucket for bucket in plan.buckets if bucket.stage == stage), key=lambda bucket: bucket.index)
-    return tuple(bucket for bucket in found if chunk in (None, plan.matrices[bucket.ranges[0].matrices[0]].chunk))
+    of_stage = sorted((bucket for bucket in plan.buckets if bucket.stage == stage), key=lambda bucket: bucket.index)
+    return tuple(bucket for bucket in of_stage if chunk in (None, plan.matrices[bucket.ranges[0].matrices[0]].chunk))
 
 
 def global_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -152,7 +152,7 @@ def _placed(bucket: Bucket, plan: Plan) -> dict[str, tuple[int, int]]:
     _check_ranges(bucket, mesh, where)
     parameters = {item.name: item for item in stage_parameters(plan.matrices, bucket.stage, mesh.tp)}
     range_of = {index: part for part in bucket.ranges for index in part.matrices}
-    found: dict[str, tuple[int, int]] = {}
+    places: dict[str, tuple[int, int]] = {}
     position = 0
     for name in bucket.parameters:
         parameter = parameters.get(name)
@@ -171,13 +171,13 @@ def _placed(bucket: Bucket, plan: Plan) -> dict[str, tuple[int, int]]:
                         found="no range" if held is None else f"[{held.start}, {held.end}) on owner {held.owner}",
                     )
             position = end
-        found[name] = (start, position)
-    used = sum(end - start for start, end in found.values())
+        places[name] = (start, position)
+    used = sum(end - start for start, end in places.values())
     if used != bucket.elements - bucket.padding:
         raise PlanMismatch(
             key=where, planned=f"{bucket.elements - bucket.padding} elements without padding", found=f"{used} elements"
         )
-    return found
+    return places
 
 
 def _check_ranges(bucket: Bucket, mesh: Mesh, where: str) -> None:

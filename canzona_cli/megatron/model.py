@@ -220,9 +220,9 @@ class ProcessorNorm(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalises the last dimension, in the type it came in."""
-        found = _Normalised.apply(hidden, self.weight, self._eps)
-        assert isinstance(found, torch.Tensor)
-        return found
+        normalised = _Normalised.apply(hidden, self.weight, self._eps)
+        assert isinstance(normalised, torch.Tensor)
+        return normalised
 
 
 def use_processor_norms(model: torch.nn.Module) -> None:

@@ -140,10 +140,10 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         )
 
     def _check_plan(self) -> None:
-        planned, found = self.planned, self._bucket.grad_data.numel()
-        if found != planned.elements:
+        planned, actual = self.planned, self._bucket.grad_data.numel()
+        if actual != planned.elements:
             where = f"bucket {planned.index} of stage {planned.stage}"
-            raise PlanMismatch(key=where, planned=f"{planned.elements} elements", found=f"{found} elements")
+            raise PlanMismatch(key=where, planned=f"{planned.elements} elements", found=f"{actual} elements")
 
 
 def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -> None:
@@ -257,13 +257,13 @@ def judged(factor: float, *, assumed: bool) -> str | None:
     """Says in words what a `serial_factor` says against `cluster.grouped_collectives`; None where they agree."""
     if grouped(factor) == assumed:
         return None
-    found = f"{REDUCTIONS} small reductions take {factor:.1f} times as long as one"
+    took = f"{REDUCTIONS} small reductions take {factor:.1f} times as long as one"
     if assumed:
         return (
-            f"reductions of a bucket go out one after another here ({found}), but the plan prices them as one launch: "
+            f"reductions of a bucket go out one after another here ({took}), but the plan prices them as one launch: "
             "plan with cluster.grouped_collectives=false, or let TORCH_DIST_USE_NCCL2=0 choose torch's other backend"
         )
-    return f"reductions of a bucket are grouped here ({found}): plan with cluster.grouped_collectives=true"
+    return f"reductions of a bucket are grouped here ({took}): plan with cluster.grouped_collectives=true"
 
 
 def grouped(factor: float) -> bool:
@@ -285,8 +285,8 @@ def serial_factor(group: ProcessGroup, device: torch.device, seconds: Callable[[
         reduce(count)  # the first one also builds what it runs on
         return statistics.median(seconds(lambda: reduce(count)) for _ in range(_REPEATS))
 
-    one = median(1)
-    ratio = torch.full((), median(REDUCTIONS) / one, device=device)
+    single = median(1)
+    ratio = torch.full((), median(REDUCTIONS) / single, device=device)
     torch.distributed.all_reduce(ratio, op=torch.distributed.ReduceOp.MAX, group=group)
     return float(ratio.item())
 

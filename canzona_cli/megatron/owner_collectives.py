@@ -120,9 +120,9 @@ class _RingReduction(_Ring):
     _second: Callable[[], list[Work]] | None = None
 
     def start(self, data: torch.Tensor) -> list[Work]:
-        own = data[self._part]
-        self.held = [data.new_empty(sum(one.from_ranks)) for one in self._handovers]
-        work = torch.distributed.reduce_scatter_tensor(own, data, group=self._group, async_op=True)
+        part = data[self._part]
+        self.held = [data.new_empty(sum(handover.from_ranks)) for handover in self._handovers]
+        work = torch.distributed.reduce_scatter_tensor(part, data, group=self._group, async_op=True)
         assert work is not None
         if _queues(self._group, data.device):
             return [work, *self._hand_over(data)]
@@ -131,8 +131,8 @@ class _RingReduction(_Ring):
 
     def _hand_over(self, data: torch.Tensor) -> list[Work]:
         return [
-            _all_to_all(received, data[one.part], one.from_ranks, one.to_owners, self._group)
-            for received, one in zip(self.held, self._handovers, strict=True)
+            _all_to_all(received, data[handover.part], handover.from_ranks, handover.to_owners, self._group)
+            for received, handover in zip(self.held, self._handovers, strict=True)
         ]
 
     @torch.no_grad()
@@ -141,8 +141,8 @@ class _RingReduction(_Ring):
             for work in self._second():
                 work.wait()
             self._second = None
-        for received, one in zip(self.held, self._handovers, strict=False):
-            _spread(received, data, one.share)
+        for received, handover in zip(self.held, self._handovers, strict=False):
+            _spread(received, data, handover.share)
         self.held = []
 
 
@@ -152,11 +152,11 @@ class _RingGathering(_Ring):
     @torch.no_grad()
     def start(self, data: torch.Tensor) -> list[Work]:
         works = []
-        for one in self._handovers:
+        for handover in self._handovers:
             # A copy, for the rank's part may be of its own share.
-            share = torch.cat([data[piece] for piece in one.share]) if one.share else data.new_empty(0)
+            share = torch.cat([data[piece] for piece in handover.share]) if handover.share else data.new_empty(0)
             self.held.append(share)
-            works.append(_all_to_all(data[one.part], share, one.to_owners, one.from_ranks, self._group))
+            works.append(_all_to_all(data[handover.part], share, handover.to_owners, handover.from_ranks, self._group))
             if not _queues(self._group, data.device):
                 works.pop().wait()
         gathered = torch.distributed.all_gather_into_tensor(data, data[self._part], group=self._group, async_op=True)

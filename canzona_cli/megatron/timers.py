@@ -230,8 +230,8 @@ class PhaseTimer:
         def arrived() -> list[float]:
             with self.waiting():
                 self._clock.wait_for(landed)
-            found: list[float] = copy.tolist()
-            return found
+            numbers: list[float] = copy.tolist()
+            return numbers
 
         return arrived
 

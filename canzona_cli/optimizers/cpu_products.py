@@ -64,9 +64,9 @@ def _in_fp32(kernel: torch._C._SafeKernelFunction, *, in_place: bool) -> Callabl
         if isinstance(out, torch.Tensor):
             kwargs["out"] = torch.empty_like(out, dtype=torch.float32)
         wide = (arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args)
-        found = cast(torch.Tensor, kernel.call_boxed(keys, *wide, **kwargs))
+        result = cast(torch.Tensor, kernel.call_boxed(keys, *wide, **kwargs))
         if isinstance(out, torch.Tensor):
-            return out.resize_(found.shape).copy_(found)
-        return first.copy_(found) if in_place else found.to(first.dtype)
+            return out.resize_(result.shape).copy_(result)
+        return first.copy_(result) if in_place else result.to(first.dtype)
 
     return product

@@ -39,10 +39,10 @@ def eigenbasis(symmetric: torch.Tensor) -> torch.Tensor:
     """
     values, vectors = eigh(symmetric)
     rank = int((values > rounding(len(values)) * values[-1]).sum())
-    found = vectors.flip(-1)[:, :rank]
-    largest = found.gather(0, found.abs().argmax(0, keepdim=True))
-    rest = torch.linalg.qr(found, mode="complete").Q[:, rank:] if rank < len(values) else found[:, :0]
-    return torch.cat([torch.where(largest < 0, -found, found), rest], dim=1)
+    basis = vectors.flip(-1)[:, :rank]
+    largest = basis.gather(0, basis.abs().argmax(0, keepdim=True))
+    rest = torch.linalg.qr(basis, mode="complete").Q[:, rank:] if rank < len(values) else basis[:, :0]
+    return torch.cat([torch.where(largest < 0, -basis, basis), rest], dim=1)
 
 
 def orthonormal(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:

@@ -151,9 +151,9 @@ def _segment(
     known = follows(steps, mean)
     centred_gram(x if wide else x.mT, known[0], r)
     spread = norm_of_rows(r) if len(steps) > 1 else 0.0
-    found = polynomial(r, steps, known, workspace)
-    behind = found.error(error, mean, spread)
-    found.apply(x, out, wide=wide)
+    applied = polynomial(r, steps, known, workspace)
+    behind = applied.error(error, mean, spread)
+    applied.apply(x, out, wide=wide)
     return behind
 
 
@@ -276,8 +276,8 @@ def follows(steps: Sequence[Step], mean: Number) -> Sequence[Number]:
         return _numbers(tuple(steps), ALPHAS[nearest(mean)])
     # The exponent, and the mantissa's first bits; of NaN too it has to be a place.
     places = (mean.view(torch.int32) >> 20).sub_((127 + LOWEST) * PER_OCTAVE).clamp_(0, len(ALPHAS) - 1)
-    found = _table(tuple(steps), mean.device).index_select(0, places.view(-1))
-    return found.view(*mean.shape, -1).unbind(-1)
+    rows = _table(tuple(steps), mean.device).index_select(0, places.view(-1))
+    return rows.view(*mean.shape, -1).unbind(-1)
 
 
 def nearest(mean: float) -> int:
@@ -298,13 +298,13 @@ def _table(steps: tuple[Step, ...], device: torch.device) -> torch.Tensor:
 def _numbers(steps: tuple[Step, ...], alpha: float) -> tuple[float, ...]:
     """Computes what follows from a segment's alpha. For each step: alpha, the factor of r in p, the value of the
     polynomial at alpha, the product of those before it, value times alpha. Then that product of all."""
-    found: list[float] = []
+    numbers: list[float] = []
     gamma = 1.0
     for a, b, c in steps:
         value = a + b * alpha + c * alpha * alpha
-        found += (alpha, b + 2 * c * alpha, value, gamma, value * alpha)
+        numbers += (alpha, b + 2 * c * alpha, value, gamma, value * alpha)
         gamma, alpha = value * gamma, value * value * alpha
-    return *found, gamma
+    return *numbers, gamma
 
 
 def norm_of_rows(square: torch.Tensor, gamma: Number | None = None) -> Number:

@@ -75,8 +75,8 @@ class KLShampoo(KroneckerOptimizer):
         square = torch.square(turned, out=self.workspace.like("turned", p))
         for side in roots:
             across, other = (square, roots.get("R")) if side == "L" else (square.mT, roots.get("L"))
-            found = across.mean(1) if other is None else (across @ other.square()).div_(across.size(1))
-            self.state[p][f"eigenvalues_{side}"].lerp_(found, 1 - self.shampoo_beta)
+            seen = across.mean(1) if other is None else (across @ other.square()).div_(across.size(1))
+            self.state[p][f"eigenvalues_{side}"].lerp_(seen, 1 - self.shampoo_beta)
 
     def _inverse_root(self, p: torch.Tensor, side: Side) -> torch.Tensor:
         values: torch.Tensor = self.state[p][f"eigenvalues_{side}"]

@@ -138,13 +138,13 @@ class KroneckerOptimizer(MatrixOptimizer):
 
     def converted(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Older versions kept whole squares of what is packed now."""
-        kept, found = self.kept(p), dict(state)
+        shapes, tensors = self.kept(p), dict(state)
         for name in self.symmetric:
             for side, length in self._lengths(p):
                 key = f"{name}{side}"
-                if key in found and found[key].shape == (length, length):
-                    found[key] = pack(found[key], found[key].new_empty(kept[key] or ()))
-        return found
+                if key in tensors and tensors[key].shape == (length, length):
+                    tensors[key] = pack(tensors[key], tensors[key].new_empty(shapes[key] or ()))
+        return tensors
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         self._say()
@@ -191,9 +191,9 @@ class KroneckerOptimizer(MatrixOptimizer):
                 if side in sides:
                     key = p.size(SIDES.index(side)), len(sides), self.state[p]["step"] == 1
                     alike.setdefault(key, []).append((p, side))
-            for (length, *_), found in alike.items():
-                count = max(1, TOGETHER.get(found[0][0].device.type, 0) // length**2)
-                yield from (found[first : first + count] for first in range(0, len(found), count))
+            for (length, *_), members in alike.items():
+                count = max(1, TOGETHER.get(members[0][0].device.type, 0) // length**2)
+                yield from (members[first : first + count] for first in range(0, len(members), count))
 
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
         direction = self._direction(p, grad)
@@ -244,14 +244,14 @@ class KroneckerOptimizer(MatrixOptimizer):
             return orthonormal(powered, bases).unbind()
         except LinAlgError:
             return [
-                with_fallback(partial(orthonormal, previous=basis), one, f"the QR of {side}", partial(self._report, p))
-                for (p, side), basis, one in zip(stack, bases, powered, strict=True)
+                with_fallback(partial(orthonormal, previous=basis), new, f"the QR of {side}", partial(self._report, p))
+                for (p, side), basis, new in zip(stack, bases, powered, strict=True)
             ]
 
     def _keep(
-        self, stack: Sequence[tuple[torch.Tensor, Side]], name: str, found: Sequence[torch.Tensor | None]
+        self, stack: Sequence[tuple[torch.Tensor, Side]], name: str, bases: Sequence[torch.Tensor | None]
     ) -> None:
-        for (p, side), new in zip(stack, found, strict=True):
+        for (p, side), new in zip(stack, bases, strict=True):
             if new is not None:
                 self.state[p][f"{name}{side}"].copy_(new)
 

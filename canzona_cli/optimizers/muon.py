@@ -179,12 +179,12 @@ class Muon(MatrixOptimizer):
     def _update_stack(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         first = matrices[0]
         x = self.workspace.get("muon_x", (len(matrices), *first.shape), self._type(first), first.device)
-        for p, one in zip(matrices, x, strict=True):
+        for p, direction in zip(matrices, x, strict=True):
             assert p.grad is not None
-            self._direction(p, p.grad, group["momentum"], one, side=min(p.shape))
+            self._direction(p, p.grad, group["momentum"], direction, side=min(p.shape))
         x = self._orthogonalised(x, matrices, group)
-        for p, one in zip(matrices, x, strict=True):
-            self._apply(p, one, group)
+        for p, direction in zip(matrices, x, strict=True):
+            self._apply(p, direction, group)
 
     def _direction(
         self,
@@ -234,12 +234,12 @@ class Muon(MatrixOptimizer):
             # Not by a factor of 0: what is left out may be NaN.
             return result.masked_fill_(trusted.logical_not().view(*trusted.shape, 1, 1), 0)
         result, trusted = gram_newton_schulz(x, self.steps, self.workspace)
-        for p, one, good in zip(matrices, result.view(-1, *x.shape[-2:]), trusted.view(-1).tolist(), strict=True):
+        for p, iterate, good in zip(matrices, result.view(-1, *x.shape[-2:]), trusted.view(-1).tolist(), strict=True):
             if not good:
                 assert p.grad is not None
-                again = torch.empty_like(one, dtype=self._standard)
+                again = torch.empty_like(iterate, dtype=self._standard)
                 self._direction(p, p.grad, group["momentum"], again, side=min(p.shape), again=True)
-                one.copy_(newton_schulz(again, self.steps, Workspace()))
+                iterate.copy_(newton_schulz(again, self.steps, Workspace()))
                 distrust(self.state[p])
                 self._tell(p)
         return result
@@ -260,11 +260,11 @@ class Muon(MatrixOptimizer):
         Returns:
             Matrices whose last update was left out.
         """
-        found = [p for p, good in self._trusted.items() if not bool(good)]
-        for p in found:
+        left = [p for p, good in self._trusted.items() if not bool(good)]
+        for p in left:
             distrust(self.state[p])
             del self._trusted[p]  # others' stay: a replayed step writes where it was captured
-        return found
+        return left
 
     def excluded(self, p: torch.Tensor) -> bool:
         """Tells whether the next update is in standard form, after one that was doubted."""

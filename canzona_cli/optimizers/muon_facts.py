@@ -209,9 +209,9 @@ def distrust(state: State) -> None:
 
 def steps_left(state: State) -> int:
     """Tells how many of the next updates are in standard form."""
-    found = state.get(DISTRUSTED, 0)
-    assert isinstance(found, int)
-    return STANDARD_STEPS if found is True else found
+    left = state.get(DISTRUSTED, 0)
+    assert isinstance(left, int)
+    return STANDARD_STEPS if left is True else left
 
 
 def count_down(state: State) -> None:

@@ -63,8 +63,8 @@ class Shampoo(KroneckerOptimizer):
         if self.grafting == "adam":
             state["exp_avg_sq"] = torch.zeros_like(p)
         for side, length in self._lengths(p):
-            one = torch.eye(length, dtype=p.dtype, device=p.device)
-            state[f"root_{side}"] = pack(one, p.new_empty(packed_elements(length)))
+            identity = torch.eye(length, dtype=p.dtype, device=p.device)
+            state[f"root_{side}"] = pack(identity, p.new_empty(packed_elements(length)))
 
     def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         moments = ("exp_avg", "exp_avg_sq") if self.grafting == "adam" else ("exp_avg",)

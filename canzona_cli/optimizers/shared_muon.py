@@ -63,8 +63,8 @@ class SharedMuon(muon.Muon):
         (1,), to be added up."""
         assert p.grad is not None
         x = workspace.get("muon_x", p.shape, dtype, p.device)
-        own = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=side, again=again)
-        norm = torch.as_tensor(own, device=p.device)
+        norm_here = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=side, again=again)
+        norm = torch.as_tensor(norm_here, device=p.device)
         return x, norm, norm.double().square().view(1)
 
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
@@ -93,7 +93,7 @@ class SharedMuon(muon.Muon):
         (count_down if excluded else distrust)(self.state[p])
 
     def _settings(self, p: torch.Tensor) -> Mapping[str, float]:
-        return next(group for group in self.param_groups if any(one is p for one in group["params"]))
+        return next(group for group in self.param_groups if any(member is p for member in group["params"]))
 
 
 def _divide(x: torch.Tensor, norm: torch.Tensor, square: torch.Tensor) -> None:
