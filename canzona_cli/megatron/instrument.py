@@ -40,8 +40,8 @@ _PHASE_OF_TIMER: dict[str, Phase] = {
 
 
 _INTERLEAVED: dict[str, Phase] = {"forward-backward": "pipeline"}
-"""With several model chunks, transfers are waited for outside of Megatron's timers. What no other phase takes of all
-the passes is that."""
+"""The phase of transfers: with several model chunks they are waited for outside of Megatron's timers. What no other
+phase takes of all the passes is that."""
 
 
 def attach(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, timer: PhaseTimer) -> None:

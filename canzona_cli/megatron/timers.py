@@ -71,7 +71,7 @@ class _Step:
     moment: tuple[object, float] | None = None
     """A timestamp near the step and the host's clock at it, where one was known at the step's end."""
     waited_s: float = 0.0
-    """As in `StepTiming`."""
+    """The seconds that it waited, as in `StepTiming`."""
 
 
 class HostClock:

@@ -95,7 +95,7 @@ class Muon(MatrixOptimizer):
         stack: Orthogonalise matrices of one shape in batched products: all, or at most so many of a shape (rows, cols).
             Spares launches when matrices are small and many, and costs scratch for all of them at once.
         form: Of the iteration; of each shape (rows, cols). An update in Gram form that cannot be trusted (`gram_form`)
-            is made in standard form instead, and so are the next `doubt.STANDARD_STEPS`. On CUDA, where the host does
+            is made in standard form instead, and so are the next `STANDARD_STEPS`. On CUDA, where the host does
             not wait to know, it is left out, and `settle` sees to the next ones.
         on_fallback: Called when an update was made in standard form instead.
         graph: On CUDA, capture the update of all matrices of a parameter group, and replay it (`muon_cuda`).

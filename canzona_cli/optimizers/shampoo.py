@@ -95,8 +95,8 @@ class Shampoo(KroneckerOptimizer):
             return factors, [False] * len(factors)
 
     def _bound(self, p: torch.Tensor, direction: torch.Tensor) -> None:
-        """With roots of all gradients that the momentum is of, no singular value is above what Adam's update can be
-        (Cauchy-Schwarz); with old ones, along what they have not seen, a thousand times that."""
+        """Bounds the update: with roots of all gradients that the momentum is of, no singular value is above what
+        Adam's update can be (Cauchy-Schwarz); with old ones, along what they have not seen, a thousand times that."""
         excess = torch.linalg.vector_norm(direction) / (LONGEST * min(p.shape) ** 0.5)
         direction.div_(excess.clamp_min(1))
         self._bounded(p, excess, 1.0, "its roots would have made the update {:.3g} times the longest; bounded")

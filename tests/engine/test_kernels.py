@@ -26,7 +26,7 @@ from tests.cuda_stand_in import DEVICE, cuda_stand_in
 from tests.dist.ranks import run_ranks
 
 SECONDS = {"quick": 1.0, "slow": 3.0, "hardly": 1.98, "plain": 2.0}
-"""Of the products of those that are called so."""
+"""The numbers of products of the kernels with these names."""
 
 
 def _config(*overrides: str) -> RunConfig:
@@ -60,7 +60,7 @@ def _only_transposes(
 
 
 def _climb(ladder: dict[str, Callable[[], Kernel]], calls: list[str], config: RunConfig) -> list[KernelChoice]:
-    """With the times that kernels of these names would take; as many ranks as there are."""
+    """Chooses with the times that kernels of these names would take, on as many ranks as there are."""
 
     def seconds(operation: Callable[[], None]) -> float:
         calls.clear()
@@ -126,7 +126,7 @@ def test_the_quickest_is_taken_and_one_that_is_not_there_passed_over(climbed: di
 
 
 def test_one_whose_results_are_wrong_is_refused(climbed: dict[str, list[KernelChoice]]) -> None:
-    """By 2%, above the diagonal, or where it takes two polynomials for one and its transpose."""
+    """The error is 2%, above the diagonal, or where it takes two polynomials for one and its transpose."""
     for choice in climbed["wrong"]:
         refused = {trial.kernel: trial.refused for trial in choice.trials}
         assert choice.kernel == "plain"
@@ -150,7 +150,7 @@ def test_what_has_no_symmetric_products_has_no_choices(optimizer: str) -> None:
 
 
 def test_a_kernel_is_tried_in_the_type_that_the_shape_has_in_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where both forms multiply squares of one side, in both."""
+    """Squares that both forms multiply are tried in both types."""
     config = _config("model=qwen3-8b", "cluster=h100-80g")
     forms = {form_of(algorithm(config), *shape, config.cluster) for shape in matrix_shapes(config)}
     assert forms == {"standard", "gram"}, "the test is of nothing"

@@ -168,7 +168,7 @@ def test_what_reads_back_from_the_device_goes_on_kernel_by_kernel(
 
 
 def test_a_number_of_the_host_is_frozen_by_the_stand_in(on_cuda: list[StandInGraph]) -> None:
-    """Else the tests above would not notice a rate that is not on the device."""
+    """Otherwise the tests above would not notice a rate that is not on the device."""
     x, numbers = torch.zeros(3), iter([1.0, 2.0, 3.0])
     replayed = Replayed()
     for _ in range(3):
