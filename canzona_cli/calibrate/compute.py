@@ -154,7 +154,7 @@ def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
     for quantity, precision in sizes.precisions:
         with products(precision):
             _rate(team, effort, recorder, quantity, 2.0 * size**3, lambda: _mm(x, y, z))
-    # FLOPs as `planner.work.Work` counts them.
+    # FLOPs as `optimizers.facts.Work` counts them.
     _rate(team, effort, recorder, "qr_tflops", 8 / 3 * size**3, lambda: _discard(torch.linalg.qr(x)))
     size = sizes.symmetric
     symmetric = x[:size, :size] @ x[:size, :size].mT

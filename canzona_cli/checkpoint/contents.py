@@ -20,7 +20,7 @@ from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import Problem
 from canzona_cli.model.families import EMBEDDING, OUTPUT, family_of
 from canzona_cli.model.geometry import whole_shape
-from canzona_cli.optimizers.doubt import DISTRUSTED
+from canzona_cli.optimizers.muon_facts import DISTRUSTED
 
 MASTER: Final = "master"
 GROUP: Final = "group:"

@@ -18,7 +18,7 @@ from canzona_cli.checkpoint.verify import problem_of
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import CheckpointInvalid, Problem
 from canzona_cli.model.geometry import Block, stored_blocks, unit_shape
-from canzona_cli.optimizers.doubt import DISTRUSTED
+from canzona_cli.optimizers.muon_facts import DISTRUSTED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ _NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stac
 def build_engine(
     chunks: Sequence[DistributedDataParallel], config: RunConfig, world: World, plan: Plan | None, timer: PhaseTimer
 ) -> CanzonaOptimizer:
-    """The optimizer of a run whose matrices canzona updates (`Execution.ours`). Collective.
+    """Builds the optimizer of a run whose matrices canzona updates (`Execution.ours`). Collective.
 
     Args:
         chunks: of the model, wrapped with the plan's buffers, or without sharding where there is no plan.
@@ -62,13 +62,13 @@ def build_engine(
         OptimizerRefused: on all ranks together: a user's own class cannot update 2-D parameters by `step()` alone.
     """
     if plan is not None:
-        own, ranks = updated_matrices(plan, world), by_rank(plan.matrices, plan.assignment.cells)
+        mine, ranks = updated_matrices(plan, world), by_rank(plan.matrices, plan.assignment.cells)
         parameters = named_matrix_parameters(chunks, plan, world.pp_rank)
     else:
         everything = matrices_of(config.model, world.layout, config.engine.splitting)
-        own, ranks = list(stage_matrices(everything, world.pp_rank)), by_rank(everything, None)
+        mine, ranks = list(stage_matrices(everything, world.pp_rank)), by_rank(everything, None)
         named = dict(global_parameters(chunks))
-        parameters = {matrix.parameter: named[matrix.parameter] for matrix in own}
+        parameters = {matrix.parameter: named[matrix.parameter] for matrix in mine}
         tag_matrices(chunks, parameters)
     cells = plan.assignment.cells if plan is not None else ()
     shared = plan.assignment.shares if plan is not None else {}
@@ -80,10 +80,10 @@ def build_engine(
                 device=world.device,
             )
         )
-        for matrix in own
+        for matrix in mine
     }
     # What all tensor-parallel ranks do alike for a shared matrix counts once, where it is hosted.
-    fallbacks = Fallbacks((m for m in own if m.index not in shared or cells[m.index].host == world.tp_rank), masters)
+    fallbacks = Fallbacks((m for m in mine if m.index not in shared or cells[m.index].host == world.tp_rank), masters)
     source = config.optimizer.source if isinstance(config.optimizer, CustomConfig) else None
     wiring = Wiring(
         fragments=Fragments(config.model, world.layout.tp, world.tp_rank, parameters),
@@ -101,7 +101,7 @@ def build_engine(
         hosting = _hosting(config, plan, world, wiring)
         updater = PlannedOptimizer(config, chunks, wiring, hosting, _sharing(plan, world, wiring), fallbacks)
     else:
-        updater = RedundantOptimizer(config, chunks, world, own, wiring, fallbacks)
+        updater = RedundantOptimizer(config, chunks, world, mine, wiring, fallbacks)
     return CanzonaOptimizer(
         build_adamw(chunks, world, adamw_settings(config)),
         updater,
@@ -115,7 +115,7 @@ def build_engine(
 
 
 def updated_matrices(plan: Plan, world: World) -> list[Matrix]:
-    """What a rank keeps masters and state of, whole or, where they are shared, its fragment of."""
+    """Lists the matrices that a rank has masters and state of, whole or, where they are shared, as a fragment."""
     return [
         matrix
         for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
@@ -197,7 +197,7 @@ def _sharing(plan: Plan, world: World, wiring: Wiring) -> Sharing | None:
 def optimizer_factory(
     config: RunConfig, ranks: Sequence[Sequence[Matrix]], on_fallback: OnFallback | None = None
 ) -> MakeOptimizer:
-    """How a rank makes an optimizer of some of the matrices it hosts.
+    """Returns the function that makes an optimizer of some of the matrices a rank hosts.
 
     Args:
         ranks: what this rank and all that wait for it update: refreshes of factors take turns (`planner.refresh`).
@@ -230,7 +230,7 @@ def _class_of(chosen: OptimizerBase) -> Kind:
 
 
 def _own(chosen: OptimizerBase) -> dict[str, object]:
-    """Settings that only this optimizer or its kin have; its class takes them by the same names."""
+    """Collects the settings that only this optimizer or its kin have; its class takes them by the same names."""
     names = {field.name for field in fields(chosen)} - _NO_ARGUMENTS
     return {name: getattr(chosen, name) for name in names}
 
@@ -259,11 +259,11 @@ def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind, on_fallba
 def _preconditioned(
     config: RunConfig, chosen: KroneckerConfig, kind: Kind, turns: Mapping[int, int], on_fallback: OnFallback | None
 ) -> MakeOptimizer:
-    workspace, own = Workspace(), _own(chosen)
-    if "roots" in own:
-        own["roots"] = algorithm(config).roots
+    workspace, settings = Workspace(), _own(chosen)
+    if "roots" in settings:
+        settings["roots"] = algorithm(config).roots
     if isinstance(chosen, NewtonSchulzConfig):
-        own["iterated_in"] = config.train.precision
+        settings["iterated_in"] = config.train.precision
 
     def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return kind(
@@ -276,7 +276,7 @@ def _preconditioned(
             on_fallback=on_fallback,
             precision="tf32" if chosen.tf32 else "fp32",
             workspace=workspace,
-            **own,
+            **settings,
         )
 
     return make

@@ -75,14 +75,15 @@ class HostedGroup:
         self._bind_arriving_weights()
 
     def _bind_gradients(self, scratch: torch.Tensor) -> None:
-        """Where each hosted matrix's gradient is put together: in `scratch`, or where it lies whole already."""
+        """Binds the place where each hosted matrix's gradient is put together: in `scratch`, or where it lies whole
+        already."""
         fragments, rank = self._wiring.fragments, self._wiring.rank
         offset = 0
         for matrix in self.hosted:
             if lies_whole(self._wiring, matrix):
-                own = fragments.gradient(matrix)
-                self._grads.append(own.view(matrix.rows, matrix.cols))
-                self._in_place.append(own)
+                reduced = fragments.gradient(matrix)
+                self._grads.append(reduced.view(matrix.rows, matrix.cols))
+                self._in_place.append(reduced)
                 continue
             whole = scratch[offset : offset + matrix.elements].view(matrix.rows, matrix.cols)
             offset += matrix.elements
@@ -95,7 +96,7 @@ class HostedGroup:
                 self._grad_unpack.append(Copy(fragments.in_whole(matrix, whole, rank), fragments.gradient(matrix)))
 
     def _bind_arriving_weights(self) -> None:
-        """Fragments of what is hosted elsewhere, each with the flag of its matrix."""
+        """Binds fragments of what is hosted elsewhere, each with the flag of its matrix."""
         fragments, weights = self._wiring.fragments, self._weights
         arriving = weights.route.receive_flags
         places = {matrix.index: number for number, (matrix, _) in enumerate(arriving)}
@@ -112,7 +113,7 @@ class HostedGroup:
         ]
 
     def run(self, stage: int, scale: float) -> None:
-        """One stage of the pipeline (`planner.pipeline`); `scale` multiplies gradients (clipping)."""
+        """Runs one stage of the pipeline (`planner.pipeline`); `scale` multiplies gradients (clipping)."""
         if stage == 0:
             self.send_gradients()
         elif stage == 1:
@@ -200,7 +201,7 @@ class Hosting:
     matrices: tuple[Matrix, ...]
     """The matrices of all groups, in the groups' order, whichever rank hosts them."""
     owned: tuple[Matrix, ...]
-    """These and the owner's shared matrices, in the plan's order."""
+    """The hosted and the shared matrices of the owner, in the plan's order."""
     hosts: Mapping[int, int]
     """The host of each matrix, by index."""
     groups: Sequence[HostedGroup]
@@ -237,7 +238,7 @@ def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[
 def runs(
     matrices: Sequence[Matrix], limit: int, size: Callable[[Matrix], int] = lambda matrix: matrix.elements
 ) -> list[list[Matrix]]:
-    """Consecutive matrices whose sizes add up to at most `limit`, or one that alone exceeds it."""
+    """Groups consecutive matrices whose sizes add up to at most `limit`, or one that alone exceeds it."""
     batches: list[list[Matrix]] = []
     filled = 0
     for matrix in matrices:
@@ -250,12 +251,12 @@ def runs(
 
 
 def scratch_elements(wiring: Wiring, hosted: Iterable[Matrix]) -> int:
-    """fp32 elements that the gradients of matrices hosted here need next to Megatron's buffer."""
+    """Counts the fp32 elements that the gradients of matrices hosted here need next to Megatron's buffer."""
     return sum(matrix.elements for matrix in hosted if not lies_whole(wiring, matrix))
 
 
 def lies_whole(wiring: Wiring, matrix: Matrix) -> bool:
-    """Whether the reduced gradient can be handed to an optimizer as it lies in this rank's Megatron buffer."""
+    """Tells whether the reduced gradient can be handed to an optimizer as it lies in this rank's Megatron buffer."""
     if senders(matrix, wiring.rank, wiring.fragments.tp) != range(wiring.rank, wiring.rank + 1):
         return False
     gradient = wiring.fragments.gradient(matrix)
@@ -271,10 +272,10 @@ def _own_write(fragments: Fragments, matrix: Matrix, source: torch.Tensor) -> Wr
 
 
 def _packed(exchange: AllToAll, parcels: Iterable[tuple[Parcel, torch.Tensor]]) -> list[Copy]:
-    """From where fragments lie to their places in the message that is sent."""
+    """Lists copies of fragments to their places in the message that is sent."""
     return [Copy(_at(exchange.send, parcel.offset, fragment), fragment) for parcel, fragment in parcels]
 
 
 def _at(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """The part of a flat buffer from `offset` on, in the shape of `like`."""
+    """Views the part of a flat buffer from `offset` on, in the shape of `like`."""
     return buffer[offset : offset + like.numel()].view(like.shape)

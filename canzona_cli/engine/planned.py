@@ -56,7 +56,7 @@ class PlannedOptimizer(MasterOptimizer):
     # --- one step ---
 
     def gradients_for_norm(self) -> list[torch.Tensor]:
-        """What this rank adds to the global gradient norm: every element of the stage's matrices on one rank."""
+        """Lists what this rank adds to the global gradient norm: every element of the stage's matrices on one rank."""
         return self._slices
 
     @torch.no_grad()
@@ -79,7 +79,7 @@ class PlannedOptimizer(MasterOptimizer):
         return True
 
     def _update(self) -> None:
-        """While group i is updated, messages of those before and behind it travel; what is packed and written for them
+        """Updates group i while messages of the groups before and after it travel; what is packed and written for them
         is done aside. `planner.pipeline.order` says what comes when."""
         self._run(None)
         self._begun = 0
@@ -90,14 +90,14 @@ class PlannedOptimizer(MasterOptimizer):
             self._wiring.aside.join()
 
     def _run(self, end: int | None) -> None:
-        """What has not been begun, up to that place in the order."""
+        """Runs what has not been begun, up to the place `end` in the order."""
         for number, stage in islice(order(len(self.groups)), self._begun, end):
             self.groups[number].run(stage, self._scale)
         self._begun = max(self._begun, end or 0)
 
     def _gather(self) -> None:
-        """Overlapped, what the forward needs first travels at once (`owner_bucket_group.install` has the rest follow);
-        else all matrices now."""
+        """Starts gathering: overlapped, what the forward needs first travels at once (`owner_bucket_group.install` has
+        the rest follow); else all matrices now."""
         ahead = gathering_order(self._chunks)[:GATHERED_AHEAD]
         for bucket in ahead if self._overlap else reversed(matrix_groups(self._chunks)):
             bucket.start_param_sync()
@@ -105,7 +105,7 @@ class PlannedOptimizer(MasterOptimizer):
     # --- what went wrong in an update ---
 
     def fallbacks(self) -> torch.Tensor:
-        """Of matrices hosted here."""
+        """Counts those of matrices hosted here."""
         count = torch.full((1,), float(self._fallbacks.take()), device=self._wiring.device)
         if self._sharing is not None:
             count += self._sharing.fallbacks()
@@ -144,12 +144,13 @@ class PlannedOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Masters to the weights of this owner's TP ranks; gathering them over the data-parallel ranks is not done."""
+        """Rounds masters into the weights of this owner's TP ranks; gathering them over the data-parallel ranks is not
+        done."""
         for group in self.groups:
             group.send_weights()
             group.receive_weights()
-        for one in self._sharing.matrices if self._sharing is not None else ():
-            one.publish()
+        for matrix in self._sharing.matrices if self._sharing is not None else ():
+            matrix.publish()
         self._wiring.aside.join()
 
     def _gather_whole(self, matrices: Sequence[Matrix]) -> None:
@@ -159,17 +160,18 @@ class PlannedOptimizer(MasterOptimizer):
     # --- set-up ---
 
     def _gradient_slices(self) -> list[torch.Tensor]:
-        """The owned ranges of the buckets; where TP ranks have equal copies of a matrix, only the first one's count."""
+        """Lists the owned ranges of the buckets; where TP ranks have equal copies of a matrix, only the first one's
+        count."""
         fragments = self._wiring.fragments
         owned = self._hosting.owned
         if any(matrix.replicated and self._tp > 1 for matrix in owned):
             held = [m for m in owned if self._wiring.rank in m.holders(self._tp)]
             return [fragments.gradient(m) for m in held if not m.replicated or self._wiring.rank == 0]
-        found = []
+        slices = []
         for group in matrix_groups(self._chunks):
             data = group.buckets[0].grad_data
-            found += [data[part.start : part.end] for part in group.owned]
-        return found
+            slices += [data[part.start : part.end] for part in group.owned]
+        return slices
 
     @property
     def exchange_bytes(self) -> int:
@@ -185,5 +187,5 @@ class PlannedOptimizer(MasterOptimizer):
     def reload_model_params(self, state_dict: object = None) -> None:
         """Take the model's weights as masters, as after loading a checkpoint without optimizer state."""
         self._gather_whole(self._hosting.matrices)
-        for one in self._sharing.matrices if self._sharing is not None else ():
-            one.reload()
+        for matrix in self._sharing.matrices if self._sharing is not None else ():
+            matrix.reload()

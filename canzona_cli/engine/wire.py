@@ -1,4 +1,5 @@
-"""What moves matrices between ranks: views of fragments, messages, a stream for packing them, and writes of weights."""
+"""The means that move matrices between ranks: views of fragments, messages, a stream for packing them, and writes of
+weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,28 +28,28 @@ class Fragments:
         self._model, self.tp, self._rank, self._parameters = model, tp, rank, parameters
 
     def gradient(self, matrix: Matrix) -> torch.Tensor:
-        """This rank's part of the reduced gradient; valid on the matrix's owner."""
+        """Views this rank's part of the reduced gradient; valid on the matrix's owner."""
         main_grad: object = getattr(self._parameters[matrix.parameter], "main_grad", None)
         assert isinstance(main_grad, torch.Tensor)
         return self.in_parameter(matrix, main_grad)
 
     def weight(self, matrix: Matrix) -> torch.Tensor:
-        """This rank's part of the weight."""
+        """Views this rank's part of the weight."""
         return self.in_parameter(matrix, self._parameters[matrix.parameter].detach())
 
     def in_parameter(self, matrix: Matrix, parameter: torch.Tensor) -> torch.Tensor:
-        """The fragment as a view of `parameter`, which this rank stores; 2-D or 3-D, see `geometry.in_parameter`."""
+        """Views the fragment in `parameter`, which this rank stores; 2-D or 3-D, see `geometry.in_parameter`."""
         view = geometry.in_parameter(matrix, self._model, self.tp)
         return parameter.view(view.shape)[view.index]
 
     def in_whole(self, matrix: Matrix, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Where the fragment of TP rank `rank` goes in the whole (rows, columns), in the shape of `in_parameter`."""
+        """Views the place of TP rank `rank`'s fragment in the whole (rows, columns), in the shape of `in_parameter`."""
         view = geometry.in_whole(matrix, self._model, self.tp, rank)
         return whole.view(view.shape)[view.index]
 
 
 class Aside:
-    """What is enqueued within `work` overlaps what computes from then on; on a device without streams it is just done.
+    """A stream for work that overlaps what computes after it; on a device without streams the work is just done.
 
     Nothing needs `record_stream`: what is touched within `work` was allocated at set-up and stays; and a tensor that
     is made within it is used and freed within it.
@@ -60,7 +61,7 @@ class Aside:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Enqueue aside, behind all that the computing stream has been given so far."""
+        """Enqueues aside, after all that the computing stream has been given so far."""
         if self._stream is None:
             yield
             return
@@ -69,7 +70,7 @@ class Aside:
             yield
 
     def join(self) -> None:
-        """What computes goes on behind all that was enqueued aside."""
+        """Lets what computes go on only after all that was enqueued aside."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -85,11 +86,11 @@ class Messages:
     sends: tuple[torch.Tensor, ...]
     receives: tuple[torch.Tensor, ...]
     last: list[torch.distributed.Work | None]
-    """By set: the last exchange."""
+    """The last exchange of each set."""
 
     @classmethod
     def for_routes(cls, routes: Sequence[Route], dtype: torch.dtype, device: torch.device) -> "Messages":
-        """Large enough for every route; no memory where nothing is sent or received."""
+        """Allocates messages large enough for every route; no memory where nothing is sent or received."""
         sent = max((route.sent for route in routes), default=0)
         received = max((route.received for route in routes), default=0)
         sets = min(SETS, len(routes))
@@ -138,32 +139,32 @@ class AllToAll:
         return self._work
 
     def wait(self) -> None:
-        """Until everything has arrived (on a GPU: the current stream waits, the host does not)."""
+        """Waits until everything has arrived (on a GPU: the current stream waits, the host does not)."""
         if self._work is not None:
             self._work.wait()
             self._work = None
 
 
 MakeOptimizer = Callable[[Sequence[Matrix], list[torch.nn.Parameter]], torch.optim.Optimizer]
-"""An ordinary optimizer of these whole matrices."""
+"""A function that makes an ordinary optimizer of these whole matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """What everything that updates matrices on one rank shares."""
+    """The parts that everything that updates matrices on one rank shares."""
 
     fragments: Fragments
     rank: int
     """TP rank."""
     tp_group: torch.distributed.ProcessGroup | None
-    """None with one TP rank, where nothing travels."""
+    """The group of TP ranks; None with one TP rank, where nothing travels."""
     timer: PhaseTimer
     watcher: Watcher
     aside: Aside
-    """Where messages are packed, and arriving weights are written."""
+    """The stream on which messages are packed and arriving weights are written."""
     device: torch.device
     masters: Mapping[int, torch.nn.Parameter]
-    """By matrix index: the fp32 weights of what this rank updates, (rows, columns); of a shared matrix its fragment."""
+    """The fp32 weights by matrix index of what this rank updates, (rows, columns); of a shared matrix its fragment."""
     make_optimizer: MakeOptimizer
 
 

@@ -46,7 +46,7 @@ class CausalAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Attention of this rank's queries to the whole sequence up to each.
+        """Computes attention of this rank's queries to the whole sequence up to each.
 
         Args:
             query: `[seq / cp, batch, heads, head_dim]`.
@@ -69,14 +69,14 @@ class CausalAttention(torch.nn.Module):
         )
 
     def _whole(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the whole sequence in its order, `[seq, batch, groups, head_dim]` each."""
+        """Gathers keys and values of the whole sequence in its order, `[seq, batch, groups, head_dim]` each."""
         both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self._cp)
         first, second = both.unflatten(0, (self._cp.size(), 2, -1)).unbind(1)
         keys, values = torch.cat([first, second.flip(0)]).flatten(0, 1).chunk(2, dim=-1)
         return keys, values
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """The last query sees all keys, the one before it all but one, and so on."""
+        """Attends causally: the last query sees all keys, the one before it all but one, and so on."""
         if _on_processor(query):
             scale = query.size(-1) ** -0.5 if self._scale is None else self._scale
             return attend(query, key, value, scale).flatten(2)
@@ -106,12 +106,13 @@ def _on_processor(query: torch.Tensor) -> bool:
 
 
 def _kernel_knows_groups(query: torch.Tensor) -> bool:
-    """The one kernel for fp32 on GPUs that stores no scores, memory-efficient attention, does not."""
+    """Tells whether torch's kernel takes grouped queries: the one for fp32 on GPUs that stores no scores,
+    memory-efficient attention, does not."""
     return not (query.is_cuda and query.dtype is torch.float32)
 
 
 _SCORES, _QUERIES = 1 << 21, 128
-"""At most so many scores, and queries, in a block."""
+"""The most scores, and queries, in a block."""
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -128,9 +129,9 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
     Returns:
         `[queries, batch, heads, head_dim]`.
     """
-    found = _Blocks.apply(query, key, value, scale)
-    assert isinstance(found, torch.Tensor)
-    return found
+    attended = _Blocks.apply(query, key, value, scale)
+    assert isinstance(attended, torch.Tensor)
+    return attended
 
 
 class _Blocks(torch.autograd.Function):
@@ -161,8 +162,8 @@ class _Blocks(torch.autograd.Function):
             grad_values[:, :end].baddbmm_(shares.mT, grads)
             grad_shares = torch.bmm(grads, values[:, :end].mT)
             grad_scores = torch.ops.aten._softmax_backward_data(grad_shares, shares, -1, shares.dtype)
-            found = torch.bmm(grad_scores, keys[:, :end]).mul_(scale)
-            grad_query[first:last] = _unstacked(found, query[first:last])
+            partial = torch.bmm(grad_scores, keys[:, :end]).mul_(scale)
+            grad_query[first:last] = _unstacked(partial, query[first:last])
             grad_keys[:, :end].baddbmm_(grad_scores.mT, queries, alpha=scale)
         return grad_query, _apart(grad_keys, key), _apart(grad_values, value), None
 
@@ -176,7 +177,7 @@ def _blocks(query: torch.Tensor, key: torch.Tensor) -> list[tuple[int, int, int]
 
 
 def _shares(queries: torch.Tensor, keys: torch.Tensor, block: int, scale: float) -> torch.Tensor:
-    """What each query takes of each value, `[batch * groups, heads of a group * block, keys]`."""
+    """Computes what each query takes of each value, `[batch * groups, heads of a group * block, keys]`."""
     unseen = torch.full((block, keys.size(1)), float("-inf"), dtype=keys.dtype).triu(keys.size(1) - block + 1)
     masked = unseen.repeat(queries.size(1) // block, 1)
     return torch.softmax(torch.baddbmm(masked, queries, keys.mT, alpha=scale), dim=-1)
@@ -188,7 +189,7 @@ def _stacked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(stacked: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_stacked`."""
+    """Undoes `_stacked`."""
     return stacked.view(*like.shape[1:3], len(like), -1).permute(2, 0, 1, 3)
 
 
@@ -197,7 +198,7 @@ def _queries(tensor: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return tensor.permute(1, 2, 0, 3).reshape(len(keys), -1, tensor.size(-1))
 
 
-def _unstacked(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_queries`."""
+def _unstacked(stacked: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Undoes `_queries`."""
     block, batch, heads, _ = like.shape
-    return found.view(batch, heads, block, -1).permute(2, 0, 1, 3)
+    return stacked.view(batch, heads, block, -1).permute(2, 0, 1, 3)

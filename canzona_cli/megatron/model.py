@@ -90,8 +90,8 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
 
 
 def build_model(config: RunConfig, world: World) -> list[torch.nn.Module]:
-    """This rank's part of the model on its device, initialised, in the run's precision: its model chunks in forward
-    order, one but with an interleaved pipeline. Collective."""
+    """Builds this rank's part of the model on its device, initialised, in the run's precision: its model chunks in
+    forward order, one but with an interleaved pipeline. Collective."""
     mcore = transformer_config(config, world, compiled=world.device.type == "cuda" and can_compile(world))
     spec = layers_of(config.model).layer_spec(config.model, transformer_engine=config.cluster.transformer_engine)
     return [_build_chunk(config, world, mcore, spec, chunk) for chunk in range(world.layout.vpp)]
@@ -138,7 +138,7 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
 
 
 def can_compile(world: World) -> bool:
-    """Whether torch.compile works on every rank: fused and unfused cross-entropy differ in their collectives.
+    """Tells whether torch.compile works on every rank: fused and unfused cross-entropy differ in their collectives.
 
     Collective; rank 0 logs it where it does not.
     """
@@ -176,7 +176,7 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
 
 
 def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of a model chunk under the layer numbers of the whole model, whichever it is."""
+    """Yields the parameters of a model chunk under the layer numbers of the whole model, whichever it is."""
     first = 0
     for module in model.modules():
         layers = getattr(module, "layers", None)
@@ -192,14 +192,14 @@ def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Paramet
 
 
 def _drawn(whole: Weight) -> list[tuple[str, int]]:
-    """Name and rows of the matrices that a parameter is drawn as: where TP cuts every part, each on its own."""
+    """Lists name and rows of the matrices that a parameter is drawn as: where TP cuts every part, each on its own."""
     if whole.cut == "parts" and len(whole.parts) > 1:
         return [(f"{whole.name}:{part.kind}", part.rows) for part in whole.parts]
     return [(whole.name, whole.rows)]
 
 
 def _draw(name: str, shape: tuple[int, int], std: float, seed: int, device: torch.device) -> torch.Tensor:
-    """A whole matrix, fp32, the same on every rank."""
+    """Draws a whole matrix, fp32, the same on every rank."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.randn(shape, generator=generator, device=device).mul_(std)
@@ -219,10 +219,10 @@ class ProcessorNorm(torch.nn.Module):
         self.weight, self._eps = norm.weight, norm.eps
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The last dimension normalised, in the type it came in."""
-        found = _Normalised.apply(hidden, self.weight, self._eps)
-        assert isinstance(found, torch.Tensor)
-        return found
+        """Normalises the last dimension, in the type it came in."""
+        normalised = _Normalised.apply(hidden, self.weight, self._eps)
+        assert isinstance(normalised, torch.Tensor)
+        return normalised
 
 
 def use_processor_norms(model: torch.nn.Module) -> None:

@@ -92,7 +92,7 @@ def wrap_data_parallel(
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig, world: World) -> MegatronOptimizer:
-    """The optimizer of the run's strategy over the buffers of this rank's model chunks."""
+    """Builds the optimizer of the run's strategy over the buffers of this rank's model chunks."""
     optimizer = config.optimizer
     settings = _adamw_settings(config)
     if isinstance(optimizer, MuonConfig):
@@ -118,7 +118,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig
 
 
 def adamw_settings(config: RunConfig) -> MegatronOptimizerConfig:
-    """Megatron's settings for AdamW: by `DistributedOptimizer`, or with sc on every rank."""
+    """Returns Megatron's settings for AdamW: by `DistributedOptimizer`, or with sc on every rank."""
     return MegatronOptimizerConfig(**_adamw_settings(config))
 
 
@@ -141,7 +141,8 @@ def _adamw_settings(config: RunConfig) -> dict[str, object]:
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> OptimizerParamScheduler:
-    """Linear warm-up, then the decay of `schedule`; call `.step(increment=1)` after each optimizer step."""
+    """Builds the schedule: linear warm-up, then the decay of `schedule`; call `.step(increment=1)` after each optimizer
+    step."""
     base, schedule = config.optimizer, config.schedule
     wsd = schedule.decay == "wsd"
     return OptimizerParamScheduler(
@@ -208,7 +209,7 @@ def build_adamw(
 def megatron_muon(
     params: list[torch.nn.Parameter], settings: MuonConfig, precision: Precision
 ) -> torch.optim.Optimizer:
-    """Muon as strategies sc and layerwise execute it on whole fp32 masters."""
+    """Makes Muon as strategies sc and layerwise execute it on whole fp32 masters."""
     made: torch.optim.Optimizer = TensorParallelMuon(
         params,
         lr=settings.lr,
@@ -226,7 +227,8 @@ def megatron_muon(
 
 
 def megatron_adam(params: list[torch.nn.Parameter], settings: OptimizerBase) -> torch.optim.Optimizer:
-    """AdamW as `DistributedOptimizer` executes it on shards of masters: Transformer Engine's where it is installed."""
+    """Makes AdamW as `DistributedOptimizer` executes it on shards of masters: Transformer Engine's where it is
+    installed."""
     made: torch.optim.Optimizer = Adam(
         params,
         lr=settings.lr,

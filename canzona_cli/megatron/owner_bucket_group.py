@@ -140,10 +140,10 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         )
 
     def _check_plan(self) -> None:
-        planned, found = self.planned, self._bucket.grad_data.numel()
-        if found != planned.elements:
+        planned, actual = self.planned, self._bucket.grad_data.numel()
+        if actual != planned.elements:
             where = f"bucket {planned.index} of stage {planned.stage}"
-            raise PlanMismatch(key=where, planned=f"{planned.elements} elements", found=f"{found} elements")
+            raise PlanMismatch(key=where, planned=f"{planned.elements} elements", found=f"{actual} elements")
 
 
 def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -> None:
@@ -182,12 +182,12 @@ def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -
 
 
 def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
-    """All of this rank's, in the order their gradients become ready."""
+    """Lists all of this rank's bucket groups, in the order their gradients become ready."""
     return [group for ddp in reversed(chunks) for group in ddp.bucket_groups]
 
 
 def matrix_groups(chunks: Sequence[DistributedDataParallel]) -> list[OwnerBucketGroup]:
-    """The plan's buckets, in the order their gradients become ready."""
+    """Lists the plan's buckets, in the order their gradients become ready."""
     return [group for group in bucket_groups(chunks) if isinstance(group, OwnerBucketGroup)]
 
 
@@ -197,8 +197,9 @@ def adamw_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGra
 
 
 def gathering_order(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
-    """What is gathered behind the updates, in the order the forward needs it; not AdamW's of the first model chunk,
-    which travel under the updates. What later chunks have of AdamW's is little, and each has a collective's latency."""
+    """Lists what is gathered after the updates, in the order the forward needs it; not AdamW's of the first model
+    chunk, which travel under the updates. What later chunks have of AdamW's is little, and each has a collective's
+    latency."""
     first, *later = chunks
     order: list[_ParamAndGradBucketGroup] = matrix_groups([first])[::-1]
     for chunk in later:
@@ -207,7 +208,8 @@ def gathering_order(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAnd
 
 
 def nothing_to_gather(chunks: Sequence[DistributedDataParallel]) -> None:
-    """After a step that changed no parameter: the next forward pass neither starts a gathering nor waits for one."""
+    """Marks all parameters as gathered, after a step that changed none: the next forward pass neither starts a
+    gathering nor waits for one."""
     for group in bucket_groups(chunks):
         group.param_gather_dispatched = True
 
@@ -217,7 +219,7 @@ def _holds_matrices(group: _ParamAndGradBucketGroup) -> bool:
 
 
 def _refuse_unsupported(config: DistributedDataParallelConfig) -> None:
-    """What of `_ParamAndGradBucketGroup.start_grad_sync` has no counterpart here; canzona never sets it."""
+    """Refuses what of `_ParamAndGradBucketGroup.start_grad_sync` has no counterpart here; canzona never sets it."""
     assert config.use_distributed_optimizer, "parameters must be views of Megatron's buffer"
     assert config.num_distributed_optimizer_instances == 1
     assert not config.average_in_collective
@@ -252,25 +254,26 @@ def contradiction(trainee: Trainee) -> str | None:
 
 
 def judged(factor: float, *, assumed: bool) -> str | None:
-    """In words, what a `serial_factor` says against `cluster.grouped_collectives`; None where they agree."""
+    """Says in words what a `serial_factor` says against `cluster.grouped_collectives`; None where they agree."""
     if grouped(factor) == assumed:
         return None
-    found = f"{REDUCTIONS} small reductions take {factor:.1f} times as long as one"
+    took = f"{REDUCTIONS} small reductions take {factor:.1f} times as long as one"
     if assumed:
         return (
-            f"reductions of a bucket go out one after another here ({found}), but the plan prices them as one launch: "
+            f"reductions of a bucket go out one after another here ({took}), but the plan prices them as one launch: "
             "plan with cluster.grouped_collectives=false, or let TORCH_DIST_USE_NCCL2=0 choose torch's other backend"
         )
-    return f"reductions of a bucket are grouped here ({found}): plan with cluster.grouped_collectives=true"
+    return f"reductions of a bucket are grouped here ({took}): plan with cluster.grouped_collectives=true"
 
 
 def grouped(factor: float) -> bool:
-    """What a `serial_factor` says."""
+    """Tells what a `serial_factor` means: True where reductions are grouped."""
     return factor < SERIAL
 
 
 def serial_factor(group: ProcessGroup, device: torch.device, seconds: Callable[[Callable[[], None]], float]) -> float:
-    """How many times as long `REDUCTIONS` small reductions to different owners take as one; the same on every rank."""
+    """Measures how many times as long `REDUCTIONS` small reductions to different owners take as one; the same on every
+    rank."""
     data = torch.zeros(REDUCTIONS, device=device)
     parts = [(data[place : place + 1], place % group.size()) for place in range(REDUCTIONS)]
 
@@ -282,14 +285,14 @@ def serial_factor(group: ProcessGroup, device: torch.device, seconds: Callable[[
         reduce(count)  # the first one also builds what it runs on
         return statistics.median(seconds(lambda: reduce(count)) for _ in range(_REPEATS))
 
-    one = median(1)
-    ratio = torch.full((), median(REDUCTIONS) / one, device=device)
+    single = median(1)
+    ratio = torch.full((), median(REDUCTIONS) / single, device=device)
     torch.distributed.all_reduce(ratio, op=torch.distributed.ReduceOp.MAX, group=group)
     return float(ratio.item())
 
 
 def device_seconds(operation: Callable[[], None]) -> float:
-    """From one event on the current stream to the next, `operation` between them."""
+    """Times the current stream from one event to the next, `operation` between them."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     operation()

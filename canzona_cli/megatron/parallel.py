@@ -20,7 +20,7 @@ from canzona_cli.megatron import cpu_backend
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Where this worker stands in the job."""
+    """The place of this worker in the job."""
 
     rank: int
     world_size: int
@@ -99,7 +99,7 @@ def initialize(
 
 
 class _Meeting(TypedDict, total=False):
-    """Where ranks meet; nothing: as the launcher's environment says."""
+    """The meeting place of ranks; nothing: as the launcher's environment says."""
 
     store: PrefixStore
     rank: int
@@ -107,7 +107,7 @@ class _Meeting(TypedDict, total=False):
 
 
 def _store(turn: str) -> PrefixStore:
-    """A part of the launcher's store that no meeting of another name has written to."""
+    """Opens a part of the launcher's store that no meeting of another name has written to."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     shared = TCPStore(host, port, is_master=False, wait_for_workers=False)
     return PrefixStore(turn, shared)
@@ -121,7 +121,7 @@ def shutdown() -> None:
 
 
 Group = ProcessGroup | object
-"""What torch gives for a group: to a rank outside of it, a number."""
+"""The value that torch gives for a group: to a rank outside of it, a number."""
 AMONG_ALL: Final = frozenset(
     {
         "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",

@@ -16,9 +16,9 @@ from canzona_cli.fields import CURVE, NOTHING, Epsilon, Example, NotNegative, Po
 Clip = Literal["all", "adamw", "none"]
 """The parameters whose gradients are clipped by the global norm."""
 Form = Literal["standard", "gram"]
-"""How Newton-Schulz is worked out: on the matrix itself, or on its Gram matrix."""
+"""The way that Newton-Schulz is worked out: on the matrix itself, or on its Gram matrix."""
 RootMethod = Literal["eigh", "newton"]
-"""How Shampoo's inverse roots are computed: from eigenvalues, or by products alone."""
+"""The way that Shampoo's inverse roots are computed: from eigenvalues, or by products alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +64,15 @@ class OptimizerBase:
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """What an update costs depends on."""
+    """Everything that the cost of an update depends on."""
 
     name: str
-    """Whose update is priced; for a user's own optimizer the one it is like."""
+    """The optimizer whose update is priced; for a user's own optimizer the one it is like."""
     custom: bool = False
     """A user's own: measurements are looked up under its own label."""
     ns_steps: int = 5
     form: Literal["auto"] | Form = "standard"
-    """Muon: how Newton-Schulz is worked out; auto: `cost.form_of` says it for each shape."""
+    """Muon's form: how Newton-Schulz is worked out; auto: `cost.form_of` says it for each shape."""
     refresh_period: int = 10
     """Shampoo and SOAP: steps between refreshes of roots or eigenbases."""
     max_preconditioner_dim: int = 8192
@@ -82,7 +82,7 @@ class Algorithm:
     roots: RootMethod = "eigh"
     """Shampoo: how its inverse roots are computed."""
     precision: Precision = "bf16"
-    """What products of Newton-Schulz are in. Those with factors are in fp32."""
+    """The type of products of Newton-Schulz. Those with factors are in fp32."""
     tf32: bool = True
     """Shampoo and SOAP: in TF32 where there is any, but for refreshes."""
     stack: Literal["auto"] | bool = False
@@ -93,12 +93,12 @@ class Algorithm:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one update does."""
+    """The work of one update."""
 
     products: tuple[tuple[int, int, int, int], ...] = ()
     """Dense products: how many of (m, k) by (k, n)."""
     symmetric: tuple[tuple[int, int, int], ...] = ()
-    """Those of (m, k) by (k, m) whose result is symmetric; a kernel that knows it needs half of it."""
+    """Products of (m, k) by (k, m) whose result is symmetric; a kernel that knows it needs half of it."""
     qr: tuple[int, ...] = ()
     """Sides of the squares whose Q is computed."""
     eigh: tuple[int, ...] = ()
@@ -123,7 +123,7 @@ class Work:
 
     @property
     def product_flops(self) -> float:
-        """Of all products, symmetric ones in full."""
+        """The FLOPs of all products, symmetric ones in full."""
         beside = self.iteration.product_flops if self.iteration else 0.0
         return beside + sum(2.0 * count * m * k * n for count, m, k, n in self.products) + self._symmetric_flops
 
@@ -138,10 +138,10 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What plans know of an update rule."""
+    """An update rule, as plans know it."""
 
     work: Callable[[Algorithm, int, int], tuple[Work, Work]]
-    """Of a (rows, cols) matrix: what every update does, and what one with a refresh does on top."""
+    """The work of every update of a (rows, cols) matrix, and the work that one with a refresh does on top."""
     fragment_bytes: int
     """Memory traffic per element, besides writing the weight, of what an update of one matrix does on a fragment only:
     decay, weight and, with Newton-Schulz, momentum and scaling."""
@@ -152,7 +152,7 @@ class Rule:
     orthogonal: bool = False
     """Newton-Schulz iterations, with scratch for them."""
     shared: bool = False
-    """It has a shared form (`planner.sharing`)."""
+    """True where fragments can be updated together (`planner.sharing`)."""
     packed: int = 0
     """Symmetric squares for each side that has a factor, kept by half."""
     squares: int = 0

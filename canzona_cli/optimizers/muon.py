@@ -10,19 +10,18 @@ from torch.optim.optimizer import ParamsT
 
 from . import muon_cpu, muon_cuda
 from . import newton_schulz as iteration
-from .doubt import LOST, count_down, distrust, steps_left
 from .facts import Form
 from .gram_form import gram_newton_schulz, products_type, starting_norm
 from .matrix_optimizer import MatrixOptimizer, OnFallback, products
 from .muon_cuda import Replayed
-from .muon_facts import STANDARD_ONLY, CoefficientSet, ScaleMode
+from .muon_facts import LOST, STANDARD_ONLY, CoefficientSet, ScaleMode, count_down, distrust, steps_left
 from .newton_schulz import newton_schulz
 from .shared_rows import Shape
 from .workspace import Workspace
 
 
 class MuonSettings(TypedDict, total=False):
-    """What `Muon` takes by name, for subclasses that pass it on."""
+    """The arguments that `Muon` takes by name, for subclasses that pass it on."""
 
     weight_decay: float
     momentum: float
@@ -96,7 +95,7 @@ class Muon(MatrixOptimizer):
         stack: Orthogonalise matrices of one shape in batched products: all, or at most so many of a shape (rows, cols).
             Spares launches when matrices are small and many, and costs scratch for all of them at once.
         form: Of the iteration; of each shape (rows, cols). An update in Gram form that cannot be trusted (`gram_form`)
-            is made in standard form instead, and so are the next `doubt.STANDARD_STEPS`. On CUDA, where the host does
+            is made in standard form instead, and so are the next `STANDARD_STEPS`. On CUDA, where the host does
             not wait to know, it is left out, and `settle` sees to the next ones.
         on_fallback: Called when an update was made in standard form instead.
         graph: On CUDA, capture the update of all matrices of a parameter group, and replay it (`muon_cuda`).
@@ -157,7 +156,7 @@ class Muon(MatrixOptimizer):
         muon_cuda.set_rates(self._rates[id(group)], group["lr"], group["weight_decay"])
 
     def _fixed(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> Hashable:
-        """All else that an update of these matrices depends on, as far as it may change."""
+        """Collects all else that an update of these matrices depends on, as far as it may change."""
         state = [value for p in matrices for value in self.state[p].values() if isinstance(value, torch.Tensor)]
         gradients = [p.grad for p in matrices if p.grad is not None]
         places = tuple(tensor.data_ptr() for tensors in (matrices, gradients, state) for tensor in tensors)
@@ -166,7 +165,7 @@ class Muon(MatrixOptimizer):
         return group["momentum"], decay, self.workspace.nbytes, forms, places
 
     def _most(self, of_shape: Sequence[torch.Tensor]) -> int:
-        """How many matrices of one shape are updated together."""
+        """Tells how many matrices of one shape are updated together."""
         if isinstance(self.stack, bool):
             return len(of_shape) if self.stack else 1
         rows, cols = of_shape[0].shape
@@ -180,12 +179,12 @@ class Muon(MatrixOptimizer):
     def _update_stack(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         first = matrices[0]
         x = self.workspace.get("muon_x", (len(matrices), *first.shape), self._type(first), first.device)
-        for p, one in zip(matrices, x, strict=True):
+        for p, direction in zip(matrices, x, strict=True):
             assert p.grad is not None
-            self._direction(p, p.grad, group["momentum"], one, side=min(p.shape))
+            self._direction(p, p.grad, group["momentum"], direction, side=min(p.shape))
         x = self._orthogonalised(x, matrices, group)
-        for p, one in zip(matrices, x, strict=True):
-            self._apply(p, one, group)
+        for p, direction in zip(matrices, x, strict=True):
+            self._apply(p, direction, group)
 
     def _direction(
         self,
@@ -221,7 +220,7 @@ class Muon(MatrixOptimizer):
     def _orthogonalised(
         self, x: torch.Tensor, matrices: list[torch.Tensor], group: Mapping[str, float]
     ) -> torch.Tensor:
-        """Of the directions `x`, (rows, columns) of one matrix or (matrices, rows, columns): in their form."""
+        """Orthogonalises directions `x` in their form: (rows, columns) of one matrix, or (matrices, rows, columns)."""
         if self._form(matrices[0]) == "standard":
             return newton_schulz(x, self.steps, self.workspace)
         if not by_blocks(matrices[0]):
@@ -235,12 +234,12 @@ class Muon(MatrixOptimizer):
             # Not by a factor of 0: what is left out may be NaN.
             return result.masked_fill_(trusted.logical_not().view(*trusted.shape, 1, 1), 0)
         result, trusted = gram_newton_schulz(x, self.steps, self.workspace)
-        for p, one, good in zip(matrices, result.view(-1, *x.shape[-2:]), trusted.view(-1).tolist(), strict=True):
+        for p, iterate, good in zip(matrices, result.view(-1, *x.shape[-2:]), trusted.view(-1).tolist(), strict=True):
             if not good:
                 assert p.grad is not None
-                again = torch.empty_like(one, dtype=self._standard)
+                again = torch.empty_like(iterate, dtype=self._standard)
                 self._direction(p, p.grad, group["momentum"], again, side=min(p.shape), again=True)
-                one.copy_(newton_schulz(again, self.steps, Workspace()))
+                iterate.copy_(newton_schulz(again, self.steps, Workspace()))
                 distrust(self.state[p])
                 self._tell(p)
         return result
@@ -250,7 +249,7 @@ class Muon(MatrixOptimizer):
             self.on_fallback(p, LOST)
 
     def doubted(self) -> torch.Tensor | None:
-        """On CUDA, how many updates of the last step were left out: (), on the device. None where none can be."""
+        """Counts the updates of the last step that were left out: (), on the device; None on a CPU."""
         if not self._trusted:
             return None
         return torch.stack(list(self._trusted.values())).logical_not().sum()
@@ -261,14 +260,14 @@ class Muon(MatrixOptimizer):
         Returns:
             Matrices whose last update was left out.
         """
-        found = [p for p, good in self._trusted.items() if not bool(good)]
-        for p in found:
+        left = [p for p, good in self._trusted.items() if not bool(good)]
+        for p in left:
             distrust(self.state[p])
             del self._trusted[p]  # others' stay: a replayed step writes where it was captured
-        return found
+        return left
 
     def excluded(self, p: torch.Tensor) -> bool:
-        """Whether its next update is in standard form, behind one that was doubted."""
+        """Tells whether the next update is in standard form, after one that was doubted."""
         return steps_left(self.state[p]) > 0
 
     def _form(self, p: torch.Tensor) -> Form:
@@ -277,7 +276,7 @@ class Muon(MatrixOptimizer):
         return self.form if isinstance(self.form, str) else self.form[p.size(0), p.size(1)]
 
     def _type(self, p: torch.Tensor) -> torch.dtype:
-        """Of its iterate."""
+        """Picks the type of the iterate."""
         return self.dtype if self._form(p) == "gram" else self._standard
 
     def _kind(self, p: torch.Tensor) -> tuple[tuple[int, ...], str, Form]:
@@ -315,7 +314,7 @@ class Muon(MatrixOptimizer):
 
 
 def scale(rows: int, cols: int, mode: ScaleMode) -> float:
-    """How large the update of a (rows, cols) matrix is, a semi-orthogonal matrix being 1.
+    """Computes the size of the update of a (rows, cols) matrix, a semi-orthogonal matrix being 1.
 
     - spectral: sqrt(max(rows, cols)), the same RMS for every shape (Liu et al. 2025, arXiv:2502.16982).
     - unit_rms_norm: sqrt(rows / cols), the same RMS-to-RMS operator norm (Bernstein 2025; Scion, arXiv:2502.07529).
@@ -329,5 +328,6 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
 
 
 def by_blocks(matrix: torch.Tensor) -> bool:
-    """Whether passes over it go by blocks of rows; there the host reads numbers too, elsewhere nothing waits."""
+    """Tells whether passes over a matrix go by blocks of rows; there the host reads numbers too, elsewhere nothing
+    waits."""
     return matrix.device.type == "cpu"

@@ -8,7 +8,7 @@ from .muon_facts import BLOCK
 from .workspace import Workspace
 
 SAFE_NORMS = 2.0**-40, 2.0**60
-"""Between them the squares of all elements that count, and their sum, are normal fp32 numbers."""
+"""Norms between which the squares of all elements that count, and their sum, are normal fp32 numbers."""
 SAFE_FACTORS = 2.0**-100, 2.0**100
 """Norms whose inverse is a normal fp32 number by far."""
 

@@ -1,5 +1,6 @@
 """Muon and NorMuon without torch: settings, and what an update does."""
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -22,7 +23,7 @@ scratch stay in a 2 MB cache between passes. All passes of 2560x768 on one core:
 
 @dataclass(frozen=True, kw_only=True)
 class NewtonSchulzConfig(OptimizerBase):
-    """What orthogonalises its update."""
+    """Settings of optimizers that orthogonalise their update."""
 
     PLAUSIBLE_LR: ClassVar[float] = 0.5
     ns_steps: Annotated[int, Range(at_least=1, at_most=100), "Newton-Schulz iterations.", CURVE | PLAN] = 5
@@ -43,7 +44,7 @@ class NewtonSchulzConfig(OptimizerBase):
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumConfig(NewtonSchulzConfig):
-    """What Muon and NorMuon share."""
+    """Settings of Muon and NorMuon."""
 
     momentum: Annotated[Share, "Decay of the momentum.", CURVE] = 0.95
     nesterov: Annotated[bool, "Use Nesterov's form of the momentum.", CURVE] = True
@@ -99,13 +100,13 @@ def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def _moved(a: Algorithm) -> int:
-    """Bytes per element of Muon's decay and weight."""
+    """Counts the bytes per element of Muon's decay and weight."""
     w = product_bytes(a)
     return 12 if _in_one_pass(a) else 16 + (3 if a.form == "gram" else 1) * w
 
 
 def _in_one_pass(a: Algorithm) -> bool:
-    """Whether decay and update are, of what the Gram form leaves in fp32."""
+    """Tells whether decay and update are one pass, over what the Gram form leaves in fp32."""
     return a.form == "gram" and a.stack is not True
 
 
@@ -126,7 +127,7 @@ def product_bytes(a: Algorithm) -> int:
 
 
 def iteration_work(a: Algorithm, rows: int, cols: int) -> Work:
-    """Newton-Schulz alone. `addmm` first copies what it adds to."""
+    """Counts Newton-Schulz alone. `addmm` first copies what it adds to."""
     assert a.form != "auto"
     m, n = sorted((rows, cols))
     steps, width = a.ns_steps, product_bytes(a)
@@ -141,7 +142,8 @@ def iteration_work(a: Algorithm, rows: int, cols: int) -> Work:
 
 
 def _gram(steps: int, m: int, n: int, width: int) -> Work:
-    """The Gram form: X X' and Q X once in each of its `segments`, in between polynomials of the Gram matrix R alone.
+    """Counts the Gram form: X X' and Q X once in each of its `segments`, in between polynomials of the Gram matrix R
+    alone.
 
     Every step takes R R; all but a segment's first take Q P, all but its last P R P, for P the step's polynomial and Q
     the product of those so far. All are polynomials of one symmetric matrix, so they are symmetric themselves. With
@@ -186,3 +188,35 @@ FACTS = (
         update="normuon:NorMuon",
     ),
 )
+
+
+DISTRUSTED = "distrusted"
+"""The key, in a matrix's state and so in checkpoints, of how many of its next updates are in standard form. Older
+checkpoints have True."""
+STANDARD_STEPS = 100
+"""Updates in standard form after a doubt. A momentum of 0.95 then has 0.6% left of what was doubted; and where the Gram
+form is doubted again and again, to have tried it costs 1% of what updates take."""
+LOST = f"the Gram form lost too much in rounding; it is updated in standard form for {STANDARD_STEPS} steps"
+
+State = MutableMapping[str, object]
+"""The state of one matrix."""
+
+
+def distrust(state: State) -> None:
+    """Marks the state of a matrix whose update was not to be trusted."""
+    state[DISTRUSTED] = STANDARD_STEPS
+
+
+def steps_left(state: State) -> int:
+    """Tells how many of the next updates are in standard form."""
+    left = state.get(DISTRUSTED, 0)
+    assert isinstance(left, int)
+    return STANDARD_STEPS if left is True else left
+
+
+def count_down(state: State) -> None:
+    """Counts one of those updates as made."""
+    if (after := steps_left(state) - 1) > 0:
+        state[DISTRUSTED] = after
+    else:
+        del state[DISTRUSTED]

@@ -23,7 +23,7 @@ NEWTON_PRODUCTS = {2: 31, 1: 29}
 
 @dataclass(frozen=True, kw_only=True)
 class KroneckerConfig(OptimizerBase):
-    """What Shampoo, SOAP and their kin share."""
+    """Settings of Shampoo, SOAP and their kin."""
 
     shampoo_beta: Annotated[Share, "Decay of the Kronecker factors.", CURVE] = 0.95
     precondition_frequency: Annotated[
@@ -155,7 +155,7 @@ def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def factored_sides(a: Algorithm, rows: int, cols: int) -> tuple[int, ...]:
-    """Lengths of those sides that have a factor."""
+    """Lists the lengths of those sides that have a factor."""
     return tuple(side for side in (rows, cols) if side <= a.max_preconditioner_dim)
 
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 
 from . import muon
-from .doubt import count_down, distrust
 from .matrix_optimizer import products
+from .muon_facts import count_down, distrust
 from .newton_schulz import newton_schulz
 from .shared_rows import Shape, Sum, Together, Turns, each_turn, gram_by_rows
 from .workspace import Workspace
@@ -63,8 +63,8 @@ class SharedMuon(muon.Muon):
         (1,), to be added up."""
         assert p.grad is not None
         x = workspace.get("muon_x", p.shape, dtype, p.device)
-        own = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=side, again=again)
-        norm = torch.as_tensor(own, device=p.device)
+        norm_here = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=side, again=again)
+        norm = torch.as_tensor(norm_here, device=p.device)
         return x, norm, norm.double().square().view(1)
 
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
@@ -93,14 +93,14 @@ class SharedMuon(muon.Muon):
         (count_down if excluded else distrust)(self.state[p])
 
     def _settings(self, p: torch.Tensor) -> Mapping[str, float]:
-        return next(group for group in self.param_groups if any(one is p for one in group["params"]))
+        return next(group for group in self.param_groups if any(member is p for member in group["params"]))
 
 
 def _divide(x: torch.Tensor, norm: torch.Tensor, square: torch.Tensor) -> None:
-    """A fragment that was divided by its own norm, by the whole's, of which this is the square."""
+    """Divides a fragment, which was divided by its norm, by the whole's instead, of which this is the square."""
     x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1))
 
 
 def _is_wide(fragment: torch.Tensor, whole: Shape) -> bool:
-    """Whether columns are what is cut, the whole's long side; of a square neither is longer."""
+    """Tells whether columns are cut, the whole's long side; of a square neither is longer."""
     return fragment.size(0) == whole[0]

@@ -1,6 +1,6 @@
 """The price of a shared matrix's update: all TP ranks of its owner work on their fragments of it.
 
-The optimizer is one with a shared form (`canzona_cli.optimizers.shared`), in which the Gram form of Newton-Schulz is
+The optimizer is one with a shared form (`optimizers.shared_muon`), in which the Gram form of Newton-Schulz is
 divided between the ranks. Every rank makes its rows of each square of the short side, without a symmetric product's
 gain, and the rows are gathered between products.
 """

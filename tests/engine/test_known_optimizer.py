@@ -51,7 +51,7 @@ RUN = ("recipe=qwen3-tiny", "gpus=2", "parallel.tp=2", "optimizer=toy", "model.n
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The three files, as if they lay beside the built-in ones."""
+    """Writes the three files, as if they lay beside the built-in ones."""
     folder = tmp_path_factory.mktemp("toy")
     (folder / "toy.py").write_text(CLASS, encoding="utf-8")
     (folder / "toy_facts.py").write_text(FACTS, encoding="utf-8")

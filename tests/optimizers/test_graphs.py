@@ -92,7 +92,7 @@ def test_in_gram_form_a_decay_that_changes_is_captured_anew_and_a_rate_is_not(
 def test_an_update_that_is_left_out_is_left_out_of_a_replay(standard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Gram form's own verdict is on the device, and stays readable; what it has condemned is captured anew, and
     again when it is tried again, in the last step or later."""
-    monkeypatch.setattr("canzona_cli.optimizers.doubt.STANDARD_STEPS", standard)
+    monkeypatch.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", standard)
     doubts = torch.zeros(3, dtype=torch.bool)
 
     def doubtful(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,7 +168,7 @@ def test_what_reads_back_from_the_device_goes_on_kernel_by_kernel(
 
 
 def test_a_number_of_the_host_is_frozen_by_the_stand_in(on_cuda: list[StandInGraph]) -> None:
-    """Else the tests above would not notice a rate that is not on the device."""
+    """Otherwise the tests above would not notice a rate that is not on the device."""
     x, numbers = torch.zeros(3), iter([1.0, 2.0, 3.0])
     replayed = Replayed()
     for _ in range(3):

@@ -104,7 +104,7 @@ def test_bf16_errs_no_more_than_emergings_bf16(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stacked_is_unstacked(precision: Literal["fp32", "bf16"], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a shape, or at most so many; of the latter, what is left over is updated alone."""
+    """Stacks have all matrices of a shape, or at most so many; a matrix that is left over is updated alone."""
     shapes = [(12, 40), (40, 12), (12, 40), (16, 16), (12, 40), (40, 12)]
     grads = reference.gradients(shapes, 5)
     apart, _ = reference.run(lambda p: Muon(p, 0.02, precision=precision), shapes, grads)

@@ -24,7 +24,7 @@ from canzona_cli.planner.sharing import Exchange, shared_exchanges, shared_works
 
 LR = 0.05
 SHAPES: tuple[Shape, ...] = ((48, 256), (256, 48), (64, 80), (64, 64))
-"""Of the last two, a quarter is narrower than the short side."""
+"""A quarter of each of the last two is narrower than the short side."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Cut:
         )
 
     def _at_once[Done](self, one: Callable[[int, Together], Done]) -> list[Done]:
-        """All fragments at a time, as they wait for one another. Collectives read as late as they may, and
+        """Runs all fragments at a time, as they wait for one another. Collectives read as late as they may, and
         overwrite as early."""
         count = len(self.fragments)
         barrier, given = Barrier(count), [torch.empty(0)] * count
@@ -98,7 +98,7 @@ class Cut:
 
 
 def alone[Result](running: Turns[Result]) -> Result:
-    """Where nobody else has a turn."""
+    """Runs all turns where nobody else has one."""
     while True:
         try:
             waits = next(running)
@@ -138,8 +138,8 @@ def apart(found: torch.Tensor, wanted: torch.Tensor, start: torch.Tensor) -> flo
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("whole", SHAPES)
 def test_fragments_come_out_as_the_whole(whole: Shape, parts: int) -> None:
-    """In fp32 up to the order of sums: 5 steps amplify 6e-8 by at most their slopes, 477. The gradients' scale grows by
-    10 from step to step, from 1e-10."""
+    """Results in fp32 differ by the order of sums: 5 steps amplify 6e-8 by at most their slopes, 477. The gradients'
+    scale grows by 10 from step to step, from 1e-10."""
     start = gaussian(whole, 0)
     split, p = cut(start, parts, "fp32"), parameter(start)
     alone = muon(p, "fp32")
@@ -152,7 +152,7 @@ def test_fragments_come_out_as_the_whole(whole: Shape, parts: int) -> None:
 
 @pytest.mark.parametrize(("ns", "steps"), [("simple", 1), ("polar_express", 4), ("quintic", 3), ("deepseekv4", 10)])
 def test_any_number_of_steps(ns: CoefficientSet, steps: int) -> None:
-    """Within 20 times of what rounding does to the whole itself, which is in the same form."""
+    """The difference is within 20 times of what rounding does to the whole itself, which is in the same form."""
     whole, start = (40, 96), gaussian((40, 96), 0)
     split, p, exact = cut(start, 2, "fp32", ns, steps), parameter(start), parameter(start)
     p.grad = exact.grad = gaussian(whole, 1)

@@ -1,4 +1,4 @@
-"""How the weights are updated: the settings of every known optimizer, and of a user's own."""
+"""The settings of every known optimizer, and of a user's own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class CustomConfig(OptimizerBase):
 
     @property
     def built_in(self) -> bool:
-        """Whether the class is one of canzona's own, which a recipe may name without anybody's consent."""
+        """True where the class is one of canzona's own, which a recipe may name without anybody's consent."""
         return self.source.startswith("canzona_cli.optimizers.")
 
 
