@@ -33,7 +33,7 @@ _SAMPLE = "sample"
 _MOST_POINTS = 50
 """Handed over at once: MLflow takes a thousand values."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-"""Before a tracker that failed is tried again; doubled each time."""
+"""Seconds before a tracker that failed is tried again; doubled each time."""
 
 
 class Follower:
@@ -50,7 +50,7 @@ class Follower:
             "validation_": JsonLines(files.validation),
             _SAMPLE: JsonLines(files.events),
         }
-        """By what the names of a file's values begin with; of events, samples of text alone."""
+        """The records by the prefix of a file's values; of events, samples of text alone."""
         self._state = load_if_sound(files.tracker(name), TrackerState) or TrackerState()
         begin = {kind: min(self._state.taken.get(kind, -1), start) for kind in self._records}
         self._state = replace(self._state, taken=begin)
@@ -137,9 +137,9 @@ class Follower:
             self._files.trackers.mkdir(exist_ok=True)
             save(self._files.tracker(self._name), self._state)
 
-    def _tell(self, said: str, level: Level) -> None:
-        print(said, file=sys.stderr, flush=True)
-        incident = Incident(time=time.time(), event="tracker", detail=said, level=level)
+    def _tell(self, text: str, level: Level) -> None:
+        print(text, file=sys.stderr, flush=True)
+        incident = Incident(time=time.time(), event="tracker", detail=text, level=level)
         try_append_json_line(self._files.events, incident.line())
 
 
