@@ -220,7 +220,7 @@ def _mode(dice: random.Random, half: tuple[str, ...]) -> tuple[str, ...]:
     """Where there is a TP group to share with; few of these matrices are cut evenly, and some optimizers cannot."""
     if "parallel.tp=1" in half or "engine.strategy=canzona" not in half:
         return ()
-    return (f"engine.mode={dice.choice(('hosted', 'shared', 'shared', 'rows', 'auto'))}",)
+    return (f"engine.mode={dice.choice(('hosted', 'shared', 'shared', 'auto'))}",)
 
 
 def _yes(dice: random.Random) -> str:
