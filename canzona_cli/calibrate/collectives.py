@@ -19,7 +19,7 @@ import torch.distributed as dist
 from canzona_cli.calibrate.compute import Team, joined
 from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
 from canzona_cli.config.schema import Collective
-from canzona_cli.megatron.grouping import device_seconds, grouped, serial_factor
+from canzona_cli.megatron.owner_bucket_group import device_seconds, grouped, serial_factor
 from canzona_cli.megatron.owner_collectives import broadcast_each, reduce_each
 from canzona_cli.run.machine import cores
 from canzona_cli.run.statistics import Quartiles

@@ -15,9 +15,9 @@ from canzona_cli.calibrate.compute import Team, repeat, timed
 from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
 from canzona_cli.calibrate.profile import measured_runs
 from canzona_cli.config.schema import MomentumConfig, MuonConfig, RunConfig, Splitting
-from canzona_cli.engine.factory import optimizer_factory
-from canzona_cli.engine.hosted import Write, write_finite
-from canzona_cli.megatron.standalone import megatron_adam, megatron_muon
+from canzona_cli.engine.build import optimizer_factory
+from canzona_cli.engine.wire import Write, write_finite
+from canzona_cli.megatron.optimizer import megatron_adam, megatron_muon
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.kronecker import SIDES, KroneckerOptimizer

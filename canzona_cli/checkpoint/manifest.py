@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
 
-from canzona_cli.config.schema.field import Count, CountOrZero, Finite, Range, Ranks
+from canzona_cli.fields import Count, CountOrZero, Finite, Range, Ranks
 
 FORMAT: Final = "canzona-checkpoint"
 VERSION: Final = 2

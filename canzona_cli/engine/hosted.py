@@ -6,36 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from canzona_cli.engine.aside import Aside
-from canzona_cli.engine.buffers import AllToAll
-from canzona_cli.engine.fragments import Fragments
-from canzona_cli.megatron.in_flight import Watcher
-from canzona_cli.megatron.timers import PhaseTimer, Span
+from canzona_cli.engine.wire import AllToAll, Copy, Fragments, Messages, Wiring, Write, write_finite
+from canzona_cli.megatron.timers import Span
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.exchange import Parcel, senders
+from canzona_cli.planner.exchange import Parcel, senders, to_hosts
+from canzona_cli.planner.step_buffers import BATCH_BYTES
 from canzona_cli.run.phases import Phase
-
-MakeOptimizer = Callable[[Sequence[Matrix], list[torch.nn.Parameter]], torch.optim.Optimizer]
-"""An ordinary optimizer of these whole matrices."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wiring:
-    """What everything that updates matrices on one rank shares."""
-
-    fragments: Fragments
-    rank: int
-    """TP rank."""
-    tp_group: torch.distributed.ProcessGroup | None
-    """None with one TP rank, where nothing travels."""
-    timer: PhaseTimer
-    watcher: Watcher
-    aside: Aside
-    """Where messages are packed, and arriving weights are written."""
-    device: torch.device
-    masters: Mapping[int, torch.nn.Parameter]
-    """By matrix index: the fp32 weights of what this rank updates, (rows, columns); of a shared matrix its fragment."""
-    make_optimizer: MakeOptimizer
 
 
 class HostedGroup:
@@ -217,6 +193,62 @@ class HostedGroup:
             self._wiring.watcher.waited(span)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Hosting:
+    """The hosted matrices of one owner, in micro-groups, with the memory they are updated in."""
+
+    matrices: tuple[Matrix, ...]
+    """The matrices of all groups, in the groups' order, whichever rank hosts them."""
+    owned: tuple[Matrix, ...]
+    """These and the owner's shared matrices, in the plan's order."""
+    hosts: Mapping[int, int]
+    """The host of each matrix, by index."""
+    groups: Sequence[HostedGroup]
+    finite: torch.Tensor
+    """A number for each matrix hosted here, finite where its last update was."""
+    places: torch.Tensor
+    """The places of those matrices among `matrices`."""
+    bytes: int
+    """Bytes of message buffers and gradient scratch."""
+
+
+@torch.no_grad()
+def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[Matrix]) -> None:
+    """Makes masters of the model's weights. Collective: every TP rank calls it with the same matrices that travel."""
+    fragments, masters, rank, tp = wiring.fragments, wiring.masters, wiring.rank, wiring.fragments.tp
+    # A few at a time: this needs memory on top of the pipeline's own.
+    for batch in runs(matrices, BATCH_BYTES // 4):
+        route = to_hosts(batch, [hosts[matrix.index] for matrix in batch], rank=rank, tp=tp)
+        exchange = AllToAll(route, Messages.for_routes([route], torch.float32, wiring.device), 0, wiring.tp_group)
+        for parcel in route.sends:
+            weight = fragments.weight(parcel.matrix)
+            exchange.send[parcel.offset : parcel.offset + parcel.elements].view(weight.shape).copy_(weight)
+        exchange.start()
+        exchange.wait()
+        for parcel in route.receives:
+            view = fragments.in_whole(parcel.matrix, masters[parcel.matrix.index].detach(), parcel.peer)
+            view.copy_(exchange.receive[parcel.offset : parcel.offset + parcel.elements].view(view.shape))
+        for matrix in batch:
+            if hosts[matrix.index] == rank and rank in senders(matrix, rank, tp):
+                target = fragments.in_whole(matrix, masters[matrix.index].detach(), rank)
+                target.copy_(fragments.weight(matrix))
+
+
+def runs(
+    matrices: Sequence[Matrix], limit: int, size: Callable[[Matrix], int] = lambda matrix: matrix.elements
+) -> list[list[Matrix]]:
+    """Consecutive matrices whose sizes add up to at most `limit`, or one that alone exceeds it."""
+    batches: list[list[Matrix]] = []
+    filled = 0
+    for matrix in matrices:
+        if not batches or filled + size(matrix) > limit:
+            batches.append([])
+            filled = 0
+        batches[-1].append(matrix)
+        filled += size(matrix)
+    return batches
+
+
 def scratch_elements(wiring: Wiring, hosted: Iterable[Matrix]) -> int:
     """fp32 elements that the gradients of matrices hosted here need next to Megatron's buffer."""
     return sum(matrix.elements for matrix in hosted if not lies_whole(wiring, matrix))
@@ -228,55 +260,6 @@ def lies_whole(wiring: Wiring, matrix: Matrix) -> bool:
         return False
     gradient = wiring.fragments.gradient(matrix)
     return gradient.dtype is torch.float32 and gradient.numel() == matrix.elements and gradient.is_contiguous()
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    target: torch.Tensor
-    source: torch.Tensor
-
-    def run(self, scale: float = 1.0) -> None:
-        if scale == 1.0:
-            self.target.copy_(self.source)
-        elif self.source.dtype is self.target.dtype:
-            torch.mul(self.source, scale, out=self.target)
-        else:
-            # In the target's precision: scaled in bf16, a gradient would be rounded twice.
-            self.target.copy_(self.source)
-            self.target.mul_(scale)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Write:
-    """A new fragment of a weight, which is only taken if its update was finite."""
-
-    target: torch.Tensor
-    source: torch.Tensor
-    rounded: torch.Tensor
-    """Shape and dtype of `target`; scratch where `source` has another dtype: `torch.where` of two dtypes would work in
-    the wider one, in memory of its own."""
-
-
-def write_finite(writes: Sequence[tuple[int, Write]], flags: torch.Tensor, *, on_host: bool) -> None:
-    """Write what is given with the place of a finite flag; other targets stay as they are.
-
-    Args:
-        flags: flat.
-        on_host: whether they are the host's; else it does not wait to know them.
-    """
-    good = torch.isfinite(flags)
-    if on_host:
-        finite: list[bool] = good.tolist()
-        for place, write in writes:
-            if finite[place]:
-                write.target.copy_(write.source)
-        return
-    each = good.unbind()
-    for place, write in writes:
-        source = write.source
-        if source.dtype is not write.target.dtype:
-            source = write.rounded.copy_(source)
-        torch.where(each[place], source, write.target, out=write.target)
 
 
 def _own_write(fragments: Fragments, matrix: Matrix, source: torch.Tensor) -> Write:

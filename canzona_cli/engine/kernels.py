@@ -13,8 +13,8 @@ import torch
 
 from canzona_cli.config.execution import execution_of
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.megatron.grouping import device_seconds
 from canzona_cli.megatron.messages import gather
+from canzona_cli.megatron.owner_bucket_group import device_seconds
 from canzona_cli.optimizers import kernels as known
 from canzona_cli.optimizers import symmetric
 from canzona_cli.optimizers.gram_form import products_type

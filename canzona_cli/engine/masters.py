@@ -2,9 +2,9 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -12,6 +12,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.doubt import LOST
+from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.workspace import Workspace
 
 _log = logging.getLogger(__name__)
@@ -26,17 +27,6 @@ class MatrixGroup(Protocol):
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """None where this rank updates nothing of it."""
-
-
-@runtime_checkable
-class Doubting(Protocol):
-    """An optimizer that leaves out updates it cannot trust, without waiting to know how many."""
-
-    def doubted(self) -> torch.Tensor | None:
-        """How many of the last step: (), on the device. None where none can be."""
-
-    def settle(self) -> list[torch.Tensor]:
-        """Matrices whose last update was left out; their next ones are made in a way that can be trusted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,24 +67,43 @@ def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tenso
     """How many updates of the last step were left out as not to be trusted: (1,), on the device, without waiting."""
     count = torch.zeros(1, device=device)
     for group in groups:
-        doubting = _doubting(group.optimizer)
-        if doubting is not None and (found := doubting.doubted()) is not None:
-            count += found
+        if isinstance(group.optimizer, Muon) and (doubted := group.optimizer.doubted()) is not None:
+            count += doubted
     return count
 
 
 def settle(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.nn.Parameter]) -> None:
     """Have matrices whose update was left out updated in standard form for the next steps. The host waits."""
     for group in groups:
-        doubting = _doubting(group.optimizer)
-        found = set() if doubting is None else {id(master) for master in doubting.settle()}
+        if not isinstance(group.optimizer, Muon):
+            continue
+        left = {id(master) for master in group.optimizer.settle()}
         for matrix in group.hosted:
-            if id(masters[matrix.index]) in found:
+            if id(masters[matrix.index]) in left:
                 _log.warning("%s keeps its weight: %s", matrix.name, LOST)
 
 
-def _doubting(optimizer: object) -> Doubting | None:
-    return optimizer if isinstance(optimizer, Doubting) else None
+class Fallbacks:
+    """What optimizers could not do for a matrix and did instead: logged with the matrix's name, and counted.
+
+    Args:
+        hosted: matrices that this rank speaks for.
+        masters: by matrix index; what the optimizers call their parameters.
+    """
+
+    def __init__(self, hosted: Iterable[Matrix], masters: Mapping[int, torch.nn.Parameter]) -> None:
+        self._names = {id(masters[matrix.index]): matrix.name for matrix in hosted}
+        self._count = 0
+
+    def __call__(self, parameter: torch.Tensor, reason: str) -> None:
+        if (name := self._names.get(id(parameter))) is not None:
+            self._count += 1
+            _log.warning("%s: %s", name, reason)
+
+    def take(self) -> int:
+        """How many since the last call."""
+        count, self._count = self._count, 0
+        return count
 
 
 class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]

@@ -12,9 +12,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.engine.factory import Fallbacks
-from canzona_cli.engine.hosted import Wiring, lies_whole
-from canzona_cli.engine.masters import MasterOptimizer, left_out, settle
+from canzona_cli.engine.hosted import lies_whole
+from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, left_out, settle
+from canzona_cli.engine.wire import Wiring
 from canzona_cli.megatron.optimizer import adamw_settings
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.matrix import Matrix

@@ -1,4 +1,4 @@
-"""The shared matrices of one rank, fragments that all TP ranks of an owner update together (`optimizers/shared_rows`):
+"""The shared matrices of one rank, fragments that all TP ranks of an owner update together (`optimizers/shared_muon`):
 their one optimizer and its scratch, and what is done when an update is not trusted.
 """
 
@@ -9,10 +9,11 @@ from typing import Literal
 
 import torch
 
-from canzona_cli.engine.hosted import Copy, Wiring, Write, write_finite
 from canzona_cli.engine.masters import left_out, settle
+from canzona_cli.engine.wire import Copy, Wiring, Write, write_finite
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.optimizers.shared import SharedForm, Together, Turns, Wait
+from canzona_cli.optimizers.shared_muon import SharedMuon
+from canzona_cli.optimizers.shared_rows import Together, Turns, Wait
 from canzona_cli.optimizers.workspace import Workspace
 from canzona_cli.planner.pipeline import LANES, turns
 
@@ -26,7 +27,7 @@ class SharedMatrix:
         gradient: fp32, flat, at least as long as the fragment; several take turns at it.
     """
 
-    def __init__(self, wiring: Wiring, matrix: Matrix, optimizer: SharedForm, gradient: torch.Tensor) -> None:
+    def __init__(self, wiring: Wiring, matrix: Matrix, optimizer: SharedMuon, gradient: torch.Tensor) -> None:
         self.matrix, self.master, self._optimizer = matrix, wiring.masters[matrix.index], optimizer
         self.weight = wiring.fragments.weight(matrix)
         reduced = wiring.fragments.gradient(matrix)
@@ -99,7 +100,7 @@ class Sharing:
         self._wiring, self._parts = wiring, parts
         self.hosted = tuple(matrices)
         self.optimizer = wiring.make_optimizer(matrices, [wiring.masters[matrix.index] for matrix in matrices])
-        assert isinstance(self.optimizer, SharedForm)
+        assert isinstance(self.optimizer, SharedMuon)
         copied = [m.held_elements(wiring.fragments.tp) for m in matrices if not lies_flat(wiring.fragments.gradient(m))]
         self._gradient = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
         self._sums = torch.zeros(len(self.hosted), device=wiring.device)

@@ -18,9 +18,8 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from canzona_cli.megatron.holdings import leaves
-from canzona_cli.megatron.in_flight import CONNECTIONS, CudaWatcher, Watcher, watcher_for
 from canzona_cli.megatron.owner_bucket_group import bucket_groups
-from canzona_cli.megatron.timers import TOTAL_OF, PhaseTimer, Span
+from canzona_cli.megatron.timers import CONNECTIONS, TOTAL_OF, CudaWatcher, PhaseTimer, Span, Watcher, watcher_for
 from canzona_cli.run.phases import Phase
 
 _log = logging.getLogger(__name__)

@@ -182,7 +182,7 @@ def _ranges(bucket: Bucket) -> list[tuple[slice, int]]:
 
 def _each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collective: Collective) -> list[Work]:
     """Handed over together where the backend can, as NCCL: whether they are one launch is its own affair
-    (`megatron.grouping`)."""
+    (`owner_bucket_group.contradiction`)."""
     device = parts[0][0].device
     if not _queues(group, device):
         return [collective(data, owner, group) for data, owner in parts]

@@ -47,13 +47,12 @@ from functools import cache
 import torch
 
 from . import cpu_products, symmetric
+from .muon_facts import SAMPLES, segments
 from .workspace import Workspace
 
 DOUBT = 0.15
 """Estimated error (see above) above which a result is not trusted: less than ten times the 0.02 to 0.2 that the
 polynomials themselves leave. Estimated in bf16 are 0.009 to 0.145 of Gaussian matrices, most of squares of side 16."""
-SAMPLES = 32
-"""Rows at most, evenly spread, that stand for all where a norm or a mean is estimated."""
 LARGEST_NORM = 2.0**6
 """Of what is iterated on in fp16: its square is well inside the range."""
 LOWEST, PER_OCTAVE = -24, 8
@@ -64,15 +63,6 @@ above 1 is that of a broken matrix, and its polynomials might overflow."""
 Number = float | torch.Tensor
 """Of one matrix on the host a float; else (..., 1, 1) in fp32, on the device, so that nobody waits for it."""
 Step = tuple[float, float, float]
-
-
-def segments(steps: int) -> tuple[int, ...]:
-    """Steps the Gram form makes on each Gram matrix: two, and three at the end of an odd number.
-
-    Where three steps are followed by others, what they leave beyond the polynomials' range (above 1.4) grows without
-    bound: `deepseekv4` did so on Gaussian 256 x 257.
-    """
-    return (2,) * (steps // 2 - 1) + (2 + steps % 2,) if steps > 1 else (1,)
 
 
 def products_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -10,7 +10,8 @@ from torch.optim.optimizer import ParamsT
 
 from .decompositions import LinAlgError, eigenbasis, orthonormal, with_fallback
 from .matrix_optimizer import MatrixOptimizer, OnFallback, ProductPrecision, products
-from .packed import average_gram, pack, packed_elements, unpack
+from .packed import average_gram, pack, unpack
+from .shampoo_facts import STACKED_SQUARES, packed_elements
 from .workspace import Workspace
 
 Side = Literal["L", "R"]
@@ -19,9 +20,8 @@ SIDES: tuple[Side, Side] = ("L", "R")
 LONGEST = 2.0
 """What an update may be, in learning rates: root mean square of Adam's, singular values of Shampoo's. Of gradients that
 are all alike they are 1, of others less, and with the usual decays never above 1.2."""
-TOGETHER = {"cuda": 2**22}
-"""Elements of the squares that one call of a refresh takes: small ones in stacks, to spare launches. A CPU gains
-nothing by it."""
+TOGETHER = {"cuda": STACKED_SQUARES}
+"""Elements of the squares that one call of a refresh takes, by device."""
 
 
 class KroneckerSettings(TypedDict, total=False):

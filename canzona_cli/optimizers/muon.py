@@ -1,33 +1,24 @@
 """Muon: momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import groupby
 from typing import Literal, TypedDict
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from . import muon_cpu, muon_cuda
 from . import newton_schulz as iteration
 from .doubt import LOST, count_down, distrust, steps_left
+from .facts import Form
 from .gram_form import gram_newton_schulz, products_type, starting_norm
-from .graphs import Replayed
 from .matrix_optimizer import MatrixOptimizer, OnFallback, products
-from .newton_schulz import STANDARD_ONLY, CoefficientSet, Form, newton_schulz
-from .shared import Shape
+from .muon_cuda import Replayed
+from .muon_facts import STANDARD_ONLY, CoefficientSet, ScaleMode
+from .newton_schulz import newton_schulz
+from .shared_rows import Shape
 from .workspace import Workspace
-
-ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
-
-__all__ = ["Muon", "ScaleMode", "Workspace", "scale"]
-
-SAFE_NORMS = 2.0**-40, 2.0**60
-"""Between them the squares of all elements that count, and their sum, are normal fp32 numbers."""
-SAFE_FACTORS = 2.0**-100, 2.0**100
-"""Norms whose inverse is a normal fp32 number by far."""
-BLOCK = 128 * 1024
-"""Elements of a block of rows that elementwise passes take together: a weight, its gradient, its momentum and scratch
-stay in a 2 MB cache between passes. All passes of 2560x768 on one core: 3.5 ms, without blocks 4.5 ms."""
 
 
 class MuonSettings(TypedDict, total=False):
@@ -108,7 +99,7 @@ class Muon(MatrixOptimizer):
             is made in standard form instead, and so are the next `doubt.STANDARD_STEPS`. On CUDA, where the host does
             not wait to know, it is left out, and `settle` sees to the next ones.
         on_fallback: Called when an update was made in standard form instead.
-        graph: On CUDA, capture the update of all matrices of a parameter group, and replay it (`graphs`).
+        graph: On CUDA, capture the update of all matrices of a parameter group, and replay it (`muon_cuda`).
         workspace: Scratch to share with other optimizers.
 
         Raises:
@@ -160,13 +151,10 @@ class Muon(MatrixOptimizer):
                     super()._update_group(together, group)
 
     def _set_rates(self, p: torch.Tensor, group: Mapping[str, float]) -> None:
-        """Put on the device what changes from step to step: the decay, and the learning rate."""
-        rates = self._rates.get(id(group))
-        if rates is None:
-            rates = self._rates[id(group)] = p.new_empty(3)
-        rates[0].fill_(1 - group["lr"] * group["weight_decay"])
-        rates[1].fill_(group["lr"])
-        rates[2].fill_(group["lr"] * group["weight_decay"])
+        """Puts on the device what changes from step to step."""
+        if id(group) not in self._rates:
+            self._rates[id(group)] = p.new_empty(3)
+        muon_cuda.set_rates(self._rates[id(group)], group["lr"], group["weight_decay"])
 
     def _fixed(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> Hashable:
         """All else that an update of these matrices depends on, as far as it may change."""
@@ -218,50 +206,17 @@ class Muon(MatrixOptimizer):
         Returns:
             The norm it had; on CUDA () in fp64, on the device.
         """
-        average, weight = self._average(p), 0.0 if again else 1 - momentum
-        start = starting_norm(side, out.dtype)
-        direction = self.workspace.like("muon_direction", p) if self.nesterov else average
-        if not by_blocks(p):
-            average.lerp_(grad, weight)
-            if self.nesterov:
-                torch.lerp(grad, average, momentum, out=direction)
-            # In fp64, whose range has the square and the inverse of every fp32 number: no pass for the largest element.
-            # `vector_norm` would copy it to fp64 first: 16 bytes an element more, and the memory for it.
-            of_all: torch.Tensor = torch._foreach_norm([direction], 2, dtype=torch.float64)[0]
-            factor = of_all.clamp_min(1e-300).reciprocal_().view(1, 1)
-            torch.mul(direction, factor if start == 1 else factor.mul_(start), out=out)
-            return of_all
-        square = 0.0
-        for mean, new, block in zip(_blocks(average), _blocks(grad), _blocks(direction), strict=True):
-            mean.lerp_(new, weight)
-            if self.nesterov:
-                torch.lerp(new, mean, momentum, out=block)
-            square += self._norm(block) ** 2
-        norm = math.sqrt(square)
-        exponent = 0 if SAFE_FACTORS[0] < norm < SAFE_FACTORS[1] or not math.isfinite(norm) else math.frexp(norm)[1]
-        # The factor could ride in the first product, but oneDNN compiles a kernel for every new alpha.
-        inverse = start / math.ldexp(norm, -exponent) if norm else 0.0
-        for block, low in zip(_blocks(direction), _blocks(out), strict=True):
-            scaled = self._shifted(block, -exponent) if exponent else block
-            low.copy_(torch.mul(scaled, inverse, out=self.workspace.like("muon_block", block)))
-        return norm
-
-    def _norm(self, block: torch.Tensor) -> float:
-        """Frobenius norm, of elements of any size."""
-        norm = float(torch.linalg.vector_norm(block))
-        if SAFE_NORMS[0] < norm < SAFE_NORMS[1]:
-            return norm
-        largest = float(torch.linalg.vector_norm(block, torch.inf))
-        if not largest or not math.isfinite(largest):
-            return largest
-        exponent = math.frexp(largest)[1]
-        return math.ldexp(float(torch.linalg.vector_norm(self._shifted(block, -exponent))), exponent)
-
-    def _shifted(self, block: torch.Tensor, exponent: int) -> torch.Tensor:
-        """`block` times 2^exponent, which itself may be no fp32 number; scratch."""
-        half = exponent // 2
-        scaled = torch.mul(block, 2.0**half, out=self.workspace.like("muon_block", block))
-        return scaled.mul_(2.0 ** (exponent - half))
+        direction: Callable[..., float | torch.Tensor] = (muon_cpu if by_blocks(p) else muon_cuda).direction
+        return direction(
+            self._average(p),
+            grad,
+            out,
+            momentum=momentum,
+            weight=0.0 if again else 1 - momentum,
+            ahead=self.workspace.like("muon_direction", p) if self.nesterov else None,
+            norm=starting_norm(side, out.dtype),
+            workspace=self.workspace,
+        )
 
     def _orthogonalised(
         self, x: torch.Tensor, matrices: list[torch.Tensor], group: Mapping[str, float]
@@ -343,22 +298,10 @@ class Muon(MatrixOptimizer):
         """p <- (1 - lr weight_decay) p - lr scale x, for `p` of a matrix of the shape `whole`; where an `x` in fp32 is
         not `trusted`, on CUDA, p only decays."""
         size = self.scale_factor * scale(*whole, self.scale_mode)
-        if not by_blocks(p):
-            decay, rate, lost = self._rates[id(group)]
-            if trusted is not None and x.dtype is torch.float32 and size:
-                # One pass: p - lr size (x + weight_decay / size p), or p - lr weight_decay p; the other does nothing.
-                good = trusted.float()
-                _descend(p, x, rate * size, group["weight_decay"] / size, but_where=1 - good)
-                _descend(p, p, lost, 0.0, but_where=good)
-                return
-            p.mul_(decay).addcmul_(x, rate, value=-size)
-            return
-        lr = group["lr"]
-        decay, alpha = 1 - lr * group["weight_decay"], -lr * size
-        for weight, block in zip(_blocks(p), _blocks(x), strict=True):
-            if block.dtype != weight.dtype:
-                block = self.workspace.get("muon_block", block.shape, p.dtype, p.device).copy_(block)
-            weight.mul_(decay).add_(block, alpha=alpha)
+        if by_blocks(p):
+            muon_cpu.move(p, x, group["lr"], group["weight_decay"], size, self.workspace)
+        else:
+            muon_cuda.move(p, x, self._rates[id(group)], group["weight_decay"], size, trusted)
 
     def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         return {"momentum_buffer": tuple(p.shape)}
@@ -385,19 +328,6 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
     return math.sqrt(max(1.0, rows / cols))
 
 
-def _descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float, *, but_where: torch.Tensor) -> None:
-    """p <- p - rate (x + decay p), element by element, unless `but_where` is 1, which is asked on the device."""
-    torch._fused_sgd_(
-        [p], [x], [], weight_decay=decay, momentum=0.0, lr=rate, dampening=0.0, nesterov=False, maximize=False,
-        is_first_step=False, found_inf=but_where,
-    )  # fmt: skip
-
-
 def by_blocks(matrix: torch.Tensor) -> bool:
     """Whether passes over it go by blocks of rows; there the host reads numbers too, elsewhere nothing waits."""
     return matrix.device.type == "cpu"
-
-
-def _blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Rows in blocks of about BLOCK elements; the same rows for tensors of the same shape."""
-    return matrix.split(max(1, BLOCK // matrix.size(1)))  # type: ignore[no-untyped-call,no-any-return]

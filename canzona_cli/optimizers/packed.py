@@ -6,13 +6,10 @@ other triangle of the lower right quarter, transposed and a row further down. So
 
 import torch
 
+from .shampoo_facts import packed_elements
+
 _STRIP = 64
 """Rows at least of a strip of a product on a CPU."""
-
-
-def packed_elements(side: int) -> int:
-    """Elements that are kept of a (side, side) matrix."""
-    return side * (side + 1) // 2
 
 
 def pack(square: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

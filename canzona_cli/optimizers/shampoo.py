@@ -11,7 +11,8 @@ from torch.optim.optimizer import ParamsT
 from .decompositions import LinAlgError, with_fallback
 from .inverse_roots import Order, RootMethod, by_eigenvalues, by_newton
 from .kronecker import LONGEST, KroneckerOptimizer, KroneckerSettings, Side
-from .packed import pack, packed_elements
+from .packed import pack
+from .shampoo_facts import packed_elements
 
 Grafting = Literal["none", "sgd", "adam"]
 

@@ -8,8 +8,7 @@ from . import muon
 from .doubt import count_down, distrust
 from .matrix_optimizer import products
 from .newton_schulz import newton_schulz
-from .shared import Shape, Sum, Together, Turns, each_turn
-from .shared_rows import gram_by_rows
+from .shared_rows import Shape, Sum, Together, Turns, each_turn, gram_by_rows
 from .workspace import Workspace
 
 
@@ -17,13 +16,23 @@ class SharedMuon(muon.Muon):
     """Muon whose parameters may also be fragments, of matrices in Gram form.
 
     `step` updates whole matrices. Of a fragment the direction is known, but not the whole's norm and Gram matrix; they
-    come from all of them, as `SharedForm` says, and the fragment then becomes what it would be of the whole.
+    come from all of them, and the fragment then becomes what it would be of the whole.
 
     State of a fragment: its part of Muon's `momentum_buffer`; `distrusted`, the same for all of the matrix's.
     """
 
     def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
-        """As `SharedForm` says; CUDA leaves an untrusted update out, as of whole matrices, until `settle`."""
+        """Updates a fragment, unless the result is not to be trusted. Collective.
+
+        CUDA leaves an untrusted update out, as it does of whole matrices, until `settle`.
+
+        Args:
+            p: The fragment's weights, with its gradient in `p.grad`, which is only read, in the first turn; both fp32.
+            whole: The shape of the whole matrix; its shorter side is a multiple of `ranks.count`.
+
+        Returns:
+            False where `alone` is to be called, for all of the matrix's fragments alike.
+        """
         return each_turn(self._together(p, whole, ranks), lambda: products("fp32"))
 
     def _together(self, p: torch.Tensor, whole: Shape, ranks: Together) -> Turns[bool]:
@@ -59,8 +68,11 @@ class SharedMuon(muon.Muon):
         return x, norm, norm.double().square().view(1)
 
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
-        """In standard form: the sum of Gram matrices of every step goes to all fragments. `together`, where it was
-        called, has updated the momentum."""
+        """Updates a fragment in the same step in standard form, slow and safe; also some of the next, as `excluded`.
+
+        The sum of Gram matrices of every step goes to all fragments. `together`, where it was called, has updated the
+        momentum.
+        """
         group, excluded = self._settings(p), self.excluded(p)
 
         def summed(gram: torch.Tensor) -> None:

@@ -6,7 +6,9 @@ known before. Gram matrices are rounded without their alphas before they travel,
 roundings being independent, what `gram_form` takes for one of size |R| is of size (|R|^2 + sum_r |R_r|^2)^0.5 here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 
@@ -22,13 +24,56 @@ from .gram_form import (
     mean_square,
     most,
     norm_of_rows,
-    segments,
     starting_norm,
     undoing,
 )
-from .shared import Together, Turns, Wait
+from .muon_facts import segments
 from .symmetric import plain
 from .workspace import Workspace
+
+Shape = tuple[int, int]
+"""Of the whole matrix: rows, columns. Of one of them its fragments have all."""
+Sum = Callable[[torch.Tensor], object]
+"""Adds up a tensor over all fragments, in place, for all of them alike."""
+Wait = Callable[[], object]
+"""Until what was begun is done; on a GPU the current stream waits, not the host."""
+type Turns[Result] = Generator[Sequence[Wait], None, Result]
+"""Goes on once all that it yields is waited for: another one may have its turn meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Together:
+    """What a fragment's optimizer is given to work with the other fragments' at the same time: collectives, which all
+    begin alike; their tensors are left alone until they are waited for. A square's rows are cut evenly among them."""
+
+    place: int
+    """Among the fragments."""
+    count: int
+    total: Callable[[torch.Tensor], Wait]
+    """As `Sum`."""
+    swap: Callable[[torch.Tensor, torch.Tensor], Wait]
+    """Of everyone's (m, m) the rows of this place into (count, m / count, m), in the fragments' order; contiguous."""
+    gather: Callable[[torch.Tensor, torch.Tensor], Wait]
+    """(m, m) of everyone's (m / count, m), which may be its own rows of it; contiguous."""
+    workspace: Workspace | None = None
+    """For what is kept from turn to turn; None: the optimizer's own."""
+
+    def rows(self, side: int) -> slice:
+        """Its own."""
+        height = side // self.count
+        return slice(self.place * height, (self.place + 1) * height)
+
+
+def each_turn[Result](running: Turns[Result], within: Callable[[], AbstractContextManager[object]]) -> Turns[Result]:
+    """`running`, each of its turns within a context of its own, which another one's do not see."""
+    while True:
+        with within():
+            try:
+                waits = next(running)
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+        yield waits
 
 
 def gram_by_rows(

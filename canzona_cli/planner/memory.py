@@ -22,14 +22,16 @@ from canzona_cli.config.execution import IN_ORDER, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.model.families import family_of, parameter_count
 from canzona_cli.model.matrices import layer_shapes
+from canzona_cli.optimizers.facts import Algorithm
+from canzona_cli.optimizers.shampoo_facts import factored_sides, packed_elements
 from canzona_cli.planner.activations import StageWeights, matrix_shapes, stage_weights, transient
 from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes, lay_out
 from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.exchange import exchange_bytes
-from canzona_cli.planner.parts import Algorithm, Place
+from canzona_cli.planner.parts import Place
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.step_buffers import BATCH_BYTES, StepBuffers, step_buffers
-from canzona_cli.planner.work import RULES, factored_sides
+from canzona_cli.planner.work import RULES
 from canzona_cli.planner.workspace import Shape, workspace_bytes
 
 GIB = 1 << 30
@@ -268,11 +270,6 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
     sides = factored_sides(algorithm, rows, cols)
     own = sum(rule.packed * packed_elements(side) + rule.squares * side**2 + rule.vectors * side for side in sides)
     return FP32 * (rule.row_vectors * rows + own)
-
-
-def packed_elements(side: int) -> int:
-    """Of a symmetric (side, side) matrix (`canzona_cli.optimizers.packed`)."""
-    return side * (side + 1) // 2
 
 
 def checkpoint_bytes(config: RunConfig) -> int:

@@ -13,10 +13,12 @@ from typing import Literal, NamedTuple
 from canzona_cli.config.execution import IN_ORDER
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.optimizers.facts import Algorithm, Work
+from canzona_cli.optimizers.muon_facts import product_bytes, segments
 from canzona_cli.planner.cost import GRAM_MIN_SIDE, algorithm, duration, gram_holds, gram_scale, rounded
 from canzona_cli.planner.links import Group, Links, Transfer
-from canzona_cli.planner.parts import HOSTED, Algorithm, Share
-from canzona_cli.planner.work import RULES, Work, product_bytes, segments
+from canzona_cli.planner.parts import HOSTED, Share
+from canzona_cli.planner.work import RULES
 
 _TOLD = 16
 """Bytes of what fragments tell each other besides squares, at most."""

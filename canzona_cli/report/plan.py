@@ -79,9 +79,11 @@ class PlanView(Page):
         algorithm = self.study.plan.subject.optimizer
         if algorithm.custom:
             return f"custom (priced like {algorithm.name})"
-        if not RULES[algorithm.name].preconditioned:
+        if RULES[algorithm.name].preconditioned:
+            return f"{algorithm.name} (refreshed every {algorithm.refresh_period} steps)"
+        if RULES[algorithm.name].orthogonal:
             return f"{algorithm.name} ({algorithm.ns_steps} Newton-Schulz steps)"
-        return f"{algorithm.name} (refreshed every {algorithm.refresh_period} steps)"
+        return algorithm.name
 
     def _rows(self) -> Iterator[tuple[str, Text | str]]:
         study, balance, moved = self.study, self.study.balance, self.study.communication

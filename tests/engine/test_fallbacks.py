@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from canzona_cli.engine.factory import Fallbacks
-from canzona_cli.engine.masters import left_out, settle
+from canzona_cli.engine.masters import Fallbacks, left_out, settle
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.muon import Muon

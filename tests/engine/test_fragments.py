@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from canzona_cli.config.schema import ModelConfig, Splitting
-from canzona_cli.engine.fragments import Fragments
+from canzona_cli.engine.wire import Fragments
 from canzona_cli.model.geometry import head_of
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix

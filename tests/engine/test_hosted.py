@@ -2,7 +2,7 @@
 
 import torch
 
-from canzona_cli.engine.hosted import Write, write_finite
+from canzona_cli.engine.wire import Write, write_finite
 from tests.cuda_stand_in import cuda_stand_in
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from canzona_cli.megatron.cpu_norm import ProcessorNorm, use_processor_norms
+from canzona_cli.megatron.model import ProcessorNorm, use_processor_norms
 
 EPS = 1e-6
 # Of the largest element: roundings of the type.

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from canzona_cli.config.schema import Layout
-from canzona_cli.megatron.groups import make_groups
+from canzona_cli.megatron.parallel import make_groups
 from tests.faults.support import LAYOUT
 
 MINUTE = timedelta(minutes=1)

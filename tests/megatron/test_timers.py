@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.megatron.in_flight import CudaWatcher
 from canzona_cli.megatron.owner_bucket_group import InFlight
-from canzona_cli.megatron.timers import HostClock, PhaseTimer, StepTiming
+from canzona_cli.megatron.timers import CudaWatcher, HostClock, PhaseTimer, StepTiming
 from canzona_cli.run.phases import IN_STEP, Phase
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
 

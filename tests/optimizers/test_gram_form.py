@@ -16,19 +16,12 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Form
 from canzona_cli.errors import ConfigError
 from canzona_cli.optimizers import Muon, NorMuon, Workspace, doubt, gram_form, muon
-from canzona_cli.optimizers.gram_form import gram_newton_schulz, segments
-from canzona_cli.optimizers.newton_schulz import (
-    COEFFICIENTS,
-    STANDARD_ONLY,
-    CoefficientSet,
-    coefficients,
-    newton_schulz,
-)
-from canzona_cli.planner import work as planned_work
+from canzona_cli.optimizers.facts import Algorithm
+from canzona_cli.optimizers.gram_form import gram_newton_schulz
+from canzona_cli.optimizers.muon_facts import MUON_AROUND, STANDARD_ONLY, CoefficientSet, iteration_work, segments
+from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, coefficients, newton_schulz
 from canzona_cli.planner.cost import algorithm
-from canzona_cli.planner.parts import Algorithm
-from canzona_cli.planner.work import MUON_AROUND, PROBE_ROWS, flops, work
-from canzona_cli.planner.work import segments as planned_segments
+from canzona_cli.planner.work import flops, work
 
 from . import reference
 from .adversarial import KINDS, adversarial
@@ -107,7 +100,6 @@ def test_it_takes_the_flops_that_plans_count(steps: int) -> None:
         with FlopCounterMode(display=False) as counter:
             gram_newton_schulz(x, coefficients("quintic", steps), Workspace())
         assert counter.get_total_flops() == flops(Algorithm(name="muon", ns_steps=steps, form=gram), rows, cols)
-    assert segments(steps) == planned_segments(steps)
     assert sum(segments(steps)) == steps
 
 
@@ -173,10 +165,9 @@ def test_the_probe_takes_less_than_a_hundredth(rows: int, cols: int, monkeypatch
     assert 0 < 2 * elements < 0.01 * flops(how, rows, cols)
     without = work(replace(how, form="standard", ns_steps=0), rows, cols)[0].traffic
     assert 0 < moved < 0.01 * (update.bytes + without)
-    monkeypatch.setattr("canzona_cli.planner.work.PROBE_ROWS", 0)
+    monkeypatch.setattr("canzona_cli.optimizers.muon_facts.SAMPLES", 0)
     planned = work(how, rows, cols)[0].traffic - work.__wrapped__(how, rows, cols)[0].traffic
     assert planned == pytest.approx(moved, rel=0.02)
-    assert PROBE_ROWS == gram_form.SAMPLES
 
 
 class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -225,7 +216,7 @@ def test_a_gpu_moves_around_the_iteration_what_plans_count(
     optimizer.step()  # makes state and scratch
     with Moved() as moved:
         optimizer.step()
-    planned = work(how, 256, 512)[0].traffic - planned_work._iteration(how, 256, 512).traffic
+    planned = work(how, 256, 512)[0].traffic - iteration_work(how, 256, 512).traffic
     assert moved.bytes / 2 == pytest.approx(planned - 10 * both[0].numel(), rel=1e-2)
 
 
@@ -238,8 +229,8 @@ def test_a_gpu_passes_over_squares_as_often_as_plans_count(steps: int, monkeypat
     with Moved(but=("bmm", "norm", "clone", "zero")) as moved:
         gram_newton_schulz(given[1], triples, workspace)
     found = moved.bytes + 2 * 256 * 256 * len(segments(steps))
-    monkeypatch.setattr("canzona_cli.planner.work.PROBE_ROWS", 0)
-    planned = planned_work._iteration(Algorithm(name="muon", ns_steps=steps, form="gram"), 256, 320).traffic
+    monkeypatch.setattr("canzona_cli.optimizers.muon_facts.SAMPLES", 0)
+    planned = iteration_work(Algorithm(name="muon", ns_steps=steps, form="gram"), 256, 320).traffic
     assert found == pytest.approx(planned, rel=0.02)
 
 

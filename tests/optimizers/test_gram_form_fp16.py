@@ -19,24 +19,18 @@ from canzona_cli.optimizers import (
     muon,
     shared_rows,
 )
+from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.gram_form import (
     LARGEST_NORM,
     follows,
     gram_newton_schulz,
     polynomial,
     products_type,
-    segments,
     starting_norm,
     undoing,
 )
-from canzona_cli.optimizers.newton_schulz import (
-    COEFFICIENTS,
-    STANDARD_ONLY,
-    CoefficientSet,
-    Form,
-    coefficients,
-    newton_schulz,
-)
+from canzona_cli.optimizers.muon_facts import STANDARD_ONLY, CoefficientSet, segments
+from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, coefficients, newton_schulz
 
 from . import reference
 from .test_gram_form import apart, exact, spectrum, updated

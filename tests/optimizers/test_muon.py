@@ -7,8 +7,8 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 
 from canzona_cli.optimizers import Muon, Workspace
-from canzona_cli.optimizers.muon import ScaleMode
-from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, CoefficientSet, coefficients, newton_schulz
+from canzona_cli.optimizers.muon_facts import CoefficientSet, ScaleMode
+from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, coefficients, newton_schulz
 
 from . import reference as reference
 
@@ -141,7 +141,7 @@ def test_blocks_of_rows_are_the_whole_matrix(
     def run() -> list[torch.Tensor]:
         return reference.run(lambda p: Muon(p, 0.02, precision=precision, nesterov=nesterov), SHAPES, grads)[0]
 
-    monkeypatch.setattr("canzona_cli.optimizers.muon.BLOCK", 50)
+    monkeypatch.setattr("canzona_cli.optimizers.muon_cpu.BLOCK", 50)
     blocked = run()
     monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
     for a, b in zip(blocked, run(), strict=True):

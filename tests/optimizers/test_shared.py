@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from threading import Barrier
 from typing import Literal
 
@@ -12,12 +13,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_cli.optimizers import Muon, Workspace
+from canzona_cli.optimizers.facts import known
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.optimizers.matrix_optimizer import products
-from canzona_cli.optimizers.newton_schulz import CoefficientSet, coefficients
-from canzona_cli.optimizers.normuon import NorMuon
-from canzona_cli.optimizers.shared import Shape, SharedForm, Together, Turns, Wait
+from canzona_cli.optimizers.muon_facts import CoefficientSet
+from canzona_cli.optimizers.newton_schulz import coefficients
 from canzona_cli.optimizers.shared_muon import SharedMuon
+from canzona_cli.optimizers.shared_rows import Shape, Together, Turns, Wait
 from canzona_cli.planner.sharing import Exchange, shared_exchanges, shared_works
 
 LR = 0.05
@@ -272,7 +274,9 @@ def test_products_and_exchanges_are_those_the_planner_prices(steps: int) -> None
     assert [(one, landed[number]) for number, one in enumerate(sent)] == planned
 
 
-def test_who_has_the_form() -> None:
-    p = parameter(gaussian((8, 16), 0))
-    assert isinstance(SharedMuon([p], LR), SharedForm)
-    assert not isinstance(NorMuon([p], LR), SharedForm)
+def test_what_plans_may_share_is_what_the_engine_can_update_in_fragments() -> None:
+    for facts in known().values():
+        if facts.update is not None:
+            module, _, name = facts.update.partition(":")
+            kind = getattr(import_module(f"canzona_cli.optimizers.{module}"), name)
+            assert facts.rule.shared == issubclass(kind, SharedMuon), facts.name

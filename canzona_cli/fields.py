@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Flag, auto
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 if TYPE_CHECKING:
     from annotated_types import BaseMetadata
@@ -114,3 +114,5 @@ Bytes = Annotated[float, Range(at_least=0, at_most=1e15)]
 Side = Annotated[int, Range(at_least=1, at_most=1 << 24)]
 """Rows or columns of a weight."""
 Ranks = Annotated[int, Range(at_least=1, at_most=1 << 17)]
+Precision = Literal["bf16", "fp32"]
+"""The type of weights and of products in forward, backward and update."""
