@@ -1,4 +1,4 @@
-"""Who updates what: parameters that are matrices, for the run's optimizer, and the others, for AdamW."""
+"""The routing of parameters: matrices, for the run's optimizer, and the others, for AdamW."""
 
 import re
 from collections import Counter

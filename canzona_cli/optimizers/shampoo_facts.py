@@ -89,8 +89,8 @@ class SoapMuonConfig(KroneckerConfig, NewtonSchulzConfig):
 
 
 def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Per element 50 bytes of momentum, weight and casts, and grafting; of squares 12 to average a packed statistic and
-    12 to unpack a root, in 15 launches."""
+    """Prices Shampoo: per element 50 bytes of momentum, weight and casts, and grafting; of squares 12 to average a
+    packed statistic and 12 to unpack a root, in 15 launches."""
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
@@ -110,7 +110,7 @@ def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Per element 86 bytes of Adam in the eigenbasis and the weight; statistics as Shampoo."""
+    """Prices SOAP: per element 86 bytes of Adam in the eigenbasis and the weight; statistics as Shampoo."""
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
@@ -135,7 +135,7 @@ def _soap_muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Per element 42 bytes of momentum, weight and casts, 64 of whitening and eigenvalues; statistics as Shampoo."""
+    """Prices KL-Shampoo: per element 42 bytes of momentum, weight and casts, 64 of whitening and eigenvalues."""
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     m, n = sorted((rows, cols))

@@ -190,7 +190,7 @@ class MeasuredBreakdown:
     peak_tflops_per_gpu: float | None = None
     """The cluster profile's bf16 peak, what `mfu` is a share of."""
     load_balance: Mapping[str, float | None] | None = None
-    """Per phase, max over mean of the ranks' work; 1.0 is perfect."""
+    """The max over mean of the ranks' work, by phase; 1.0 is perfect."""
     peak_memory_bytes: PeakMemory | None = None
 
     @property

@@ -57,7 +57,7 @@ class Follower:
         self._waiting = deque((kind, point) for kind, point in self._read() if point.step > begin[kind])
         self._tracker: Tracker | None = None
         self._failures = 0
-        """Since it last worked."""
+        """The number of failures since it last worked."""
         self._not_before = 0.0
 
     def look(self, *, last: bool = False) -> None:
@@ -153,7 +153,7 @@ def _numbers(line: Mapping[str, object], before: str) -> Iterator[tuple[str, flo
 
 
 def follow(run_dir: Path, name: TrackerName, start: int) -> None:
-    """Until this process's input is closed."""
+    """Follows a run until this process's input is closed."""
     follower = Follower(RunFiles(run_dir), name, start=start)
     while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         follower.look()
