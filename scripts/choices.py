@@ -42,7 +42,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "gradients": get_args(Reduction),
     "weights": get_args(Gathering),
     "mode": get_args(Mode),
-    "groups": ("one", "registration", "costliest first", "cheapest first", "mixed"),
+    "groups": ("one", "costliest first", "cheapest first", "mixed"),
     "form": get_args(Form),
     "updates": ("alone", "stacked"),
     "products": ("plain", "symmetric"),
@@ -104,8 +104,6 @@ def _orders(plan: Plan) -> Iterator[str]:
         groups = [group.matrices for group in owned]
         if len(groups) == 1:
             yield "one"
-        elif all(max(before) < min(after) for before, after in pairwise(groups)):
-            yield "registration"
         elif _monotonous(plan, groups, falling=True):
             yield "costliest first"
         elif _monotonous(plan, groups, falling=False):

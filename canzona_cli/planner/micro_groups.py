@@ -31,8 +31,6 @@ def micro_groups(
 ) -> tuple[MicroGroup, ...]:
     """Micro-groups of every owner in order of execution.
 
-    - registration: in registration order, a group closed when the next matrix would overfill a host;
-    - balanced: every host's next costliest matrices together, so that hosts are busy equally long in each group;
     - greedy: the paper's, see `paper.rolled_back`; `assign` gives matrices its hosts;
     - auto: see `_searched`; the fewest groups of those that take no more than `CLOSE` above the shortest.
 
@@ -115,17 +113,13 @@ def _groups(
     capacity, tp = settings.capacity(bytes_per_element), pipeline.tp
     if settings.grouping == "auto" and tp > 1:
         return _quickest(_searched(jobs, tp, capacity), pipeline)
-    if tp == 1:
-        chosen = [list(jobs)]
-    elif settings.grouping == "greedy":
-        groups = rolled_back(jobs, tp, capacity)
+    chosen = [list(jobs)]
+    if tp > 1:
+        chosen = rolled_back(jobs, tp, capacity)
         # A memory cap may have moved hosts away from the greedy choice; groups are then cut for the hosts there are.
-        kept = {job.matrix.index: job.host for group in groups for job in group}
-        chosen = groups if kept == {job.matrix.index: job.host for job in jobs} else _cut(jobs, tp, capacity)
-    elif settings.grouping == "registration":
-        chosen = _cut(jobs, tp, capacity)
-    else:
-        chosen = _cut(_rounds(jobs, tp, descending=True), tp, capacity)
+        hosts = {job.matrix.index: job.host for group in chosen for job in group}
+        if hosts != {job.matrix.index: job.host for job in jobs}:
+            chosen = _cut(jobs, tp, capacity)
     return pipeline.seconds(chosen), chosen
 
 
@@ -142,7 +136,7 @@ def _quickest(candidates: Iterable[list[list[Job]]], pipeline: HostedPipeline) -
 
 
 def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[list[list[Job]]]:
-    """Candidates of `auto`: four orders, each at capacities from the largest matrix doubling up to C_max.
+    """Candidates of `auto`: three orders, each at capacities from the largest matrix doubling up to C_max.
 
     And the same with groups of their own for what nothing hides: every host's first matrix, and the last one of every
     host, or of those hosts alone that are busy longer than the mean.
@@ -160,7 +154,6 @@ def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[li
     late = {host for host in range(tp) if busy[host] * tp > sum(busy)}
     rising = _rounds(jobs, tp, descending=False)
     orders = (
-        list(jobs),
         _rounds(jobs, tp, descending=True),
         rising,
         # Little to wait for at both ends: something small to start with, something small to finish on.
