@@ -36,7 +36,7 @@ COMMANDS = {
 
 
 _WORDS = "canzona.words"
-"""Where a command's own words are kept while it runs."""
+"""The key of a command's own words while it runs."""
 
 
 class LazyCommands(TyperGroup):

@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 
 
 class ExitCode(IntEnum):
-    """What a finished `canzona` process tells its caller."""
+    """The exit code of a `canzona` process."""
 
     OK = 0
     CONFIG = 2
@@ -30,11 +30,11 @@ class Problem:
     key: str
     """The setting or place, as the user would type it: `parallel.tp`, `data.path`, `gpus`."""
     value: object = None
-    """What was found there; `None` when there is nothing to show."""
+    """The value at that key; `None` when there is nothing to show."""
     reason: str
-    """Why it cannot work, in one sentence without a final full stop."""
+    """The reason why it cannot work, in one sentence without a final full stop."""
     fix: str = ""
-    """What to type or do instead; empty only when the reason already says it."""
+    """The fix, to type or do instead; empty only when the reason already says it."""
 
 
 def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
@@ -112,7 +112,7 @@ class EnvironmentProblem(CanzonaError):
 
 
 def unwritable(key: str, value: object, error: OSError, *, fix: str, what: str = "") -> EnvironmentProblem:
-    """What the user named by `key` cannot be written, or `what` cannot be written there."""
+    """Returns the error that the user's `key` cannot be written, or that `what` cannot be written there."""
     reason = f"{what} cannot be written: {error.strerror or error}".lstrip()
     return EnvironmentProblem(Problem(key=key, value=value, reason=reason, fix=fix))
 
@@ -135,7 +135,7 @@ _FIXES: Final = {
 
 
 def of_the_machine(error: BaseException) -> EnvironmentProblem | None:
-    """What the operating system refused where no code expected it to; None for what is no such thing."""
+    """Turns an unexpected OSError into an error for the user; None for anything else."""
     if not isinstance(error, OSError):
         return None
     if isinstance(error, FileNotFoundError) and not _has_working_directory():

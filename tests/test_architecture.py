@@ -19,13 +19,14 @@ LAYERS = (
     ("training", "trackers", "huggingface"),
     ("checkpoint",),
     ("engine",),
-    ("megatron", "optimizers"),
+    ("megatron",),
     ("cluster",),
     ("simulate",),
     ("planner", "data"),
     ("model", "run"),
     ("config",),
-    ("errors",),
+    ("optimizers",),
+    ("errors", "fields"),
 )
 """Top to bottom. An import goes down, or sideways without return."""
 USES_TORCH = {"bench", "calibrate", "training", "checkpoint", "engine", "megatron", "optimizers", "huggingface"}
@@ -111,12 +112,26 @@ def test_only_rooms_that_run_models_import_torch() -> None:
     assert wrong == set()
 
 
-def test_optimizers_import_nothing_of_ours() -> None:
+def test_facts_of_optimizers_need_no_torch() -> None:
+    """Rooms without torch ask for facts alone, and modules of facts ask nothing but facts."""
+    facts = {module for module in TREES if room(module) == "optimizers" and module.endswith("facts")}
+    askers = facts | {module for module in TREES if room(module) not in USES_TORCH}
+    wrong = {
+        (module, used)
+        for module in askers
+        for used in DEPENDENCIES[module] - facts
+        if room(used) == "optimizers" and used != "canzona_cli.optimizers"
+    }
+    heavy = {(module, name) for module in facts for name in imported(module) if name.split(".")[0] in HEAVY}
+    assert wrong | heavy == set()
+
+
+def test_optimizers_import_nothing_of_ours_but_the_types_of_settings() -> None:
     outside = {
         (module, used)
         for module, targets in DEPENDENCIES.items()
         for used in targets
-        if room(module) == "optimizers" != room(used)
+        if room(module) == "optimizers" != room(used) != "fields"
     }
     assert outside == set()
 

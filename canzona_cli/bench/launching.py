@@ -1,4 +1,4 @@
-"""How a bench is launched: its directory, the ranks of one sitting, and what they say meanwhile. No torch."""
+"""Launches a bench: its directory, the ranks of one sitting, and what they report meanwhile. No torch."""
 
 import os
 import time
@@ -43,8 +43,8 @@ def in_folder(composed: Composed, root: str, directory: str | None = None) -> Ru
 
 
 def unready(config: RunConfig, what: str, otherwise: str) -> tuple[Problem, ...]:
-    """Why nothing can be measured: more than one machine; missing or damaged data. The built-in corpus is prepared
-    later, when everything else is known to work.
+    """Lists why nothing can be measured: more than one machine; missing or damaged data. The built-in corpus is
+    prepared later, when everything else is known to work.
 
     Args:
         what: measures: `a bench`.
@@ -74,7 +74,7 @@ def corpus_of(config: RunConfig, say: Say) -> PreparedCorpus:
 
 
 def machine_now(config: RunConfig) -> dict[str, str | int | float]:
-    """What is measured on. With the load of the last minute: call it before anything of ours runs."""
+    """The machine that measures. Includes the load of the last minute: call it before anything of ours runs."""
     load = round(os.getloadavg()[0], 2)
     return {**machine_facts(config.cluster.device), "ranks": config.gpus, "load_average": load}
 
@@ -90,7 +90,7 @@ def busy(machine: Mapping[str, str | int | float]) -> Iterator[str]:
 
 
 def predicted(entrant: PreparedStrategy, layout: Layout) -> Predicted:
-    """What the simulator says of it on this machine."""
+    """The simulator's prediction of a strategy on this machine."""
     prediction = predict(entrant.config, layout, entrant.plan)
     return Predicted(
         iteration_s=prediction.iteration_s,

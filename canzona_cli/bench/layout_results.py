@@ -20,7 +20,7 @@ from canzona_cli.run.words import layout_code
 APART = 0.10
 """Layouts whose measured times differ by more must be predicted in that order."""
 LEAST_SHARE = 0.01
-"""Of a step: the errors of phases below it are noise that looks like news."""
+"""The share of a step below which a phase's error is noise."""
 
 
 def layout_name(layout: Layout) -> str:
@@ -43,14 +43,14 @@ class LayoutBench:
 
     layout: Layout
     measured: tuple[Measured, ...]
-    """By round, each with one value of everything it has by round."""
+    """One entry for each round, with one value of everything it has by round."""
     predicted: Predicted
     fitted: bool
-    """Whether the profile was fitted to steps of these very axes."""
+    """True where the profile was fitted to steps of these very axes."""
 
     @property
     def iteration_s(self) -> tuple[float, ...]:
-        """By round."""
+        """The seconds of a step in each round."""
         return tuple(seconds for turn in self.measured for seconds in turn.iteration_s)
 
     @property
@@ -88,22 +88,22 @@ class LayoutBench:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Of the step or of one phase, over several layouts."""
+    """Errors of the step, or of one phase, over several layouts."""
 
     layouts: int
-    """How many have it."""
+    """The number of layouts that have it."""
     mape: float
     mean: float
-    """Of the errors with their signs: above 0 where predictions are too long."""
+    """The mean of the errors with their signs: above 0 where predictions are too long."""
     worst: float
     """The largest, with its sign."""
     worst_layout: str
     share: float
-    """Of the measured steps, mean over these layouts."""
+    """Its share of the measured steps, mean over these layouts."""
 
     @classmethod
     def of(cls, found: Sequence[tuple[LayoutBench, float, float]]) -> "Errors":
-        """From each layout, its error and its share of the step; at least one."""
+        """Collects each layout's error and its share of the step; at least one layout."""
         worst, error, _ = max(found, key=lambda one: abs(one[1]))
         return cls(
             layouts=len(found),
@@ -117,14 +117,14 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """How good the predictions were on layouts that no number of the profile was fitted to."""
+    """The accuracy of predictions on layouts that no number of the profile was fitted to."""
 
     step: Errors
     phases: Mapping[str, Errors]
     pairs: int
-    """Of layouts whose times are more than `APART` apart."""
+    """The number of pairs of layouts whose times are more than `APART` apart."""
     in_order: int
-    """Of them predicted in the measured order."""
+    """The number of these pairs that were predicted in the measured order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,15 +149,15 @@ class TuneResult:
     """Measured in each turn, after `warm_up_steps`."""
     warm_up_steps: int
     legal: int
-    """How many layouts are possible and fit."""
+    """The number of layouts that are possible and fit."""
     everything: bool
     """All of them were measured."""
     chosen: str
-    """What a run gets without tuning: the fastest by the simulator."""
+    """The layout that a run gets without tuning: the fastest by the simulator."""
     layouts: Mapping[str, LayoutBench]
-    """By `layout_name`, the fastest by prediction first; at least one."""
+    """The layouts by `layout_name`, the fastest by prediction first; at least one."""
     failed: Mapping[str, str]
-    """By name, why a turn of it ended early; it is not among `layouts`."""
+    """The reason why a turn of a layout ended early, by its name; it is not among `layouts`."""
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -166,12 +166,12 @@ class TuneResult:
         return min(self.layouts, key=lambda name: self.layouts[name].per_sequence_s)
 
     def slower(self, name: str) -> float:
-        """By how much a layout is slower than the fastest, as measured; 0.03 is three per cent."""
+        """Returns by how much a layout is slower than the fastest, as measured; 0.03 is three per cent."""
         return self.layouts[name].per_sequence_s / self.layouts[self.best].per_sequence_s - 1
 
     @property
     def certain(self) -> bool:
-        """Whether the fastest is apart from what the simulator chose, or is that."""
+        """True where the fastest is clearly apart from the simulator's choice, or is that choice."""
         if self.best == self.chosen or self.chosen not in self.layouts:
             return self.best == self.chosen
         both = (self.layouts[name] for name in (self.best, self.chosen))
@@ -199,7 +199,7 @@ class TuneResult:
 
 
 def content_of(result: TuneResult, recipe: str | None) -> dict[str, object]:
-    """What `--json` prints and tune.json holds: the figures to read, and under `result` all they come from.
+    """Returns what `--json` prints and tune.json holds: the figures, and under `result` all they come from.
 
     Args:
         recipe: the file that was written.
@@ -236,7 +236,7 @@ def content_of(result: TuneResult, recipe: str | None) -> dict[str, object]:
 
 
 def was_fitted(layout: Layout, fitted_on: str) -> bool:
-    """Whether a profile was fitted to steps of these axes."""
+    """Returns True where a profile was fitted to steps of these axes."""
     return layout_code(layout) in fitted_on.split(", ")
 
 

@@ -33,7 +33,7 @@ from canzona_cli.training.records import Journal, RankRecord
 __all__ = ["SLOW_IMPORTS"]
 
 _LOOK_S = 0.5
-"""How often a rank looks whether its turn has failed on another one."""
+"""Seconds between a rank's looks at whether its turn has failed on another rank."""
 
 
 def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:

@@ -29,7 +29,7 @@ from canzona_cli.simulate.predict import with_cores
 
 WORKER_MODULE = "canzona_cli.bench.layout_worker"
 ROOT = "tune"
-"""Where the directories of tunings go unless run.root says otherwise."""
+"""The folder for the directories of tunings, unless run.root names another."""
 WARM_UP_STEPS = 2
 """First steps of a process, which make buffers and optimizer state, and gather nothing under their forward."""
 SETTLING_STEPS = 4
@@ -55,9 +55,9 @@ class Tuning:
 
     overrides: tuple[str, ...]
     config: RunConfig
-    """As composed: what a layout fills in is null where the recipe leaves it open."""
+    """The composed configuration: settings that a layout fills in are null where the recipe leaves them open."""
     entrants: dict[str, Entrant]
-    """By name, the fastest by prediction first."""
+    """The entrants by name, the fastest by prediction first."""
     chosen: str
     legal: int
     everything: bool

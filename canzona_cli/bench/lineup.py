@@ -1,4 +1,4 @@
-"""Which strategies a bench runs and which of them share a process group. No torch.
+"""The lineup of a bench: which strategies run, and which of them share a process group. No torch.
 
 All have the same layout, batch and schedule; each has a resolved configuration and, where it executes one, a plan.
 Strategies take turns in one process group, a sitting. As many share one as fit into memory together; where that takes
@@ -26,7 +26,7 @@ from canzona_cli.run.words import plural
 PLANNED_STATE = ("weights", "gradients", "padding", "masters", "matrix_state", "adamw_state")
 """Parts of a plan's memory that stay from step to step."""
 SHARE = 0.9
-"""Of the machine's free memory, what CPU ranks may take."""
+"""The share of the machine's free memory that CPU ranks may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,11 @@ class PreparedStrategy:
     config: RunConfig
     """Resolved."""
     plan: Plan | None
-    """What canzona, paper and asc execute."""
+    """The plan that canzona, paper and asc execute."""
     state_bytes: int
-    """What the fullest rank keeps from step to step: every model of a sitting takes this much."""
+    """Bytes that the fullest rank keeps from step to step: every model of a sitting takes this much."""
     transient_bytes: int
-    """What a step needs on top: only one strategy of a sitting steps at a time."""
+    """Bytes that a step needs on top: only one strategy of a sitting steps at a time."""
 
     @property
     def tensor_bytes(self) -> int | None:
@@ -63,7 +63,7 @@ class LineUp:
     layout: Layout
     strategies: tuple[PreparedStrategy, ...]
     arithmetic: str
-    """As `BenchResult.arithmetic`."""
+    """The compared forms of the update, as in `BenchResult.arithmetic`."""
     notes: tuple[str, ...]
 
     @property
@@ -234,7 +234,7 @@ def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, la
 
 
 def prepare_strategy(config: RunConfig, layout: Layout, name: AnyStrategy) -> PreparedStrategy:
-    """With its plan, where it executes one.
+    """Prepares a strategy, with its plan where it executes one.
 
     Raises:
         DoesNotFit: it needs more memory than the profile has.

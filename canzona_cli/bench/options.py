@@ -165,7 +165,7 @@ def _places(out: Path | None, html: Path | None) -> Iterator[Problem]:
 
 
 def _not_writable(path: Path) -> str:
-    """Why no file can be written there, known before the bench runs; empty when it can."""
+    """Returns why no file can be written there, known before the bench runs; empty when it can."""
     if path.is_dir():
         return "is a directory"
     if path.exists():

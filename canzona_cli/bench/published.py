@@ -134,7 +134,7 @@ class PredictedSeries:
 
     @property
     def drift(self) -> tuple[float, float]:
-        """How much longer a step takes on the most GPUs than on the fewest: measured, predicted."""
+        """Returns how much longer a step takes on the most GPUs than on the fewest: measured, predicted."""
         first, last = self.rows[0], self.rows[-1]
         return last.measured_s / first.measured_s - 1, last.predicted_s / first.predicted_s - 1
 

@@ -30,23 +30,23 @@ class Measured:
     """One strategy in one sitting."""
 
     iteration_s: tuple[float, ...]
-    """By round: a whole training step of the slowest rank, mean over the turn's measured steps."""
+    """Seconds of a whole training step by round, on the slowest rank, mean over the turn's measured steps."""
     optimizer_s: tuple[float, ...]
-    """By round: from reduced gradients to the next forward. Exchange, matrix update and AdamW's update are those of the
-    slowest rank; norm and clip, and the wait for gathered parameters, those of the rank that reaches them last (the
-    others wait for it there, which is not part of the optimizer step)."""
+    """Seconds by round, from reduced gradients to the next forward. Exchange, matrix update and AdamW's update
+    are those of the slowest rank; norm and clip, and the wait for gathered parameters, those of the rank that reaches
+    them last (the others wait for it there, which is not part of the optimizer step)."""
     processor_s: tuple[float, ...]
-    """By round: processor time of all ranks together in one step; with more ranks than cores it shows the work."""
+    """Processor seconds by round, all ranks together, in one step; with more ranks than cores it shows the work."""
     phases: Mapping[str, OverRanks]
-    """In-step phases and `_total`s, with the breakdown's names."""
+    """The in-step phases and `_total`s, by the breakdown's names."""
     load_balance: float
-    """Of matrix updates, max over mean of the ranks; 1.0 where there are none."""
+    """Max over mean of the ranks' matrix updates; 1.0 where there are none."""
     losses: tuple[float, ...]
-    """By training step, warm-up included; every strategy saw the same batches."""
+    """The loss of each training step, warm-up included; every strategy saw the same batches."""
     tensor_bytes: tuple[int, ...]
-    """By rank: buffers, masters, optimizer state, messages, scratch; no activations."""
+    """Bytes of each rank's buffers, masters, optimizer state, messages and scratch; no activations."""
     update_s: tuple[float, ...] = ()
-    """By rank: seconds of matrix updates in one step, mean over the measured steps; empty if not recorded."""
+    """Seconds of each rank's matrix updates in one step, mean over the measured steps; empty if not recorded."""
 
     @property
     def means(self) -> dict[str, float]:
@@ -64,9 +64,9 @@ class Predicted:
     """Mean over ranks."""
     load_balance: float
     tensor_bytes: int | None
-    """What `Measured.tensor_bytes` counts, on the fullest rank; None where there is no plan."""
+    """Predicted bytes of what `Measured.tensor_bytes` counts, on the fullest rank; None where there is no plan."""
     memory_bytes: int
-    """Of the fullest rank, activations included."""
+    """Predicted bytes of the fullest rank, activations included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class StrategyBench:
     measured: Measured
     predicted: Predicted
     sitting: int
-    """Which sitting it was measured in, from 0."""
+    """The number of the sitting it was measured in, from 0."""
     arithmetic: str = ""
     """Strategies with equal values compute the same updates, so their losses must agree."""
     alone: bool = False
@@ -108,22 +108,22 @@ class BenchResult:
     references: tuple[Measured, ...]
     """The reference, by sitting. `strategies[reference]` is the first."""
     arithmetic: str = ""
-    """Which forms of the update are compared, where Megatron's own take part and canzona has another one."""
+    """The compared forms of the update, where Megatron's own takes part and canzona has another one."""
     notes: tuple[str, ...] = ()
     """Choices made for the user: splitting, sittings, which strategies were left out and why."""
 
     def optimizer_speedup(self, strategy: str) -> Speedup:
-        """How many times longer the optimizer step of `strategy` is than the reference's in the same sitting."""
+        """Returns how many times longer the optimizer step of `strategy` is than the reference's in that sitting."""
         found = self.strategies[strategy]
         return Speedup.of(found.measured.optimizer_s, self.references[found.sitting].optimizer_s)
 
     def iteration_speedup(self, strategy: str) -> Speedup:
-        """How many times longer its whole step is."""
+        """Returns how many times longer its whole step is."""
         found = self.strategies[strategy]
         return Speedup.of(found.measured.iteration_s, self.references[found.sitting].iteration_s)
 
     def overhead(self, strategy: str) -> Speedup | None:
-        """How many times as long as AdamW's its iteration is; None for AdamW itself and where AdamW was not measured.
+        """Returns its iteration as a multiple of AdamW's; None for AdamW itself and where AdamW was not measured.
 
         Strategies of different sittings are compared through the reference, which takes part in every sitting.
         """
@@ -144,7 +144,7 @@ class BenchResult:
         )
 
     def predicted_overhead(self, strategy: str) -> float | None:
-        """By how much its predicted iteration is longer than AdamW's; 0.01 is one per cent."""
+        """Returns by how much its predicted iteration is longer than AdamW's; 0.01 is one per cent."""
         if strategy == "adamw" or "adamw" not in self.strategies:
             return None
         mine, adamw = self.strategies[strategy], self.strategies["adamw"]
@@ -167,7 +167,7 @@ LATER = 0.03
 """The same for later steps. Measured over 21 steps of qwen3-tiny in bf16, one sequence on each data-parallel rank: at
 most 0.002 with Muon, 0.005 with Shampoo, 0.011 with SOAP; a learning rate 10% off led to 0.034 within 8 steps."""
 COMPARED = 30
-"""How many steps are compared; after more, even runs that compute the same drift apart by rounding alone."""
+"""The number of compared steps; later even runs that compute the same drift apart by rounding alone."""
 
 
 class StrategiesDisagree(CanzonaError):
@@ -198,7 +198,7 @@ def disagreements(result: BenchResult) -> list[Problem]:
 
 
 def kin(result: BenchResult) -> dict[str, str]:
-    """For each strategy the first that computes the same updates, whose losses it must agree with; or itself."""
+    """Returns for each strategy the first that computes the same updates, whose losses it must match; or itself."""
     firsts: dict[str, str] = {result.strategies[result.reference].arithmetic: result.reference}
     return {
         name: name if name == "adamw" else firsts.setdefault(bench.arithmetic, name)  # adamw has another rule

@@ -24,7 +24,7 @@ from canzona_cli.run.words import plural
 
 WORKER_MODULE = "canzona_cli.bench.worker"
 ROOT = "bench"
-"""Where bench directories go unless run.root says otherwise."""
+"""The folder for bench directories, unless run.root names another."""
 WARM_UP_ROUNDS = 1
 
 

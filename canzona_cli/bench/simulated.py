@@ -29,7 +29,7 @@ YARDSTICKS: tuple[AnyStrategy, ...] = ("adamw", "layerwise")
 MOST_GPUS = 65_536
 """More would take minutes to plan, and no profile describes links of such a machine."""
 VERSION = 3
-"""Of what `--json` prints; additions keep it."""
+"""The version of what `--json` prints; additions keep it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +40,12 @@ class SimulatedCell:
     gpus: int
     study: Study | None
     reason: str = ""
-    """Why no layout is possible; empty where there is a study."""
+    """The reason why no layout is possible; empty where there is a study."""
     yardsticks: Mapping[str, Tried | None] = MappingProxyType({})
     """Each of `YARDSTICKS` in the layout that is fastest for it; None where it fits in none."""
 
     def overhead(self, yardstick: str) -> float | None:
-        """How much longer canzona's iteration is than that of a yardstick in its own fastest layout, per sequence."""
+        """Returns by how much canzona's iteration is longer than a yardstick's in its fastest layout, per sequence."""
         best = self.yardsticks.get(yardstick)
         if self.study is None or best is None:
             return None
@@ -53,7 +53,7 @@ class SimulatedCell:
         return mine / best.per_sequence_s - 1
 
     def ratio(self, strategy: str) -> float | None:
-        """How many times longer the optimizer step of a strategy is than canzona's, if it fits in this layout."""
+        """Returns how many times longer a strategy's optimizer step is than canzona's, if it fits in this layout."""
         return None if self.study is None else self.study.optimizer_speedup(strategy)
 
     def as_json(self) -> dict[str, object]:
@@ -102,7 +102,7 @@ class Simulation:
         return tuple(dict.fromkeys(cell.recipe for cell in self.cells))
 
     def of(self, recipe: str) -> tuple[SimulatedCell, ...]:
-        """By GPUs, ascending."""
+        """Returns a recipe's cells by GPUs, ascending."""
         return tuple(cell for cell in self.cells if cell.recipe == recipe)
 
     def as_json(self) -> dict[str, object]:

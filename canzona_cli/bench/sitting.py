@@ -1,4 +1,4 @@
-"""What the launcher and the ranks of one sitting hand each other, and what a strategy's figures are computed from.
+"""The files that the launcher and the ranks of one sitting exchange, and the samples that figures are computed from.
 
 Both sides use this module, so it imports no torch.
 """
@@ -43,29 +43,29 @@ class BenchFiles:
 
     @staticmethod
     def turn(sitting: RunFiles, round_: int, name: str) -> RunFiles:
-        """What a turn in processes of its own leaves."""
+        """The file that a turn in processes of its own leaves."""
         return RunFiles(sitting.root / f"round-{round_}-{name}")
 
     @staticmethod
     def failure(sitting: RunFiles, name: str) -> Path:
-        """Why its turn failed, by the first rank that knew; there as soon as one does."""
+        """The file with the reason why its turn failed, by the first rank that knew."""
         return sitting.root / f"failed-{name}.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """Which strategies, or layouts, take turns in a sitting, and how often."""
+    """The turns of a sitting: which strategies, or layouts, take them, and how often."""
 
     names: tuple[str, ...]
-    """In the order of the first round; each further round starts with the next one."""
+    """The names in the order of the first round; each further round starts with the next one."""
     rounds: int
     """Warm-up included."""
     steps_per_turn: int
     warm_up_steps: int = 0
-    """The first steps of a turn. A turn in processes of its own repeats the last one of them,"""
+    """The first steps of a turn, which are not measured."""
     settling: int = 0
-    """at most so often, as long as updates of the step before were replaced (`Muon`'s Gram form in standard form), as
-    those of first steps are: that takes longer than the update that a plan prices."""
+    """The most often that a turn in processes of its own repeats the last of them, as long as updates of the previous
+    step were replaced (`Muon`'s Gram form by the standard form), which takes longer than the planned update."""
 
     def order(self, round_: int) -> Sequence[str]:
         shift = round_ % len(self.names)
@@ -93,15 +93,15 @@ class Samples:
     """One strategy in one sitting."""
 
     losses: tuple[float, ...]
-    """By training step."""
+    """The loss of each training step."""
     tensor_bytes: tuple[int, ...]
-    """By rank."""
+    """The bytes of each rank."""
     ranks: tuple[tuple[StepSample, ...], ...]
-    """By rank, every step of every turn."""
+    """Every step of every turn, by rank."""
 
 
 def write_samples(files: RunFiles, found: Mapping[str, Samples]) -> None:
-    """By strategy; rank 0 does it."""
+    """Writes the samples by strategy; rank 0 does it."""
     write_text_atomic(_samples(files), json.dumps({name: asdict(samples) for name, samples in found.items()}) + "\n")
 
 
@@ -144,7 +144,7 @@ def last_steps(samples: Samples, count: int) -> Measured:
 
 
 def _optimizer_s(step: Sequence[StepSample]) -> float:
-    """From reduced gradients to the next forward: the slowest rank in `_OWN` phases, the last rank in `_TOGETHER`."""
+    """Sums seconds until the next forward: of the slowest rank in `_OWN` phases, of the last in `_TOGETHER`."""
     own = max(sum(sample.phases.get(name, 0.0) for name in _OWN) for sample in step)
     return own + sum(min(sample.phases.get(name, 0.0) for sample in step) for name in _TOGETHER)
 

@@ -73,14 +73,14 @@ def take_turns(
 
 @dataclass(frozen=True, kw_only=True)
 class _Measured:
-    """What one rank measured of a strategy, as it tells the others."""
+    """One rank's measurements of a strategy, as it sends them to the others."""
 
     steps: tuple[StepSample, ...]
     tensor_bytes: int
 
 
 def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Samples]:
-    """What every rank measured, on every rank. Collective."""
+    """Gathers every rank's measurements on every rank. Collective."""
     found = {}
     for name, strategy in strategies.items():
         own = tuple(

@@ -31,7 +31,7 @@ WORKER_MODULE = "canzona_cli.calibrate.worker"
 NOISE = 0.2
 """A larger spread (interquartile range over median) is reported."""
 VERSION = 1
-"""Of what `--json` prints; additions keep it."""
+"""The version of what `--json` prints; additions keep it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ def calibrate(
 
 
 def describe(measurement: Measurement) -> str:
-    """What was measured, on one line."""
+    """Describes the measurements in one line."""
     quantity, key = measurement.quantity, measurement.key
     if quantity == "collectives":
         return f"{key[0]} of {key[2]:,} bytes among {key[1]}"
@@ -189,7 +189,7 @@ def _micro_batch(config: RunConfig) -> int:
 
 
 def content_of(found: Calibration, written: Path | None) -> dict[str, object]:
-    """What `--json` prints."""
+    """Returns what `--json` prints."""
     return {
         "version": VERSION,
         "profile_file": None if written is None else str(written),
@@ -204,7 +204,7 @@ def content_of(found: Calibration, written: Path | None) -> dict[str, object]:
 
 
 _PLACES = ("nodes", "node_rank", "rdzv_endpoint", "rdzv_id")
-"""Of one run, not of a machine."""
+"""Settings of one run, not of a machine."""
 _MEANING = {
     "bf16_in_fp32": "this processor has no instructions for bf16",
     "cores": "processor cores the ranks share",
@@ -230,7 +230,7 @@ _TABLES: Mapping[str, tuple[Quantity, int]] = {
 
 
 def default_path(base: str) -> Path:
-    """Where a profile goes that nobody names a file for."""
+    """Returns the path of a profile for which nobody names a file."""
     return Path(f"{base.removesuffix('-calibrated')}-calibrated.yaml")
 
 

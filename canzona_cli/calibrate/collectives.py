@@ -19,7 +19,7 @@ import torch.distributed as dist
 from canzona_cli.calibrate.compute import Team, joined
 from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
 from canzona_cli.config.schema import Collective
-from canzona_cli.megatron.grouping import device_seconds, grouped, serial_factor
+from canzona_cli.megatron.owner_bucket_group import device_seconds, grouped, serial_factor
 from canzona_cli.megatron.owner_collectives import broadcast_each, reduce_each
 from canzona_cli.run.machine import cores
 from canzona_cli.run.statistics import Quartiles
@@ -33,14 +33,14 @@ _SIDE, _TOUCHED = 384, 1 << 20
 """The work: a product of this side in bf16, and this many bytes read and written; about a millisecond."""
 _PILOTS = 2
 _GATHERING_BYTES = 64 << 20
-"""Of the all-reduce ahead of a row, at least 0.2 ms over NVLink."""
+"""Bytes of the all-reduce before a row, which takes at least 0.2 ms over NVLink."""
 _LEAST_S = 1e-6
 _LARGE_S = 1.5
 """Limit in seconds for the repetitions of the largest size."""
 
 Transfer = Callable[[], None]
 Make = Callable[[int, "Members"], Transfer]
-"""From a number of bytes to the collective, with its buffers allocated."""
+"""A function from a number of bytes to the collective, with its buffers allocated."""
 
 
 class Members:
@@ -165,19 +165,19 @@ def _all_reduce(size: int, members: Members) -> Transfer:
 
 
 def _reduce(size: int, members: Members) -> Transfer:
-    """To owners, asynchronously, as gradients travel."""
+    """Reduces to owners, asynchronously, as gradients travel."""
     parts = _ranges(members.buffer(size, torch.float32).zero_(), members)
     return lambda: _finish(*reduce_each(parts, members.group))
 
 
 def _broadcast(size: int, members: Members) -> Transfer:
-    """From owners, asynchronously, as weights travel."""
+    """Broadcasts from owners, asynchronously, as weights travel."""
     parts = _ranges(members.buffer(size, torch.bfloat16), members)
     return lambda: _finish(*broadcast_each(parts, members.group))
 
 
 def _ranges(data: torch.Tensor, members: Members) -> list[tuple[torch.Tensor, int]]:
-    """On GPUs a bucket with a range for each rank, for only together do they show what sharing the link and a launch
+    """Returns a range for each rank on GPUs, because only together do they show what sharing the link and a launch
     comes to; on CPU ranks one range, for gloo runs them apart, in threads."""
     if members.device.type == "cpu":
         return [(data, 0)]

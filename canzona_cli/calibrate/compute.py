@@ -22,7 +22,7 @@ from canzona_cli.planner.cost import COPY_EFFICIENCY
 
 @dataclass(frozen=True, kw_only=True)
 class _Values:
-    """What a member has measured, as it tells the others."""
+    """One member's measurements, as it sends them to the others."""
 
     values: tuple[float, ...]
 
@@ -110,18 +110,18 @@ def wait(device: torch.device) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of what is measured; sides of square matrices."""
+    """The sizes that are measured; sides of square matrices."""
 
     products: tuple[int, ...]
-    """In bf16."""
+    """The sides of bf16 products."""
     exact: int
-    """Of products in fp32 and of QR decompositions."""
+    """The side of fp32 products and of QR decompositions."""
     symmetric: int
-    """Of eigendecompositions."""
+    """The side of eigendecompositions."""
     copied_bytes: int
-    """Of a buffer too large for any cache."""
+    """Bytes of a buffer too large for any cache."""
     precisions: tuple[tuple[Quantity, ProductPrecision], ...]
-    """Of fp32 products."""
+    """The precisions of fp32 products."""
 
 
 _SMALL = (64, 128, 256, 512, 1024, 2048)
@@ -137,7 +137,7 @@ SIZES = {
         precisions=(("fp32_tflops", "fp32"), ("tf32_tflops", "tf32")),
     ),
 }
-"""By the type of a device."""
+"""The sizes by type of device."""
 _LAUNCHES = 200
 _MODEL_BUDGET = 12
 """Items' worth of time for forward and backward: every prediction of a step is scaled by these two numbers."""
@@ -154,7 +154,7 @@ def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
     for quantity, precision in sizes.precisions:
         with products(precision):
             _rate(team, effort, recorder, quantity, 2.0 * size**3, lambda: _mm(x, y, z))
-    # FLOPs as `planner.work.Work` counts them.
+    # FLOPs as `optimizers.facts.Work` counts them.
     _rate(team, effort, recorder, "qr_tflops", 8 / 3 * size**3, lambda: _discard(torch.linalg.qr(x)))
     size = sizes.symmetric
     symmetric = x[:size, :size] @ x[:size, :size].mT

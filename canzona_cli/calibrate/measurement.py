@@ -1,4 +1,4 @@
-"""What the launcher of a calibration tells its ranks, and what they report: a line of JSON per number. No torch."""
+"""The orders of a calibration's launcher to its ranks, and their reports: a line of JSON per number. No torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +11,7 @@ from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
 from canzona_cli.run.statistics import Quartiles
 
 Part = Literal["arithmetic", "memory", "adamw", "collectives", "model", "updates"]
-"""In the order they are measured. A part that is missing from a calibration comes from the profile it started from."""
+"""The parts in the order of measurement. A missing part comes from the profile that the calibration started from."""
 Quantity = Literal[
     "matmul_tflops",
     "fp32_tflops",
@@ -45,13 +45,13 @@ class Effort:
     """Budgets in seconds: a measurement is repeated until its budget is spent."""
 
     item_s: float = 0.3
-    """For each product, decomposition, size of a collective and shape of an update."""
+    """Seconds for each product, decomposition, size of a collective and shape of an update."""
     largest_item_s: float = 40.0
     """An update that would take longer than this to measure is left to the cost model."""
     end_s: float = 70.0
-    """Since the start; after that only quick items are measured."""
+    """Seconds since the start after which only quick items are measured."""
     sizes: tuple[int, ...] = (8, 64 << 10, 1 << 20, 8 << 20)
-    """Of collectives, in bytes."""
+    """The sizes of collectives, in bytes."""
     large: int | None = 32 << 20
     """One more size, where it is quick enough."""
 
@@ -67,7 +67,7 @@ QUICK = Effort(item_s=0.08, largest_item_s=1.5, end_s=30.0, sizes=(8, 64 << 10, 
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What the ranks read in addition to configuration and layout."""
+    """The orders that ranks read in addition to configuration and layout."""
 
     effort: Effort
     workers: int
@@ -91,9 +91,9 @@ class Measurement:
     (sequences,)."""
     spread: Quartiles
     repetitions: int
-    """Over all ranks that took part."""
+    """The repetitions over all ranks that took part."""
     busy: float = 0.0
-    """For collectives: how many processor cores they kept busy."""
+    """The processor cores that a collective kept busy."""
 
     @classmethod
     def of(cls, quantity: Quantity, values: Sequence[float], *key: str | int, busy: float = 0.0) -> "Measurement":
@@ -107,7 +107,7 @@ class Facts:
     torch: str
     backend: str
     threads: int
-    """Of one rank."""
+    """The threads of one rank."""
     workers: int
     """Ranks that computed at the same time."""
     bf16_in_fp32: bool

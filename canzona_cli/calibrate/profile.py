@@ -1,4 +1,4 @@
-"""From the measurements of a calibration to a cluster profile. No torch."""
+"""A cluster profile, made of the measurements of a calibration. No torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace

@@ -15,9 +15,9 @@ from canzona_cli.calibrate.compute import Team, repeat, timed
 from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
 from canzona_cli.calibrate.profile import measured_runs
 from canzona_cli.config.schema import MomentumConfig, MuonConfig, RunConfig, Splitting
-from canzona_cli.engine.factory import optimizer_factory
-from canzona_cli.engine.hosted import Write, write_finite
-from canzona_cli.megatron.standalone import megatron_adam, megatron_muon
+from canzona_cli.engine.build import optimizer_factory
+from canzona_cli.engine.wire import Write, write_finite
+from canzona_cli.megatron.optimizer import megatron_adam, megatron_muon
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.kronecker import SIDES, KroneckerOptimizer
@@ -27,7 +27,7 @@ from canzona_cli.planner.cost import algorithm, label, peak_seconds, seconds
 SPLITTINGS: tuple[Splitting, ...] = ("qkv", "split")
 ADAMW_ELEMENTS = 4 << 20
 _BYTES_AT_ONCE = {"cpu": 256 << 20, "cuda": 8 << 30}
-"""For all matrices of one shape that are updated in turn, with gradients and state."""
+"""The most bytes for all matrices of one shape that are updated in turn, with gradients and state."""
 _CLIP = 0.999
 _NEVER = 1 << 40
 """Steps between refreshes, so that none happens by itself."""
@@ -180,7 +180,7 @@ class Group:
 
 
 def _count(variant: Variant, rows: int, cols: int, device: torch.device) -> int:
-    """As many as the model has layers, or as memory allows; one where each takes long."""
+    """Counts the matrices to update: one for each layer, or as many as memory allows; one where each takes long."""
     if not isinstance(variant.config.optimizer, MomentumConfig) and max(rows, cols) > 1024:
         return 1
     squares = 0 if isinstance(variant.config.optimizer, MomentumConfig) else rows * rows + cols * cols

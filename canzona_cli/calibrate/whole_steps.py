@@ -1,4 +1,4 @@
-"""How long phases take in whole steps compared with the sum of their parts: the last part of a calibration. No torch.
+"""Whole steps compared with the sum of their parts: the last part of a calibration. No torch.
 
 A loop over one operation has warm caches, memory that was used a moment ago and ranks that arrive together; a training
 step has none of these. So two short benches run on the profile just measured, one with data-parallel ranks and one with
@@ -42,7 +42,7 @@ class StepFactors:
     """Measured over predicted time."""
 
     computing: float
-    """Of forward and backward, on top of the profile's own numbers."""
+    """The factor of forward and backward, on top of the profile's own numbers."""
     phases: Mapping[str, float]
     """`ClusterConfig.step_factors`."""
 
@@ -149,7 +149,7 @@ def fitted_on(results: Sequence[BenchResult]) -> str:
 
 
 def factors(results: Sequence[BenchResult]) -> StepFactors:
-    """From the data-parallel bench and, behind it, the tensor-parallel one where there were two ranks.
+    """Computes factors from the data-parallel bench and, if there were two ranks, the tensor-parallel one after it.
 
     Forward and backward are the first one's: it has no collectives in them, which have prices of their own. They have
     one factor together, and with the waits for gradients and parameters, where ranks meet that were given the cores

@@ -1,4 +1,4 @@
-"""Which checkpoints a person means by a path, or by none."""
+"""The choice of the checkpoints that a person means by a path, or by none."""
 
 from dataclasses import dataclass
 from pathlib import Path

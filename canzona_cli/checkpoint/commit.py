@@ -197,7 +197,7 @@ def bytes_written(partial: Path) -> int:
 
 
 def part_path(partial: Path, rank: int) -> Path:
-    """Where a rank says that its share is written, or why it is not."""
+    """Returns the file in which a rank says that its share is written, or why it is not."""
     return partial / f"part-{rank:05d}.json"
 
 

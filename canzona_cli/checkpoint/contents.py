@@ -1,4 +1,4 @@
-"""Whether what a manifest lists is what a run of a model could have saved: names, types, shapes, places and counts.
+"""A check of a manifest against the model: names, types, shapes, places and counts that its run could have saved.
 
 The manifest has all of it, and the files' own tables agree with it (`canzona_cli.checkpoint.verify`), so a checkpoint
 is judged as a whole before a tensor of it is opened: by the launcher before it starts workers, by `canzona checkpoint
@@ -18,8 +18,9 @@ from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Piece, Scalar, S
 from canzona_cli.checkpoint.verify import problem_of
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import Problem
-from canzona_cli.model.geometry import EMBEDDING, OUTPUT, layer_weights, whole_shape
-from canzona_cli.optimizers.doubt import DISTRUSTED
+from canzona_cli.model.families import EMBEDDING, OUTPUT, family_of
+from canzona_cli.model.geometry import whole_shape
+from canzona_cli.optimizers.muon_facts import DISTRUSTED
 
 MASTER: Final = "master"
 GROUP: Final = "group:"
@@ -38,7 +39,7 @@ _HEAD: Final = re.compile(r"[qkv]\.(\d+)")
 
 
 def content_problems(folder: Path, manifest: Manifest, model: ModelConfig) -> list[Problem]:
-    """What is wrong with the tables of a checkpoint's manifest, an entry each; opens nothing."""
+    """Lists what is wrong with the tables of a checkpoint's manifest, an entry each; opens nothing."""
     reasons = list(_reasons(manifest, model))
     if not reasons:
         return []
@@ -89,8 +90,8 @@ def _wrong_tensor(name: str, field: str, tensor: StoredTensor, manifest: Manifes
 
 
 def _own_optimizers(name: str, optimizer: str) -> str | None:
-    """Who keeps state for a weight: AdamW and its like (element), the matrices' optimizer (matrix), or one that may
-    keep anything (None)."""
+    """Returns who keeps state for a weight: AdamW and its like (element), the matrices' optimizer (matrix), or one
+    that may keep anything (None)."""
     if name.endswith("weight") or optimizer in ELEMENTWISE:
         return "element"
     return None if optimizer == "custom" else "matrix"
@@ -101,7 +102,7 @@ def _in_model(name: str, model: ModelConfig) -> bool:
     if layer is None:
         return name in (EMBEDDING, OUTPUT) or name.endswith("norm.weight")
     part = name.split(".", 2)[2]
-    kinds = {kind for weight in layer_weights(model) for kind in (weight.kind, *(band.kind for band in weight.parts))}
+    kinds = {kind for weight in family_of(model).weights(model) for kind in weight.kinds}
     known = part in kinds or part.endswith("norm.weight")
     if head := _HEAD.fullmatch(part):
         of_queries = part.startswith("q")
@@ -115,7 +116,7 @@ def _rectangle(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _tiled(pieces: Sequence[Piece], all_rows: int, all_cols: int) -> bool:
-    """Whether pieces are every element of a whole, once: bands of rows, cut into columns, each in consecutive runs."""
+    """Returns True if pieces cover a whole exactly once: bands of rows, cut into columns, in consecutive runs."""
     rectangles: dict[tuple[int, int, int, int], list[tuple[int, int]]] = defaultdict(list)
     for piece in pieces:
         rectangles[piece.row, piece.rows, piece.col, piece.cols].append((piece.start, piece.end))
@@ -128,7 +129,7 @@ def _tiled(pieces: Sequence[Piece], all_rows: int, all_cols: int) -> bool:
 
 
 def _consecutive(runs: Sequence[tuple[int, int]], end: int) -> bool:
-    """Whether runs lie one behind the other, from 0 to `end`."""
+    """Returns True if runs follow one another without gaps, from 0 to `end`."""
     reached = 0
     for first, last in sorted(runs):
         if first != reached:

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, and the names of the folders in a store of them. No torch: commands do without it.
+"""The contents of a checkpoint, and the names of the folders in a store of them. No torch: commands do without it.
 
 A checkpoint is a folder `step-00000030`: safetensors files, one per rank that writes something, `config.yaml` and
 `layout.json` of the run, and `manifest.json`, written last. Tensors are named in model space (`layers.3.q/master`,
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
 
-from canzona_cli.config.schema.field import Count, CountOrZero, Finite, Range, Ranks
+from canzona_cli.fields import Count, CountOrZero, Finite, Range, Ranks
 
 FORMAT: Final = "canzona-checkpoint"
 VERSION: Final = 2
@@ -31,16 +31,16 @@ Scalar = bool | int | float | str | None
 
 @dataclass(frozen=True, kw_only=True)
 class LossMemory:
-    """What the guards remember of losses, so that a resumed run is judged as the unbroken one; nats per token."""
+    """The guards' memory of losses, so that a resumed run is judged as the unbroken one; nats per token."""
 
     first: Finite | None = None
-    """Of the first step."""
+    """The loss of the first step."""
     smooth: Finite | None = None
     """Exponential mean of the last steps."""
     best: Finite | None = None
     """The least that mean has been."""
     excess: Finite = 0.0
-    """How far the losses have been too high, added up, in limits."""
+    """The sum of the amounts by which losses have been too high, in limits."""
     since: CountOrZero = 0
     """The first step of that."""
     first_validation: Finite | None = None
@@ -56,7 +56,7 @@ class LossMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run had come."""
+    """The progress of a run."""
 
     step: CountOrZero
     samples: CountOrZero
@@ -94,20 +94,20 @@ class Piece:
         return self.end - self.start
 
     def name(self, field: str) -> str:
-        """What it is stored as: `layers.3.q/master@0.0.512`."""
+        """The name it is stored under: `layers.3.q/master@0.0.512`."""
         return f"{self.unit}/{field}@{self.row}.{self.col}.{self.start}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor, or a piece of one, lies."""
+    """The place of a tensor, or of a piece of one."""
 
     file: str
     dtype: str
-    """As safetensors call it: F32, BF16, I64, U8, ..."""
+    """The type as safetensors call it: F32, BF16, I64, U8, ..."""
     shape: tuple[CountOrZero, ...]
     piece: Piece | None = None
-    """What of the whole it is, flat; None if it is the whole."""
+    """The part of the whole that it is, flat; None if it is the whole."""
 
     def whole(self, stored: str) -> str:
         """Name of the whole tensor, `layers.3.q/master`, by the name that this one is stored under."""
@@ -116,7 +116,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a manifest contains besides its tables."""
+    """The contents of a manifest besides its tables."""
 
     progress: Progress
     optimizer: str
@@ -154,7 +154,7 @@ class Buffer:
     data: memoryview | Callable[[], Iterator[memoryview]]
     """Unsigned bytes, or what reads them piece by piece when they are to be written."""
     piece: Piece | None = None
-    """As of the `StoredTensor` it becomes."""
+    """The piece of the `StoredTensor` it becomes."""
 
     def pieces(self) -> Iterator[memoryview]:
         """Its bytes; a piece is good until the next is asked for."""
@@ -163,7 +163,7 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What one rank writes of a checkpoint; nothing in it where other ranks write everything."""
+    """One rank's share of a checkpoint; empty where other ranks write everything."""
 
     tensors: Mapping[str, Buffer]
     scalars: Mapping[str, Scalar]
@@ -189,15 +189,15 @@ def hidden_name(name: str) -> tuple[str, str] | None:
 
 
 def partial_path(store_root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is being written."""
+    """Returns the folder in which the checkpoint of `step` is being written."""
     return store_root / f".{step_name(step)}.partial"
 
 
 def replaced_path(checkpoint: Path) -> Path:
-    """Where a checkpoint waits while another of its step takes its name; readers find it there if it never does."""
+    """Returns the folder of a checkpoint while another of its step takes its name; readers look there too."""
     return checkpoint.with_name(f".{checkpoint.name}.replaced")
 
 
 def removed_path(checkpoint: Path) -> Path:
-    """Where a checkpoint is taken to pieces, so that none is ever seen half removed."""
+    """Returns the folder in which a checkpoint is deleted, so that none is ever seen half removed."""
     return checkpoint.with_name(f".{checkpoint.name}.removed")

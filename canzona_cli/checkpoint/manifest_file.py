@@ -38,7 +38,7 @@ def _table(name: str, entries: Mapping[str, object]) -> str:
 
 
 def parse_manifest(text: bytes) -> Manifest:
-    """What `manifest_text` wrote.
+    """Parses what `manifest_text` wrote.
 
     Raises:
         ValueError: what is wrong with it, in words for the user.
@@ -64,7 +64,7 @@ def parse_manifest(text: bytes) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """What types do not tell: names stay inside the folder, sizes are sizes, tensors lie in files that are there."""
+    """Checks what types do not say: names stay inside the folder, sizes are sizes, tensors lie in files that exist."""
     for name, file in manifest.files.items():
         check_file_name(name)
         if not _HASH.fullmatch(file.blake3):
@@ -84,7 +84,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def _fits(name: str, tensor: StoredTensor) -> bool:
-    """Whether what is said of a piece goes together."""
+    """Returns True if the entries of a piece go together."""
     piece = tensor.piece
     if piece is None:
         return True

@@ -1,4 +1,4 @@
-"""Who writes what of a checkpoint, and where the elements of a piece lie in the whole.
+"""The division of a checkpoint: who writes what, and where the elements of a piece lie in the whole.
 
 Every rank writes what it holds, and nothing travels: matrices that canzona hosts, pieces of what is spread over ranks
 (AdamW's shards, tensor-parallel fragments of Megatron's own Muon). What several ranks hold, a whole or the same piece,
@@ -16,7 +16,7 @@ from canzona_cli.checkpoint.manifest import Piece
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """What one rank has to save, in bytes."""
+    """One rank's share of what is to be saved, in bytes."""
 
     wholes: Mapping[str, int]
     """Everything that the rank holds all of, by name."""
@@ -25,7 +25,7 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class Writers:
-    """Who writes what; the same on every rank."""
+    """The writer of each tensor or piece; the same on every rank."""
 
     wholes: Mapping[str, int]
     pieces: Mapping[Piece, int]

@@ -18,7 +18,7 @@ from canzona_cli.checkpoint.verify import problem_of
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import CheckpointInvalid, Problem
 from canzona_cli.model.geometry import Block, stored_blocks, unit_shape
-from canzona_cli.optimizers.doubt import DISTRUSTED
+from canzona_cli.optimizers.muon_facts import DISTRUSTED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Reader:
         self._sources: dict[str, list[_Source]] = defaultdict(list)
         self._fields: dict[str, list[str]] = defaultdict(list)
         self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-        """By whole's name: what it is stored as, where it is stored in pieces."""
+        """The stored name and the piece, for each piece of a whole, by the whole's name."""
         for stored, tensor in manifest.tensors.items():
             whole, shape = tensor.whole(stored), tensor.shape
             name, _, field = whole.rpartition("/")
@@ -71,7 +71,7 @@ class Reader:
         return self._fields.get(name, [])
 
     def unit_fields(self, unit: str) -> list[str]:
-        """Of a unit, whatever it is stored in.
+        """Reads the fields of a unit, whatever it is stored in.
 
         Raises:
             CheckpointInvalid: it is not stored.
@@ -153,7 +153,7 @@ class Reader:
         return {DISTRUSTED: max(found)} if found else {}
 
     def random_states(self, rank: int) -> dict[str, torch.Tensor]:
-        """Of a rank of the run that saved."""
+        """Reads the random states of a rank of the run that saved."""
         name = f"{RANDOM}{rank:05d}"
         return {field: self.whole(name, field) for field in self.fields(name)}
 

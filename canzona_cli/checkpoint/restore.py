@@ -87,7 +87,7 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
 
 @dataclass(frozen=True, kw_only=True)
 class _Problems:
-    """What one rank has found, as it tells the others."""
+    """One rank's problems, as it sends them to the others."""
 
     problems: tuple[Problem, ...]
 
@@ -185,7 +185,7 @@ def unlike(
     counts: Mapping[str, Scalar],
     shared: Mapping[str, Scalar],
 ) -> str:
-    """What of a matrix's stored state is not what its optimizer keeps; empty where it is, or where none is stored.
+    """Says how a matrix's stored state differs from its optimizer's; empty if it does not, or if none is stored.
 
     Args:
         tensors, counts: of the matrix, without its master.

@@ -38,7 +38,7 @@ class Verified:
 
 
 def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
-    """What a checkpoint says of itself, and the run it is of; of big files the headers alone are read.
+    """Reads what a checkpoint says of itself, and the run it is of; only the headers of big files are read.
 
     Raises:
         CheckpointInvalid: it is damaged, or holds what no run of its model saves, as far as that shows.
@@ -63,7 +63,7 @@ def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
 
 @contextmanager
 def of_checkpoint(checkpoint: Path) -> Iterator[None]:
-    """What cannot be read of the run that was saved is wrong with the checkpoint, not with what was typed."""
+    """Turns errors in reading the saved run into errors of the checkpoint, rather than of what was typed."""
     try:
         yield
     except ConfigError as error:

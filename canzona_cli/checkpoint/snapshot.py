@@ -26,12 +26,13 @@ from canzona_cli.megatron.holdings import Held, held
 from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.model.geometry import EMBEDDING, Block, fragment_blocks, matrix_blocks, unit_shape
+from canzona_cli.model.families import EMBEDDING
+from canzona_cli.model.geometry import Block, fragment_blocks, matrix_blocks, unit_shape
 
 _LOG = logging.getLogger(__name__)
 
 PINNED_SHARE = 0.5
-"""Of a machine's memory, all that its ranks pin for saves: pages that are pinned are lost to everybody else on it."""
+"""The share of a machine's memory that its ranks together may pin for saves; nobody else can use pinned pages."""
 DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -65,7 +66,7 @@ class Snapshots:
         self._warned = False
 
     def take(self) -> Shard:
-        """Between two steps. Collective.
+        """Copies the state between two steps. Collective.
 
         What the last call returned must have been written by now: its memory is used again.
 
@@ -116,7 +117,7 @@ class Snapshots:
         return Shard(tensors=saved, scalars=scalars)
 
     def _agree(self, holding: Holding) -> Writers:
-        """Who writes what; asked again only when what some rank holds has changed, as it does in the first step."""
+        """Agrees on who writes what; repeated only when a rank's holdings have changed, as in the first step."""
         changed = torch.full((1,), float(holding != self._holding), device=self._trainee.world.device)
         torch.distributed.all_reduce(changed, op=torch.distributed.ReduceOp.MAX)
         if self._writers is None or any(self._trainee.timer.read(changed)):
@@ -257,7 +258,7 @@ def _storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
 
 
 def _holding(wholes: Mapping[str, Mapping[str, torch.Tensor | Scalar]], pieces: list[HeldPiece]) -> Holding:
-    """What the other ranks learn."""
+    """Describes this rank's holdings for the other ranks."""
     return Holding(
         wholes={
             name: sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor)) for name, state in wholes.items()

@@ -28,7 +28,7 @@ class Found:
     manifest: Manifest | None
     """None when it cannot be used."""
     problems: tuple[Problem, ...] = ()
-    """Why it cannot be used."""
+    """The reasons why it cannot be used."""
 
     @property
     def sound(self) -> bool:
@@ -138,7 +138,7 @@ class CheckpointStore:
             yield judge(name, path)
 
     def _steadily[T](self, look: Callable[[], T]) -> T:
-        """What `look` sees while nothing is renamed: a save may be putting one in another's place at this moment."""
+        """Repeats `look` until nothing is renamed meanwhile: a save may be replacing one at this moment."""
         for _ in range(_GLANCES):
             before = self._identities()
             seen = look()
@@ -156,7 +156,7 @@ class CheckpointStore:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this is meant as one checkpoint: by its name, or by what is in it."""
+    """Returns True if this is meant as one checkpoint: by its name, or by what is in it."""
     return step_of(path.name) is not None or (path / MANIFEST).exists()
 
 

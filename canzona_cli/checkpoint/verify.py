@@ -70,7 +70,7 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
 
 
 def verify_file(folder: Path, name: str, entry: StoredFile, *, on_bytes: OnBytes | None = None) -> Problem | None:
-    """What is wrong with one file of a checkpoint, by its size and then its hash; None if nothing is."""
+    """Says what is wrong with one file of a checkpoint, by its size and then its hash; None if nothing is."""
     wrong = _size_problem(folder, name, entry)
     if wrong is None:
         try:
@@ -110,7 +110,7 @@ def table_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> li
 
 
 def foreign_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
-    """What lies in the folder and is nothing of the checkpoint; it is never read."""
+    """Lists files in the folder that do not belong to the checkpoint; they are never read."""
     return tuple(sorted(set(os.listdir(folder)) - {MANIFEST, *manifest.files}))
 
 
@@ -141,7 +141,7 @@ def previous_sound(folder: Path) -> Path | None:
 
 
 def way_out(folder: Path, *, by_path: bool = False) -> str:
-    """What to do instead of using this checkpoint. Another one is offered, never taken silently.
+    """Says what to do instead of using this checkpoint. Another one is offered, never taken silently.
 
     Args:
         by_path: offer it by its path, because a name means one of the run's own.

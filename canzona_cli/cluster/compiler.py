@@ -1,4 +1,4 @@
-"""Whether torch.compile can make GPU kernels here."""
+"""A check that torch.compile can make GPU kernels here."""
 
 import importlib.util
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def compiling_lacks() -> str | None:
-    """What is missing for it; None where nothing is.
+    """Says what is missing for it; None if nothing is.
 
     torch.compile writes Triton, which builds what launches its kernels in C on every machine, once: with $CC, gcc or
     clang, against Python's headers (`triton.runtime.build`).

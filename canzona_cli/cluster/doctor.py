@@ -42,12 +42,12 @@ Group = Literal["python", "torch", "gpu", "machine", "storage", "network", "slur
 VERSION = 1
 _GIB = 2**30
 _RANKS = 8
-"""How many try to meet: those of a machine with eight GPUs."""
+"""The number of ranks that try to meet: those of a machine with eight GPUs."""
 _PROBE_TIMEOUT_S = 60.0
 _RESOLVE_TIMEOUT_S = 3.0
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun sets for its workers; left over in a shell, they confuse whatever starts there."""
+"""The variables that torchrun sets for its workers; left over in a shell, they confuse whatever starts there."""
 _WATCHED = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_", "NVTE_", "OMP_", "MKL_", "CUBLAS_", "PYTORCH_", "CANZONA_CACHE")
 """Beginnings of the names of variables that change how workers run."""
 
@@ -61,11 +61,11 @@ class Finding:
     status: Status
     """ok; info: worth knowing; warn: something will be slow or unavailable; fail: no run is possible."""
     value: str
-    """What is there."""
+    """The value that was found."""
     meaning: str
-    """What that means for training, in one line."""
+    """The meaning for training, in one line."""
     fix: str = ""
-    """What to do about it; there is one for every warn and fail."""
+    """The fix; every warning and failure has one."""
 
 
 def _judged(
@@ -89,11 +89,11 @@ class Diagnosis:
     gpus: int
     """GPUs that torch can really use."""
     slurm: bool
-    """Whether jobs can be submitted from here."""
+    """True if jobs can be submitted from here."""
 
     @property
     def ok(self) -> bool:
-        """Whether some run, if only on CPU, is possible."""
+        """True if some run, if only on CPU, is possible."""
         return not self.count("fail")
 
     @property
@@ -160,7 +160,7 @@ def packages() -> Iterator[Finding]:
 
 
 def package(requirement: Requirement) -> Finding:
-    """Whether a required package is installed in a version that will do."""
+    """Checks that a required package is installed in a version that will do."""
     name, version = requirement.name, installed_version(requirement.name)
     asked = ",".join(sorted(map(str, requirement.specifier), reverse=True))  # the least version first
     fine = version is not None and admits(requirement, version)

@@ -80,7 +80,7 @@ class Suggestion:
     """One change that makes a run fit."""
 
     override: str
-    """What to add to the command line."""
+    """The override to add to the command line."""
     config: RunConfig
 
 

@@ -1,4 +1,4 @@
-"""What ranks on GPUs need of this machine besides GPUs: asked before a run, and by the doctor. Imports no torch."""
+"""The needs of ranks on GPUs besides GPUs: asked before a run, and by the doctor. Imports no torch."""
 
 import ctypes
 import importlib.util
@@ -22,7 +22,7 @@ _COVERS_COALESCED = Version("2.15")
 """The first torch whose nccl2 backend waits for all collectives of a coalesced group (`ProcessGroupNCCL.hpp` there)."""
 
 Release = tuple[int, int]
-"""Of CUDA: (13, 2)."""
+"""A release of CUDA: (13, 2)."""
 
 
 def driver_problem() -> Problem | None:
@@ -56,7 +56,7 @@ def driver_cuda() -> Release | None:
 
 
 def torch_cuda() -> Release | None:
-    """What the installed torch is built for, (0, 0) for none; None where it does not say."""
+    """Returns the CUDA release that the installed torch is built for, (0, 0) for none; None if it does not say."""
     found = importlib.util.find_spec("torch")
     try:
         text = Path(found.origin).with_name("version.py").read_text("utf-8") if found and found.origin else ""
@@ -117,7 +117,7 @@ def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:
 
 
 def named(chosen: str, interfaces: Set[str]) -> set[str]:
-    """Which of the interfaces NCCL takes (its src/misc/socket.cc)."""
+    """Returns the interfaces that NCCL takes (its src/misc/socket.cc)."""
     without = chosen.removeprefix("^")
     whole = without.startswith("=")
     names = [name.partition(":")[0] for name in without.removeprefix("=").split(",") if name]

@@ -31,13 +31,13 @@ KEPT: Final = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Where the result of one search lies."""
+    """The place for the result of one search."""
 
     path: Path
 
     @classmethod
     def of(cls, config: RunConfig, count: int) -> "Cache":
-        """Of the search for the `count` best layouts."""
+        """Returns the cache of the search for the `count` best layouts."""
         asked = asdict(config)
         key = json.dumps([_code(), count, {name: asked[name] for name in ASKED}], sort_keys=True, default=str)
         name = hashlib.sha256(key.encode()).hexdigest()[:24]

@@ -10,7 +10,7 @@ from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.planner.memory import MemoryEstimate, estimate
 
 BATCH_TOLERANCE = 0.125
-"""How far a chosen batch may be from `train.batch_tokens`, so that no GPU count changes the job silently."""
+"""The share by which a chosen batch may differ from `train.batch_tokens`: no GPU count changes the job silently."""
 MICRO_BATCHES = (8, 4, 2, 1)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -37,7 +37,7 @@ def candidates(config: RunConfig) -> list[Candidate]:
 
 
 def any_fits(config: RunConfig) -> bool:
-    """Whether one of the possible layouts fits.
+    """Returns True if one of the possible layouts fits.
 
     Raises:
         ConfigError: what is set is impossible.
@@ -110,7 +110,7 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
 
 
 def _least_batch(pp: int, vpp: int, dp: int, micro: int) -> int:
-    """What a global batch is a multiple of. Model chunks take turns in groups of `pp` micro-batches."""
+    """Returns the divisor of a global batch. Model chunks take turns in groups of `pp` micro-batches."""
     return dp * micro * (pp if vpp > 1 else 1)
 
 
@@ -135,7 +135,7 @@ def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def _model_chunks(config: RunConfig, pp: int) -> tuple[int, ...]:
-    """Of each of `pp` stages."""
+    """Returns the possible numbers of model chunks of each of `pp` stages."""
     possible = divisors(config.model.num_layers // pp) if pp > 1 else (1,)
     return tuple(vpp for vpp in possible if config.parallel.vpp in (None, vpp))
 
@@ -151,7 +151,7 @@ def _global_batch(config: RunConfig, step: int) -> int | None:
 
 
 def _no_batch(config: RunConfig) -> Problem:
-    """Why no layout can share out the batch: the only thing left once the rules hold."""
+    """Explains why no layout can share out the batch: the only thing left once the rules hold."""
     train = config.train
     micro = train.micro_batch_size or 1
     steps = sorted({_least_batch(pp, vpp, dp, micro) for _, pp, vpp, _, dp in _meshes(config)})

@@ -28,7 +28,7 @@ _SMI_FIELDS = ("name", "memory.total", "uuid", "driver_version")
 _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 _MACHINE_ID = Path("/etc/machine-id")
 LOOPBACK = "127.0.0.1"
-"""Where the ranks of one machine meet."""
+"""The address at which the ranks of one machine meet."""
 LOOPBACK_FIX = (
     "bring the interface up (ip link set lo up), let this user listen there (sandbox, firewall, container network), "
     "or free ports: net.ipv4.ip_local_port_range says which there are"
@@ -54,7 +54,7 @@ def machine_facts(device: Device) -> dict[str, str | int | float]:
 
 
 def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
-    """How the machine a profile was measured on differs from this one; empty for a profile written by hand."""
+    """Lists how the machine a profile was measured on differs from this one; empty for a profile written by hand."""
     found = list(_differences(cluster)) if cluster.calibrated else []
     if not found:
         return ()
@@ -65,12 +65,12 @@ def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
 
 
 def processor_name() -> str:
-    """As the system calls it; the bare architecture where it does not."""
+    """Returns the processor's name as the system gives it; the bare architecture if it does not."""
     return cpu_fact("model name") or platform.processor() or platform.machine()
 
 
 def cpu_fact(*names: str) -> str:
-    """What the kernel says of the first core under any of these names; empty where it says nothing."""
+    """Returns what the kernel says of the first core under any of these names; empty if nothing."""
     try:
         lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -84,12 +84,12 @@ def gpu_name() -> str:
 
 
 def torch_version() -> str:
-    """Of the installed package, without importing it."""
+    """Returns the version of the installed torch, without importing it."""
     return installed_version("torch") or "none"
 
 
 def installed_version(package: str) -> str | None:
-    """Of a package, without importing it; None where it is not installed."""
+    """Returns the version of a package, without importing it; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -97,7 +97,7 @@ def installed_version(package: str) -> str | None:
 
 
 def requirement(package: str) -> "Requirement | None":
-    """What canzona asks of a package, an optional one too; None where it asks nothing or is not installed itself."""
+    """Returns canzona's requirement of a package, optional ones too; None without one, or if not installed itself."""
     from packaging.requirements import Requirement
 
     try:
@@ -108,7 +108,7 @@ def requirement(package: str) -> "Requirement | None":
 
 
 def admits(requirement: "Requirement", version: str) -> bool:
-    """Whether a version satisfies a requirement; a pre-release counts as its release: 2.10.0a0+cu130 is a 2.10."""
+    """Returns True if a version satisfies a requirement; a pre-release counts as its release (2.10.0a0 is a 2.10)."""
     from packaging.version import Version
 
     return requirement.specifier.contains(Version(version).base_version)
@@ -124,7 +124,7 @@ def fingerprint() -> str:
 
 
 def loopback_problem(ranks: int) -> str | None:
-    """Why so many ranks, each with a port of its own, could not meet on this machine; None where they could."""
+    """Says why so many ranks, each with a port of its own, could not meet on this machine; None if they could."""
     try:
         with ExitStack() as sockets:
             for _ in range(ranks + 1):  # torchrun's store has one, too
@@ -166,7 +166,7 @@ class GpuInfo:
 
 
 def visible_gpus() -> int:
-    """How many GPUs a process started from here can use; 0 when there is no driver."""
+    """Counts the GPUs that a process started from here can use; 0 when there is no driver."""
     return len(gpu_inventory())
 
 
@@ -184,7 +184,7 @@ def installed_gpus() -> tuple[GpuInfo, ...]:
 
 
 def select(gpus: tuple[GpuInfo, ...], visible: str | None) -> tuple[GpuInfo, ...]:
-    """What a CUDA_VISIBLE_DEVICES value leaves of `gpus`.
+    """Returns those of `gpus` that a CUDA_VISIBLE_DEVICES value leaves.
 
     None shows all, an empty value none. Entries are indices or the start of a UUID that fits one GPU; the first other
     entry (-1 by custom) ends the list, and a GPU named twice makes CUDA show none. MIG entries count as one device of
@@ -220,7 +220,7 @@ def _index(gpus: tuple[GpuInfo, ...], entry: str) -> int | None:
 
 
 def read_smi(listing: str | None) -> tuple[GpuInfo, ...] | None:
-    """What `nvidia-smi` lists, a line a GPU; None without it."""
+    """Returns what `nvidia-smi` lists, a line for each GPU; None without it."""
     if listing is None:
         return None
     rows = [[field.strip() for field in line.split(",")] for line in listing.splitlines()]

@@ -1,10 +1,10 @@
-"""What a user of a hardware profile is warned of."""
+"""Warnings to the user of a hardware profile."""
 
 from canzona_cli.config.schema import ClusterConfig
 
 
 def profile_warnings(cluster: ClusterConfig, *, training: bool = True) -> tuple[str, ...]:
-    """What a user of a profile should know. Without `training` it may well be for another machine, as in a plan."""
+    """Lists what a user of a profile should know. Without `training` it may be for another machine, as in a plan."""
     if not training:
         return _gaps(cluster)
     from canzona_cli.cluster.machine import profile_mismatches  # here, for plans do without
@@ -13,7 +13,7 @@ def profile_warnings(cluster: ClusterConfig, *, training: bool = True) -> tuple[
 
 
 def _gaps(cluster: ClusterConfig) -> tuple[str, ...]:
-    """What an interrupted calibration did not measure; empty for a complete one."""
+    """Lists what an interrupted calibration did not measure; empty for a complete one."""
     if not cluster.not_measured:
         return ()
     missing = ", ".join(cluster.not_measured)

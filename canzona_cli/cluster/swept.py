@@ -54,7 +54,7 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
 
 
 def _with_own_minimum(one: Combination, recipe_of: Callable[[tuple[str, ...]], OptimizerConfig]) -> Combination:
-    """Where learning rates are swept, the minimum keeps the recipe's ratio to them, so that all curves have one form.
+    """Keeps the recipe's ratio of the minimum to swept learning rates, so that all curves have one form.
 
     Said as an override: a run of the sweep is repeated by what is printed.
     """

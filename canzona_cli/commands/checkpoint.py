@@ -90,10 +90,9 @@ def import_(
     """
     from canzona_cli.commands.output import progress, warn_about
     from canzona_cli.config.recipes import shown
-    from canzona_cli.huggingface.folder import open_folder
-    from canzona_cli.huggingface.recipe import recipe_of
+    from canzona_cli.huggingface.folder import open_folder, recipe_of
     from canzona_cli.huggingface.staging import check_empty, staged
-    from canzona_cli.model.qwen3 import parameter_count
+    from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
     from canzona_cli.run.files import RunFiles
     from canzona_cli.run.words import count
@@ -104,7 +103,7 @@ def import_(
     config = composed.config
     found.check(config.model)
     warn_about(composed)
-    from canzona_cli.huggingface.importing import import_weights  # imports torch
+    from canzona_cli.huggingface.weights import import_weights  # imports torch
 
     parameters = parameter_count(config.model).total
     with bar_of_bytes("importing", 4 * parameters) as on_bytes, staged(out, key="--out") as run:
@@ -146,7 +145,7 @@ def export(
     from canzona_cli.config.recipes import shown
     from canzona_cli.huggingface.folder import DTYPES
     from canzona_cli.huggingface.staging import check_empty
-    from canzona_cli.model.qwen3 import parameter_count
+    from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
     from canzona_cli.run.words import plural, size
 
@@ -154,7 +153,7 @@ def export(
     found = choose(where).at(step)
     manifest, config, with_it = verified_run(found, tokenizer)
     from canzona_cli.checkpoint.reader import Reader  # imports torch
-    from canzona_cli.huggingface.exporting import export_weights
+    from canzona_cli.huggingface.weights import export_weights
 
     kind = dtype or config.train.precision
     total = tensor_bytes(DTYPES[kind][0], (parameter_count(config.model).total,))

@@ -101,7 +101,7 @@ def _writer(found: "Found", tokenizer: Path | None, device: "Device | None") -> 
     from canzona_cli.checkpoint.shard_file import tensor_bytes
     from canzona_cli.commands.verified import verified_run
     from canzona_cli.huggingface.folder import DTYPES
-    from canzona_cli.model.qwen3 import parameter_count
+    from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
 
     manifest, config, with_it = verified_run(found, tokenizer)

@@ -52,6 +52,7 @@ def checked_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | N
     Raises:
         ConfigError: as `canzona_cli.data.corpus.look_at_data`.
     """
+    from canzona_cli.config.schema import CustomConfig
     from canzona_cli.run.corpus import data_warnings
 
     corpus = None
@@ -60,7 +61,7 @@ def checked_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | N
 
         corpus = look_at_data(config, lambda what, share: progress(what) if share == 0 else None)
     warn(data_warnings(config, layout, corpus))
-    if config.optimizer.name == "custom" and not config.optimizer.built_in:
+    if isinstance(config.optimizer, CustomConfig) and not config.optimizer.built_in:
         source = config.optimizer.source
         progress(f"note: not tried here: whether {source} can update matrices; a run tries it before it trains")
     return corpus

@@ -26,7 +26,7 @@ def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
     """List every recipe, yours and the built-in ones."""
     from canzona_cli.config.recipes import shown
     from canzona_cli.config.tree import list_recipes
-    from canzona_cli.model.qwen3 import parameter_count
+    from canzona_cli.model.families import parameter_count
     from canzona_cli.report.tables import Table
     from canzona_cli.run.words import count
 
@@ -120,8 +120,7 @@ def from_hf(
     from dataclasses import replace
 
     from canzona_cli.config.recipes import check_destination, recipe_text, shown, write_recipe
-    from canzona_cli.huggingface.folder import open_folder
-    from canzona_cli.huggingface.recipe import recipe_of
+    from canzona_cli.huggingface.folder import open_folder, recipe_of
 
     check_destination(destination, force=force)
     composed = recipe_of(open_folder(folder, key="DIR"), overrides or (), recipes_dir or ())
@@ -147,7 +146,7 @@ def layouts(
     """
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.tree import list_recipes
-    from canzona_cli.model.qwen3 import parameter_count
+    from canzona_cli.model.families import parameter_count
     from canzona_cli.report.recipes import layouts as of_sizes
 
     dirs = recipes_dir or ()

@@ -20,8 +20,7 @@ from canzona_cli.config.overrides import parse_overrides
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CanzonaError, ConfigError, ExitCode
-from canzona_cli.huggingface.folder import is_hugging_face, open_folder
-from canzona_cli.huggingface.recipe import recipe_of
+from canzona_cli.huggingface.folder import is_hugging_face, open_folder, recipe_of
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.going_on import command_again, said
 from canzona_cli.launch.machines import Machines
@@ -43,10 +42,9 @@ from canzona_cli.report.run import BreakdownView
 from canzona_cli.report.run_trace import write_trace
 from canzona_cli.report.train import make_view
 from canzona_cli.report.train_dry_run import RUN_DIR_TIME, DryRun
-from canzona_cli.run.breakdown import load_breakdown
+from canzona_cli.run.breakdown import Prediction, load_breakdown
 from canzona_cli.run.corpus import PreparedCorpus, data_warnings
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.prediction import Prediction
 from canzona_cli.run.words import plural
 from canzona_cli.simulate.outlook import outlook
 
@@ -293,7 +291,7 @@ def _bring_in(config: RunConfig, run: RunDirectory) -> None:
     folder = Path(where or "").expanduser()
     if where is None or not is_hugging_face(folder) or CheckpointStore(run.files.checkpoints).latest() is not None:
         return
-    from canzona_cli.huggingface.importing import import_weights  # imports torch
+    from canzona_cli.huggingface.weights import import_weights  # imports torch
 
     progress(f"note: imports the weights in {folder}")
     found = open_folder(folder, key="checkpoint.weights_from")

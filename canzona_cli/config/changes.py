@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.config.schema.field import CURVE, MODEL, OPTIMIZER, SPREAD
 from canzona_cli.config.settings import affecting, leaves
 from canzona_cli.errors import Problem
+from canzona_cli.fields import CURVE, MODEL, OPTIMIZER, SPREAD
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,11 +29,11 @@ from canzona_cli.config.recipes import (
 )
 from canzona_cli.config.removed import REMOVED_VALUES, brought_up_to_date
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
-from canzona_cli.config.schema.field import bound_words
 from canzona_cli.config.secrets import content_problems, unasked_problems
 from canzona_cli.config.settings import Setting, leaves, sections, setting_of, settings
 from canzona_cli.config.tree import composed, put, with_values
 from canzona_cli.errors import ConfigError, Problem, closest, refuse
+from canzona_cli.fields import bound_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +176,9 @@ def _with_rates(config: RunConfig, asked: Overrides) -> RunConfig:
     """The optimizer's own learning rate where the recipe has one, and the minimum from its ratio: the decimal product,
     so that 0.1 of 0.0003 is 0.00003 to the bit."""
     own = config.optimizer
+    for name in own.lrs.keys() - OPTIMIZERS.keys():
+        fix = f"use {', '.join(OPTIMIZERS)}"
+        raise ConfigError(Problem(key="optimizer.lrs", value=own.lrs, reason=f"{name} is not an optimizer", fix=fix))
     lr = own.lr if "optimizer.lr" in asked.values else own.lrs.get(own.name, own.lr)
     ratio = own.min_lr_ratio
     least = own.min_lr if ratio is None else float(Decimal(repr(ratio)) * Decimal(repr(lr)))

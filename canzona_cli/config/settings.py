@@ -9,8 +9,8 @@ from functools import cache
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
-from canzona_cli.config.schema.field import Affects, Example, Range, Unit
 from canzona_cli.errors import Problem
+from canzona_cli.fields import Affects, Example, Range, Unit
 
 Kind = Literal["integer", "number", "boolean", "text", "choice", "list", "mapping", "other"]
 

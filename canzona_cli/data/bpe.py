@@ -25,7 +25,7 @@ SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How text is cut into words before merging: the expression in the tokenizer.json of Qwen3."""
+"""The expression by which text is cut into words before merging, from the tokenizer.json of Qwen3."""
 
 _LENGTH = struct.Struct("<Q")
 

@@ -63,7 +63,7 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSettings:
-    """How to make a pair from sources."""
+    """The settings by which a pair is made from sources."""
 
     tokenizer: str = "byte"
     """byte, bpe, or the path of a tokenizer.json."""
@@ -95,9 +95,9 @@ class Built:
     reused: int
     """Parts that an earlier build, which did not come to its end, had made."""
     vocabulary_sampled: bool
-    """Whether a bpe learnt from a sample rather than from everything."""
+    """True if a bpe learnt from a sample rather than from everything."""
     asked_vocab_size: int | None
-    """For a bpe; a small corpus yields fewer."""
+    """The vocabulary size asked of a bpe; a small corpus yields fewer."""
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -166,7 +166,7 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
 
 
 def parts_folder(prefix: Path) -> Path:
-    """Where finished parts wait for the others."""
+    """Returns the folder in which finished parts wait for the others."""
     return prefix.with_name(f".{prefix.name}.parts")
 
 

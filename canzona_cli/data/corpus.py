@@ -82,7 +82,7 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
 
 
 def tokenizer_of(corpus: PreparedCorpus) -> Tokenizer:
-    """What made the tokens of a corpus.
+    """Returns the tokenizer that made the tokens of a corpus.
 
     Raises:
         ConfigError: another tool did, and its files do not say how; or the tokenizer has gone.
@@ -132,7 +132,7 @@ def _disagreements(found: Sequence[tuple[PairInfo, Sidecar | None]]) -> Iterator
 
 
 def _identity(sidecar: Sidecar | None) -> tuple[str | None, int, int] | None:
-    """What makes tokenizers the same; None for a pair that does not say."""
+    """Returns what makes tokenizers the same; None for a pair that does not say."""
     return None if sidecar is None else (sidecar.tokenizer_sha256, sidecar.vocab_size, sidecar.eod)
 
 
@@ -287,7 +287,7 @@ def _length_problems(config: RunConfig, pair: PairInfo, held: PreparedSet, *, bl
 
 
 def _sample_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Problem]:
-    """What keeps the model from going on with `train.sample_prompt`."""
+    """Lists what keeps the model from continuing `train.sample_prompt`."""
     prompt = config.train.sample_prompt
     if config.train.sample_every == 0:
         return

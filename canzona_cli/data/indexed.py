@@ -30,7 +30,7 @@ _DTYPE_CODES: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5
 _FLOAT_CODES = (6, 7)
 _SCAN_TOKENS = 16 << 20
 _INDEX_PARTS = (".lengths", ".ends")
-"""What the .idx is put together from at the end."""
+"""The parts that the .idx is put together from at the end."""
 
 
 def bin_path(prefix: Path) -> Path:
@@ -44,7 +44,7 @@ def idx_path(prefix: Path) -> Path:
 
 
 def temporary(path: Path) -> Path:
-    """Where the content of `path` grows: hidden, in the same folder, without an ending any reader takes for data."""
+    """Returns the path where the content of `path` grows: hidden, in the same folder, never taken for data."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -191,13 +191,13 @@ def _sync(stream: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PairInfo:
-    """What an intact pair holds."""
+    """The contents of an intact pair."""
 
     prefix: Path
     tokens: int
     documents: int
     sequences: int
-    """What Megatron's GPTDataset splits and shuffles; a long document may be several."""
+    """The sequences that Megatron's GPTDataset splits and shuffles; a long document may be several."""
     dtype: str
     lengths: npt.NDArray[np.int32] = field(repr=False, compare=False)
     """Tokens of each sequence, shape [sequences]."""

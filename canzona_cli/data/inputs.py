@@ -1,4 +1,4 @@
-"""Which files the INPUT arguments name: files, globs, folders, standard input, the standard library.
+"""The files that the INPUT arguments name: files, globs, folders, standard input, the standard library.
 
 The standard library is the default corpus: the sources of the running Python, about 11 MB of real text on every
 machine. Its tests are left out: they are half of the bytes where they are installed, and distributions often omit

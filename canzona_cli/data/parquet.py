@@ -14,7 +14,7 @@ _BATCH_ROWS = 128
 
 
 class DamagedParquet(ValueError):
-    """What pyarrow says of a file that is none."""
+    """The error for a file that pyarrow says is no Parquet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Rows:
     first: int
     """Number of the first row in the file, from 1."""
     share: float
-    """Of all rows of the file."""
+    """The share of all rows of the file."""
 
 
 def texts(path: Path, column: str, groups: tuple[int, int] | None = None) -> Iterator[Rows]:

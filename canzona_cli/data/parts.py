@@ -63,7 +63,7 @@ class Part:
 
     sources: tuple[Source, ...]
     bytes: int
-    """On disk; 0 where unknown."""
+    """The bytes on disk; 0 if unknown."""
 
     def name(self, fingerprint: str) -> str:
         """That of its files."""
@@ -167,7 +167,7 @@ def make_part(part: Part, prefix: Path, recipe: Recipe) -> Tally:
 
 
 def finished_part(prefix: Path) -> Tally | None:
-    """What was counted in a part; None where it is not finished."""
+    """Returns the counts of a part; None if it is not finished."""
     tally = load_if_sound(sidecar_path(prefix), Tally)
     try:
         if tally is not None and tally.documents:  # without any, its pair is none, and nobody asks for it

@@ -23,7 +23,7 @@ class Sidecar:
     tokenizer_kind: TokenizerKind
     tokenizer: str
     tokenizer_sha256: str | None
-    """Of `<prefix>.tokenizer.json`; None for byte."""
+    """The hash of `<prefix>.tokenizer.json`; None for byte."""
     vocab_size: int
     """One more than the largest id the tokenizer can produce."""
     eod: int
@@ -39,12 +39,12 @@ class Sidecar:
     replaced: int
     """Invalid characters that were replaced."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """What was left out, by reason: documents without text, bad lines, binary files in folders. Nothing else is: equal
-    documents all stay."""
+    """The number left out, by reason: documents without text, bad lines, binary files in folders. Nothing else is left
+    out: equal documents all stay."""
     bad_lines: tuple[BadLine, ...] = ()
     """The first hundred of them."""
     inputs_sha256: str
-    """Over the inputs' own hashes, in order."""
+    """The hash of the inputs' own hashes, in order."""
     inputs: tuple[InputRecord, ...]
     """The first thousand."""
     input_count: int

@@ -59,7 +59,7 @@ class Source:
     """One thing to read, or a cut of it."""
 
     label: str
-    """What messages and the sidecar call it."""
+    """The name in messages and in the sidecar."""
     path: Path | None
     """None: standard input."""
     format: InputFormat
@@ -69,7 +69,7 @@ class Source:
     from_folder: bool = False
     """Found by walking a folder rather than named, so a binary file is passed over instead of refused."""
     cut: tuple[int, int] | None = None
-    """Of a file of lines, those that begin in these bytes; of Parquet, these row groups; end exclusive. None: all."""
+    """The lines of a file that begin in these bytes, or the row groups of Parquet; end exclusive. None: all."""
 
 
 class Piece(NamedTuple):
@@ -77,7 +77,7 @@ class Piece(NamedTuple):
 
     data: bytes
     last: bool
-    """Whether the document ends here."""
+    """True if the document ends here."""
 
 
 class TooManyBadLines(Exception):
@@ -111,7 +111,7 @@ class Reader:
     text_key: str = "text"
     max_bad: int = 0
     bytes_read: int = 0
-    """Of the files as they are on disk, so that progress is honest for compressed ones."""
+    """The bytes of the files as they are on disk, so that progress is honest for compressed ones."""
     tally: Tally = field(default_factory=Tally)
     _give_up: int | None = None
     """The line at which to look for no more bad ones."""
@@ -169,7 +169,7 @@ class Reader:
             yield from self._counted(cut_stream(stream, self.piece))
 
     def _cut(self, source: Source) -> Iterator[Piece]:
-        """Of a plain file of lines."""
+        """Opens a part of a plain file of lines."""
         assert source.path is not None
         assert source.cut is not None
         if source.cut[0] == 0:
@@ -274,7 +274,7 @@ class Reader:
             self._give_up = line.line + _LINES_TO_SEARCH
 
     def _enough(self, number: int) -> bool:
-        """Whether to stop at a line: a few behind the first bad one too many show a systematic mistake."""
+        """Returns True to stop at a line: a few after the first bad one too many show a systematic mistake."""
         if self._give_up is None:
             return False
         return number > self._give_up or self.tally.bad >= self.max_bad + MOST_BAD_SHOWN
@@ -299,7 +299,7 @@ def _pass_over(stream: BinaryIO, most: int = sys.maxsize) -> int:
 
 
 def splits(source: Source, document: DocumentUnit) -> bool:
-    """Whether a file can be read from the middle, line by line."""
+    """Returns True if a file can be read from the middle, line by line."""
     if (
         source.path is None
         or source.format not in ("jsonl", "text")
@@ -318,7 +318,7 @@ def package_problem(label: str, module: str) -> Problem:
 
 
 def _record(source: Source) -> InputRecord:
-    """Of a whole file, whatever part of it is read."""
+    """Records a whole file, whatever part of it is read."""
     assert source.path is not None
     with open(source.path, "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -326,7 +326,7 @@ def _record(source: Source) -> InputRecord:
 
 
 def _damaged() -> tuple[type[Exception], ...]:
-    """What a damaged input raises; of .zst, only where any has been opened."""
+    """Returns the exceptions that a damaged input raises; those of .zst only if one has been opened."""
     modules = (sys.modules.get(name) for name in ("compression.zstd", "backports.zstd"))
     return (*_DAMAGED, *(module.ZstdError for module in modules if module is not None))
 
@@ -382,7 +382,7 @@ def cut_stream(stream: BinaryIO, size: int) -> Iterator[Piece]:
 
 
 def _cut_point(data: bytes, size: int) -> int:
-    """Where to cut within (size / 2, size]: after a line, else after a word, else between two UTF-8 characters."""
+    """Returns where to cut within (size / 2, size]: after a line, else a word, else between two UTF-8 characters."""
     for separator in (b"\n", b" "):
         found = data.rfind(separator, size // 2, size)
         if found >= 0:

@@ -1,4 +1,4 @@
-"""What was found while inputs were read: counts, and what was left out, by place and reason."""
+"""The tally of inputs that were read: counts, and what was left out, by place and reason."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ _BAD_KEPT: Final = 100
 
 @dataclass(frozen=True, kw_only=True)
 class InputRecord:
-    """What was read from one source: evidence of what a corpus was made from."""
+    """The record of what was read from one source: evidence of what a corpus was made from."""
 
     path: str
     bytes: int
@@ -26,16 +26,16 @@ class BadLine:
     kind: str
     """The reason as it is counted: `not JSON`."""
     detail: str
-    """What follows it: `: Expecting value at column 5`."""
+    """The words after the reason: `: Expecting value at column 5`."""
 
 
 @dataclass(kw_only=True)
 class Tally:
-    """Of a whole input or a part of it; parts are added up in their order."""
+    """The counts of a whole input or a part of it; parts are added up in their order."""
 
     documents: int = 0
     text_bytes: int = 0
-    """Of the documents, decompressed."""
+    """The bytes of the documents, decompressed."""
     empty: int = 0
     """Documents without text, left out."""
     replaced: int = 0
@@ -50,11 +50,11 @@ class Tally:
     """Binary files found in folders, left out."""
     records: list[InputRecord] = field(default_factory=list)
     lines: int = 0
-    """Of a cut of a file of lines, all that it has; else 0."""
+    """The number of lines in a cut of a file of lines; else 0."""
 
     @property
     def dropped(self) -> dict[str, int]:
-        """What was left out, by reason: documents, lines, files."""
+        """Counts what was left out, by reason: documents, lines, files."""
         reasons = {"empty": self.empty, **self.bad_kinds, "binary file": len(self.skipped)}
         return {reason: number for reason, number in reasons.items() if number}
 

@@ -1,4 +1,4 @@
-"""How many bytes of text each token stands for."""
+"""The number of bytes of text that each token stands for."""
 
 import json
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from canzona_cli.run.corpus import PreparedCorpus
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBytes:
-    """By token id, of one tokenizer."""
+    """The bytes by token id, of one tokenizer."""
 
     values: npt.NDArray[np.float64]
     """`[vocab_size]`; what ends a document stands for none."""
@@ -25,7 +25,7 @@ class TokenBytes:
 
 
 def token_bytes(corpus: PreparedCorpus) -> TokenBytes | None:
-    """Of the tokenizer of a corpus; None where it is not known.
+    """Returns the bytes of a corpus's tokenizer; None if it is not known.
 
     Raises:
         ConfigError: the corpus is damaged.
@@ -44,8 +44,8 @@ def token_bytes(corpus: PreparedCorpus) -> TokenBytes | None:
 
 
 def bytes_by_id(tokenizer: Tokenizer) -> npt.NDArray[np.float64] | None:
-    """Of bytes, or of a tokenizer whose vocabulary has a letter for each byte (GPT-2's, and since then most); None for
-    others."""
+    """Returns the bytes of a byte tokenizer, or of one whose vocabulary has a letter for each byte (GPT-2's, and since then
+    most); None for others."""
     if isinstance(tokenizer, ByteTokenizer):
         values = np.ones(tokenizer.vocab_size)
         values[BYTE_VALUES:] = 0

@@ -39,7 +39,7 @@ EOD_CANDIDATES = (
     "<|eot_id|>",
     "[SEP]",
 )
-"""What published tokenizers call the end of a document, the usual names of base models first."""
+"""The names that published tokenizers give the end of a document, the usual names of base models first."""
 
 BYTE_VALUES = 256
 REPLACEMENT = "\ufffd"
@@ -152,7 +152,7 @@ class TokenSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSettings:
-    """What counts here of a Hugging Face tokenizer_config.json."""
+    """The part of a Hugging Face tokenizer_config.json that counts here."""
 
     eos_token: str | TokenSettings | None = None
     added_tokens_decoder: Mapping[int, TokenSettings] = field(default_factory=dict)
@@ -218,7 +218,7 @@ def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
 
 
 def read_backend(path: Path) -> "RustTokenizer":
-    """What a tokenizer.json says.
+    """Reads a tokenizer.json.
 
     Raises:
         ConfigError: it says nothing of the kind, or ids that no corpus and no model has.
@@ -239,7 +239,7 @@ def read_backend(path: Path) -> "RustTokenizer":
 
 
 def _refused(error: BaseException, value: str, what: str) -> ConfigError:
-    """What the library says of a tokenizer. Anything else is raised again."""
+    """Turns errors of the library about a tokenizer into ours. Anything else is raised again."""
     # It raises bare Exception; and where Rust itself gives up, what is none.
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error

@@ -16,7 +16,7 @@ from canzona_cli.data.tally import Tally
 from canzona_cli.errors import CanzonaError, EnvironmentProblem, Problem
 
 _OF_THE_PARENT = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-"""What a terminal or a batch system sends to all processes; the parent decides what it means."""
+"""The signals that a terminal or a batch system sends to all processes; the parent decides what they mean."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ The way of one matrix, `u0`, through a step:
 
     backward         every rank has a gradient fragment of u0, for its own tokens
       1. reduce      down each column, to row 1: the owners have reduced fragments     (megatron/owner_bucket_group)
-      2. to the host along row 1: fragments of TP 0, 2 and 3 travel to TP 1, fused     (hosted, buffers;
+      2. to the host along row 1: fragments of TP 0, 2 and 3 travel to TP 1, fused     (hosted, wire;
                      with those of its micro-group in one all-to-all                    planner/exchange)
-      3. update      TP 1 has all of u0: momentum, Newton-Schulz, new fp32 master      (factory, optimizers/)
+      3. update      TP 1 has all of u0: momentum, Newton-Schulz, new fp32 master      (build, optimizers/)
       4. back        along row 1: fragments of the new weight, in the model's dtype    (hosted)
       5. gather      down each column, from row 1 to the parameters of every owner     (megatron/owner_bucket_group)
 

@@ -1,4 +1,4 @@
-"""Before anything is built: all ranks have the same plan, for this model and these ranks; optimizers work."""
+"""Checks before anything is built: all ranks have the same plan, for this model and these ranks; optimizers work."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ class PlanRefused(ConfigError):
 
 
 def agree_on_plan(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: World) -> Plan:
-    """This rank's plan, once every rank has found it to be the same and to fit. Collective.
+    """Returns this rank's plan, once every rank has the same and it fits. Collective.
 
     Raises:
         PlanRefused: on all ranks together, with the first difference that each refusing rank found.
     """
     everyone = gather(_Found(digest=None if plan is None else plan.hash, problem=_own_problem(plan, chunks, world)))
-    problems = [found.problem for found in everyone if found.problem is not None]
-    if not problems and len({found.digest for found in everyone}) > 1:
+    problems = [answer.problem for answer in everyone if answer.problem is not None]
+    if not problems and len({answer.digest for answer in everyone}) > 1:
         problems = _disagreement(plan, everyone)
     if problems:
         # Ranks that found the same say it once.
@@ -44,7 +44,7 @@ class OptimizerRefused(ConfigError):
 
 
 def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: World) -> T:
-    """What `make` made, once every rank could. Collective.
+    """Returns what `make` made, once every rank could make it. Collective.
 
     Args:
         source: of a user's own class, which may be on some machines and not on others; None for ours.
@@ -66,7 +66,7 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
             fix="canzona calls the class with a list of 2-D parameters, lr=, weight_decay= and optimizer.options, then "
             "step() without arguments",
         )
-    problems = [found.problem for found in gather(_Found(problem=problem)) if found.problem is not None]
+    problems = [answer.problem for answer in gather(_Found(problem=problem)) if answer.problem is not None]
     if problems:
         raise OptimizerRefused(*dict.fromkeys(problems))
     assert made is not None
@@ -75,10 +75,10 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What one rank has, as it tells the others."""
+    """The digest of the plan and the problem of one rank, as it tells the others."""
 
     digest: str | None = None
-    """Of its plan."""
+    """The digest of its plan."""
     problem: Problem | None = None
 
 
@@ -93,9 +93,9 @@ def _own_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: Wo
     fix = "start the run anew: `canzona train` plans it for these ranks"
     if plan is None:
         return Problem(key="plan", reason="there is no plan, and strategies canzona, paper and asc need one", fix=fix)
-    planned, found = plan.subject.layout, world.layout.mesh
+    planned, actual = plan.subject.layout, world.layout.mesh
     for name in ("tp", "pp", "vpp", "cp", "dp"):
-        here, there = getattr(found, name), getattr(planned, name)
+        here, there = getattr(actual, name), getattr(planned, name)
         if here != there:
             return Problem(
                 key="plan",
@@ -111,18 +111,18 @@ def _own_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: Wo
 
 
 def _disagreement(plan: Plan | None, everyone: "list[_Found]") -> list[Problem]:
-    """What differs between rank 0's plan and the first other one."""
-    other = next(rank for rank, found in enumerate(everyone) if found.digest != everyone[0].digest)
+    """Describes what differs between rank 0's plan and the first other one."""
+    other = next(rank for rank, answer in enumerate(everyone) if answer.digest != everyone[0].digest)
     assert plan is not None
     plans = gather(_Content(plan=plan.content()))
     first, second = Plan.from_content(plans[0].plan), Plan.from_content(plans[other].plan)
     difference = first_difference(first, second)
-    found = "their content" if difference is None else f"{difference[0]}: {difference[1]} and {difference[2]}"
+    answer = "their content" if difference is None else f"{difference[0]}: {difference[1]} and {difference[2]}"
     return [
         Problem(
             key="plan",
             value=f"{first.name} and {second.name}",
-            reason=f"ranks 0 and {other} have different plans; the first difference is {found}",
+            reason=f"ranks 0 and {other} have different plans; the first difference is {answer}",
             fix="give every machine the same canzona version and the same run directory",
         )
     ]

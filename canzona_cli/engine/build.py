@@ -1,36 +1,58 @@
 """Puts the engine of one rank together: by a plan, or, for strategy sc, with everything on every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from importlib import import_module
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from canzona_cli.config.schema import CustomConfig, RunConfig
+from canzona_cli.config.schema import (
+    CustomConfig,
+    KroneckerConfig,
+    MomentumConfig,
+    NewtonSchulzConfig,
+    OptimizerBase,
+    RunConfig,
+)
 from canzona_cli.engine.agreement import agree_on_optimizer
-from canzona_cli.engine.aside import Aside
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.engine.factory import Fallbacks, optimizer_factory
-from canzona_cli.engine.fragments import Fragments
-from canzona_cli.engine.hosted import Wiring
-from canzona_cli.engine.masters import MasterOptimizer
-from canzona_cli.engine.planned import PlannedOptimizer, updated_matrices
+from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters, runs, scratch_elements
+from canzona_cli.engine.masters import Fallbacks, MasterOptimizer
+from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.engine.redundant import RedundantOptimizer
-from canzona_cli.megatron.adamw import build_adamw
-from canzona_cli.megatron.in_flight import watcher_for
+from canzona_cli.engine.shared import Sharing
+from canzona_cli.engine.wire import AllToAll, Aside, Fragments, MakeOptimizer, Messages, Wiring
 from canzona_cli.megatron.matrix_buffers import global_parameters, named_matrix_parameters, tag_matrices
-from canzona_cli.megatron.optimizer import adamw_settings
+from canzona_cli.megatron.optimizer import adamw_settings, build_adamw
 from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.megatron.timers import PhaseTimer, watcher_for
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrices import stage_matrices
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.optimizers.facts import known
+from canzona_cli.optimizers.matrix_optimizer import OnFallback
+from canzona_cli.optimizers.registry import load_class, probe
+from canzona_cli.optimizers.workspace import Workspace
+from canzona_cli.planner.cost import algorithm, form_of, stack_of
+from canzona_cli.planner.exchange import Route, from_hosts, to_hosts
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.refresh import by_rank
+from canzona_cli.planner.refresh import by_rank, refreshes
+from canzona_cli.planner.step_buffers import BATCH_BYTES
+
+_OURS = __name__.partition(".")[0]
+"""This package: its optimizers need no consent."""
+
+Kind = Callable[..., torch.optim.Optimizer]
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stack", "graph", "form", "stagger", "tf32"}
+"""Settings that the classes do not take under their own names."""
 
 
 def build_engine(
     chunks: Sequence[DistributedDataParallel], config: RunConfig, world: World, plan: Plan | None, timer: PhaseTimer
 ) -> CanzonaOptimizer:
-    """The optimizer of a run whose matrices canzona updates (`Execution.ours`). Collective.
+    """Builds the optimizer of a run whose matrices canzona updates (`Execution.ours`). Collective.
 
     Args:
         chunks: of the model, wrapped with the plan's buffers, or without sharding where there is no plan.
@@ -40,13 +62,13 @@ def build_engine(
         OptimizerRefused: on all ranks together: a user's own class cannot update 2-D parameters by `step()` alone.
     """
     if plan is not None:
-        own, ranks = updated_matrices(plan, world), by_rank(plan.matrices, plan.assignment.cells)
+        mine, ranks = updated_matrices(plan, world), by_rank(plan.matrices, plan.assignment.cells)
         parameters = named_matrix_parameters(chunks, plan, world.pp_rank)
     else:
         everything = matrices_of(config.model, world.layout, config.engine.splitting)
-        own, ranks = list(stage_matrices(everything, world.pp_rank)), by_rank(everything, None)
+        mine, ranks = list(stage_matrices(everything, world.pp_rank)), by_rank(everything, None)
         named = dict(global_parameters(chunks))
-        parameters = {matrix.parameter: named[matrix.parameter] for matrix in own}
+        parameters = {matrix.parameter: named[matrix.parameter] for matrix in mine}
         tag_matrices(chunks, parameters)
     cells = plan.assignment.cells if plan is not None else ()
     shared = plan.assignment.shares if plan is not None else {}
@@ -58,10 +80,10 @@ def build_engine(
                 device=world.device,
             )
         )
-        for matrix in own
+        for matrix in mine
     }
     # What all tensor-parallel ranks do alike for a shared matrix counts once, where it is hosted.
-    fallbacks = Fallbacks((m for m in own if m.index not in shared or cells[m.index].host == world.tp_rank), masters)
+    fallbacks = Fallbacks((m for m in mine if m.index not in shared or cells[m.index].host == world.tp_rank), masters)
     source = config.optimizer.source if isinstance(config.optimizer, CustomConfig) else None
     wiring = Wiring(
         fragments=Fragments(config.model, world.layout.tp, world.tp_rank, parameters),
@@ -76,9 +98,10 @@ def build_engine(
     )
     updater: MasterOptimizer
     if plan is not None:
-        updater = PlannedOptimizer(config, chunks, world, plan, wiring, fallbacks)
+        hosting = _hosting(config, plan, world, wiring)
+        updater = PlannedOptimizer(config, chunks, wiring, hosting, _sharing(plan, world, wiring), fallbacks)
     else:
-        updater = RedundantOptimizer(config, chunks, world, own, wiring, fallbacks)
+        updater = RedundantOptimizer(config, chunks, world, mine, wiring, fallbacks)
     return CanzonaOptimizer(
         build_adamw(chunks, world, adamw_settings(config)),
         updater,
@@ -89,3 +112,187 @@ def build_engine(
         non_finite=config.train.non_finite,
         clip=config.optimizer.clip,
     )
+
+
+def updated_matrices(plan: Plan, world: World) -> list[Matrix]:
+    """Lists the matrices that a rank has masters and state of, whole or, where they are shared, as a fragment."""
+    return [
+        matrix
+        for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
+        if (matrix.stage, cell.owner) == (world.pp_rank, world.owner)
+        and (cell.host == world.tp_rank or matrix.index in plan.assignment.shares)
+    ]
+
+
+def _owned(plan: Plan, world: World) -> list[tuple[Matrix, ...]]:
+    """Lists the micro-groups of this rank's owner in order."""
+    here = (world.pp_rank, world.owner)
+    groups = sorted((group for group in plan.groups if (group.stage, group.owner) == here), key=lambda g: g.index)
+    return [tuple(plan.matrices[index] for index in group.matrices) for group in groups]
+
+
+def _hosting(config: RunConfig, plan: Plan, world: World, wiring: Wiring) -> Hosting:
+    """Binds the hosted matrices of this rank's owner to messages, scratch and optimizers. Collective."""
+    tp, rank, device = world.layout.tp, wiring.rank, wiring.device
+    hosts = {matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)}
+    batches = _owned(plan, world)
+    if tp == 1:  # nothing travels: groups are cut to what scratch there is for
+        batches = [
+            tuple(run)
+            for batch in batches
+            for run in runs(batch, BATCH_BYTES // 4, lambda matrix: scratch_elements(wiring, (matrix,)))
+        ]
+    owned = tuple(matrix for batch in batches for matrix in batch)
+    batches = [tuple(matrix for matrix in batch if matrix.index not in plan.assignment.shares) for batch in batches]
+    matrices = tuple(matrix for batch in batches for matrix in batch)
+    hosted = [tuple(matrix for matrix in batch if hosts[matrix.index] == rank) for batch in batches]
+
+    def routes(way: Callable[..., Route]) -> list[Route]:
+        return [way(batch, [hosts[matrix.index] for matrix in batch], rank=rank, tp=tp) for batch in batches]
+
+    out, back = routes(to_hosts), routes(from_hosts)
+    sent = Messages.for_routes(out, _DTYPES[config.engine.exchange_dtype], device)
+    returned = Messages.for_routes(back, _DTYPES[config.train.precision], device)
+    elements = max((scratch_elements(wiring, group) for group in hosted), default=0)
+    scratch = torch.empty(elements, dtype=torch.float32, device=device)
+    gather_masters(wiring, hosts, matrices)
+    finite = torch.ones(sum(map(len, hosted)), device=device)
+    places = [place for place, matrix in enumerate(matrices) if hosts[matrix.index] == rank]
+    groups = [
+        HostedGroup(
+            wiring,
+            group,
+            AllToAll(out[number], sent, number, wiring.tp_group),
+            AllToAll(back[number], returned, number, wiring.tp_group),
+            scratch,
+            part,
+        )
+        for number, (group, part) in enumerate(
+            zip(hosted, finite.split([len(group) for group in hosted]), strict=True)  # type: ignore[no-untyped-call]
+        )
+    ]
+    return Hosting(
+        matrices=matrices,
+        owned=owned,
+        hosts=hosts,
+        groups=groups,
+        finite=finite,
+        places=torch.tensor(places, dtype=torch.int64, device=device),
+        bytes=sent.bytes + returned.bytes + scratch.nbytes,
+    )
+
+
+def _sharing(plan: Plan, world: World, wiring: Wiring) -> Sharing | None:
+    """Makes the optimizer of the fragments that this rank's owner shares, with the model's weights as masters."""
+    shares = plan.assignment.shares
+    matrices = [matrix for batch in _owned(plan, world) for matrix in batch if matrix.index in shares]
+    if not matrices:
+        return None
+    sharing = Sharing(wiring, matrices, [len(shares[matrix.index].fragment) for matrix in matrices])
+    for matrix in sharing.matrices:
+        matrix.reload()
+    return sharing
+
+
+def optimizer_factory(
+    config: RunConfig, ranks: Sequence[Sequence[Matrix]], on_fallback: OnFallback | None = None
+) -> MakeOptimizer:
+    """Returns the function that makes an optimizer of some of the matrices a rank hosts.
+
+    Args:
+        ranks: what this rank and all that wait for it update: refreshes of factors take turns (`planner.refresh`).
+
+    Raises:
+        UnusableOptimizer: a user's own class cannot update 2-D parameters by `step()` alone.
+    """
+    chosen = config.optimizer
+    if isinstance(chosen, CustomConfig):
+        return _custom(chosen, torch.device(config.cluster.device))
+    kind = _class_of(chosen)
+    if isinstance(chosen, MomentumConfig):
+        return _orthogonal(config, chosen, kind, on_fallback)
+    if isinstance(chosen, KroneckerConfig):
+        return _preconditioned(config, chosen, kind, refreshes(config, chosen, ranks).turns, on_fallback)
+
+    def plain(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return kind(params, chosen.lr, weight_decay=chosen.weight_decay, **_own(chosen))
+
+    return plain
+
+
+def _class_of(chosen: OptimizerBase) -> Kind:
+    """Imports the class that the optimizer's facts name."""
+    update = known()[chosen.name].update
+    assert update is not None, f"{chosen.name} updates no matrices"
+    module, _, name = update.partition(":")
+    kind: Kind = getattr(import_module(f"canzona_cli.optimizers.{module}"), name)
+    return kind
+
+
+def _own(chosen: OptimizerBase) -> dict[str, object]:
+    """Collects the settings that only this optimizer or its kin have; its class takes them by the same names."""
+    names = {field.name for field in fields(chosen)} - _NO_ARGUMENTS
+    return {name: getattr(chosen, name) for name in names}
+
+
+def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind, on_fallback: OnFallback | None) -> MakeOptimizer:
+    workspace, how = Workspace(), algorithm(config)
+
+    def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        shapes = {(matrix.rows, matrix.cols) for matrix in matrices}
+        return kind(
+            params,
+            chosen.lr,  # the schedule sets its own before the first step
+            weight_decay=chosen.weight_decay,
+            precision=config.train.precision,
+            graph=how.graph,
+            stack={shape: stack_of(how, *shape, config.cluster) for shape in shapes},
+            form={shape: form_of(how, *shape, config.cluster) for shape in shapes},
+            on_fallback=on_fallback,
+            workspace=workspace,
+            **_own(chosen),
+        )
+
+    return make
+
+
+def _preconditioned(
+    config: RunConfig, chosen: KroneckerConfig, kind: Kind, turns: Mapping[int, int], on_fallback: OnFallback | None
+) -> MakeOptimizer:
+    workspace, settings = Workspace(), _own(chosen)
+    if "roots" in settings:
+        settings["roots"] = algorithm(config).roots
+    if isinstance(chosen, NewtonSchulzConfig):
+        settings["iterated_in"] = config.train.precision
+
+    def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return kind(
+            params,
+            chosen.lr,  # the schedule sets its own before the first step
+            weight_decay=chosen.weight_decay,
+            betas=(chosen.beta1, chosen.beta2),
+            eps=chosen.eps,
+            refresh_offsets=[turns[matrix.index] for matrix in matrices],
+            on_fallback=on_fallback,
+            precision="tf32" if chosen.tf32 else "fp32",
+            workspace=workspace,
+            **settings,
+        )
+
+    return make
+
+
+def _custom(chosen: CustomConfig, device: torch.device) -> MakeOptimizer:
+    kind: Callable[..., torch.optim.Optimizer] = load_class(
+        chosen.source, (_OURS,) if chosen.built_in else chosen.allow
+    )
+
+    def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return kind(params, lr=chosen.lr, weight_decay=chosen.weight_decay, **chosen.options)
+
+    probe(make, device)
+
+    def custom(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return make(params)
+
+    return custom

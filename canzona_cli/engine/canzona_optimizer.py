@@ -121,14 +121,14 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         """
         count = self.matrices.fallbacks()
         torch.distributed.all_reduce(count, group=self._stats_group)
-        [found] = self._timer.read(count)
-        if found:
+        [total] = self._timer.read(count)
+        if total:
             self.matrices.repair()
-        return round(found)
+        return round(total)
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """Global norm of the reduced gradients, before clipping; sets `fallbacks`."""
+        """Computes the global norm of the reduced gradients, before clipping; sets `fallbacks`."""
         counted = self._adamw.get_grads_for_grad_norm()
         squares = self._squares([*counted, *self.matrices.gradients_for_norm()])
         # What tensor-parallel ranks have equal copies of counts on one of them; a copy that is broken has to be seen.
@@ -147,16 +147,16 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         return torch.stack(list(torch._foreach_norm(gradients, 2, torch.float32))).square().sum()
 
     def _culprits(self) -> list[Problem]:
-        """The parameters with non-finite gradients on any rank, the same list on every rank. Collective."""
+        """Names the parameters with non-finite gradients on any rank, the same list on every rank. Collective."""
         gradients = (
             (name, getattr(parameter, "main_grad", None)) for name, parameter in global_parameters(self._chunks)
         )
-        own = [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
+        bad = [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
         members = torch.distributed.get_process_group_ranks(self._stats_group)
-        everyone = [theirs.names for theirs in gather(_Culprits(names=tuple(own)), group=self._stats_group)]
+        everyone = [theirs.names for theirs in gather(_Culprits(names=tuple(bad)), group=self._stats_group)]
         ranks = [rank for rank, names in zip(members, everyone, strict=True) if names]
         culprits = list(dict.fromkeys(name for names in everyone for name in names))
-        found = (
+        reason = (
             f"NaN or infinite in {len(culprits)} of the parameters, the first is {culprits[0]}, on ranks {ranks[:8]}"
             if culprits
             else "their global norm overflows fp32"
@@ -165,7 +165,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
             Problem(
                 key="gradients",
                 value="not finite",
-                reason=f"{found}; no weight has changed",
+                reason=f"{reason}; no weight has changed",
                 fix="lower optimizer.lr, or look at the data of this step; train.non_finite=skip skips such steps",
             )
         ]

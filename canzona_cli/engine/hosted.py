@@ -6,36 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from canzona_cli.engine.aside import Aside
-from canzona_cli.engine.buffers import AllToAll
-from canzona_cli.engine.fragments import Fragments
-from canzona_cli.megatron.in_flight import Watcher
-from canzona_cli.megatron.timers import PhaseTimer, Span
+from canzona_cli.engine.wire import AllToAll, Copy, Fragments, Messages, Wiring, Write, write_finite
+from canzona_cli.megatron.timers import Span
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.exchange import Parcel, senders
+from canzona_cli.planner.exchange import Parcel, senders, to_hosts
+from canzona_cli.planner.step_buffers import BATCH_BYTES
 from canzona_cli.run.phases import Phase
-
-MakeOptimizer = Callable[[Sequence[Matrix], list[torch.nn.Parameter]], torch.optim.Optimizer]
-"""An ordinary optimizer of these whole matrices."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wiring:
-    """What everything that updates matrices on one rank shares."""
-
-    fragments: Fragments
-    rank: int
-    """TP rank."""
-    tp_group: torch.distributed.ProcessGroup | None
-    """None with one TP rank, where nothing travels."""
-    timer: PhaseTimer
-    watcher: Watcher
-    aside: Aside
-    """Where messages are packed, and arriving weights are written."""
-    device: torch.device
-    masters: Mapping[int, torch.nn.Parameter]
-    """By matrix index: the fp32 weights of what this rank updates, (rows, columns); of a shared matrix its fragment."""
-    make_optimizer: MakeOptimizer
 
 
 class HostedGroup:
@@ -99,14 +75,15 @@ class HostedGroup:
         self._bind_arriving_weights()
 
     def _bind_gradients(self, scratch: torch.Tensor) -> None:
-        """Where each hosted matrix's gradient is put together: in `scratch`, or where it lies whole already."""
+        """Binds the place where each hosted matrix's gradient is put together: in `scratch`, or where it lies whole
+        already."""
         fragments, rank = self._wiring.fragments, self._wiring.rank
         offset = 0
         for matrix in self.hosted:
             if lies_whole(self._wiring, matrix):
-                own = fragments.gradient(matrix)
-                self._grads.append(own.view(matrix.rows, matrix.cols))
-                self._in_place.append(own)
+                reduced = fragments.gradient(matrix)
+                self._grads.append(reduced.view(matrix.rows, matrix.cols))
+                self._in_place.append(reduced)
                 continue
             whole = scratch[offset : offset + matrix.elements].view(matrix.rows, matrix.cols)
             offset += matrix.elements
@@ -119,7 +96,7 @@ class HostedGroup:
                 self._grad_unpack.append(Copy(fragments.in_whole(matrix, whole, rank), fragments.gradient(matrix)))
 
     def _bind_arriving_weights(self) -> None:
-        """Fragments of what is hosted elsewhere, each with the flag of its matrix."""
+        """Binds fragments of what is hosted elsewhere, each with the flag of its matrix."""
         fragments, weights = self._wiring.fragments, self._weights
         arriving = weights.route.receive_flags
         places = {matrix.index: number for number, (matrix, _) in enumerate(arriving)}
@@ -136,7 +113,7 @@ class HostedGroup:
         ]
 
     def run(self, stage: int, scale: float) -> None:
-        """One stage of the pipeline (`planner.pipeline`); `scale` multiplies gradients (clipping)."""
+        """Runs one stage of the pipeline (`planner.pipeline`); `scale` multiplies gradients (clipping)."""
         if stage == 0:
             self.send_gradients()
         elif stage == 1:
@@ -217,66 +194,73 @@ class HostedGroup:
             self._wiring.watcher.waited(span)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Hosting:
+    """The hosted matrices of one owner, in micro-groups, with the memory they are updated in."""
+
+    matrices: tuple[Matrix, ...]
+    """The matrices of all groups, in the groups' order, whichever rank hosts them."""
+    owned: tuple[Matrix, ...]
+    """The hosted and the shared matrices of the owner, in the plan's order."""
+    hosts: Mapping[int, int]
+    """The host of each matrix, by index."""
+    groups: Sequence[HostedGroup]
+    finite: torch.Tensor
+    """A number for each matrix hosted here, finite where its last update was."""
+    places: torch.Tensor
+    """The places of those matrices among `matrices`."""
+    bytes: int
+    """Bytes of message buffers and gradient scratch."""
+
+
+@torch.no_grad()
+def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[Matrix]) -> None:
+    """Makes masters of the model's weights. Collective: every TP rank calls it with the same matrices that travel."""
+    fragments, masters, rank, tp = wiring.fragments, wiring.masters, wiring.rank, wiring.fragments.tp
+    # A few at a time: this needs memory on top of the pipeline's own.
+    for batch in runs(matrices, BATCH_BYTES // 4):
+        route = to_hosts(batch, [hosts[matrix.index] for matrix in batch], rank=rank, tp=tp)
+        exchange = AllToAll(route, Messages.for_routes([route], torch.float32, wiring.device), 0, wiring.tp_group)
+        for parcel in route.sends:
+            weight = fragments.weight(parcel.matrix)
+            exchange.send[parcel.offset : parcel.offset + parcel.elements].view(weight.shape).copy_(weight)
+        exchange.start()
+        exchange.wait()
+        for parcel in route.receives:
+            view = fragments.in_whole(parcel.matrix, masters[parcel.matrix.index].detach(), parcel.peer)
+            view.copy_(exchange.receive[parcel.offset : parcel.offset + parcel.elements].view(view.shape))
+        for matrix in batch:
+            if hosts[matrix.index] == rank and rank in senders(matrix, rank, tp):
+                target = fragments.in_whole(matrix, masters[matrix.index].detach(), rank)
+                target.copy_(fragments.weight(matrix))
+
+
+def runs(
+    matrices: Sequence[Matrix], limit: int, size: Callable[[Matrix], int] = lambda matrix: matrix.elements
+) -> list[list[Matrix]]:
+    """Groups consecutive matrices whose sizes add up to at most `limit`, or one that alone exceeds it."""
+    batches: list[list[Matrix]] = []
+    filled = 0
+    for matrix in matrices:
+        if not batches or filled + size(matrix) > limit:
+            batches.append([])
+            filled = 0
+        batches[-1].append(matrix)
+        filled += size(matrix)
+    return batches
+
+
 def scratch_elements(wiring: Wiring, hosted: Iterable[Matrix]) -> int:
-    """fp32 elements that the gradients of matrices hosted here need next to Megatron's buffer."""
+    """Counts the fp32 elements that the gradients of matrices hosted here need next to Megatron's buffer."""
     return sum(matrix.elements for matrix in hosted if not lies_whole(wiring, matrix))
 
 
 def lies_whole(wiring: Wiring, matrix: Matrix) -> bool:
-    """Whether the reduced gradient can be handed to an optimizer as it lies in this rank's Megatron buffer."""
+    """Tells whether the reduced gradient can be handed to an optimizer as it lies in this rank's Megatron buffer."""
     if senders(matrix, wiring.rank, wiring.fragments.tp) != range(wiring.rank, wiring.rank + 1):
         return False
     gradient = wiring.fragments.gradient(matrix)
     return gradient.dtype is torch.float32 and gradient.numel() == matrix.elements and gradient.is_contiguous()
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    target: torch.Tensor
-    source: torch.Tensor
-
-    def run(self, scale: float = 1.0) -> None:
-        if scale == 1.0:
-            self.target.copy_(self.source)
-        elif self.source.dtype is self.target.dtype:
-            torch.mul(self.source, scale, out=self.target)
-        else:
-            # In the target's precision: scaled in bf16, a gradient would be rounded twice.
-            self.target.copy_(self.source)
-            self.target.mul_(scale)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Write:
-    """A new fragment of a weight, which is only taken if its update was finite."""
-
-    target: torch.Tensor
-    source: torch.Tensor
-    rounded: torch.Tensor
-    """Shape and dtype of `target`; scratch where `source` has another dtype: `torch.where` of two dtypes would work in
-    the wider one, in memory of its own."""
-
-
-def write_finite(writes: Sequence[tuple[int, Write]], flags: torch.Tensor, *, on_host: bool) -> None:
-    """Write what is given with the place of a finite flag; other targets stay as they are.
-
-    Args:
-        flags: flat.
-        on_host: whether they are the host's; else it does not wait to know them.
-    """
-    good = torch.isfinite(flags)
-    if on_host:
-        finite: list[bool] = good.tolist()
-        for place, write in writes:
-            if finite[place]:
-                write.target.copy_(write.source)
-        return
-    each = good.unbind()
-    for place, write in writes:
-        source = write.source
-        if source.dtype is not write.target.dtype:
-            source = write.rounded.copy_(source)
-        torch.where(each[place], source, write.target, out=write.target)
 
 
 def _own_write(fragments: Fragments, matrix: Matrix, source: torch.Tensor) -> Write:
@@ -288,10 +272,10 @@ def _own_write(fragments: Fragments, matrix: Matrix, source: torch.Tensor) -> Wr
 
 
 def _packed(exchange: AllToAll, parcels: Iterable[tuple[Parcel, torch.Tensor]]) -> list[Copy]:
-    """From where fragments lie to their places in the message that is sent."""
+    """Lists copies of fragments to their places in the message that is sent."""
     return [Copy(_at(exchange.send, parcel.offset, fragment), fragment) for parcel, fragment in parcels]
 
 
 def _at(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """The part of a flat buffer from `offset` on, in the shape of `like`."""
+    """Views the part of a flat buffer from `offset` on, in the shape of `like`."""
     return buffer[offset : offset + like.numel()].view(like.shape)

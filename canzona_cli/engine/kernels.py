@@ -13,19 +13,18 @@ import torch
 
 from canzona_cli.config.execution import execution_of
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.megatron.grouping import device_seconds
 from canzona_cli.megatron.messages import gather
-from canzona_cli.optimizers import kernels as known
+from canzona_cli.megatron.owner_bucket_group import device_seconds
 from canzona_cli.optimizers import symmetric
 from canzona_cli.optimizers.gram_form import products_type
 from canzona_cli.optimizers.symmetric import Kernel, Shape
 from canzona_cli.planner.activations import matrix_shapes
 from canzona_cli.planner.cost import algorithm, form_of
 from canzona_cli.planner.work import RULES
-from canzona_cli.run.kernels import PLAIN, STRIPS, KernelChoice, Kernels, KernelTrial
+from canzona_cli.run.records import PLAIN, STRIPS, KernelChoice, Kernels, KernelTrial
 
 Seconds = Callable[[Callable[[], None]], float]
-"""How long an operation takes."""
+"""A stopwatch: the seconds that an operation takes."""
 
 LEAST_SIDE = 512
 """Smaller products fill no GPU, whole or halved, and every shape that is tried takes seconds of compiling."""
@@ -36,25 +35,25 @@ _NAMES: Mapping[torch.dtype, Literal["bf16", "fp16"]] = {torch.bfloat16: "bf16",
 
 
 def product_shapes(config: RunConfig, device: torch.device) -> list[Shape]:
-    """What the run's updates multiply to symmetric results, smallest first, each in the type that its form has on
-    `device`; nothing where they do not."""
+    """Lists the products of the run's updates that have symmetric results, smallest first, each in the type that its
+    form has on `device`; nothing where they do not."""
     how = algorithm(config)
     if not RULES[how.name].orthogonal or how.custom or how.precision != "bf16" or not execution_of(config).ours:
         return []
-    found: set[Shape] = set()
+    products: set[Shape] = set()
     for rows, cols in matrix_shapes(config):
         standard = form_of(how, rows, cols, config.cluster) == "standard"
         dtype = torch.bfloat16 if standard else products_type(torch.bfloat16, device)
         side = min(rows, cols)
-        found |= {(side, max(rows, cols), dtype), (side, side, dtype)}
-    return sorted(found, key=lambda one: (one[0] ** 2 * one[1], *one[:2], _NAMES[one[2]]))
+        products |= {(side, max(rows, cols), dtype), (side, side, dtype)}
+    return sorted(products, key=lambda shape: (shape[0] ** 2 * shape[1], *shape[:2], _NAMES[shape[2]]))
 
 
 def choose_kernels(
     config: RunConfig,
     device: torch.device,
     *,
-    ladder: Mapping[str, Callable[[], Kernel]] = known.LADDER,
+    ladder: Mapping[str, Callable[[], Kernel]] = symmetric.LADDER,
     seconds: Seconds = device_seconds,
     alive: Callable[[], None] = lambda: None,
 ) -> Kernels:
@@ -67,12 +66,12 @@ def choose_kernels(
     if device.type != "cuda":
         return Kernels(choices=tuple(_on_cpu(shape) for shape in shapes))
     loaded, refused = _load(ladder)
-    own = []
+    tried = []
     for shape in shapes:
-        own.append(_tried(shape, device, loaded, refused, seconds))
+        tried.append(_tried(shape, device, loaded, refused, seconds))
         alive()
-    everyone = gather(Kernels(choices=tuple(own)))
-    choices = tuple(_agreed(of_shape) for of_shape in zip(*(found.choices for found in everyone), strict=True))
+    everyone = gather(Kernels(choices=tuple(tried)))
+    choices = tuple(_agreed(of_shape) for of_shape in zip(*(rank.choices for rank in everyone), strict=True))
     symmetric.use({shape: loaded[c.kernel] for shape, c in zip(shapes, choices, strict=True) if c.kernel != PLAIN})
     return Kernels(choices=choices)
 
@@ -84,7 +83,7 @@ def _on_cpu(shape: Shape) -> KernelChoice:
 
 
 def _load(ladder: Mapping[str, Callable[[], Kernel]]) -> tuple[dict[str, Kernel], list[KernelTrial]]:
-    """Kernels that can be imported, and trials of those that cannot."""
+    """Loads the kernels that can be imported, and trials of those that cannot."""
     loaded: dict[str, Kernel] = {}
     refused = []
     for name, load in ladder.items():
@@ -98,7 +97,7 @@ def _load(ladder: Mapping[str, Callable[[], Kernel]]) -> tuple[dict[str, Kernel]
 def _tried(
     shape: Shape, device: torch.device, loaded: Mapping[str, Kernel], refused: Sequence[KernelTrial], seconds: Seconds
 ) -> KernelChoice:
-    """Every kernel on this rank alone."""
+    """Tries every kernel on this rank alone."""
     side, long, dtype = shape
     trials = list(refused)
     if side >= LEAST_SIDE:
@@ -108,11 +107,11 @@ def _tried(
     return KernelChoice(side=side, long=long, dtype=_NAMES[dtype], kernel=PLAIN, trials=tuple(trials))
 
 
-def _agreed(found: Sequence[KernelChoice]) -> KernelChoice:
-    """Of all ranks' trials of one shape: as slow as on the slowest, and refused where one refuses."""
+def _agreed(of_each_rank: Sequence[KernelChoice]) -> KernelChoice:
+    """Merges all ranks' trials of one shape: as slow as on the slowest, and refused where one refuses."""
     trials = {}
-    for name in dict.fromkeys(trial.kernel for choice in found for trial in choice.trials):
-        of_ranks = [trial for choice in found for trial in choice.trials if trial.kernel == name]
+    for name in dict.fromkeys(trial.kernel for choice in of_each_rank for trial in choice.trials):
+        of_ranks = [trial for choice in of_each_rank for trial in choice.trials if trial.kernel == name]
         reason = next((trial.refused for trial in of_ranks if trial.refused), "")
         times = [trial.seconds for trial in of_ranks if trial.seconds is not None]
         trials[name] = KernelTrial(kernel=name, seconds=None if reason else max(times), refused=reason)
@@ -120,13 +119,13 @@ def _agreed(found: Sequence[KernelChoice]) -> KernelChoice:
     best = min(usable, key=lambda name: usable[name], default=PLAIN)
     if best != PLAIN and usable[best] > GAIN * usable[PLAIN]:
         best = PLAIN
-    said = (
+    explained = (
         KernelTrial(kernel=name, seconds=usable[name], refused=f"slower than {best}, or too little faster")
         if name in usable and name != best
         else trial
         for name, trial in trials.items()
     )
-    return replace(found[0], kernel=best, trials=tuple(said))
+    return replace(of_each_rank[0], kernel=best, trials=tuple(explained))
 
 
 class _Case:
@@ -144,8 +143,8 @@ class _Case:
         kernel(a, b, self._out, *self._scalars)
 
     def wrong(self, kernel: Kernel) -> bool:
-        """Whether an element is off by more than two roundings to its type, or by more than sums of terms of this size
-        in another order are. What is not written stays NaN."""
+        """Tells whether an element is off by more than two roundings to its type, or by more than sums of terms of this
+        size in another order are. What is not written stays NaN."""
         self._out.fill_(float("nan"))
         self.run(kernel)
         exact = self._exact.float()
@@ -154,8 +153,8 @@ class _Case:
 
 
 def _cases(shape: Shape, device: torch.device) -> Iterable[_Case]:
-    """X X^T of both strides an iterate can have; of squares also what Newton-Schulz makes of a symmetric one. Rows have
-    norms near 1."""
+    """Yields X X^T of both strides an iterate can have; of squares also what Newton-Schulz makes of a symmetric one.
+    Rows have norms near 1."""
     side, long, dtype = shape
     x = torch.randn(side, long, device=device).mul_(long**-0.5).to(dtype)
     tall = x.mT.contiguous().mT
@@ -170,7 +169,7 @@ def _cases(shape: Shape, device: torch.device) -> Iterable[_Case]:
 
 
 def _trial(name: str, kernel: Kernel, cases: Sequence[_Case], seconds: Seconds) -> KernelTrial:
-    """The last case is what is timed."""
+    """Checks all cases and times the last."""
     try:
         if any(case.wrong(kernel) for case in cases):
             return KernelTrial(kernel=name, refused="its results are not cuBLAS's")

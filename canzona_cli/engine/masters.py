@@ -1,17 +1,18 @@
-"""What optimizers of whole matrices share, whoever updates which: fp32 masters, and state saved whole and by name."""
+"""The base of optimizers of whole matrices, whoever updates which: fp32 masters, and state saved whole and by name."""
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.optimizers.doubt import LOST
+from canzona_cli.optimizers.muon import Muon
+from canzona_cli.optimizers.muon_facts import LOST
 from canzona_cli.optimizers.workspace import Workspace
 
 _log = logging.getLogger(__name__)
@@ -25,18 +26,7 @@ class MatrixGroup(Protocol):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """None where this rank updates nothing of it."""
-
-
-@runtime_checkable
-class Doubting(Protocol):
-    """An optimizer that leaves out updates it cannot trust, without waiting to know how many."""
-
-    def doubted(self) -> torch.Tensor | None:
-        """How many of the last step: (), on the device. None where none can be."""
-
-    def settle(self) -> list[torch.Tensor]:
-        """Matrices whose last update was left out; their next ones are made in a way that can be trusted."""
+        """The optimizer; None where this rank updates nothing of the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +41,12 @@ class HeldFragment:
     @property
     def state(self) -> Mapping[str, object]:
         """Empty before the first step."""
-        found: Mapping[str, object] = self.optimizer.state.get(self.master, {})
-        return found
+        state: Mapping[str, object] = self.optimizer.state.get(self.master, {})
+        return state
 
     @property
     def marks(self) -> Mapping[str, bool | int | float | str]:
-        """What its state has besides tensors."""
+        """The values in its state that are not tensors."""
         return {key: value for key, value in self.state.items() if isinstance(value, bool | int | float | str)}
 
     @property
@@ -74,27 +64,47 @@ class HeldFragment:
 
 
 def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tensor:
-    """How many updates of the last step were left out as not to be trusted: (1,), on the device, without waiting."""
+    """Counts the updates of the last step that were left out as not to be trusted: (1,), on the device, without
+    waiting."""
     count = torch.zeros(1, device=device)
     for group in groups:
-        doubting = _doubting(group.optimizer)
-        if doubting is not None and (found := doubting.doubted()) is not None:
-            count += found
+        if isinstance(group.optimizer, Muon) and (doubted := group.optimizer.doubted()) is not None:
+            count += doubted
     return count
 
 
 def settle(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.nn.Parameter]) -> None:
     """Have matrices whose update was left out updated in standard form for the next steps. The host waits."""
     for group in groups:
-        doubting = _doubting(group.optimizer)
-        found = set() if doubting is None else {id(master) for master in doubting.settle()}
+        if not isinstance(group.optimizer, Muon):
+            continue
+        left = {id(master) for master in group.optimizer.settle()}
         for matrix in group.hosted:
-            if id(masters[matrix.index]) in found:
+            if id(masters[matrix.index]) in left:
                 _log.warning("%s keeps its weight: %s", matrix.name, LOST)
 
 
-def _doubting(optimizer: object) -> Doubting | None:
-    return optimizer if isinstance(optimizer, Doubting) else None
+class Fallbacks:
+    """The fallbacks that optimizers took for a matrix: logged with the matrix's name, and counted.
+
+    Args:
+        hosted: matrices that this rank speaks for.
+        masters: by matrix index; what the optimizers call their parameters.
+    """
+
+    def __init__(self, hosted: Iterable[Matrix], masters: Mapping[int, torch.nn.Parameter]) -> None:
+        self._names = {id(masters[matrix.index]): matrix.name for matrix in hosted}
+        self._count = 0
+
+    def __call__(self, parameter: torch.Tensor, reason: str) -> None:
+        if (name := self._names.get(id(parameter))) is not None:
+            self._count += 1
+            _log.warning("%s: %s", name, reason)
+
+    def take(self) -> int:
+        """Returns the number since the last call."""
+        count, self._count = self._count, 0
+        return count
 
 
 class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
@@ -106,9 +116,9 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
     """
 
     groups: Sequence[MatrixGroup]
-    """Of whole matrices."""
+    """The groups of whole matrices."""
     sharing: Sequence[MatrixGroup] = ()
-    """Of fragments."""
+    """The groups of fragments."""
 
     def __init__(
         self,
@@ -126,13 +136,13 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
 
     @abstractmethod
     def gradients_for_norm(self) -> list[torch.Tensor]:
-        """What this rank adds to the global gradient norm, so that every element counts once."""
+        """Lists what this rank adds to the global gradient norm, so that every element counts once."""
 
     def begin(self) -> None:
         """Start what of the next update needs reduced gradients, but not their norm. It changes no state."""
 
     def discard(self) -> None:
-        """There is no such update: what was begun is waited for and thrown away."""
+        """Waits for what was begun and throws it away: there is no such update."""
 
     @abstractmethod
     def step_with_ready_grads(self) -> bool:
@@ -140,8 +150,8 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
 
     @abstractmethod
     def fallbacks(self) -> torch.Tensor:
-        """How many updates of the last step were not finite, or needed their optimizer's fallback; each counted on one
-        rank of a `CanzonaOptimizer`'s `stats_group`. (1,), on the device."""
+        """Counts the updates of the last step that were not finite, or needed their optimizer's fallback; each counted
+        on one rank of a `CanzonaOptimizer`'s `stats_group`. (1,), on the device."""
 
     @abstractmethod
     def repair(self) -> None:
@@ -159,27 +169,27 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
     @property
     def workspace_bytes(self) -> int:
         """Bytes of scratch that the groups' optimizers keep; what several share counts once."""
-        kept = (getattr(group.optimizer, "workspace", None) for group in (*self.groups, *self.sharing))
-        return sum(one.nbytes for one in {found for found in kept if isinstance(found, Workspace)})
+        scratch = (getattr(group.optimizer, "workspace", None) for group in (*self.groups, *self.sharing))
+        return sum(space.nbytes for space in {each for each in scratch if isinstance(each, Workspace)})
 
     def set_gradient_scale(self, scale: float) -> None:
-        """What the next step multiplies gradients by: the clipping coefficient."""
+        """Sets what the next step multiplies gradients by: the clipping coefficient."""
         self._scale = scale
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Gradients are used where Megatron reduced them; nothing is copied."""
+        """Does nothing: gradients are used where Megatron reduced them."""
         return False
 
     @property
     def param_groups(self) -> list[dict[str, object]]:
-        """Those of all groups' optimizers; a schedule sets `lr` and `weight_decay` in them."""
+        """The parameter groups of all groups' optimizers; a schedule sets `lr` and `weight_decay` in them."""
         optimizers = [group.optimizer for group in (*self.groups, *self.sharing)]
-        return [params for one in optimizers if one is not None for params in one.param_groups]
+        return [params for optimizer in optimizers if optimizer is not None for params in optimizer.param_groups]
 
     @property
     def fragments(self) -> list[HeldFragment]:
-        """Of shared matrices, what this rank keeps."""
+        """The fragments of shared matrices that this rank has."""
         return [
             HeldFragment(matrix=matrix, master=self.masters[matrix.index], optimizer=group.optimizer)
             for group in self.sharing
@@ -191,7 +201,8 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
         return list(self.masters.values())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Megatron's gradient buffers are zeroed by the model; masters have gradients only while they are updated."""
+        """Does nothing: the model zeroes Megatron's gradient buffers, and masters have gradients only while they are
+        updated."""
 
     def get_loss_scale(self) -> torch.Tensor:
         return torch.ones(1, device=self._device)
@@ -200,26 +211,26 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
         raise RuntimeError("the matrices are updated as a part of CanzonaOptimizer.step, after the global norm")
 
     def state_dict(self) -> dict[str, object]:
-        """State of the matrices hosted here, whole, by name; that of `fragments` is not in it.
+        """Returns the state of the matrices hosted here, whole, by name; that of `fragments` is not in it.
 
         Of each: "master", fp32; "state", the optimizer's own; "group", what it counts for all matrices together.
         """
         self.repair()
-        found: dict[str, object] = {}
+        saved: dict[str, object] = {}
         for group in self.groups:
             for matrix in group.hosted:
                 assert group.optimizer is not None
                 master = self.masters[matrix.index]
-                found[matrix.name] = {
+                saved[matrix.name] = {
                     "master": master.detach(),
                     "state": dict(group.optimizer.state.get(master, {})),
                     "group": _counted(group.optimizer),
                 }
-        return found
+        return saved
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, object]]) -> None:
-        """The inverse of `state_dict`: each matrix hosted here is looked up by name.
+        """Loads what `state_dict` returned: each matrix hosted here is looked up by name.
 
         Raises:
             KeyError: a matrix hosted here is not in it.
@@ -228,10 +239,10 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
             for matrix in group.hosted:
                 assert group.optimizer is not None
                 saved = state_dict[matrix.name]
-                master, kept, state = self.masters[matrix.index], saved["master"], saved["state"]
-                assert isinstance(kept, torch.Tensor)
+                master, weights, state = self.masters[matrix.index], saved["master"], saved["state"]
+                assert isinstance(weights, torch.Tensor)
                 assert isinstance(state, Mapping)
-                master.copy_(kept)
+                master.copy_(weights)
                 group.optimizer.state[master] = {
                     key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
                 }
@@ -244,8 +255,8 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
 
 
 def _counted(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """What an optimizer itself has changed in its parameter group; the schedule changes rate and decay, the user the
-    rest."""
+    """Collects what an optimizer itself has changed in its parameter group; the schedule changes rate and decay, the
+    user the rest."""
     return {
         key: value
         for key, value in optimizer.param_groups[0].items()

@@ -12,9 +12,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.engine.factory import Fallbacks
-from canzona_cli.engine.hosted import Wiring, lies_whole
-from canzona_cli.engine.masters import MasterOptimizer, left_out, settle
+from canzona_cli.engine.hosted import lies_whole
+from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, left_out, settle
+from canzona_cli.engine.wire import Wiring
 from canzona_cli.megatron.optimizer import adamw_settings
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.matrix import Matrix
@@ -39,15 +39,15 @@ class FragmentGather:
         return self._send.nbytes + self._receive.nbytes
 
     def travels(self, matrix: Matrix) -> bool:
-        """Whether a rank lacks a part of it."""
+        """Tells whether a rank lacks a part of the matrix."""
         return self._tp > 1 and not matrix.replicated
 
     def spared(self, matrix: Matrix) -> bool:
-        """Whether the reduced gradient can be handed to an optimizer as it lies in Megatron's buffer."""
+        """Tells whether the reduced gradient can be handed to an optimizer as it lies in Megatron's buffer."""
         return not self.travels(matrix) and lies_whole(self._wiring, matrix)
 
     def gather(self, matrix: Matrix, fragment: torch.Tensor, whole: torch.Tensor) -> None:
-        """Fragments of all TP ranks into `whole`. Every rank of the group calls it.
+        """Gathers fragments of all TP ranks into `whole`. Every rank of the group calls it.
 
         Args:
             fragment: this rank's, as `Fragments` has it; where the matrix lives on another rank alone it is not read.
@@ -71,7 +71,7 @@ class FragmentGather:
 
 
 class RedundantUpdate:
-    """One matrix on one rank.
+    """The update of one matrix on one rank.
 
     Args:
         scratch: fp32, flat, as long as the largest matrix; holds the gradient while this matrix is updated.
@@ -109,7 +109,7 @@ class RedundantUpdate:
 
 
 class RedundantOptimizer(MasterOptimizer):
-    """All matrices of this rank's stage, one after another.
+    """The updates of all matrices of this rank's stage, one after another.
 
     Unlike strategy canzona it does not put back a weight whose update was not finite: that is left to the loss.
 
@@ -140,7 +140,7 @@ class RedundantOptimizer(MasterOptimizer):
         ]
 
     def gradients_for_norm(self) -> list[torch.Tensor]:
-        """This rank's fragments; where TP ranks have equal copies of a matrix, only the first one's count."""
+        """Lists this rank's fragments; where TP ranks have equal copies of a matrix, only the first one's count."""
         held = [matrix for matrix in self._matrices if _stores(self._wiring, matrix)]
         return [self._wiring.fragments.gradient(m) for m in held if not m.replicated or self._wiring.rank == 0]
 
@@ -161,7 +161,7 @@ class RedundantOptimizer(MasterOptimizer):
         return count if self._counts else torch.zeros_like(count)
 
     def repair(self) -> None:
-        """Nothing is put back."""
+        """Settles doubts; nothing is put back."""
         settle(self.groups, self.masters)
 
     @torch.no_grad()
@@ -178,5 +178,5 @@ class RedundantOptimizer(MasterOptimizer):
 
 
 def _stores(wiring: Wiring, matrix: Matrix) -> bool:
-    """Whether this TP rank has a part of the weight."""
+    """Tells whether this TP rank has a part of the weight."""
     return wiring.rank in matrix.holders(wiring.fragments.tp)

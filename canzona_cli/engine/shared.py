@@ -1,4 +1,4 @@
-"""The shared matrices of one rank, fragments that all TP ranks of an owner update together (`optimizers/shared_rows`):
+"""The shared matrices of one rank, fragments that all TP ranks of an owner update together (`optimizers/shared_muon`):
 their one optimizer and its scratch, and what is done when an update is not trusted.
 """
 
@@ -9,10 +9,11 @@ from typing import Literal
 
 import torch
 
-from canzona_cli.engine.hosted import Copy, Wiring, Write, write_finite
 from canzona_cli.engine.masters import left_out, settle
+from canzona_cli.engine.wire import Copy, Wiring, Write, write_finite
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.optimizers.shared import SharedForm, Together, Turns, Wait
+from canzona_cli.optimizers.shared_muon import SharedMuon
+from canzona_cli.optimizers.shared_rows import Together, Turns, Wait
 from canzona_cli.optimizers.workspace import Workspace
 from canzona_cli.planner.pipeline import LANES, turns
 
@@ -26,7 +27,7 @@ class SharedMatrix:
         gradient: fp32, flat, at least as long as the fragment; several take turns at it.
     """
 
-    def __init__(self, wiring: Wiring, matrix: Matrix, optimizer: SharedForm, gradient: torch.Tensor) -> None:
+    def __init__(self, wiring: Wiring, matrix: Matrix, optimizer: SharedMuon, gradient: torch.Tensor) -> None:
         self.matrix, self.master, self._optimizer = matrix, wiring.masters[matrix.index], optimizer
         self.weight = wiring.fragments.weight(matrix)
         reduced = wiring.fragments.gradient(matrix)
@@ -37,7 +38,7 @@ class SharedMatrix:
             self._gradient = gradient[: matrix.held_elements(wiring.fragments.tp)].view(self.master.shape)
             self._gathered = Copy(self._gradient.view(reduced.shape), reduced)
         self.left = False
-        """Whether its last update is still to be made `alone`; the same on all ranks."""
+        """True while its last update is still to be made `alone`; the same on all ranks."""
 
     @property
     def excluded(self) -> bool:
@@ -45,7 +46,7 @@ class SharedMatrix:
         return self._optimizer.excluded(self.master)
 
     def together(self, scale: float, ranks: Together) -> Turns[None]:
-        """The whole update; or the matrix is `left`. Collective."""
+        """Updates the fragment, or sets `left`. Collective."""
         self._take_gradient(scale)
         if self._in_place and scale != 1.0:
             self._gradient.mul_(scale)
@@ -64,7 +65,7 @@ class SharedMatrix:
         self.master.grad = None
 
     def write(self) -> Write:
-        """The new fragment of the weight."""
+        """Returns the write of the new fragment of the weight."""
         same = self.weight.dtype is self.master.dtype
         return Write(
             target=self.weight,
@@ -82,7 +83,7 @@ class SharedMatrix:
         self.master.detach().view(self.weight.shape).copy_(self.weight)
 
     def _take_gradient(self, scale: float) -> None:
-        """To where the optimizer reads it; what lies in place was scaled the first time."""
+        """Puts the gradient where the optimizer reads it; what lies in place was scaled the first time."""
         if self._gathered is not None:
             self._gathered.run(scale)
         self.master.grad = self._gradient
@@ -99,11 +100,11 @@ class Sharing:
         self._wiring, self._parts = wiring, parts
         self.hosted = tuple(matrices)
         self.optimizer = wiring.make_optimizer(matrices, [wiring.masters[matrix.index] for matrix in matrices])
-        assert isinstance(self.optimizer, SharedForm)
+        assert isinstance(self.optimizer, SharedMuon)
         copied = [m.held_elements(wiring.fragments.tp) for m in matrices if not lies_flat(wiring.fragments.gradient(m))]
         self._gradient = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
         self._sums = torch.zeros(len(self.hosted), device=wiring.device)
-        """Of matrices, in their order: finite where the last update was."""
+        """A number for each matrix, in their order: finite where the last update was."""
         self._places = {matrix.index: place for place, matrix in enumerate(self.hosted)}
         self.matrices = [SharedMatrix(wiring, matrix, self.optimizer, self._gradient) for matrix in matrices]
         self.beside = [Workspace() for _ in range(LANES - 1)]
@@ -123,7 +124,7 @@ class Sharing:
     def _travelling(
         self, name: Literal["all_reduce", "all_to_all_single", "all_gather_into_tensor"]
     ) -> Callable[..., Wait]:
-        """That collective over the TP ranks, begun and waited for in the phase of what travels."""
+        """Returns that collective over the TP ranks, begun and waited for in the phase of exchanges."""
         timer, watcher = self._wiring.timer, self._wiring.watcher
 
         def begin(*tensors: torch.Tensor) -> Wait:
@@ -154,58 +155,60 @@ class Sharing:
         running: dict[int, Turns[None]] = {}
         landing: dict[int, Sequence[Wait] | None] = {}
         for place, part in turns(self._parts):
-            one, last = self.matrices[place], part + 1 == self._parts[place]
+            shared, last = self.matrices[place], part + 1 == self._parts[place]
             with self._wiring.timer.phase("matrix_update"):
                 if part == 0:
-                    running[place] = one.together(scale, self._lanes[place % LANES])
+                    running[place] = shared.together(scale, self._lanes[place % LANES])
                 for wait in landing.get(place) or ():
                     wait()
                 landing[place] = next(running[place], None)
             if not last:
                 continue
             assert landing[place] is None, "the plan is another optimizer's"
-            if not one.left:
+            if not shared.left:
                 with self._wiring.timer.phase("exchange"):
-                    one.publish()
+                    shared.publish()
 
     @torch.no_grad()
     def update_alone(self, scale: float) -> None:
         """Update what was not trusted, one matrix after another. Collective over the TP ranks, which all
         know the same of it."""
-        left = [one for one in self.matrices if one.left]
+        left = [shared for shared in self.matrices if shared.left]
         if not left:
             return
         group, on_host = self._wiring.tp_group, self._wiring.device.type == "cpu"
         with self._wiring.timer.phase("matrix_update"):
-            for one in left:
-                one.alone(scale, group)
+            for shared in left:
+                shared.alone(scale, group)
             # As of a hosted matrix: only a finite one has a finite sum.
-            sums = torch.stack([one.master.detach().sum() for one in left])
+            sums = torch.stack([shared.master.detach().sum() for shared in left])
         with self._wiring.timer.phase("exchange"):
             torch.distributed.all_reduce(sums, group=group)
-            self._sums[torch.tensor([self._places[one.matrix.index] for one in left], device=sums.device)] = sums
-            write_finite([(place, one.write()) for place, one in enumerate(left)], sums, on_host=on_host)
+            self._sums[torch.tensor([self._places[shared.matrix.index] for shared in left], device=sums.device)] = sums
+            write_finite([(place, shared.write()) for place, shared in enumerate(left)], sums, on_host=on_host)
 
     def fallbacks(self) -> torch.Tensor:
-        """Updates of the last step that were left out or not finite: (1,). All TP ranks know the same: one counts."""
+        """Counts the updates of the last step that were left out or not finite: (1,). All TP ranks know the same: one
+        counts."""
         count = left_out((self,), self._wiring.device) + self._sums.isfinite().logical_not().sum()
         return count if self._wiring.rank == 0 else torch.zeros_like(count)
 
     @torch.no_grad()
     def repair(self, masters: Mapping[int, torch.nn.Parameter]) -> None:
-        """As `PlannedOptimizer.repair`; here every rank has its part of the previous weight itself. The host waits."""
+        """Repairs as `PlannedOptimizer.repair` does; here every rank has its part of the previous weight itself. The
+        host waits."""
         settle((self,), masters)
-        for one, total in zip(self.matrices, self._wiring.timer.read(self._sums), strict=True):
+        for shared, total in zip(self.matrices, self._wiring.timer.read(self._sums), strict=True):
             if math.isfinite(total):
                 continue
-            one.reload()
-            self.optimizer.state.pop(one.master, None)
+            shared.reload()
+            self.optimizer.state.pop(shared.master, None)
             _log.warning(
-                "%s keeps its weight: its update was not finite; its optimizer state starts anew", one.matrix.name
+                "%s keeps its weight: its update was not finite; its optimizer state starts anew", shared.matrix.name
             )
         self._sums.zero_()
 
 
 def lies_flat(gradient: torch.Tensor) -> bool:
-    """Whether an optimizer can take a fragment's reduced gradient as it lies."""
+    """Tells whether an optimizer can take a fragment's reduced gradient as it lies."""
     return gradient.dtype is torch.float32 and gradient.is_contiguous()

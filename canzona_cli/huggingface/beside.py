@@ -10,8 +10,8 @@ from canzona_cli.config.reading import Unreadable
 from canzona_cli.data.sidecar import saved_tokenizer_path
 from canzona_cli.data.tokenizers import BYTE_VALUES, END_OF_TEXT
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.huggingface.config_json import FILE
 from canzona_cli.huggingface.folder import BESIDE, GENERATION, TOKENIZER, read_object
+from canzona_cli.huggingface.foreign import FILE
 from canzona_cli.run.corpus import read_corpus
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.words import json_text

@@ -4,18 +4,22 @@ Nothing in it is executed, and no file outside of it is named by its index; file
 own cache.
 """
 
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 from canzona_cli.checkpoint.shard_file import read_table
+from canzona_cli.config.compose import Composed, compose_run
+from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.reading import Absent, Unreadable, parse_json, read_plain
 from canzona_cli.config.schema import ModelConfig
+from canzona_cli.config.tree import list_recipes
 from canzona_cli.errors import ConfigError, Problem, refuse
-from canzona_cli.huggingface.config_json import FILE, read_model
-from canzona_cli.huggingface.names import TIED_OUTPUT, tensor_names
+from canzona_cli.huggingface.foreign import FILE, read_model, tensor_names
+from canzona_cli.model.families import family_of, parameter_count
 from canzona_cli.model.geometry import unit_shape
 
 WEIGHTS: Final = "model.safetensors"
@@ -89,7 +93,7 @@ class HuggingFaceFolder:
             elif found.shape != shape:
                 yield Problem(key=name, value=list(found.shape), reason=f"the model has {list(shape)} there", fix=fix)
         for name, stored in self.tensors.items():
-            if name not in units and not (name == TIED_OUTPUT and model.tied_embeddings):
+            if name not in units and not (name == family_of(model).foreign.output and model.tied_embeddings):
                 yield Problem(key=name, reason="canzona's Qwen3 has no such tensor", fix=fix)
             elif stored.dtype not in {code for code, _ in DTYPES.values()}:
                 reason = f"is not one of {', '.join(DTYPES)}"
@@ -175,3 +179,36 @@ def _first(problems: Iterator[Problem]) -> list[Problem]:
     found = list(problems)
     more = [Problem(key="tensors", reason=f"and {len(found) - _MOST} more")] if len(found) > _MOST else []
     return found[:_MOST] + more
+
+
+def recipe_of(found: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Composed:
+    """The run that `overrides` ask for, with the folder's model and tokenizer where they do not say otherwise.
+
+    Without a recipe among them it is the built-in one whose model has most nearly as many parameters.
+
+    Raises:
+        ConfigError: as `compose_run`.
+    """
+    asked = {key_of(override) for override in overrides}
+    settings = {f"model.{name}": _typed(value) for name, value in found.model.items()}
+    settings["model.name"] = text_value(found.path.resolve().name)
+    if found.tokenizer is not None and not any(key.partition(".")[0] == "data" for key in asked):
+        settings |= {"data.source": "stdlib", "data.tokenizer": text_value(str(found.path.absolute()))}
+    own = [f"{key}={value}" for key, value in settings.items() if key not in asked and "model" not in asked]
+    recipe = [] if "recipe" in asked else [f"recipe={_nearest(found)}"]
+    return compose_run([*recipe, *own, *overrides], recipes_dirs=recipes_dirs)
+
+
+def _nearest(found: HuggingFaceFolder) -> str:
+    """The built-in recipe whose model is most nearly as large."""
+    sizes = {
+        recipe.name: parameter_count(recipe.model).total
+        for recipe in list_recipes()
+        if recipe.builtin and recipe.model is not None
+    }
+    wanted = parameter_count(ModelConfig(name="", **found.model)).total  # type: ignore[arg-type]
+    return min(sizes, key=lambda name: abs(math.log(sizes[name]) - math.log(wanted)))
+
+
+def _typed(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,4 +1,4 @@
-"""Text from a checkpoint, by transformers' own generation: its Qwen3, with our masters as its weights."""
+"""Text from a checkpoint, by transformers' own generation: its class of the family, with our masters as its weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 import torch
 import transformers
 from tokenizers import Tokenizer as RustTokenizer
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TextStreamer
+from transformers import GenerationConfig, PreTrainedTokenizerFast, TextStreamer
 
 from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.config.schema import Device
 from canzona_cli.data.tokenizers import read_backend
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 from canzona_cli.huggingface.beside import Beside
-from canzona_cli.huggingface.config_json import config_json
 from canzona_cli.huggingface.folder import DTYPES, TOKENIZER, Dtype
-from canzona_cli.huggingface.names import tensor_names
+from canzona_cli.huggingface.foreign import config_json, tensor_names
+from canzona_cli.model.families import family_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,15 @@ class Writer:
         self._tokenizer, self._end = _tokenizer(beside)
         kind: torch.dtype = getattr(torch, DTYPES[dtype][1])
         transformers.utils.logging.disable_progress_bar()
-        config = Qwen3Config(**config_json(reader.model, dtype=DTYPES[dtype][1], max_positions=seq_length))
+        foreign = family_of(reader.model).foreign
+        settings = config_json(reader.model, dtype=DTYPES[dtype][1], max_positions=seq_length)
+        config = getattr(transformers, foreign.config)(**settings)
         weights: dict[str, torch.Tensor] = {}
         for unit, name in tensor_names(reader.model).items():
             weights[name] = reader.master(unit).to(kind)
             on_bytes(weights[name].nbytes)
-        self._model = Qwen3ForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=kind)
+        model_class = getattr(transformers, foreign.architecture)
+        self._model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=kind)
         self._model.to(self._device).eval()
 
     def go_on(self, prompt: str, how: Choosing, *, aloud: bool = False) -> Generated:

@@ -85,7 +85,7 @@ def _step(line: Mapping[str, object]) -> float:
 
 
 def _is_before(line: Mapping[str, object], found: Resumption) -> bool:
-    """Whether an event happened before the checkpoint's step was over. Most have no step; they have a time."""
+    """Returns True if an event happened before the checkpoint's step was over. Most have no step; they have a time."""
     if "step" in line:
         return _step(line) <= found.step
     time = line.get("time")

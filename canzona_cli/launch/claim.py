@@ -13,7 +13,7 @@ from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.run.files import RunFiles
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""What a file system says that has no locks."""
+"""The errors of file systems without locks."""
 
 
 def hold(files: RunFiles, config: RunConfig) -> IO[str]:
@@ -46,7 +46,7 @@ def hold(files: RunFiles, config: RunConfig) -> IO[str]:
 
 
 def unsafe_place(path: Path, *, user: int | None = None) -> str | None:
-    """Why a run should not write to the folder `path`, which exists; None when nothing speaks against it.
+    """Says why a run should not write to the folder `path`, which exists; None when nothing speaks against it.
 
     Args:
         user: numeric id; None: whoever runs this process.

@@ -21,24 +21,23 @@ from canzona_cli.launch.view import TrainView
 from canzona_cli.planner.memory import GIB
 from canzona_cli.run.codec import save
 from canzona_cli.run.corpus import PreparedCorpus
-from canzona_cli.run.evaluation import Documents, Evaluation, read_evaluation
-from canzona_cli.run.records import Note, ResumePoint, StageEvent
+from canzona_cli.run.records import Documents, Evaluation, Note, ResumePoint, StageEvent, read_evaluation
 
 WORKER_MODULE = "canzona_cli.training.evaluation"
 ROOT = "evals"
-"""Where evaluations leave their files unless run.root says otherwise: the run's own folder stays as it is."""
+"""The folder for evaluations unless run.root names another: the run's own folder stays as it is."""
 _OPEN = (
     *("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.sequence_parallel"),
     *("train.micro_batch_size", "cluster.nodes"),
 )
-"""What another number of ranks leaves open."""
+"""Settings that another number of ranks leaves open."""
 _NOT_THE_RUNS = (
     *("optimizer=adamw", "checkpoint.resume=auto", "checkpoint.weights_from=null"),
     *("run.dir=null", f"run.root={ROOT}", "run.trackers=[]", "run.restarts=0"),
     *("run.trace_steps=null", "run.profile_steps=null", "train.sample_every=0", "train.recompute=full"),
 )
-"""What a run was started with and an evaluation has no use for, some of it in the way: somebody's own optimizer is code
-that nobody has asked for. Recomputation only says here that no activations are kept."""
+"""Settings of a run that an evaluation does not use; some would be in the way: somebody's own optimizer is code that
+nobody has asked for. Recomputation only says here that no activations are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from canzona_cli.run.files import RunFiles
 from canzona_cli.run.machine import tool_output
 
 _CHANGED_FIRST = (ExitCode.CONFIG, ExitCode.MEMORY, ExitCode.CHECKPOINT)
-"""How a run ends that ends so again, started as it was."""
+"""Exit codes of runs that would end the same way if started again unchanged."""
 
 
 def command_again(
@@ -65,7 +65,7 @@ def said(outcome: Outcome, files: RunFiles, config: RunConfig, environment: Mapp
 
 
 def _is_replaced(text: str) -> bool:
-    """Whether an override says where to begin this once: a directory, or a checkpoint by its name in it."""
+    """Returns True if an override says where to begin this once: a directory, or a checkpoint by its name in it."""
     key, _, value = (part.strip() for part in text.partition("="))
     return key == "run.dir" or (key == "checkpoint.resume" and step_of(value.strip("'\"")) is not None)
 

@@ -39,14 +39,14 @@ _STATES: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport:
-    """Who holds the run up."""
+    """The rank that holds the run up."""
 
     rank: int | None
     """None: all ranks have ended, and torchrun has not."""
     step: int
     where: str
     reason: str
-    """What it does, for how long, and what the others wait in; without its name."""
+    """The reason: what it does, for how long, and what the others wait in; without its name."""
     elsewhere: bool = False
     """All ranks of this machine wait: for the network, or for a rank of another machine."""
 
@@ -62,7 +62,7 @@ class HangReport:
 
     @property
     def problem(self) -> Problem:
-        """For the error that the command ends with."""
+        """Returns the problem of the error that the command ends with."""
         fix = "the logs hold the Python stacks of all ranks that still run; run.hang_timeout_s sets the limit"
         return Problem(key=self.name, reason=self.reason, fix=fix)
 
@@ -123,7 +123,7 @@ class HangWatch:
         return None if found.elsewhere and self._silent_s <= limit_s + _AFTER_OTHERS_S else found
 
     def waits_for(self) -> str | None:
-        """What a start has waited for since half a minute, once for each such wait; else None. Call it after `look`."""
+        """Says what a start has waited for since half a minute, once for each wait; else None. Call it after `look`."""
         signs = self._beats.signs()
         if self._silent_s < _TOLD_AFTER_S or any(sign.steps for sign in signs):
             self._told = False

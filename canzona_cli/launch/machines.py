@@ -39,7 +39,7 @@ class _Ended(Outcome):
     """nodes/ended-N.json: how the workers of a machine ended."""
 
     time: float = 0.0
-    """When, seconds since 1970."""
+    """The time of the entry, seconds since 1970."""
 
     @property
     def outcome(self) -> Outcome:
@@ -61,7 +61,7 @@ class Machines:
         self._waiting_since: float | None = None
 
     def gather(self, endpoint: str, *, patience_s: float = MEETING_PATIENCE_S, say: Callable[[str], None]) -> None:
-        """On machine 0, its run directory filled: wait for the others, and tell them where the ranks meet.
+        """Waits on machine 0, its run directory filled, for the others, and tells them where the ranks meet.
 
         Raises:
             EnvironmentProblem: names the machines that never joined.
@@ -88,7 +88,7 @@ class Machines:
         write_json_atomic(self._folder / "meeting.json", {"endpoint": endpoint, "tokens": tokens})
 
     def arrive(self, *, patience_s: float = MEETING_PATIENCE_S) -> str:
-        """On the other machines: wait until machine 0 has filled the run directory; the address where the ranks meet.
+        """Waits on other machines until machine 0 has filled the run directory; returns where the ranks meet.
 
         Files of an earlier launch do not count: machine 0 must have seen this very process.
 
@@ -115,7 +115,7 @@ class Machines:
         raise EnvironmentProblem(Problem(key="run.dir", value=str(self._files.root), reason=reason, fix=fix))
 
     def others_failed(self) -> bool:
-        """Whether another machine failed so long ago that waiting for the workers here is useless."""
+        """Returns True if another machine failed so long ago that waiting for the workers here is useless."""
         now = time.monotonic()
         if self._nodes == 1 or now < self._next_look:
             return False
@@ -125,7 +125,7 @@ class Machines:
         return self._failed_since is not None and now - self._failed_since > FAILURE_GRACE_S
 
     def may_know_better(self) -> bool:
-        """Whether to wait for another machine to name the rank that hangs, where those here merely wait for others."""
+        """Returns True if another machine may name the rank that hangs, because those here merely wait."""
         if self._nodes == 1:
             return False
         now = time.monotonic()
@@ -140,7 +140,7 @@ class Machines:
         settle: Callable[[Outcome], Outcome] = lambda outcome: outcome,
         patience_s: float = END_PATIENCE_S,
     ) -> Outcome:
-        """How the whole run ended, the same on every machine. This machine's workers have gone.
+        """Returns how the whole run ended, the same on every machine. This machine's workers have gone.
 
         Args:
             settle: on machine 0, what follows from it where all machines are still there; the others do likewise.
@@ -187,7 +187,7 @@ class Machines:
         )
 
     def _ended(self) -> Iterator[tuple[float, int, Outcome]]:
-        """When the workers of another machine had gone (seconds since 1970), its number, and how they ended."""
+        """Yields each other machine's end: when its workers had gone (seconds since 1970), its number, its outcome."""
         for number in range(self._nodes):
             if number != self.node_rank:
                 ended = load_if_sound(self._folder / f"ended-{number}.json", _Ended)
@@ -199,7 +199,7 @@ class Machines:
 
 
 def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
-    """How a run ended whose machines ended like this.
+    """Returns how a run ended whose machines ended like this.
 
     A rank or a torchrun that failed by itself is why the others lost it; a missing machine explains what nobody
     else does. Of several failures the first counts: a rank may die of losing another in ways that do not look like it.

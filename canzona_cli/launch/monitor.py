@@ -34,7 +34,7 @@ class Monitor:
 
     @property
     def training(self) -> bool:
-        """Whether the workers have got as far as training, so that a stop has something to keep."""
+        """True once the workers are training, so that a stop has something to save."""
         known = self.last_step or self.last_validation
         return known is not None or self._stage in ("train", "validate", "save", "finish")
 

@@ -1,4 +1,4 @@
-"""How a run ended, worked out from what the ranks wrote.
+"""The outcome of a run, worked out from what the ranks wrote.
 
 torchrun's own exit code is 1 for every failure, and the failure it calls the root cause may be a rank that merely lost
 its neighbour. The rank files say what each rank saw; torchrun's log adds the signals that killed ranks.
@@ -34,7 +34,7 @@ _SECONDARY = re.compile(
     r"|remote process exited|ncclremoteerror|peer .*(gone|died|closed)|failed to (recv|send)|end of file",
     re.IGNORECASE,
 )
-"""How a rank reports that another one is gone: true, but not the cause."""
+"""The words in which a rank reports that another one is gone: true, but not the cause."""
 _SECONDARY_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "ConnectionResetError")
 _USER_MISTAKES = (ExitCode.CONFIG, ExitCode.ENVIRONMENT, ExitCode.MEMORY, ExitCode.CHECKPOINT)
 _DEATH = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*(-?\d+)")
@@ -43,18 +43,18 @@ _TRACEBACK_LINES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(RunResult):
-    """How a run ended, with what the terminal shows of a failure beyond `result.json`."""
+    """The end of a run, with what the terminal shows of a failure beyond `result.json`."""
 
     traceback: tuple[str, ...] = ()
     """The last lines of the failing rank's traceback; empty for a mistake of the user, which the message explains."""
     problems: tuple[Problem, ...] = ()
-    """What that rank wrote for the user; empty where something else ended it."""
+    """The problems that this rank wrote for the user; empty where something else ended it."""
     error_type: str = ""
     """The class of that error, where it is one written for the user."""
     secondary: bool = False
     """A failure that only says that a rank of another machine is gone."""
     again_in_s: float | None = None
-    """After what time the same launch starts the run again; None: it does not."""
+    """Seconds after which the same launch starts the run again; None: it does not."""
 
     def error(self) -> CanzonaError:
         """A failure as the error that the command ends with: the rank's own problems, else the message."""
@@ -157,13 +157,13 @@ def _diverged(files: RunFiles, error: RankError, outcome: Outcome) -> Outcome:
 
 
 def _lost_a_neighbour(result: RankResult) -> bool:
-    """Whether its error only says that another rank is gone."""
+    """Returns True if its error only says that another rank is gone."""
     error = result.error or RankError()
     return error.type in _SECONDARY_TYPES or _SECONDARY.search(error.message) is not None
 
 
 def _lost(results: Sequence[RankResult]) -> str:
-    """What of the run's files is missing because it could not be written; empty in a healthy run."""
+    """Lists the run's files that could not be written in full; empty in a healthy run."""
     missing = [f"{count} lines of {name}" for r in results for name, count in r.lost.items()]
     missing += [f"the end of rank {r.rank}'s record" for r in results if r.status != "done"]
     return f"could not write {', '.join(missing)}" if missing else ""

@@ -1,4 +1,4 @@
-"""What this machine lacks for a run, found before anything is written or started. Imports no torch."""
+"""A check that this machine has what a run needs, before anything is written or started. Imports no torch."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -121,7 +121,7 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
 
 
 def _beside_gpus(config: RunConfig) -> Iterator[Problem]:
-    """What keeps ranks off the GPUs that are here."""
+    """Lists what keeps ranks off the GPUs that are here."""
     environment = worker_environment(config)
     yield from filter(
         None,

@@ -15,14 +15,14 @@ from canzona_cli.run.words import duration, plural
 
 FIRST_WAIT_S = 10.0
 LONGEST_WAIT_S = 600.0
-"""What a machine or a file server takes to come back; longer only keeps the GPUs from somebody else."""
+"""Seconds that a machine or a file server takes to come back; longer only keeps the GPUs from somebody else."""
 _POLL_S = 0.2
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 @dataclass
 class Restarts:
-    """What one launch has started again so far. Machine 0 decides; the others do as it says."""
+    """The restarts of one launch so far. Machine 0 decides; the others follow."""
 
     most: int = 0
     first_wait_s: float = field(default_factory=lambda: FIRST_WAIT_S)

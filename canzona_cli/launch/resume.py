@@ -33,26 +33,26 @@ class Resumption:
     checkpoint: Path
     progress: Progress
     created: float
-    """When it was made, seconds since 1970."""
+    """The time at which it was made, seconds since 1970."""
     own: bool
-    """Whether it is one of this run directory; else a new run begins from another one's."""
+    """True if it is of this run directory; otherwise a new run begins from another one's."""
     steps_before: int
     """`train.steps` of the run that was saved."""
     warnings: tuple[str, ...] = ()
     """Changes that affect the loss curve from here on."""
     weights_only: bool = False
-    """Whether the run begins at its first step, with the weights of the checkpoint."""
+    """True if the run begins at its first step, with the weights of the checkpoint."""
     spread: str = ""
-    """How the layout differs from before; empty where it does not."""
+    """The difference of the layout from the one before; empty if there is none."""
 
     @property
     def origin(self) -> str:
-        """For people: where the checkpoint is."""
+        """The place of the checkpoint, for people."""
         return self.checkpoint.name if self.own else str(self.checkpoint)
 
     @property
     def words(self) -> str:
-        """What the run does with it: `continue from step 30 (step-00000030)`."""
+        """The words for what the run does with it: `continue from step 30 (step-00000030)`."""
         if self.weights_only:
             return f"begin at step 1 with the weights of {self.origin}"
         return f"continue from step {self.step:,} ({self.origin})"
@@ -63,7 +63,7 @@ class Resumption:
 
 
 def holds_run(files: RunFiles) -> bool:
-    """Whether anything of a run lies here; foreign files, say a batch system's log, do no harm."""
+    """Returns True if anything of a run lies here; foreign files, say a batch system's log, do no harm."""
     known = (files.claim, files.config, files.result, files.metrics, files.ranks, files.logs, files.checkpoints)
     return any(path.exists() for path in known)
 
@@ -125,7 +125,7 @@ def reordered(found: Resumption, config: RunConfig, layout: Layout, corpus: Prep
 
 
 def _weights(config: RunConfig) -> Resumption:
-    """Of another run, or of a Hugging Face folder, for the first step of this one."""
+    """Takes weights of another run, or of a Hugging Face folder, for the first step of this one."""
     key, where = "checkpoint.weights_from", str(config.checkpoint.weights_from)
     path = Path(where).expanduser().absolute()
     if not path.is_dir():
@@ -146,13 +146,13 @@ def _weights(config: RunConfig) -> Resumption:
 def _begun_from(
     config: RunConfig, checkpoint: Path, manifest: Manifest, saved: RunConfig, *, own: bool = False
 ) -> Resumption:
-    """With the weights of a checkpoint, and nothing else of it."""
+    """Begins with the weights of a checkpoint, and nothing else of it."""
     refuse(shape_problems(saved, config, str(checkpoint)))
     return _begun(config, checkpoint, created=manifest.created, tokenizer=saved.data.tokenizer, own=own)
 
 
 def _begun(config: RunConfig, place: Path, *, created: float, tokenizer: str, own: bool = False) -> Resumption:
-    """At the first step, with weights that have learnt the ids of `tokenizer`; empty where that is not known."""
+    """Begins at the first step, with weights that have learnt the ids of `tokenizer`; empty if that is not known."""
     now = config.data.tokenizer
     known = config.data.source == "stdlib" and tokenizer != ""
     other = f"data.tokenizer is {now}; the weights in {place} have learnt the ids of {tokenizer}"
@@ -168,7 +168,7 @@ def _begun(config: RunConfig, place: Path, *, created: float, tokenizer: str, ow
 
 
 def set_out(files: RunFiles, found: Resumption, config: RunConfig) -> ResumePoint:
-    """What the workers are told; call it when what later steps left has been cut away."""
+    """Returns what the workers are told; call it when what later steps left has been cut away."""
     interval = config.train.eval_interval
     due = not found.own or (interval > 0 and (found.step % interval == 0 or found.step == config.train.steps))
     validations = read_lines(files.validation, ValidationLoss)[0]
@@ -209,7 +209,7 @@ def _doubts(name: str, progress: Progress) -> Iterator[str]:
 
 
 def _before_divergence(files: RunFiles, asked: str) -> str:
-    """After a run that diverged, `auto` goes back to before it did: what was saved later would diverge again."""
+    """Returns, after a run that diverged, the checkpoint before it did: a later one would diverge again."""
     result = load_if_sound(files.result, RunResult)
     if asked != "auto" or result is None or result.status != "diverged":
         return asked
@@ -217,7 +217,7 @@ def _before_divergence(files: RunFiles, asked: str) -> str:
 
 
 def finished(files: RunFiles, config: RunConfig) -> RunResult | None:
-    """How the run in a directory ended, where it has done all the steps that are asked for."""
+    """Returns how the run in a directory ended, if it has done all the steps that are asked for."""
     result = load_if_sound(files.result, RunResult)
     return result if result is not None and result.status == "done" and config.train.steps <= result.step else None
 

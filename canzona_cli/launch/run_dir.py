@@ -34,11 +34,11 @@ from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import Earlier
 from canzona_cli.model.routing import Routing
 from canzona_cli.planner.plan import Plan
+from canzona_cli.run.breakdown import Prediction
 from canzona_cli.run.codec import read_lines, save
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
 from canzona_cli.run.machine import existing_folder, tool_output
-from canzona_cli.run.prediction import Prediction
 from canzona_cli.run.records import StepMetrics, ValidationLoss
 from canzona_cli.simulate.predict import predict
 
@@ -61,9 +61,9 @@ class RunDirectory:
     def __init__(self, files: RunFiles, *, lock: IO[str] | None = None, used: bool = False) -> None:
         self.files = files
         self.earlier: Earlier | None = None
-        """What the run did before; None for one that starts at its first step."""
+        """The part of the run that is done; None for one that starts at its first step."""
         self.notes: tuple[str, ...] = ()
-        """What happened to the files that were in the directory, a line each."""
+        """Notes on the files that were in the directory, a line each."""
         self._lock, self._used = lock, used
         self._again = False
         """This launch has been here before."""

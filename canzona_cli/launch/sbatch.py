@@ -22,11 +22,11 @@ _OURS = {
     **dict.fromkeys(("output", "open-mode", "chdir", "input"), _PATHS),
     **dict.fromkeys(("parsable", "wrap", "wait", "test-only", "help", "usage", "version"), _NOT_OF_A_SCRIPT),
 }
-"""What to do instead, by name."""
+"""The alternatives to options that canzona sets, by name."""
 
 
 def directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[Problem]:
-    """What is no directive of its own, and what canzona sets itself: of two, sbatch would take the last.
+    """Lists options that are no directives, and those that canzona sets itself: of two, sbatch would take the last.
 
     Args:
         directives: `--constraint=h100`, ...

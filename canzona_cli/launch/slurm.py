@@ -1,4 +1,4 @@
-"""What a run takes from the Slurm step it is started in: who it is among the machines, where they meet, its directory.
+"""The facts a run takes from its Slurm step: its place among the machines, the meeting point, its directory.
 
 Only inside a step (`srun canzona train ...`). The shell of a batch job or of `salloc` is not one: what is started there
 would run on its first machine alone. Nothing that the user has set is changed.
@@ -39,11 +39,11 @@ class SlurmStep:
     name: str
     """JOB, or ARRAY_TASK, with the step's number where it is not the job's first."""
     array_task: int | None = None
-    """Which task of an array this is; None outside of one."""
+    """The number of this task in an array; None outside of one."""
 
     @property
     def sweep(self) -> str:
-        """As `name`, but the same in all tasks of an array."""
+        """The name, as `name`, but the same in all tasks of an array."""
         return self.name if self.array_task is None else self.name.partition("_")[0]
 
 
@@ -155,8 +155,8 @@ def _machines(count: int) -> str:
 
 
 def _endpoint(step: SlurmStep) -> str:
-    """Where the machines meet. Machine 0 listens there, so it looks for a port that is free; the others are told which
-    one it took when they meet in the run directory."""
+    """Returns where the machines meet. Machine 0 listens there, so it looks for a free port; the others learn
+    which one it took when they meet in the run directory."""
     host = _address(first_host(step.node_list))
     first = (step.job_id * 7 + step.step_id) % _PORTS
     if step.node_rank != 0:

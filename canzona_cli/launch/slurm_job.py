@@ -40,7 +40,7 @@ _PATTERNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """What a user says of a job, as typed. None: as the template has it, or the cluster decides."""
+    """The options of a job, as typed. None: as the template has it, or the cluster decides."""
 
     job_name: str | None = None
     time: str | None = None
@@ -64,7 +64,7 @@ class Submitted:
 
     job_id: str
     log: Path
-    """Where it writes; of an array, with %a for the task."""
+    """The log of the job; of an array, with %a for the task."""
     array: bool = False
 
 
@@ -185,7 +185,7 @@ def tasks_of(array: str) -> set[int]:
 
 
 def option_problems(options: JobOptions) -> Iterator[Problem]:
-    """What Slurm would not take, or would take for something else."""
+    """Lists options that Slurm would not take, or would take for something else."""
     yield from directive_problems(options.more, shared=options.cpus_per_task is not None)
     for field, (pattern, form, example) in _PATTERNS.items():
         value = getattr(options, field)

@@ -30,18 +30,18 @@ class Preempted(KeyboardInterrupt):
 
 @dataclass
 class Requests:
-    """What a launcher has been asked by signals."""
+    """The requests that a launcher got by signals."""
 
     reason: StopReason | None = None
-    """Why the run shall stop, by the first signal; None while nobody asked."""
+    """The reason why the run shall stop, by the first signal; None while nobody asked."""
     first: float = 0.0
-    """When that came, seconds of the monotonic clock."""
+    """The time of the first one, seconds of the monotonic clock."""
     interrupts: int = 0
-    """How often a person pressed Ctrl-C: twice means a hurry. Batch systems repeat themselves, and so does the closing
-    of a terminal: its shell passes on the SIGHUP that the kernel sends to all."""
+    """The number of times a person pressed Ctrl-C: twice means a hurry. Batch systems repeat signals, and so does the
+    closing of a terminal: its shell passes on the SIGHUP that the kernel sends to all."""
     raising: bool = False
-    """Whether the first request ends at once what the launcher does, by `Preempted` or KeyboardInterrupt: while there
-    are no workers yet who could be asked."""
+    """True to end at once what the launcher does, by `Preempted` or KeyboardInterrupt: while there are no workers yet
+    who could be asked."""
 
     def add(self, number: int, _frame: FrameType | None) -> None:
         if self.reason is None:
@@ -54,16 +54,16 @@ class Requests:
 
 
 class SaveWatch:
-    """Whether the workers are writing a checkpoint, and when they last got on with it."""
+    """A watch on the workers' saves: whether they write a checkpoint, and when they last made progress."""
 
     def __init__(self, files: RunFiles) -> None:
         self._root = files.checkpoints
         self._seen: dict[str, int] = {}
         self.moved = 0.0
-        """When it last went on, seconds of the monotonic clock; 0 for never."""
+        """The time of its last progress, seconds of the monotonic clock; 0 for never."""
 
     def look(self) -> bool:
-        """Whether there is an unfinished checkpoint now."""
+        """Returns True if there is an unfinished checkpoint now."""
         try:
             names = [path.name for path in self._root.iterdir()]
         except OSError:
@@ -118,7 +118,7 @@ def unsaved(outcome: Outcome, checkpoint: str | None) -> Outcome:
 
 
 def before_workers(files: RunFiles | None, error: KeyboardInterrupt) -> Outcome:
-    """How a run ended that was asked to stop before its workers started.
+    """Returns how a run ended that was asked to stop before its workers started.
 
     Args:
         files: of the run directory; None where there is none yet.

@@ -37,7 +37,7 @@ STOP_GRACE_S = 60.0
 """Seconds the workers get to finish their step before they are killed."""
 _POLL_S = 0.2
 _IN_A_HURRY = 2
-"""How often a person has to ask to have everything ended at once; once more where a checkpoint is being written."""
+"""The number of requests that end everything at once; one more while a checkpoint is being written."""
 
 
 @dataclass
@@ -59,13 +59,13 @@ class Supervision:
     hang_timeout_s: float | None = None
     """Seconds without progress on any rank after which the run has failed; None: never."""
     requests: Requests = field(default_factory=Requests)
-    """What this process has been asked by signals so far."""
+    """The requests that this process got by signals so far."""
     say: Callable[[str], None] = lambda _: None
     """Receives what the user must know at once."""
     restarts: Restarts = field(default_factory=Restarts)
     """Those of this launch so far."""
     go_on: str | None = None
-    """What to type to go on with the run, if it ends early."""
+    """The command that continues the run, if it ends early."""
 
     def __post_init__(self, view: TrainView, machines: Machines | None) -> None:
         self._machines = machines or Machines(self.files)
@@ -117,7 +117,7 @@ class Supervision:
         return outcome
 
     def _hangs(self, watch: HangWatch | None) -> bool:
-        """Whether the ranks hang; then they have written their stacks."""
+        """Returns True if the ranks hang; then they have written their stacks."""
         hang = None if watch is None else watch.look()
         if watch is not None and (waiting := watch.waits_for()) is not None:
             detail = f"{waiting}; torchrun's output: {self.files.agent_log(self._machines.node_rank)}"
@@ -180,7 +180,7 @@ class Supervision:
         return outcome
 
     def _settle(self, outcome: Outcome) -> Outcome:
-        """Whether the run is started again; not where somebody wanted it to stop when it failed."""
+        """Returns True if the run is started again; not if somebody wanted it to stop when it failed."""
         outcome = self._with_numbers(outcome)
         return outcome if self.files.stop_requested() else self.restarts.decide(outcome)
 

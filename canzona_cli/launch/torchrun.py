@@ -107,7 +107,7 @@ def build(config: RunConfig, run_dir: Path, *, module: str = WORKER_MODULE) -> L
 
 
 def forks_ranks(config: RunConfig) -> bool:
-    """Whether torchrun imports Megatron and the ranks are forks of it, rather than programs that each import it."""
+    """Returns True if torchrun imports Megatron and ranks are forks of it, rather than programs that each import it."""
     return config.cluster.device == "cpu" and sys.platform == "linux"
 
 
@@ -158,7 +158,7 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
 
 
 def _can_bind() -> bool:
-    """Whether torchrun can keep each rank on the processors beside its GPU.
+    """Returns True if torchrun can keep each rank on the processors beside its GPU.
 
     It does so by numactl, and starts no rank of a GPU beside which there is no processor for us.
     """
@@ -169,7 +169,7 @@ def _can_bind() -> bool:
 
 
 def _installed() -> bool:
-    """Whether torchrun knows our backend; from a source tree that was never installed it does not."""
+    """Returns True if torchrun knows our backend; from a source tree that was never installed it does not."""
     return any(point.name == LOOPBACK_BACKEND for point in entry_points(group="torchrun.handlers"))
 
 
@@ -196,7 +196,7 @@ def _several_nodes(config: RunConfig, run_dir: Path) -> list[str]:
 
 
 def taken(host: str, port: int) -> bool:
-    """Whether another program on this machine uses this port; an empty host is every interface."""
+    """Returns True if another program on this machine uses this port; an empty host is every interface."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -207,7 +207,7 @@ def taken(host: str, port: int) -> bool:
 
 
 def on_one_machine(config: RunConfig) -> bool:
-    """Whether every launcher of the run is on this machine: the only one, or all meet at a loopback address.
+    """Returns True if every launcher of the run is on this machine: the only one, or all meet at a loopback address.
 
     A name is not looked up: many systems give a machine's own name a loopback address, which the others do not see.
     """
@@ -216,7 +216,7 @@ def on_one_machine(config: RunConfig) -> bool:
 
 
 def _interfaces(config: RunConfig) -> dict[str, str]:
-    """Which network interfaces gloo and NCCL may use.
+    """Returns the network interfaces that gloo and NCCL may use.
 
     Left to themselves, gloo takes the one its host name resolves to, often loopback, and NCCL the first that looks
     right, at times one of a container bridge.

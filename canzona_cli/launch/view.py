@@ -1,4 +1,4 @@
-"""What watches a run: the launcher reads the run directory's files and passes each new record to one of these."""
+"""Views, which watch a run: the launcher reads the run directory's files and passes each new record to one of these."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from canzona_cli.run.records import Note, RunStatus, StageEvent, StepMetrics, Va
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """What a resumed run did before."""
+    """The part of a resumed run that is done."""
 
     step: int
     """The checkpoint's, which the run goes on from."""
     origin: str
-    """Where that checkpoint is, for people: its name, or the path of another run's."""
+    """The place of that checkpoint, for people: its name, or the path of another run's."""
     metrics: Sequence[StepMetrics] = ()
     """Up to that step."""
     validations: Sequence[ValidationLoss] = ()

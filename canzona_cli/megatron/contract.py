@@ -1,4 +1,4 @@
-"""What canzona takes for granted about Megatron-core beyond its documentation, as data that can be checked.
+"""The facts that canzona takes for granted about Megatron-core beyond its documentation, as data that can be checked.
 
 Each entry of contract.yaml is one name, the sentence it stands for, and a look at that name in the installed package.
 Looking is all `verify` does: nothing is built and nothing runs. What a look cannot tell is tested on real ranks in
@@ -21,23 +21,23 @@ import yaml
 from canzona_cli.errors import Problem
 
 Check = Callable[[object], str | None]
-"""What is wrong with the object that a name stands for; None when it is as expected."""
+"""A check that returns what is wrong with the object that a name stands for; None when it is as expected."""
 
 _WRITTEN_FOR = {"megatron": "megatron-core 0.19.2", "torch": "torch 2.11 to 2.15"}
 
 
-def exists(found: object) -> str | None:
-    """The name alone is relied on."""
+def exists(thing: object) -> str | None:
+    """Accepts anything: the name alone is relied on."""
     return None
 
 
 def accepts(*parameters: str) -> Check:
-    """A function, or a class's constructor, that takes these parameters by name."""
+    """Checks for a function, or a class's constructor, that takes these parameters by name."""
 
-    def check(found: object) -> str | None:
-        if not callable(found):
+    def check(thing: object) -> str | None:
+        if not callable(thing):
             return "it cannot be called"
-        given = inspect.signature(found).parameters
+        given = inspect.signature(thing).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in given.values()):
             return None
         return _lacks("parameter", parameters, given)
@@ -46,16 +46,16 @@ def accepts(*parameters: str) -> Check:
 
 
 def keeps(*attributes: str) -> Check:
-    """A class whose constructor sets these attributes of its instances."""
+    """Checks for a class whose constructor sets these attributes of its instances."""
 
-    def check(found: object) -> str | None:
-        if not isinstance(found, type):
+    def check(thing: object) -> str | None:
+        if not isinstance(thing, type):
             return "it is no class"
-        words = _words(found.__init__)  # type: ignore[misc]
+        words = _words(thing.__init__)  # type: ignore[misc]
         assigned = {
             name
-            for own, dot, name, then in zip(words, words[1:], words[2:], words[3:], strict=False)
-            if (own, dot) == ("self", ".") and then in ("=", ":")
+            for owner, dot, name, then in zip(words, words[1:], words[2:], words[3:], strict=False)
+            if (owner, dot) == ("self", ".") and then in ("=", ":")
         }
         return _lacks("attribute", attributes, assigned)
 
@@ -63,36 +63,36 @@ def keeps(*attributes: str) -> Check:
 
 
 def has(*members: str) -> Check:
-    """A class with these methods, or a dataclass with these fields."""
+    """Checks for a class with these methods, or a dataclass with these fields."""
 
-    def check(found: object) -> str | None:
-        known = {item.name for item in fields(found)} if is_dataclass(found) else set(dir(found))
-        return _lacks("field" if is_dataclass(found) else "method", members, known)
+    def check(thing: object) -> str | None:
+        known = {item.name for item in fields(thing)} if is_dataclass(thing) else set(dir(thing))
+        return _lacks("field" if is_dataclass(thing) else "method", members, known)
 
     return check
 
 
 def says(*texts: str) -> Check:
-    """Code that has these words in it, strings with their quotes off."""
+    """Checks for code that has these words in it, strings with their quotes off."""
 
-    def check(found: object) -> str | None:
-        return _lacks("mention of", texts, {word.strip("'\"") for word in _words(found)})
+    def check(thing: object) -> str | None:
+        return _lacks("mention of", texts, {word.strip("'\"") for word in _words(thing)})
 
     return check
 
 
 def reads(digest: str) -> Check:
-    """Code that is token for token what it was; canzona has its own version of it, which must do the same."""
+    """Checks for code that is token for token what it was; canzona has its own version of it, that must do the same."""
 
-    def check(found: object) -> str | None:
-        now = source_digest(found)
+    def check(thing: object) -> str | None:
+        now = source_digest(thing)
         return None if now == digest else f"its source has changed (digest {now})"
 
     return check
 
 
 def source_digest(code: Hashable) -> str:
-    """Of the code without comments and blank lines."""
+    """Computes the digest of code without comments and blank lines."""
     return hashlib.sha256("\n".join(_words(code)).encode()).hexdigest()[:16]
 
 
@@ -103,12 +103,12 @@ class Pinned:
     name: str
     """Importable: megatron.core.module.Class.method."""
     relied_on: str
-    """What canzona needs it to be, as one sentence without a final full stop."""
+    """The property that canzona needs, as one sentence without a final full stop."""
     check: Check = exists
 
 
 def verify() -> list[Problem]:
-    """Everything that is not as canzona needs it; empty with the release canzona was written for."""
+    """Lists everything that is not as canzona needs it; empty with the release canzona was written for."""
     return [problem for pin in PINNED for problem in _broken(pin)]
 
 
@@ -125,31 +125,31 @@ def _broken(pin: Pinned) -> Iterator[Problem]:
 
 
 def _resolve(name: str) -> object:
-    """The object that `name` stands for: the longest prefix that is a module, and attributes of it."""
+    """Finds the object that `name` stands for: the longest prefix that is a module, and attributes of it."""
     parts = name.split(".")
     for cut in range(len(parts), 0, -1):
         module = ".".join(parts[:cut])
         try:
-            found: object = importlib.import_module(module)
+            thing: object = importlib.import_module(module)
         except ModuleNotFoundError as error:
             # Something else that is missing, deeper down, is not a matter of a shorter prefix.
             if error.name is None or not module.startswith(error.name):
                 raise
             continue
         for part in parts[cut:]:
-            found = getattr(found, part)
-        return found
+            thing = getattr(thing, part)
+        return thing
     raise ImportError(f"no module named {parts[0]}")
 
 
-def _lacks(kind: str, wanted: tuple[str, ...], known: object) -> str | None:
-    missing = [name for name in wanted if name not in known]  # type: ignore[operator]
+def _lacks(kind: str, needed: tuple[str, ...], known: object) -> str | None:
+    missing = [name for name in needed if name not in known]  # type: ignore[operator]
     return f"it has no {kind} {', '.join(missing)}" if missing else None
 
 
 @functools.cache
 def _words(code: Hashable) -> tuple[str, ...]:
-    """Source of `code` as tokens, without comments and line breaks; blocks open and close by name."""
+    """Splits the source of `code` into tokens, without comments and line breaks; blocks open and close by name."""
     unwrapped = inspect.unwrap(code) if callable(code) else code
     source = io.StringIO(textwrap.dedent(inspect.getsource(unwrapped)))  # type: ignore[arg-type]
     left_out = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
@@ -162,7 +162,7 @@ def _words(code: Hashable) -> tuple[str, ...]:
 
 
 def _pinned() -> Iterator[Pinned]:
-    """The entries of contract.yaml."""
+    """Reads the entries of contract.yaml."""
     checks: dict[str, Callable[..., Check]] = {
         "accepts": accepts,
         "keeps": keeps,
@@ -179,4 +179,4 @@ def _pinned() -> Iterator[Pinned]:
 
 PINNED = tuple(_pinned())
 PROBLEMS = verify()
-"""Of what is installed: looked at once, before an agent's ranks are forked."""
+"""The problems of what is installed, looked at once, before an agent's ranks are forked."""

@@ -1,4 +1,4 @@
-"""What Megatron's own optimizers hold on this rank: masters and their state, and which part of which parameter."""
+"""The holdings of Megatron's own optimizers on this rank: masters, their state, and which part of which parameter."""
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -26,22 +26,22 @@ class Held:
     parameter: str
     """Its name in the whole model."""
     shape: tuple[int, ...]
-    """Of the fragment."""
+    """The shape of the fragment."""
     start: int
     end: int
     """Elements [start, end) of the fragment, flat."""
     master: torch.Tensor
     """fp32, end - start elements; in fp32 training the parameter itself."""
     inner: torch.optim.Optimizer
-    """What updates it: `inner.state[master]` is its state."""
+    """The optimizer that updates it: `inner.state[master]` is its state."""
     group: MutableMapping[str, object]
     """The parameter group it is in."""
 
     @property
     def state(self) -> MutableMapping[str, object]:
         """Empty before the first step. Changes made to it count only if it was not."""
-        found: MutableMapping[str, object] = self.inner.state.get(self.master, {})
-        return found
+        state: MutableMapping[str, object] = self.inner.state.get(self.master, {})
+        return state
 
     def replace_state(self, tensors: dict[str, torch.Tensor], step: float | None) -> None:
         """Make `tensors`, each as long as the master, its state after `step` steps.
@@ -59,14 +59,14 @@ class Held:
     @property
     def step(self) -> float | None:
         """Steps it has made; None if no optimizer counts them."""
-        found = self.state.get("step", self.group.get("step"))
-        if isinstance(found, torch.Tensor):
-            return float(found.item())
-        return float(found) if isinstance(found, int | float) else None
+        steps = self.state.get("step", self.group.get("step"))
+        if isinstance(steps, torch.Tensor):
+            return float(steps.item())
+        return float(steps) if isinstance(steps, int | float) else None
 
 
 def held(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> list[Held]:
-    """Everything Megatron's optimizers inside `optimizer` hold here; canzona's own are passed over."""
+    """Lists everything that Megatron's optimizers inside `optimizer` hold here; canzona's own are passed over."""
     names = {parameter: name for name, parameter in global_parameters(chunks)}
     return [item for leaf in _holders(optimizer) for item in _held_by(leaf, names)]
 
@@ -79,7 +79,7 @@ def masters_to_model(optimizer: MegatronOptimizer) -> None:
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Every rank's part of the parameter buffers to all data-parallel ranks, now. Collective."""
+    """Gathers every rank's part of the parameter buffers on all data-parallel ranks, now. Collective."""
     for model in chunks:
         if model.ddp_config.use_distributed_optimizer:
             model.start_param_sync(force_sync=True)
@@ -94,7 +94,7 @@ def finish_gathering(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def leaves(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """The optimizers that a chained one consists of, down to the last."""
+    """Yields the optimizers that a chained one consists of, down to the last."""
     if isinstance(optimizer, ChainedOptimizer):
         for child in optimizer.chained_optimizers:
             yield from leaves(child)
@@ -103,7 +103,7 @@ def leaves(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
 
 
 def _holders(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """Megatron's own that hold masters here."""
+    """Yields Megatron's own that hold masters here."""
     return (leaf for leaf in leaves(optimizer) if isinstance(leaf, _HOLDERS) and not leaf.is_stub_optimizer)
 
 

@@ -1,4 +1,4 @@
-"""Where Megatron-core's step is cut into the phases of the breakdown.
+"""The places where Megatron-core's step is cut into the phases of the breakdown.
 
 Megatron's own timers synchronise the device at every start and stop and do not know the update's parts. canzona
 hands Megatron a timer object of its own for the schedule, and wraps the few methods in which communication starts
@@ -18,9 +18,8 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from canzona_cli.megatron.holdings import leaves
-from canzona_cli.megatron.in_flight import CONNECTIONS, CudaWatcher, Watcher, watcher_for
 from canzona_cli.megatron.owner_bucket_group import bucket_groups
-from canzona_cli.megatron.timers import TOTAL_OF, PhaseTimer, Span
+from canzona_cli.megatron.timers import CONNECTIONS, TOTAL_OF, CudaWatcher, PhaseTimer, Span, Watcher, watcher_for
 from canzona_cli.run.phases import Phase
 
 _log = logging.getLogger(__name__)
@@ -41,8 +40,8 @@ _PHASE_OF_TIMER: dict[str, Phase] = {
 
 
 _INTERLEAVED: dict[str, Phase] = {"forward-backward": "pipeline"}
-"""With several model chunks, transfers are waited for outside of Megatron's timers. What no other phase takes of all
-the passes is that."""
+"""The phase of transfers: with several model chunks they are waited for outside of Megatron's timers. What no other
+phase takes of all the passes is that."""
 
 
 def attach(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, timer: PhaseTimer) -> None:
@@ -73,7 +72,7 @@ def attach(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimiz
 
 
 class MegatronTimers:
-    """What Megatron expects in `config.timers`: `timers(name, log_level).start(barrier)` and `.stop()`."""
+    """The object that Megatron expects in `config.timers`: `timers(name, log_level).start(barrier)` and `.stop()`."""
 
     def __init__(self, timer: PhaseTimer, *, interleaved: bool) -> None:
         phases = _PHASE_OF_TIMER | (_INTERLEAVED if interleaved else {})
@@ -142,7 +141,7 @@ class _Communication:
 def _within(
     context: Callable[[], AbstractContextManager[None]], original: Callable[..., object]
 ) -> Callable[..., object]:
-    """The same function, each call of it in a context of its own."""
+    """Returns the same function, each call of it in a context of its own."""
 
     @functools.wraps(original)
     def called(*args: object, **kwargs: object) -> object:

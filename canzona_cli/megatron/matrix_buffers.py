@@ -35,7 +35,7 @@ class PlanMismatch(RuntimeError):
 
 
 def named_matrix_parameters(chunks: Sequence[torch.nn.Module], plan: Plan, stage: int) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters that hold the plan's matrices of `stage`, by their names in the plan.
+    """Finds this rank's parameters that hold the plan's matrices of `stage`, by their names in the plan.
 
     Layers are numbered over the whole model; order is that of registration.
 
@@ -89,7 +89,8 @@ def full_param_layout(
     ddp_config: DistributedDataParallelConfig,
     bucket_size: int | None,
 ) -> FullParamLayout:
-    """Where every parameter of a model chunk of this rank lies, for `DistributedDataParallel(full_param_layout=...)`.
+    """Lays out where every parameter of a model chunk of this rank lies, for
+    `DistributedDataParallel(full_param_layout=...)`.
 
     Args:
         model: the chunk, with its matrices already marked by `tag_matrices`.
@@ -116,7 +117,7 @@ def full_param_layout(
 
 
 def placements(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Mapping[str, tuple[int, int]], ...]:
-    """For each of `stage_buckets`, where its parameters lie: name to (start, end), offsets within the bucket.
+    """Lists for each of `stage_buckets` where its parameters lie: name to (start, end), offsets within the bucket.
 
     Derived from the ranges of the plan, which also hold for the gradients' owners: there is one truth.
 
@@ -127,9 +128,9 @@ def placements(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Mappin
 
 
 def stage_buckets(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Bucket, ...]:
-    """A stage's buckets, or those of one model chunk of it, in the order their gradients become ready."""
-    found = sorted((bucket for bucket in plan.buckets if bucket.stage == stage), key=lambda bucket: bucket.index)
-    return tuple(bucket for bucket in found if chunk in (None, plan.matrices[bucket.ranges[0].matrices[0]].chunk))
+    """Lists a stage's buckets, or those of one model chunk of it, in the order their gradients become ready."""
+    of_stage = sorted((bucket for bucket in plan.buckets if bucket.stage == stage), key=lambda bucket: bucket.index)
+    return tuple(bucket for bucket in of_stage if chunk in (None, plan.matrices[bucket.ranges[0].matrices[0]].chunk))
 
 
 def global_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -151,7 +152,7 @@ def _placed(bucket: Bucket, plan: Plan) -> dict[str, tuple[int, int]]:
     _check_ranges(bucket, mesh, where)
     parameters = {item.name: item for item in stage_parameters(plan.matrices, bucket.stage, mesh.tp)}
     range_of = {index: part for part in bucket.ranges for index in part.matrices}
-    found: dict[str, tuple[int, int]] = {}
+    places: dict[str, tuple[int, int]] = {}
     position = 0
     for name in bucket.parameters:
         parameter = parameters.get(name)
@@ -170,13 +171,13 @@ def _placed(bucket: Bucket, plan: Plan) -> dict[str, tuple[int, int]]:
                         found="no range" if held is None else f"[{held.start}, {held.end}) on owner {held.owner}",
                     )
             position = end
-        found[name] = (start, position)
-    used = sum(end - start for start, end in found.values())
+        places[name] = (start, position)
+    used = sum(end - start for start, end in places.values())
     if used != bucket.elements - bucket.padding:
         raise PlanMismatch(
             key=where, planned=f"{bucket.elements - bucket.padding} elements without padding", found=f"{used} elements"
         )
-    return found
+    return places
 
 
 def _check_ranges(bucket: Bucket, mesh: Mesh, where: str) -> None:
@@ -200,7 +201,7 @@ def _matrix_layout(
     stage: int,
     chunk: int,
 ) -> PerBufferParamLayout:
-    """The plan's buckets one behind the other."""
+    """Lays the plan's buckets one after the other."""
     matrices = {names[param]: param for param in params}
     where: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
     bounds: list[tuple[int, int]] = []

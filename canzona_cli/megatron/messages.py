@@ -1,4 +1,4 @@
-"""What ranks tell each other besides tensors: records, as JSON in tensors.
+"""The messages between ranks besides tensors: records, as JSON in tensors.
 
 torch's own way are pickles, and reading one does whatever it says. Between machines nothing is encrypted or signed
 (`canzona_cli/launch/README.md` lists it all), so a rank would run what anybody sends in another one's place.
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-def gather[T: DataclassInstance](own: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The record of every rank of the group, in rank order, on all of them. Collective.
+def gather[T: DataclassInstance](record: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Gathers the record of every rank of the group, in rank order, on all of them. Collective.
 
     Args:
         group: None for the whole job.
@@ -27,7 +27,7 @@ def gather[T: DataclassInstance](own: T, *, group: dist.ProcessGroup | None = No
     Raises:
         Damaged: what a rank sent is no such record.
     """
-    return [parse(type(own), text) for text in _gather(json.dumps(plain(own), default=str).encode(), group)]
+    return [parse(type(record), text) for text in _gather(json.dumps(plain(record), default=str).encode(), group)]
 
 
 @contextmanager
@@ -50,14 +50,14 @@ def without_pickles() -> Iterator[None]:
         dist.all_gather_object = real
 
 
-def _gather(own: bytes, group: dist.ProcessGroup | None) -> Iterator[bytes]:
-    """Each rank's bytes."""
+def _gather(content: bytes, group: dist.ProcessGroup | None) -> Iterator[bytes]:
+    """Gathers each rank's bytes."""
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
     ranks = dist.get_world_size(group)
     sizes = torch.empty(ranks, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([len(own)], device=device), group=group)
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(content)], device=device), group=group)
     longest = int(sizes.max())
-    padded = torch.frombuffer(bytearray(own.ljust(longest)), dtype=torch.uint8).to(device)
+    padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(device)
     everyone = torch.empty(ranks * longest, dtype=torch.uint8, device=device)
     dist.all_gather_into_tensor(everyone, padded, group=group)
     for row, size in zip(everyone.cpu().view(ranks, longest), sizes.tolist(), strict=True):

@@ -6,18 +6,27 @@ from collections.abc import Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import (
+    Adam,
+    _get_megatron_optimizer_based_on_param_groups,
+    _get_param_groups,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer, tag_params_for_buffer_routing
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from canzona_cli.config.execution import Execution, aligns_param_gather, execution_of, overlaps_param_gather
-from canzona_cli.config.schema import MuonConfig, RunConfig
+from canzona_cli.config.schema import MuonConfig, OptimizerBase, Precision, RunConfig
 from canzona_cli.megatron import owner_bucket_group
-from canzona_cli.megatron.matrix_buffers import full_param_layout, named_matrix_parameters, tag_matrices
+from canzona_cli.megatron.matrix_buffers import TAG, full_param_layout, named_matrix_parameters, tag_matrices
 from canzona_cli.megatron.messages import without_pickles
 from canzona_cli.megatron.parallel import World
 from canzona_cli.planner.buckets import bucket_elements
@@ -83,7 +92,7 @@ def wrap_data_parallel(
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig, world: World) -> MegatronOptimizer:
-    """The optimizer of the run's strategy over the buffers of this rank's model chunks."""
+    """Builds the optimizer of the run's strategy over the buffers of this rank's model chunks."""
     optimizer = config.optimizer
     settings = _adamw_settings(config)
     if isinstance(optimizer, MuonConfig):
@@ -109,7 +118,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig
 
 
 def adamw_settings(config: RunConfig) -> MegatronOptimizerConfig:
-    """Megatron's settings for AdamW: by `DistributedOptimizer`, or with sc on every rank."""
+    """Returns Megatron's settings for AdamW: by `DistributedOptimizer`, or with sc on every rank."""
     return MegatronOptimizerConfig(**_adamw_settings(config))
 
 
@@ -132,7 +141,8 @@ def _adamw_settings(config: RunConfig) -> dict[str, object]:
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> OptimizerParamScheduler:
-    """Linear warm-up, then the decay of `schedule`; call `.step(increment=1)` after each optimizer step."""
+    """Builds the schedule: linear warm-up, then the decay of `schedule`; call `.step(increment=1)` after each optimizer
+    step."""
     base, schedule = config.optimizer, config.schedule
     wsd = schedule.decay == "wsd"
     return OptimizerParamScheduler(
@@ -150,3 +160,80 @@ def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> Optimizer
         wsd_decay_steps=schedule.wsd_decay_steps if wsd else None,
         lr_wsd_decay_style="linear" if wsd else None,
     )
+
+
+_MATRICES = "canzona"
+"""Name under which Megatron groups parameters that AdamW leaves alone."""
+
+
+def build_adamw(
+    chunks: Sequence[DistributedDataParallel], world: World, megatron_config: MegatronOptimizerConfig
+) -> MegatronOptimizer:
+    """Builds AdamW on every parameter of a rank's model chunks that `tag_matrices` did not mark; norms and biases
+    have no weight decay.
+
+    All ranks get the same parameter groups, if with nothing in them, as resuming from a checkpoint needs. Collective.
+
+    Args:
+        megatron_config: `optimizer="adam"`; with `use_distributed_optimizer=True` matrices lie in buffers of their own.
+    """
+    assert megatron_config.optimizer == "adam"
+    overrides = get_standard_config_overrides(megatron_config)
+    is_matrix = ParamPredicate(name="canzona_matrix", fn=lambda param: getattr(param, TAG, False))
+    overrides[ParamKey(predicate=is_matrix)] = {"optimizer": _MATRICES}
+    models = list(chunks)
+    with without_pickles():
+        groups = _get_param_groups(models, megatron_config, overrides)
+    ranks = ProcessGroupCollection.setup_process_groups_for_optimizer(
+        world.groups, models, use_gloo_process_groups=False
+    )
+    for model in models:
+        model.overlap_param_gather_with_optimizer_step = False
+    optimizer: MegatronOptimizer = _get_megatron_optimizer_based_on_param_groups(
+        config=megatron_config,
+        model_chunks=models,
+        param_groups=[group for group in groups if group.get("optimizer") != _MATRICES],
+        per_model_buffers={
+            number: [buffer for buffer in model.buffers if not getattr(buffer.params[0], TAG, False)]
+            for number, model in enumerate(models)
+        },
+        model_parallel_group=ranks["mp_group"],
+        data_parallel_group=ranks["intra_dp_cp_group"],
+        data_parallel_group_idx=ranks["mp_group"].rank(),
+        intra_dist_opt_group=ranks["intra_dist_opt_group"],
+        pg_collection=world.groups,
+    )
+    return optimizer
+
+
+def megatron_muon(
+    params: list[torch.nn.Parameter], settings: MuonConfig, precision: Precision
+) -> torch.optim.Optimizer:
+    """Makes Muon as strategies sc and layerwise execute it on whole fp32 masters."""
+    made: torch.optim.Optimizer = TensorParallelMuon(
+        params,
+        lr=settings.lr,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+        weight_decay=settings.weight_decay,
+        fp32_matmul_prec="medium" if precision == "bf16" else "highest",
+        coefficient_type=settings.coefficients,
+        num_ns_steps=settings.ns_steps,
+        scale_mode=settings.scale_mode,
+        extra_scale_factor=settings.scale_factor,
+        tp_mode="duplicated",
+    )
+    return made
+
+
+def megatron_adam(params: list[torch.nn.Parameter], settings: OptimizerBase) -> torch.optim.Optimizer:
+    """Makes AdamW as `DistributedOptimizer` executes it on shards of masters: Transformer Engine's where it is
+    installed."""
+    made: torch.optim.Optimizer = Adam(
+        params,
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+    )
+    return made

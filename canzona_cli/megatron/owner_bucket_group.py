@@ -4,7 +4,8 @@ Everything around the collectives stays Megatron's: when gradients count as read
 waited for where. After a reduction only the owner's ranges of a bucket hold gradients; the rest of it is undefined.
 """
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -12,9 +13,10 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket,
 from torch.distributed import ProcessGroup, Work
 
 from canzona_cli.errors import Problem, WorkerCrashed
-from canzona_cli.megatron.in_flight import Waitable
 from canzona_cli.megatron.matrix_buffers import TAG, PlanMismatch, global_parameters, stage_buckets
-from canzona_cli.megatron.owner_collectives import gathering, reducing
+from canzona_cli.megatron.owner_collectives import gathering, reduce_each, reducing
+from canzona_cli.megatron.timers import Waitable
+from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.parts import Bucket, Range
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import GATHERED_AHEAD
@@ -138,10 +140,10 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         )
 
     def _check_plan(self) -> None:
-        planned, found = self.planned, self._bucket.grad_data.numel()
-        if found != planned.elements:
+        planned, actual = self.planned, self._bucket.grad_data.numel()
+        if actual != planned.elements:
             where = f"bucket {planned.index} of stage {planned.stage}"
-            raise PlanMismatch(key=where, planned=f"{planned.elements} elements", found=f"{found} elements")
+            raise PlanMismatch(key=where, planned=f"{planned.elements} elements", found=f"{actual} elements")
 
 
 def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -> None:
@@ -180,12 +182,12 @@ def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -
 
 
 def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
-    """All of this rank's, in the order their gradients become ready."""
+    """Lists all of this rank's bucket groups, in the order their gradients become ready."""
     return [group for ddp in reversed(chunks) for group in ddp.bucket_groups]
 
 
 def matrix_groups(chunks: Sequence[DistributedDataParallel]) -> list[OwnerBucketGroup]:
-    """The plan's buckets, in the order their gradients become ready."""
+    """Lists the plan's buckets, in the order their gradients become ready."""
     return [group for group in bucket_groups(chunks) if isinstance(group, OwnerBucketGroup)]
 
 
@@ -195,8 +197,9 @@ def adamw_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGra
 
 
 def gathering_order(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
-    """What is gathered behind the updates, in the order the forward needs it; not AdamW's of the first model chunk,
-    which travel under the updates. What later chunks have of AdamW's is little, and each has a collective's latency."""
+    """Lists what is gathered after the updates, in the order the forward needs it; not AdamW's of the first model
+    chunk, which travel under the updates. What later chunks have of AdamW's is little, and each has a collective's
+    latency."""
     first, *later = chunks
     order: list[_ParamAndGradBucketGroup] = matrix_groups([first])[::-1]
     for chunk in later:
@@ -205,7 +208,8 @@ def gathering_order(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAnd
 
 
 def nothing_to_gather(chunks: Sequence[DistributedDataParallel]) -> None:
-    """After a step that changed no parameter: the next forward pass neither starts a gathering nor waits for one."""
+    """Marks all parameters as gathered, after a step that changed none: the next forward pass neither starts a
+    gathering nor waits for one."""
     for group in bucket_groups(chunks):
         group.param_gather_dispatched = True
 
@@ -215,10 +219,83 @@ def _holds_matrices(group: _ParamAndGradBucketGroup) -> bool:
 
 
 def _refuse_unsupported(config: DistributedDataParallelConfig) -> None:
-    """What of `_ParamAndGradBucketGroup.start_grad_sync` has no counterpart here; canzona never sets it."""
+    """Refuses what of `_ParamAndGradBucketGroup.start_grad_sync` has no counterpart here; canzona never sets it."""
     assert config.use_distributed_optimizer, "parameters must be views of Megatron's buffer"
     assert config.num_distributed_optimizer_instances == 1
     assert not config.average_in_collective
     assert not config.reduce_scatter_with_fp32_accumulation
     assert not config.param_name_patterns_for_fp32_local_accumulation
     assert not config.reuse_grad_buf_for_mxfp8_param_ag
+
+
+REDUCTIONS = 16
+"""Timed together. In a group they take little longer than one, each after the other as many times as long."""
+SERIAL = REDUCTIONS / 4
+"""Times one reduction, from which on they are not grouped."""
+_REPEATS = 7
+
+
+def contradiction(trainee: Trainee) -> str | None:
+    """Times whether the reductions of a bucket go out as one NCCL group, as plans assume. Collective.
+
+    It is a property of torch's backend, not of a signature: the same calls are one group in torch's legacy NCCL backend
+    and one launch after another in the one that torch 2.15 chooses by default (`TORCH_DIST_USE_NCCL2`).
+
+    Returns:
+        How it differs from the plan's assumption; None where it does not.
+    """
+    group, device = trainee.world.groups.dp_cp, trainee.world.device
+    planned = (bucket.planned for bucket in matrix_groups(trainee.chunks))
+    # Also of a plan that does without, because it assumes that they are not grouped.
+    several = any(len(bucket.ranges) > 1 for bucket in planned)
+    if device.type != "cuda" or group.size() == 1 or not several:
+        return None
+    return judged(serial_factor(group, device, device_seconds), assumed=trainee.config.cluster.grouped_collectives)
+
+
+def judged(factor: float, *, assumed: bool) -> str | None:
+    """Says in words what a `serial_factor` says against `cluster.grouped_collectives`; None where they agree."""
+    if grouped(factor) == assumed:
+        return None
+    took = f"{REDUCTIONS} small reductions take {factor:.1f} times as long as one"
+    if assumed:
+        return (
+            f"reductions of a bucket go out one after another here ({took}), but the plan prices them as one launch: "
+            "plan with cluster.grouped_collectives=false, or let TORCH_DIST_USE_NCCL2=0 choose torch's other backend"
+        )
+    return f"reductions of a bucket are grouped here ({took}): plan with cluster.grouped_collectives=true"
+
+
+def grouped(factor: float) -> bool:
+    """Tells what a `serial_factor` means: True where reductions are grouped."""
+    return factor < SERIAL
+
+
+def serial_factor(group: ProcessGroup, device: torch.device, seconds: Callable[[Callable[[], None]], float]) -> float:
+    """Measures how many times as long `REDUCTIONS` small reductions to different owners take as one; the same on every
+    rank."""
+    data = torch.zeros(REDUCTIONS, device=device)
+    parts = [(data[place : place + 1], place % group.size()) for place in range(REDUCTIONS)]
+
+    def reduce(count: int) -> None:
+        for work in reduce_each(parts[:count], group):
+            work.wait()
+
+    def median(count: int) -> float:
+        reduce(count)  # the first one also builds what it runs on
+        return statistics.median(seconds(lambda: reduce(count)) for _ in range(_REPEATS))
+
+    single = median(1)
+    ratio = torch.full((), median(REDUCTIONS) / single, device=device)
+    torch.distributed.all_reduce(ratio, op=torch.distributed.ReduceOp.MAX, group=group)
+    return float(ratio.item())
+
+
+def device_seconds(operation: Callable[[], None]) -> float:
+    """Times the current stream from one event to the next, `operation` between them."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    operation()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

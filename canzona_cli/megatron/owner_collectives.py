@@ -1,4 +1,4 @@
-"""How a bucket's gradients get to owners and its weights back: a class for each way that a plan may choose.
+"""The ways of a bucket's gradients to owners and of its weights back: a class for each way that a plan may choose.
 
 What the ways move, and in which order, is `planner.rings` and `planner.reduction`; which one is chosen, the plan's.
 NCCL runs a communicator's collectives in the order of their launches, so one may use what another leaves. gloo runs
@@ -17,7 +17,7 @@ from canzona_cli.planner.parts import Bucket
 from canzona_cli.planner.rings import Run, handovers
 
 Collective = Callable[[torch.Tensor, int, ProcessGroup], Work]
-"""Of a tensor, to or from one rank of a group."""
+"""A collective of a tensor, to or from one rank of a group."""
 
 
 class Way(Protocol):
@@ -30,7 +30,7 @@ class Way(Protocol):
         """Launch on the bucket's flat buffer; what to wait for."""
 
     def finish(self, data: torch.Tensor) -> None:
-        """The rest, once that has been waited for; also where nothing had been started."""
+        """Does the rest, once that has been waited for; also where nothing had been started."""
 
 
 def reducing(bucket: Bucket, group: ProcessGroup) -> Way:
@@ -48,12 +48,12 @@ def gathering(bucket: Bucket, group: ProcessGroup) -> Way:
 
 
 def reduce_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup) -> list[Work]:
-    """A reduction of each tensor to its owner, as a bucket's are; what to wait for."""
+    """Starts a reduction of each tensor to its owner, as a bucket's are; what to wait for."""
     return _each(parts, group, _reduce)
 
 
 def broadcast_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup) -> list[Work]:
-    """A broadcast of each tensor from its owner, as a bucket's are; what to wait for."""
+    """Starts a broadcast of each tensor from its owner, as a bucket's are; what to wait for."""
     return _each(parts, group, _broadcast)
 
 
@@ -78,11 +78,11 @@ class _Handover:
     """One all-to-all between the owners of shares and those who have parts of them, as one rank sees it."""
 
     part: slice
-    """What of this rank's part is another's, or its own."""
+    """The pieces of this rank's part that are another's, or its own."""
     to_owners: list[int]
     """Elements of it by owner."""
     share: list[slice]
-    """What of this rank's share ranks have, in their order; what adjoins is one slice."""
+    """The pieces of this rank's share that ranks have, in their order; what adjoins is one slice."""
     from_ranks: list[int]
     """Elements of it by rank."""
 
@@ -120,9 +120,9 @@ class _RingReduction(_Ring):
     _second: Callable[[], list[Work]] | None = None
 
     def start(self, data: torch.Tensor) -> list[Work]:
-        own = data[self._part]
-        self.held = [data.new_empty(sum(one.from_ranks)) for one in self._handovers]
-        work = torch.distributed.reduce_scatter_tensor(own, data, group=self._group, async_op=True)
+        part = data[self._part]
+        self.held = [data.new_empty(sum(handover.from_ranks)) for handover in self._handovers]
+        work = torch.distributed.reduce_scatter_tensor(part, data, group=self._group, async_op=True)
         assert work is not None
         if _queues(self._group, data.device):
             return [work, *self._hand_over(data)]
@@ -131,8 +131,8 @@ class _RingReduction(_Ring):
 
     def _hand_over(self, data: torch.Tensor) -> list[Work]:
         return [
-            _all_to_all(received, data[one.part], one.from_ranks, one.to_owners, self._group)
-            for received, one in zip(self.held, self._handovers, strict=True)
+            _all_to_all(received, data[handover.part], handover.from_ranks, handover.to_owners, self._group)
+            for received, handover in zip(self.held, self._handovers, strict=True)
         ]
 
     @torch.no_grad()
@@ -141,22 +141,22 @@ class _RingReduction(_Ring):
             for work in self._second():
                 work.wait()
             self._second = None
-        for received, one in zip(self.held, self._handovers, strict=False):
-            _spread(received, data, one.share)
+        for received, handover in zip(self.held, self._handovers, strict=False):
+            _spread(received, data, handover.share)
         self.held = []
 
 
 class _RingGathering(_Ring):
-    """What of a rank's part others own, and an all-gather in place."""
+    """The gathering of what others own of a rank's part, and an all-gather in place."""
 
     @torch.no_grad()
     def start(self, data: torch.Tensor) -> list[Work]:
         works = []
-        for one in self._handovers:
+        for handover in self._handovers:
             # A copy, for the rank's part may be of its own share.
-            share = torch.cat([data[piece] for piece in one.share]) if one.share else data.new_empty(0)
+            share = torch.cat([data[piece] for piece in handover.share]) if handover.share else data.new_empty(0)
             self.held.append(share)
-            works.append(_all_to_all(data[one.part], share, one.to_owners, one.from_ranks, self._group))
+            works.append(_all_to_all(data[handover.part], share, handover.to_owners, handover.from_ranks, self._group))
             if not _queues(self._group, data.device):
                 works.pop().wait()
         gathered = torch.distributed.all_gather_into_tensor(data, data[self._part], group=self._group, async_op=True)
@@ -182,7 +182,7 @@ def _ranges(bucket: Bucket) -> list[tuple[slice, int]]:
 
 def _each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collective: Collective) -> list[Work]:
     """Handed over together where the backend can, as NCCL: whether they are one launch is its own affair
-    (`megatron.grouping`)."""
+    (`owner_bucket_group.contradiction`)."""
     device = parts[0][0].device
     if not _queues(group, device):
         return [collective(data, owner, group) for data, owner in parts]
@@ -193,7 +193,8 @@ def _each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collec
 
 
 def _queues(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether a communicator's collectives run in the order of their launches: NCCL, the one that can coalesce them."""
+    """Tells whether a communicator's collectives run in the order of their launches: NCCL, the one that can coalesce
+    them."""
     return group._get_backend(device).supports_coalescing
 
 

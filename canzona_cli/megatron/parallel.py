@@ -1,25 +1,26 @@
 """Process groups and device of one worker."""
 
-import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypedDict
+from datetime import timedelta
+from typing import Final, TypedDict
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # where their types live
+from torch.distributed import ProcessGroup
 
 from canzona_cli.config.schema import Device, Layout
 from canzona_cli.megatron import cpu_backend
-from canzona_cli.megatron.groups import make_groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Where this worker stands in the job."""
+    """The place of this worker in the job."""
 
     rank: int
     world_size: int
@@ -80,7 +81,7 @@ def initialize(
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != layout.world_size:
         raise RuntimeError(f"torchrun started {world_size} ranks, but the layout needs {layout.world_size}")
-    timeout = datetime.timedelta(minutes=timeout_minutes)
+    timeout = timedelta(minutes=timeout_minutes)
     meeting = _Meeting(store=_store(turn), rank=rank, world_size=world_size) if turn else _Meeting()
     if device == "cuda":
         local = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -98,7 +99,7 @@ def initialize(
 
 
 class _Meeting(TypedDict, total=False):
-    """Where ranks meet; nothing: as the launcher's environment says."""
+    """The meeting place of ranks; nothing: as the launcher's environment says."""
 
     store: PrefixStore
     rank: int
@@ -106,7 +107,7 @@ class _Meeting(TypedDict, total=False):
 
 
 def _store(turn: str) -> PrefixStore:
-    """A part of the launcher's store that no meeting of another name has written to."""
+    """Opens a part of the launcher's store that no meeting of another name has written to."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     shared = TCPStore(host, port, is_master=False, wait_for_workers=False)
     return PrefixStore(turn, shared)
@@ -117,3 +118,67 @@ def shutdown() -> None:
     if torch.distributed.is_initialized():
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+Group = ProcessGroup | object
+"""The value that torch gives for a group: to a rank outside of it, a number."""
+AMONG_ALL: Final = frozenset(
+    {
+        "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+        "TENSOR_AND_DATA_PARALLEL_GROUP",
+        "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
+    }
+)
+"""Purposes, in Megatron's words, of small numbers: the norm of the gradients, scales of fp8."""
+
+
+def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]) -> ProcessGroupCollection:
+    """Makes Megatron's process groups for this layout, each set of ranks joined once. Collective.
+
+    Megatron makes a group for each of its purposes, also where it has one rank or the very ranks of another purpose:
+    118 of them for 8 ranks, 8,091 for 1,024. Here purposes of the same ranks share a group, and all purposes of one
+    rank alone share that rank's. Every rank names every group, in the same order; where the backend connects a group's
+    ranks only when they first use it (NCCL without a device given in advance), that is all that the others cost.
+
+    Args:
+        timeout: of the collectives of each.
+        alive: called at every group.
+    """
+    with _joined_once(timeout, alive):
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            # Extra gloo groups serve Megatron's own (legacy) optimizer checkpoints, which canzona does not write.
+            create_gloo_process_groups=False,
+        )
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+@contextmanager
+def _joined_once(timeout: timedelta, alive: Callable[[], None]) -> Iterator[None]:
+    """Inside the block, Megatron gets its groups from here."""
+    rank = torch.distributed.get_rank()
+    # Buckets have no part in the world's own group: what all ranks tell each other would wait behind them.
+    # For the same reason attention, which waits for keys and values, shares none with buckets where dp is 1.
+    groups: dict[tuple[bool, tuple[int, ...]], Group] = {}
+    alone = torch.distributed.new_group([rank], timeout=timeout, use_local_synchronization=True)
+
+    def create_group(ranks: Sequence[int], *, group_desc: str, **options: object) -> Group:
+        alive()
+        if len(ranks) == 1:
+            return alone
+        if group_desc in AMONG_ALL and len(ranks) == torch.distributed.get_world_size():
+            return torch.distributed.group.WORLD
+        members = (group_desc == "CONTEXT_PARALLEL_GROUP", tuple(sorted(ranks)))
+        if members not in groups:
+            groups[members] = torch.distributed.new_group(list(ranks), timeout=timeout, group_desc=group_desc)
+        return groups[members]
+
+    original = parallel_state.create_group
+    parallel_state.create_group = create_group
+    try:
+        yield
+    finally:
+        parallel_state.create_group = original

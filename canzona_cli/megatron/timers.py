@@ -6,11 +6,13 @@ Every moment of a step belongs to exactly one phase, so the in-step phases add u
 totals: how long communication of one kind was in flight, hidden or not.
 """
 
+import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -34,16 +36,17 @@ class StepTiming:
 
     @property
     def own_s(self) -> float:
-        """What this rank itself needed for data, forward and backward, which are the same work on every rank of a
-        pipeline stage. On GPUs the waits inside a tensor-parallel group are in it: only the device knows them."""
+        """The seconds that this rank itself needed for data, forward and backward, which are the same work on every
+        rank of a pipeline stage. On GPUs the waits inside a tensor-parallel group are in it: only the device knows
+        them."""
         return sum(self.phases.get(phase, 0.0) for phase in EVEN_PHASES) - self.waited_s
 
 
 EVEN_PHASES: tuple[Phase, ...] = ("data", "forward", "backward")
-"""Where every rank of a pipeline stage has the same to do; a plan may share out the rest unevenly."""
+"""Phases in which every rank of a pipeline stage has the same to do; a plan may share out the rest unevenly."""
 
 KEPT_STEPS = 2
-"""How many of the last steps keep their timestamps unless others are asked for. They are taken anyway."""
+"""The number of the last steps that keep their timestamps unless others are asked for. They are taken anyway."""
 
 
 @dataclass
@@ -53,7 +56,7 @@ class Span:
     name: TotalPhase
     start: object
     end: object | None = None
-    """None while it is in flight."""
+    """The end; None while it is in flight."""
 
 
 @dataclass(kw_only=True)
@@ -68,7 +71,7 @@ class _Step:
     moment: tuple[object, float] | None = None
     """A timestamp near the step and the host's clock at it, where one was known at the step's end."""
     waited_s: float = 0.0
-    """As in `StepTiming`."""
+    """The seconds that it waited, as in `StepTiming`."""
 
 
 class HostClock:
@@ -81,7 +84,7 @@ class HostClock:
         return time.perf_counter()
 
     def wait_for(self, stamp: object) -> None:
-        """Until `stamp` has passed on the device."""
+        """Waits until `stamp` has passed on the device."""
 
     def elapsed(self, start: object, end: object) -> float:
         assert isinstance(start, float)
@@ -161,13 +164,13 @@ class PhaseTimer:
             self._kept.append(self._closed)
 
     def timings(self) -> list[StepTiming]:
-        """All steps so far. Waits for the device, so call it after training."""
+        """Returns all steps so far. Waits for the device, so call it after training."""
         self._wait_for_all()
         self._read()
         return self._timings
 
     def timelines(self) -> list[StepTimeline]:
-        """The steps that were kept. Waits for the device, so call it after training."""
+        """Returns the steps that were recorded. Waits for the device, so call it after training."""
         self._wait_for_all()
         # On a device with nothing to do, now is now.
         idle = self._clock.now(), time.perf_counter()
@@ -200,7 +203,7 @@ class PhaseTimer:
             self.pop()
 
     def waited(self, seconds: float) -> None:
-        """The host has just waited for other ranks."""
+        """Notes that the host has just waited for other ranks."""
         if self._step is not None and self.current in EVEN_PHASES:
             self._step.waited_s += seconds
 
@@ -227,8 +230,8 @@ class PhaseTimer:
         def arrived() -> list[float]:
             with self.waiting():
                 self._clock.wait_for(landed)
-            found: list[float] = copy.tolist()
-            return found
+            numbers: list[float] = copy.tolist()
+            return numbers
 
         return arrived
 
@@ -237,11 +240,11 @@ class PhaseTimer:
         return self.fetch(values)()
 
     def now(self) -> object:
-        """A timestamp of this device."""
+        """Takes a timestamp of this device."""
         return self._clock.now()
 
     def span(self, name: TotalPhase, start: object, end: object | None = None) -> Span:
-        """A transfer that began at `start`; set `.end` when it has landed if that is not known yet."""
+        """Records a transfer that began at `start`; set `.end` when it has landed if that is not known yet."""
         span = Span(name, start, end)
         if self._step is not None:
             self._step.spans.append(span)
@@ -307,3 +310,81 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
         length += max(0.0, end - max(start, reach))
         reach = max(reach, end)
     return length
+
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""The variable that says how many hardware queues the streams of a process are spread over."""
+
+
+class Waitable(Protocol):
+    """An asynchronous collective: a `torch.distributed.Work`, or Megatron's coalesced handle of several."""
+
+    def wait(self) -> object: ...
+
+
+class HostWatcher:
+    """Ends a span when the collective behind a handle completes.
+
+    For gloo, whose threads say when a collective is done; no polling is needed.
+
+    A reduce-scatter says nothing before it is waited for. Its span ends with that wait, an upper bound.
+    """
+
+    def watch(self, span: Span, handle: Waitable) -> None:
+        works: list[torch.distributed.Work] = list(getattr(handle, "works", [handle]))
+        missing = len(works)
+        if missing == 0:
+            span.end = span.start
+
+        def landed(_: object) -> None:
+            nonlocal missing
+            missing -= 1
+            if missing == 0 and span.end is None:
+                span.end = time.perf_counter()
+
+        for work in works:
+            try:
+                work.get_future().add_done_callback(landed)
+            except RuntimeError:  # this kind of collective has no future
+                return
+
+    def waited(self, span: Span) -> None:
+        """Notes that the training thread had to wait for the collective and has just gone on."""
+        if span.end is None:
+            span.end = time.perf_counter()
+
+
+class CudaWatcher:
+    """A watcher for NCCL: a stream of its own waits for the collective and records an event; the host goes on.
+
+    With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware queue, and this wait would hold up every launch
+    behind it: computing would stand still until each collective has ended. There, a span ends where the computing
+    stream itself waits for the collective, an upper bound.
+    """
+
+    def __init__(self) -> None:
+        self.waits = os.environ.get(CONNECTIONS) != "1"
+        """True where it may; else spans are upper bounds."""
+        self._clock = CudaClock()
+        self._stream = torch.cuda.Stream() if self.waits else None  # type: ignore[no-untyped-call]
+
+    def watch(self, span: Span, handle: Waitable) -> None:
+        if not getattr(handle, "works", True):
+            span.end = span.start  # nothing travels
+        elif self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                handle.wait()
+                span.end = self._clock.now()
+
+    def waited(self, span: Span) -> None:
+        """Notes that the current stream has been told to wait for the collective."""
+        if span.end is None:
+            span.end = self._clock.now()
+
+
+Watcher = HostWatcher | CudaWatcher
+
+
+def watcher_for(device: torch.device) -> Watcher:
+    """Picks the watcher for the device's communication library."""
+    return CudaWatcher() if device.type == "cuda" else HostWatcher()

@@ -18,100 +18,18 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 from canzona_cli.config.schema import ModelConfig
+from canzona_cli.model.families import EMBEDDING, OUTPUT, family_of
+from canzona_cli.model.family import Band, Weight
 from canzona_cli.model.matrix import Kind, Matrix
 
-EMBEDDING = "embedding.word_embeddings.weight"
-OUTPUT = "output_layer.weight"
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _HEAD = re.compile(r"(q|k|v)\.(\d+)")
-# Transformer Engine keeps a norm's weight in the linear layer that follows it.
-_NORMS = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """Rows of a parameter that belong to one unit."""
-
-    kind: Kind
-    """Kind of that unit; other for a vocabulary, whose unit has the parameter's name."""
-    rows: int
-    """In one repeat, over all TP ranks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
-    """A 2-D parameter of Megatron's."""
-
-    name: str
-    """In the whole model; below its layer in what `layer_weights` returns."""
-    kind: Kind
-    """Kind of the matrix that all parts are together."""
-    parts: tuple[Band, ...]
-    cols: int
-    repeats: int = 1
-    cut: Literal["repeats", "parts", "cols"]
-    """What tensor parallelism deals out: consecutive repeats, rows of every part, or columns."""
-
-    @property
-    def rows(self) -> int:
-        return self.repeats * sum(part.rows for part in self.parts)
-
-    @property
-    def shard_dim(self) -> Literal[0, 1]:
-        return 1 if self.cut == "cols" else 0
-
-    def stored(self, tp: int) -> "Weight":
-        """As each TP rank stores it."""
-        match self.cut:
-            case "repeats":
-                return replace(self, repeats=self.repeats // tp)
-            case "parts":
-                return replace(self, parts=tuple(Band(part.kind, part.rows // tp) for part in self.parts))
-            case "cols":
-                return replace(self, cols=self.cols // tp)
-
-
-@lru_cache(maxsize=64)
-def layer_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """2-D parameters of one layer in the order modules are created, which is that of Megatron's gradient buffers."""
-    hidden, ffn, head, groups = model.hidden_size, model.ffn_hidden_size, model.head_dim, model.num_query_groups
-    queries = model.num_attention_heads // groups * head
-    attention = (Band("q", queries), Band("k", head), Band("v", head))
-    return (
-        Weight(
-            name="self_attention.linear_proj.weight",
-            kind="proj",
-            parts=(Band("proj", hidden),),
-            cols=groups * queries,
-            cut="cols",
-        ),
-        Weight(
-            name="self_attention.linear_qkv.weight",
-            kind="qkv",
-            parts=attention,
-            cols=hidden,
-            repeats=groups,
-            cut="repeats",
-        ),
-        Weight(
-            name="mlp.linear_fc1.weight",
-            kind="fc1",
-            parts=(Band("gate", ffn), Band("up", ffn)),
-            cols=hidden,
-            cut="parts",
-        ),
-        Weight(name="mlp.linear_fc2.weight", kind="down", parts=(Band("down", hidden),), cols=ffn, cut="cols"),
-    )
 
 
 def weight_of(name: str, model: ModelConfig) -> Weight | None:
-    """The parameter of that name in the whole model; None for a vector, and for what no Qwen3 model has.
+    """The parameter of that name in the whole model; None for a vector, and for what no model of the family has.
 
     A tied output layer is the embedding.
     """
@@ -120,7 +38,7 @@ def weight_of(name: str, model: ModelConfig) -> Weight | None:
         vocabulary = Band("other", model.vocab_size)
         return Weight(name=unit, kind="other", parts=(vocabulary,), cols=model.hidden_size, cut="parts")
     part = _layer_of(name)[1]
-    found = next((weight for weight in layer_weights(model) if weight.name == part), None)
+    found = next((weight for weight in family_of(model).weights(model) if weight.name == part), None)
     return found and replace(found, name=name)
 
 
@@ -150,7 +68,8 @@ def fragment_blocks(name: str, shape: Sequence[int], model: ModelConfig, *, tp: 
     layer, part = _layer_of(name)
     weight = weight_of(name, model)
     if weight is None:
-        return (_all_of(f"{layer}{_NORMS.get(part, part)}", shape),)
+        unfused = {norm.fused: norm.name for norm in family_of(model).norms(model)}
+        return (_all_of(f"{layer}{unfused.get(part, part)}", shape),)
     return tuple(_blocks(weight, layer, tp, rank))
 
 
@@ -180,7 +99,7 @@ def stored_blocks(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[
     layer, part = _layer_of(name)
     if head := _HEAD.fullmatch(part):
         return (replace(_all_of(f"{layer}{head[1]}", shape), unit_row=int(head[2]) * model.head_dim),)
-    fused = next((weight for weight in layer_weights(model) if weight.kind == part), None)
+    fused = next((weight for weight in family_of(model).weights(model) if weight.kind == part), None)
     return (_all_of(name, shape),) if fused is None else tuple(_blocks(fused, layer, 1, 0))
 
 
@@ -189,11 +108,12 @@ def unit_shape(unit: str, model: ModelConfig) -> tuple[int, ...]:
     if unit in (EMBEDDING, OUTPUT):
         return model.vocab_size, model.hidden_size
     name = _layer_of(unit)[1]
-    for weight in layer_weights(model):
+    for weight in family_of(model).weights(model):
         for part in weight.parts:
             if part.kind == name:
                 return weight.repeats * part.rows, weight.cols
-    return (model.head_dim if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) else model.hidden_size,)
+    norms = {norm.name: norm.elements for norm in family_of(model).norms(model)}
+    return (norms.get(name, model.hidden_size),)
 
 
 def whole_shape(name: str, model: ModelConfig) -> tuple[int, ...]:
@@ -201,7 +121,7 @@ def whole_shape(name: str, model: ModelConfig) -> tuple[int, ...]:
     layer, part = _layer_of(name)
     if head := _HEAD.fullmatch(part):
         return model.head_dim, unit_shape(f"{layer}{head[1]}", model)[1]
-    fused = next((weight for weight in layer_weights(model) if weight.kind == part), None)
+    fused = next((weight for weight in family_of(model).weights(model) if weight.kind == part), None)
     return unit_shape(name, model) if fused is None else (fused.rows, fused.cols)
 
 
@@ -291,6 +211,13 @@ def stored_shape(matrices: Sequence[Matrix], tp: int) -> tuple[int, int]:
     return (rows // tp if cut_by_rows else rows), first.cols
 
 
+@lru_cache(maxsize=64)
+def interleaved_kinds(model: ModelConfig) -> frozenset[Kind]:
+    """Kinds of matrices whose rows lie interleaved with others' in their parameter."""
+    weights = family_of(model).weights(model)
+    return frozenset(part.kind for weight in weights if weight.cut == "repeats" for part in weight.parts)
+
+
 def head_of(matrix: Matrix) -> int | None:
     """Which head the matrix is, 5 of `layers.3.q.5`; None where it has all of them."""
     match = _HEAD.fullmatch(_layer_of(matrix.name)[1])
@@ -300,11 +227,7 @@ def head_of(matrix: Matrix) -> int | None:
 def _weight_with(matrix: Matrix, model: ModelConfig) -> Weight | None:
     """The parameter that holds a matrix of that kind; None for a kind of the user's own."""
     return next(
-        (
-            weight
-            for weight in layer_weights(model)
-            if matrix.kind == weight.kind or any(matrix.kind == part.kind for part in weight.parts)
-        ),
+        (weight for weight in family_of(model).weights(model) if matrix.kind in weight.kinds),
         None,
     )
 

@@ -13,7 +13,7 @@ from typing import Literal
 from canzona_cli.config.layout_rules import pipeline_problems, uneven_problems
 from canzona_cli.config.schema import Layout, ModelConfig, Splitting
 from canzona_cli.errors import refuse
-from canzona_cli.model import geometry
+from canzona_cli.model.families import family_of
 from canzona_cli.model.matrix import Kind, Matrix
 
 
@@ -46,7 +46,7 @@ class LayerBlock:
 
 
 def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[Matrix, ...]:
-    """All matrices of a Qwen3 model in registration order: layer by layer, proj, qkv, fc1, fc2 as Megatron makes them.
+    """Lists all matrices of a model in registration order: layer by layer, proj, qkv, fc1, fc2 as Megatron makes them.
 
     split: q, k and v share a unit, because a TP rank's fragment of qkv is interleaved by query group; gate and up are
     units of their own, because its fragment of fc1 is `[gate_r; up_r]`, two ranges. per_head: every head of q, k and v
@@ -130,7 +130,7 @@ def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatri
     """One layer's, in registration order."""
     found: list[LayerMatrix] = []
     unit = 0
-    for parameter in geometry.layer_weights(model):
+    for parameter in family_of(model).weights(model):
         split = parameter.kind in _SPLIT[splitting]
         parts = {part.kind: parameter.repeats * part.rows for part in parameter.parts}
         for kind, rows in (parts if split else {parameter.kind: parameter.rows}).items():

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from canzona_cli.config.schema.field import CountOrZero, Side
+from canzona_cli.fields import CountOrZero, Side
 
 Kind = Literal["q", "k", "v", "qkv", "gate", "up", "fc1", "proj", "down", "other"]
 

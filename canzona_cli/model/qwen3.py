@@ -1,98 +1,158 @@
-"""Parameters and FLOPs of the Qwen3 family (dense), from its shapes alone.
+"""The Qwen3 family (dense), and what has its shape but for QK-norm, as Llama 3.
 
-Source: Qwen3 Technical Report, arXiv 2505.09388, and the published `config.json` files.
+Source: Qwen3 Technical Report, arXiv 2505.09388, the published `config.json` files, and `Qwen3ForCausalLM` and
+`Qwen3Config` of transformers 4.51 and later.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from functools import lru_cache
 
 from canzona_cli.config.schema import ModelConfig
-from canzona_cli.model.geometry import layer_weights
+from canzona_cli.model.family import Activations, Attention, Band, Family, Foreign, Norm, Weight, Work
 
-PUBLISHED: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
+
+@lru_cache(maxsize=64)
+def _weights(model: ModelConfig) -> tuple[Weight, ...]:
+    hidden, ffn, head, groups = model.hidden_size, model.ffn_hidden_size, model.head_dim, model.num_query_groups
+    queries = model.num_attention_heads // groups * head
+    attention = (Band("q", queries), Band("k", head), Band("v", head))
+    return (
+        Weight(
+            name="self_attention.linear_proj.weight",
+            kind="proj",
+            parts=(Band("proj", hidden),),
+            cols=groups * queries,
+            cut="cols",
+        ),
+        Weight(
+            name="self_attention.linear_qkv.weight",
+            kind="qkv",
+            parts=attention,
+            cols=hidden,
+            repeats=groups,
+            cut="repeats",
+        ),
+        Weight(
+            name="mlp.linear_fc1.weight",
+            kind="fc1",
+            parts=(Band("gate", ffn), Band("up", ffn)),
+            cols=hidden,
+            cut="parts",
+        ),
+        Weight(name="mlp.linear_fc2.weight", kind="down", parts=(Band("down", hidden),), cols=ffn, cut="cols"),
+    )
+
+
+@lru_cache(maxsize=64)
+def _norms(model: ModelConfig) -> tuple[Norm, ...]:
+    """The norms of a layer; those of queries and keys have one weight per head dimension."""
+    of_heads = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight") if model.qk_norm else ()
+    return (
+        Norm(
+            name="input_layernorm.weight",
+            fused="self_attention.linear_qkv.layer_norm_weight",
+            elements=model.hidden_size,
+            part="qkv",
+        ),
+        *(Norm(name=name, elements=model.head_dim, part="qkv") for name in of_heads),
+        Norm(
+            name="pre_mlp_layernorm.weight",
+            fused="mlp.linear_fc1.layer_norm_weight",
+            elements=model.hidden_size,
+            part="fc1",
+        ),
+    )
+
+
+@lru_cache(maxsize=64)
+def _work(model: ModelConfig) -> tuple[Work, ...]:
+    """A norm passes the residual stream twice, a residual addition three times, SwiGLU its width three times."""
+    proj, qkv, fc1, fc2 = _weights(model)
+    return (
+        Work(part="qkv", weight=qkv, stream=2, attention=_attention(model)),
+        Work(part="proj", weight=proj, stream=3),
+        Work(part="fc1", weight=fc1, stream=2, elements=3 * model.ffn_hidden_size),
+        Work(part="fc2", weight=fc2, stream=3),
+    )
+
+
+def _attention(model: ModelConfig) -> Attention:
+    return Attention(
+        queries=model.num_attention_heads * model.head_dim,
+        keys=model.num_query_groups * model.head_dim,
+        normalised=model.qk_norm,
+    )
+
+
+def _activations(model: ModelConfig, fused: bool) -> Activations:
+    """The activations of a layer, with h hidden, a heads and g groups of d, and f the MLP's width:
+    - residual stream: two norm inputs and the two linear inputs they become, 4 h;
+    - attention: fused qkv (a + 2g) d (it lives on in v), the queries gathered from it a d, rotated q and k (a + g) d,
+      context a d;
+    - SwiGLU: gate and up 2 f, their product f; not fused, also silu(gate) and a copy of up.
+    """
+    core = _attention(model)
+    queries, keys, ffn = core.queries, core.keys, model.ffn_hidden_size
+    fused_qkv, rotated, context = queries + 2 * keys, queries + keys, queries
+    swiglu = (3 if fused else 5) * ffn
+    return Activations(stream=4, cut=fused_qkv + queries + rotated + context + swiglu, largest=3 * ffn)
+
+
+def _forward_flops(model: ModelConfig, seq_length: int) -> float:
+    """Counts two FLOPs per weight and token in the layers and in the output layer (tied or not; the embedding is a
+    look-up), plus q k^T and the weighted sum over v, 2 * 2 * seq_length * heads * head_dim each layer, halved because a
+    causal token attends to half of the sequence on average. Norms, rotary embedding and softmax are left out.
+    """
+    matrices = model.num_layers * sum(weight.elements for weight in _weights(model))
+    output_layer = model.vocab_size * model.hidden_size
+    attention_core = 2 * seq_length * _attention(model).queries * model.num_layers
+    return 2.0 * (matrices + output_layer) + attention_core
+
+
+QWEN3 = Family(
+    name="qwen3",
+    weights=_weights,
+    norms=_norms,
+    work=_work,
+    activations=_activations,
+    forward_flops=_forward_flops,
+    foreign=Foreign(
+        architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
+        config="Qwen3Config",
+        defaults={"head_dim": 128, "rms_norm_eps": 1e-6, "initializer_range": 0.02},
+        must_be={
+            "model_type": ("qwen3",),
+            "hidden_act": ("silu", None),
+            "attention_bias": (False, None),
+            "attention_dropout": (0, None),
+            "use_sliding_window": (False, None),
+            "quantization_config": (None,),
+            "num_experts": (0, None),
+        },
+        fixed={"qk_norm": True},
+        embedding="model.embed_tokens.weight",
+        output="lm_head.weight",
+        final_norm="model.norm.weight",
+        layer={
+            "input_layernorm.weight": "input_layernorm",
+            "q": "self_attn.q_proj",
+            "k": "self_attn.k_proj",
+            "v": "self_attn.v_proj",
+            "self_attention.q_layernorm.weight": "self_attn.q_norm",
+            "self_attention.k_layernorm.weight": "self_attn.k_norm",
+            "proj": "self_attn.o_proj",
+            "pre_mlp_layernorm.weight": "post_attention_layernorm",
+            "gate": "mlp.gate_proj",
+            "up": "mlp.up_proj",
+            "down": "mlp.down_proj",
+        },
+    ),
+    published={
         "qwen3-0.6b": ("0.6 B", "0.44 B"),
         "qwen3-1.7b": ("1.7 B", "1.4 B"),
         "qwen3-4b": ("4.0 B", "3.6 B"),
         "qwen3-8b": ("8.2 B", "6.95 B"),
         "qwen3-14b": ("14.8 B", "13.2 B"),
         "qwen3-32b": ("32.8 B", "31.2 B"),
-    }
+    },
 )
-"""Parameters in all and without embeddings, as the model cards round them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterCount:
-    """Parameters of a whole model, by what they are."""
-
-    embedding: int
-    output: int
-    """The output layer's own weight; 0 when it is the embedding's."""
-    layer_matrices: int
-    """What a matrix optimizer updates: every 2-D weight but the embedding and the output layer."""
-    norms: int
-    """RMSNorm weights: two per layer, q and k norms, and the final one."""
-
-    @property
-    def non_embedding(self) -> int:
-        """Without the embedding and the output layer, as the model cards count it."""
-        return self.layer_matrices + self.norms
-
-    @property
-    def total(self) -> int:
-        """Every weight once; a tied output layer is not counted again."""
-        return self.non_embedding + self.embedding + self.output
-
-
-FINAL_NORM = "decoder.final_layernorm.weight"
-
-
-def layer_norms(model: ModelConfig) -> dict[str, int]:
-    """Elements of the RMSNorm weights of one layer, by Megatron's name; q and k norms have one per head dimension."""
-    heads = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
-    return {
-        "input_layernorm.weight": model.hidden_size,
-        **(dict.fromkeys(heads, model.head_dim) if model.qk_norm else {}),
-        "pre_mlp_layernorm.weight": model.hidden_size,
-    }
-
-
-def norm_parameters(model: ModelConfig) -> int:
-    """Elements of all norms of one layer."""
-    return sum(layer_norms(model).values())
-
-
-def parameter_count(model: ModelConfig) -> ParameterCount:
-    """Counts every weight of the model."""
-    vocabulary = model.vocab_size * model.hidden_size
-    return ParameterCount(
-        embedding=vocabulary,
-        output=0 if model.tied_embeddings else vocabulary,
-        layer_matrices=model.num_layers * sum(weight.rows * weight.cols for weight in layer_weights(model)),
-        norms=model.num_layers * norm_parameters(model) + model.hidden_size,
-    )
-
-
-def forward_flops_per_token(model: ModelConfig, seq_length: int) -> float:
-    """Matrix-multiply FLOPs of one token's forward pass, averaged over a sequence of `seq_length` tokens.
-
-    Two FLOPs per weight and token in the layers and in the output layer (tied or not; the embedding is a look-up),
-    plus q k^T and the weighted sum over v, 2 * 2 * seq_length * heads * head_dim each layer, halved because a causal
-    token attends to half of the sequence on average. Norms, rotary embedding and softmax are left out.
-    """
-    count = parameter_count(model)
-    output_layer = model.vocab_size * model.hidden_size
-    attention_core = 2 * seq_length * model.num_attention_heads * model.head_dim * model.num_layers
-    return 2.0 * (count.layer_matrices + output_layer) + attention_core
-
-
-def flops_per_token(model: ModelConfig, seq_length: int) -> float:
-    """Model FLOPs of one token's forward and backward pass: the numerator of model FLOP utilisation.
-
-    Three times the forward's: the backward multiplies once for the input's and once for the weight's gradient. Work
-    repeated by activation recomputation does not count. Convention of PaLM (arXiv 2204.02311, appendix B) with the
-    causal half and the output layer included, as Megatron-LM's `num_floating_point_operations` has it.
-    """
-    return 3.0 * forward_flops_per_token(model, seq_length)

@@ -9,9 +9,8 @@ from canzona_cli.config.execution import Execution, execution_of, splitting_of
 from canzona_cli.config.schema import KroneckerConfig, OptimizerName, RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError
-from canzona_cli.model.geometry import EMBEDDING, OUTPUT, layer_weights
+from canzona_cli.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of
 from canzona_cli.model.matrices import layer_matrices, layer_shapes
-from canzona_cli.model.qwen3 import FINAL_NORM, layer_norms
 
 _LAYER = "decoder.layers.*."
 
@@ -48,12 +47,14 @@ def routing(config: RunConfig) -> Routing:
     model, layers = config.model, config.model.num_layers
     alone = execution_of(config) is Execution.ADAMW
     vocabulary = model.vocab_size * model.hidden_size
-    weights = {weight.name: weight.rows * weight.cols for weight in layer_weights(model)} if alone else {}
+    family = family_of(model)
+    weights = {weight.name: weight.elements for weight in family.weights(model)} if alone else {}
+    norms = {norm.name: norm.elements for norm in family.norms(model)}
     rest = (
         Routed(pattern=EMBEDDING, count=1, elements=vocabulary),
         *(
             Routed(pattern=_LAYER + name, count=layers, elements=layers * elements)
-            for name, elements in (weights | layer_norms(model)).items()
+            for name, elements in (weights | norms).items()
         ),
         Routed(pattern=FINAL_NORM, count=1, elements=model.hidden_size),
         *(() if model.tied_embeddings else (Routed(pattern=OUTPUT, count=1, elements=vocabulary),)),

@@ -18,11 +18,11 @@ PRODUCTS = tuple(f"{name}{kind}" for name in ("mm", "bmm") for kind in ("", ".ou
 
 
 _library: list[torch.library.Library] = []
-"""What keeps the replacements alive."""
+"""The library that keeps the replacements alive."""
 
 
 def slow() -> bool:
-    """Whether torch multiplies bf16 in plain loops here.
+    """Tells whether torch multiplies bf16 in plain loops here.
 
     Ranks of one run must have one answer, so it is the processor's instructions that decide, as they do in torch
     (`mkldnn_bf16_device_check`), not a measurement.
@@ -32,7 +32,7 @@ def slow() -> bool:
 
 
 def installed() -> bool:
-    """Whether products of this process go through fp32: bf16 and fp16 then take the same time."""
+    """Tells whether products of this process go through fp32: bf16 and fp16 then take the same time."""
     return bool(_library)
 
 
@@ -64,9 +64,9 @@ def _in_fp32(kernel: torch._C._SafeKernelFunction, *, in_place: bool) -> Callabl
         if isinstance(out, torch.Tensor):
             kwargs["out"] = torch.empty_like(out, dtype=torch.float32)
         wide = (arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args)
-        found = cast(torch.Tensor, kernel.call_boxed(keys, *wide, **kwargs))
+        result = cast(torch.Tensor, kernel.call_boxed(keys, *wide, **kwargs))
         if isinstance(out, torch.Tensor):
-            return out.resize_(found.shape).copy_(found)
-        return first.copy_(found) if in_place else found.to(first.dtype)
+            return out.resize_(result.shape).copy_(result)
+        return first.copy_(result) if in_place else result.to(first.dtype)
 
     return product

@@ -47,37 +47,27 @@ from functools import cache
 import torch
 
 from . import cpu_products, symmetric
+from .muon_facts import SAMPLES, segments
 from .workspace import Workspace
 
 DOUBT = 0.15
 """Estimated error (see above) above which a result is not trusted: less than ten times the 0.02 to 0.2 that the
 polynomials themselves leave. Estimated in bf16 are 0.009 to 0.145 of Gaussian matrices, most of squares of side 16."""
-SAMPLES = 32
-"""Rows at most, evenly spread, that stand for all where a norm or a mean is estimated."""
 LARGEST_NORM = 2.0**6
-"""Of what is iterated on in fp16: its square is well inside the range."""
+"""The largest norm that is iterated on in fp16: its square is well inside the range."""
 LOWEST, PER_OCTAVE = -24, 8
 ALPHAS = tuple(2.0 ** (LOWEST + i // PER_OCTAVE) * (1 + (i % PER_OCTAVE + 0.5) / PER_OCTAVE) for i in range(192))
-"""From 2^-24 up to 1, at most 6% from any number between; numbers of bf16, so that R loses nothing of them. A mean
-above 1 is that of a broken matrix, and its polynomials might overflow."""
+"""The values of alpha from 2^-24 up to 1, at most 6% from any number between; numbers of bf16, so that R loses nothing
+of them. A mean above 1 is that of a broken matrix, and its polynomials might overflow."""
 
 Number = float | torch.Tensor
-"""Of one matrix on the host a float; else (..., 1, 1) in fp32, on the device, so that nobody waits for it."""
+"""A float for one matrix on the host; else (..., 1, 1) in fp32, on the device, so that nobody waits for it."""
 Step = tuple[float, float, float]
 
 
-def segments(steps: int) -> tuple[int, ...]:
-    """Steps the Gram form makes on each Gram matrix: two, and three at the end of an odd number.
-
-    Where three steps are followed by others, what they leave beyond the polynomials' range (above 1.4) grows without
-    bound: `deepseekv4` did so on Gaussian 256 x 257.
-    """
-    return (2,) * (steps // 2 - 1) + (2 + steps % 2,) if steps > 1 else (1,)
-
-
 def products_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Of X and of squares on `device`, where the standard form's are `dtype`. Processors with instructions for bf16
-    multiply fp16 400 times slower; those without take as long for either."""
+    """Picks the type of X and of squares on `device`, where the standard form's are `dtype`. Processors with
+    instructions for bf16 multiply fp16 400 times slower; those without take as long for either."""
     has_fp16 = device.type == "cuda" or (device.type == "cpu" and cpu_products.installed())
     return torch.float16 if dtype is torch.bfloat16 and has_fp16 else dtype
 
@@ -161,9 +151,9 @@ def _segment(
     known = follows(steps, mean)
     centred_gram(x if wide else x.mT, known[0], r)
     spread = norm_of_rows(r) if len(steps) > 1 else 0.0
-    found = polynomial(r, steps, known, workspace)
-    behind = found.error(error, mean, spread)
-    found.apply(x, out, wide=wide)
+    applied = polynomial(r, steps, known, workspace)
+    behind = applied.error(error, mean, spread)
+    applied.apply(x, out, wide=wide)
     return behind
 
 
@@ -189,7 +179,7 @@ class Polynomial:
     """p, value, r and alpha of the last step; None where p is whole."""
 
     def error(self, error: Number, mean: Number, spread: Number) -> Number:
-        """The error behind the steps.
+        """Estimates the error after the steps.
 
         Args:
             error: In front of them.
@@ -204,11 +194,12 @@ class Polynomial:
         return behind
 
     def left(self) -> Number:
-        """Mean square of the singular values behind the steps, from some rows of the last step's Gram matrix."""
+        """Estimates the mean square of the singular values after the steps, from some rows of the last step's Gram
+        matrix."""
         return self.left_of(slice(0, self.q.size(-1)))
 
     def left_of(self, rows: slice) -> Number:
-        """What those in `rows` add to it."""
+        """Computes what `rows` add to `left`."""
         p, value, r, alpha = self.last
         side = p.size(-1)
         every = _every(side)
@@ -231,7 +222,7 @@ class Polynomial:
 
 
 def polynomial(r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], workspace: Workspace) -> Polynomial:
-    """Of `steps` from a Gram matrix alpha I + `r`, which is overwritten, (..., side, side).
+    """Multiplies out `steps` from a Gram matrix alpha I + `r`, which is overwritten, (..., side, side).
 
     Args:
         known: what `follows` from alpha.
@@ -285,12 +276,12 @@ def follows(steps: Sequence[Step], mean: Number) -> Sequence[Number]:
         return _numbers(tuple(steps), ALPHAS[nearest(mean)])
     # The exponent, and the mantissa's first bits; of NaN too it has to be a place.
     places = (mean.view(torch.int32) >> 20).sub_((127 + LOWEST) * PER_OCTAVE).clamp_(0, len(ALPHAS) - 1)
-    found = _table(tuple(steps), mean.device).index_select(0, places.view(-1))
-    return found.view(*mean.shape, -1).unbind(-1)
+    rows = _table(tuple(steps), mean.device).index_select(0, places.view(-1))
+    return rows.view(*mean.shape, -1).unbind(-1)
 
 
 def nearest(mean: float) -> int:
-    """The place of the alpha next to it; the last one's of what is not finite."""
+    """Finds the place of the alpha next to `mean`; the last for what is not finite."""
     if not mean < ALPHAS[-1]:
         return len(ALPHAS) - 1
     mantissa, exponent = math.frexp(max(mean, 2.0**LOWEST))
@@ -305,15 +296,15 @@ def _table(steps: tuple[Step, ...], device: torch.device) -> torch.Tensor:
 
 @cache
 def _numbers(steps: tuple[Step, ...], alpha: float) -> tuple[float, ...]:
-    """What of a segment follows from its alpha. Of each step: alpha, the factor of r in p, the value of the polynomial
-    at alpha, the product of those before it, value times alpha. Then that product of all."""
-    found: list[float] = []
+    """Computes what follows from a segment's alpha. For each step: alpha, the factor of r in p, the value of the
+    polynomial at alpha, the product of those before it, value times alpha. Then that product of all."""
+    numbers: list[float] = []
     gamma = 1.0
     for a, b, c in steps:
         value = a + b * alpha + c * alpha * alpha
-        found += (alpha, b + 2 * c * alpha, value, gamma, value * alpha)
+        numbers += (alpha, b + 2 * c * alpha, value, gamma, value * alpha)
         gamma, alpha = value * gamma, value * value * alpha
-    return *found, gamma
+    return *numbers, gamma
 
 
 def norm_of_rows(square: torch.Tensor, gamma: Number | None = None) -> Number:
@@ -331,12 +322,12 @@ def _every(side: int) -> int:
 
 
 def _number(of_each: torch.Tensor) -> Number:
-    """Of a batch's matrices, (...)."""
+    """Takes one number for each matrix of a batch, (...)."""
     return float(of_each) if of_each.ndim == 0 and of_each.device.type == "cpu" else of_each[..., None, None]
 
 
 def _flat(number: Number) -> Number:
-    """For a batch's diagonals."""
+    """Shapes a number for a batch's diagonals."""
     return number.squeeze(-1) if isinstance(number, torch.Tensor) else number
 
 

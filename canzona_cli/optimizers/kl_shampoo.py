@@ -47,7 +47,7 @@ class KLShampoo(KroneckerOptimizer):
         return {**super().kept(p), **bases, **vectors, "exp_avg": tuple(p.shape)}
 
     def _seen(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
-        """The gradient, turned and whitened on the other side, in fp32: eigenvalues follow it on the way."""
+        """Turns the gradient and whitens it on the other side, in fp32: eigenvalues follow it on the way."""
         with products("fp32"):
             return self._whitened(p, grad)
 
@@ -75,8 +75,8 @@ class KLShampoo(KroneckerOptimizer):
         square = torch.square(turned, out=self.workspace.like("turned", p))
         for side in roots:
             across, other = (square, roots.get("R")) if side == "L" else (square.mT, roots.get("L"))
-            found = across.mean(1) if other is None else (across @ other.square()).div_(across.size(1))
-            self.state[p][f"eigenvalues_{side}"].lerp_(found, 1 - self.shampoo_beta)
+            seen = across.mean(1) if other is None else (across @ other.square()).div_(across.size(1))
+            self.state[p][f"eigenvalues_{side}"].lerp_(seen, 1 - self.shampoo_beta)
 
     def _inverse_root(self, p: torch.Tensor, side: Side) -> torch.Tensor:
         values: torch.Tensor = self.state[p][f"eigenvalues_{side}"]

@@ -1,4 +1,4 @@
-"""What Shampoo and SOAP share: moving averages of G G^T and G^T G, and when what is made of them is renewed."""
+"""The base of Shampoo and SOAP: moving averages of G G^T and G^T G, and when what is made of them is renewed."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,22 +10,22 @@ from torch.optim.optimizer import ParamsT
 
 from .decompositions import LinAlgError, eigenbasis, orthonormal, with_fallback
 from .matrix_optimizer import MatrixOptimizer, OnFallback, ProductPrecision, products
-from .packed import average_gram, pack, packed_elements, unpack
+from .packed import average_gram, pack, unpack
+from .shampoo_facts import STACKED_SQUARES, packed_elements
 from .workspace import Workspace
 
 Side = Literal["L", "R"]
 """L: rows, from G G^T. R: columns, from G^T G."""
 SIDES: tuple[Side, Side] = ("L", "R")
 LONGEST = 2.0
-"""What an update may be, in learning rates: root mean square of Adam's, singular values of Shampoo's. Of gradients that
+"""The largest update, in learning rates: root mean square of Adam's, singular values of Shampoo's. Of gradients that
 are all alike they are 1, of others less, and with the usual decays never above 1.2."""
-TOGETHER = {"cuda": 2**22}
-"""Elements of the squares that one call of a refresh takes: small ones in stacks, to spare launches. A CPU gains
-nothing by it."""
+TOGETHER = {"cuda": STACKED_SQUARES}
+"""Elements of the squares that one call of a refresh takes, by device."""
 
 
 class KroneckerSettings(TypedDict, total=False):
-    """What `KroneckerOptimizer` takes by name, for subclasses that pass it on."""
+    """The arguments that `KroneckerOptimizer` takes by name, for subclasses that pass it on."""
 
     weight_decay: float
     betas: tuple[float, float]
@@ -48,7 +48,7 @@ class KroneckerOptimizer(MatrixOptimizer):
     """
 
     symmetric: tuple[str, ...] = ("",)
-    """What there is a packed square of for each side: the names before L and R."""
+    """The names, before L and R, of the packed squares of each side."""
 
     def __init__(
         self,
@@ -124,11 +124,11 @@ class KroneckerOptimizer(MatrixOptimizer):
         """
 
     def _refreshed(self, p: torch.Tensor) -> None:
-        """Behind the refresh of all sides."""
+        """Called after the refresh of all sides."""
 
     @abstractmethod
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """What `p` moves along; may be scratch."""
+        """Computes the direction that `p` moves along; it may be scratch."""
 
     def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         packed = {
@@ -138,13 +138,13 @@ class KroneckerOptimizer(MatrixOptimizer):
 
     def converted(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Older versions kept whole squares of what is packed now."""
-        kept, found = self.kept(p), dict(state)
+        shapes, tensors = self.kept(p), dict(state)
         for name in self.symmetric:
             for side, length in self._lengths(p):
                 key = f"{name}{side}"
-                if key in found and found[key].shape == (length, length):
-                    found[key] = pack(found[key], found[key].new_empty(kept[key] or ()))
-        return found
+                if key in tensors and tensors[key].shape == (length, length):
+                    tensors[key] = pack(tensors[key], tensors[key].new_empty(shapes[key] or ()))
+        return tensors
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         self._say()
@@ -182,8 +182,8 @@ class KroneckerOptimizer(MatrixOptimizer):
         return done == 0 or (done >= period and (done + self._offsets[p]) % period == 0)
 
     def _stacks(self, due: Sequence[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, Side]]]:
-        """All sides, those that `_refresh` can take together as far as that is worth it; of a matrix L first, for SOAP
-        turns its moments in that order, whatever other matrices there are."""
+        """Yields all sides, those that `_refresh` can take together as far as that is worth it; of a matrix L first,
+        for SOAP turns its moments in that order, whatever other matrices there are."""
         for side in SIDES:
             alike: dict[tuple[int, int, bool], list[tuple[torch.Tensor, Side]]] = {}
             for p in due:
@@ -191,9 +191,9 @@ class KroneckerOptimizer(MatrixOptimizer):
                 if side in sides:
                     key = p.size(SIDES.index(side)), len(sides), self.state[p]["step"] == 1
                     alike.setdefault(key, []).append((p, side))
-            for (length, *_), found in alike.items():
-                count = max(1, TOGETHER.get(found[0][0].device.type, 0) // length**2)
-                yield from (found[first : first + count] for first in range(0, len(found), count))
+            for (length, *_), members in alike.items():
+                count = max(1, TOGETHER.get(members[0][0].device.type, 0) // length**2)
+                yield from (members[first : first + count] for first in range(0, len(members), count))
 
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
         direction = self._direction(p, grad)
@@ -244,14 +244,14 @@ class KroneckerOptimizer(MatrixOptimizer):
             return orthonormal(powered, bases).unbind()
         except LinAlgError:
             return [
-                with_fallback(partial(orthonormal, previous=basis), one, f"the QR of {side}", partial(self._report, p))
-                for (p, side), basis, one in zip(stack, bases, powered, strict=True)
+                with_fallback(partial(orthonormal, previous=basis), new, f"the QR of {side}", partial(self._report, p))
+                for (p, side), basis, new in zip(stack, bases, powered, strict=True)
             ]
 
     def _keep(
-        self, stack: Sequence[tuple[torch.Tensor, Side]], name: str, found: Sequence[torch.Tensor | None]
+        self, stack: Sequence[tuple[torch.Tensor, Side]], name: str, bases: Sequence[torch.Tensor | None]
     ) -> None:
-        for (p, side), new in zip(stack, found, strict=True):
+        for (p, side), new in zip(stack, bases, strict=True):
             if new is not None:
                 self.state[p][f"{name}{side}"].copy_(new)
 

@@ -1,4 +1,4 @@
-"""What Muon, Shampoo and SOAP share: the walk over matrices, and products of a known precision."""
+"""The base of Muon, Shampoo and SOAP: the walk over matrices, and products of a known precision."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 OnFallback = Callable[[torch.Tensor, str], None]
 """Called with the matrix, and a text on what failed and what was used instead."""
 ProductPrecision = Literal["fp32", "tf32"]
-"""How fp32 products run: exactly, or on TF32 units where a GPU has them (10 bits of mantissa, much faster)."""
+"""The way that fp32 products run: exactly, or on TF32 units where a GPU has them (10 bits of mantissa, much faster)."""
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -55,12 +55,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._update_group([p for p in group["params"] if p.grad is not None], group)
 
     def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None] | None:
-        """What the state of matrix `p` (rows, cols) has from its first step on: shapes of fp32 tensors by name, None
+        """Describes the state of matrix `p` (rows, cols) from its first step on: shapes of fp32 tensors by name, None
         for a count of steps. None for all of it where a class does not say: a checkpoint may then hold anything."""
         return None
 
     def converted(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Stored state of matrix `p`, whatever version of the class it is of, as this one keeps it."""
+        """Converts the stored state of matrix `p`, of any version of the class, to what this version has."""
         return state
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
@@ -83,8 +83,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 @contextmanager
 def products(precision: ProductPrecision) -> Iterator[None]:
-    """Run fp32 products so, whatever the process has set; on CPU always exactly. Products of bf16 and fp16 add up in
-    fp32."""
+    """Run fp32 products with `precision`, whatever the process has set; on CPU always exactly. Products of bf16 and
+    fp16 add up in fp32."""
     cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = cuda.fp32_precision, cpu.fp32_precision
     parts = cuda.allow_bf16_reduced_precision_reduction, cuda.allow_fp16_reduced_precision_reduction

@@ -1,37 +1,27 @@
 """Muon: momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import groupby
 from typing import Literal, TypedDict
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from . import muon_cpu, muon_cuda
 from . import newton_schulz as iteration
-from .doubt import LOST, count_down, distrust, steps_left
+from .facts import Form
 from .gram_form import gram_newton_schulz, products_type, starting_norm
-from .graphs import Replayed
 from .matrix_optimizer import MatrixOptimizer, OnFallback, products
-from .newton_schulz import STANDARD_ONLY, CoefficientSet, Form, newton_schulz
-from .shared import Shape
+from .muon_cuda import Replayed
+from .muon_facts import LOST, STANDARD_ONLY, CoefficientSet, ScaleMode, count_down, distrust, steps_left
+from .newton_schulz import newton_schulz
+from .shared_rows import Shape
 from .workspace import Workspace
-
-ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
-
-__all__ = ["Muon", "ScaleMode", "Workspace", "scale"]
-
-SAFE_NORMS = 2.0**-40, 2.0**60
-"""Between them the squares of all elements that count, and their sum, are normal fp32 numbers."""
-SAFE_FACTORS = 2.0**-100, 2.0**100
-"""Norms whose inverse is a normal fp32 number by far."""
-BLOCK = 128 * 1024
-"""Elements of a block of rows that elementwise passes take together: a weight, its gradient, its momentum and scratch
-stay in a 2 MB cache between passes. All passes of 2560x768 on one core: 3.5 ms, without blocks 4.5 ms."""
 
 
 class MuonSettings(TypedDict, total=False):
-    """What `Muon` takes by name, for subclasses that pass it on."""
+    """The arguments that `Muon` takes by name, for subclasses that pass it on."""
 
     weight_decay: float
     momentum: float
@@ -105,10 +95,10 @@ class Muon(MatrixOptimizer):
         stack: Orthogonalise matrices of one shape in batched products: all, or at most so many of a shape (rows, cols).
             Spares launches when matrices are small and many, and costs scratch for all of them at once.
         form: Of the iteration; of each shape (rows, cols). An update in Gram form that cannot be trusted (`gram_form`)
-            is made in standard form instead, and so are the next `doubt.STANDARD_STEPS`. On CUDA, where the host does
+            is made in standard form instead, and so are the next `STANDARD_STEPS`. On CUDA, where the host does
             not wait to know, it is left out, and `settle` sees to the next ones.
         on_fallback: Called when an update was made in standard form instead.
-        graph: On CUDA, capture the update of all matrices of a parameter group, and replay it (`graphs`).
+        graph: On CUDA, capture the update of all matrices of a parameter group, and replay it (`muon_cuda`).
         workspace: Scratch to share with other optimizers.
 
         Raises:
@@ -160,16 +150,13 @@ class Muon(MatrixOptimizer):
                     super()._update_group(together, group)
 
     def _set_rates(self, p: torch.Tensor, group: Mapping[str, float]) -> None:
-        """Put on the device what changes from step to step: the decay, and the learning rate."""
-        rates = self._rates.get(id(group))
-        if rates is None:
-            rates = self._rates[id(group)] = p.new_empty(3)
-        rates[0].fill_(1 - group["lr"] * group["weight_decay"])
-        rates[1].fill_(group["lr"])
-        rates[2].fill_(group["lr"] * group["weight_decay"])
+        """Puts on the device what changes from step to step."""
+        if id(group) not in self._rates:
+            self._rates[id(group)] = p.new_empty(3)
+        muon_cuda.set_rates(self._rates[id(group)], group["lr"], group["weight_decay"])
 
     def _fixed(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> Hashable:
-        """All else that an update of these matrices depends on, as far as it may change."""
+        """Collects all else that an update of these matrices depends on, as far as it may change."""
         state = [value for p in matrices for value in self.state[p].values() if isinstance(value, torch.Tensor)]
         gradients = [p.grad for p in matrices if p.grad is not None]
         places = tuple(tensor.data_ptr() for tensors in (matrices, gradients, state) for tensor in tensors)
@@ -178,7 +165,7 @@ class Muon(MatrixOptimizer):
         return group["momentum"], decay, self.workspace.nbytes, forms, places
 
     def _most(self, of_shape: Sequence[torch.Tensor]) -> int:
-        """How many matrices of one shape are updated together."""
+        """Tells how many matrices of one shape are updated together."""
         if isinstance(self.stack, bool):
             return len(of_shape) if self.stack else 1
         rows, cols = of_shape[0].shape
@@ -192,12 +179,12 @@ class Muon(MatrixOptimizer):
     def _update_stack(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         first = matrices[0]
         x = self.workspace.get("muon_x", (len(matrices), *first.shape), self._type(first), first.device)
-        for p, one in zip(matrices, x, strict=True):
+        for p, direction in zip(matrices, x, strict=True):
             assert p.grad is not None
-            self._direction(p, p.grad, group["momentum"], one, side=min(p.shape))
+            self._direction(p, p.grad, group["momentum"], direction, side=min(p.shape))
         x = self._orthogonalised(x, matrices, group)
-        for p, one in zip(matrices, x, strict=True):
-            self._apply(p, one, group)
+        for p, direction in zip(matrices, x, strict=True):
+            self._apply(p, direction, group)
 
     def _direction(
         self,
@@ -218,55 +205,22 @@ class Muon(MatrixOptimizer):
         Returns:
             The norm it had; on CUDA () in fp64, on the device.
         """
-        average, weight = self._average(p), 0.0 if again else 1 - momentum
-        start = starting_norm(side, out.dtype)
-        direction = self.workspace.like("muon_direction", p) if self.nesterov else average
-        if not by_blocks(p):
-            average.lerp_(grad, weight)
-            if self.nesterov:
-                torch.lerp(grad, average, momentum, out=direction)
-            # In fp64, whose range has the square and the inverse of every fp32 number: no pass for the largest element.
-            # `vector_norm` would copy it to fp64 first: 16 bytes an element more, and the memory for it.
-            of_all: torch.Tensor = torch._foreach_norm([direction], 2, dtype=torch.float64)[0]
-            factor = of_all.clamp_min(1e-300).reciprocal_().view(1, 1)
-            torch.mul(direction, factor if start == 1 else factor.mul_(start), out=out)
-            return of_all
-        square = 0.0
-        for mean, new, block in zip(_blocks(average), _blocks(grad), _blocks(direction), strict=True):
-            mean.lerp_(new, weight)
-            if self.nesterov:
-                torch.lerp(new, mean, momentum, out=block)
-            square += self._norm(block) ** 2
-        norm = math.sqrt(square)
-        exponent = 0 if SAFE_FACTORS[0] < norm < SAFE_FACTORS[1] or not math.isfinite(norm) else math.frexp(norm)[1]
-        # The factor could ride in the first product, but oneDNN compiles a kernel for every new alpha.
-        inverse = start / math.ldexp(norm, -exponent) if norm else 0.0
-        for block, low in zip(_blocks(direction), _blocks(out), strict=True):
-            scaled = self._shifted(block, -exponent) if exponent else block
-            low.copy_(torch.mul(scaled, inverse, out=self.workspace.like("muon_block", block)))
-        return norm
-
-    def _norm(self, block: torch.Tensor) -> float:
-        """Frobenius norm, of elements of any size."""
-        norm = float(torch.linalg.vector_norm(block))
-        if SAFE_NORMS[0] < norm < SAFE_NORMS[1]:
-            return norm
-        largest = float(torch.linalg.vector_norm(block, torch.inf))
-        if not largest or not math.isfinite(largest):
-            return largest
-        exponent = math.frexp(largest)[1]
-        return math.ldexp(float(torch.linalg.vector_norm(self._shifted(block, -exponent))), exponent)
-
-    def _shifted(self, block: torch.Tensor, exponent: int) -> torch.Tensor:
-        """`block` times 2^exponent, which itself may be no fp32 number; scratch."""
-        half = exponent // 2
-        scaled = torch.mul(block, 2.0**half, out=self.workspace.like("muon_block", block))
-        return scaled.mul_(2.0 ** (exponent - half))
+        direction: Callable[..., float | torch.Tensor] = (muon_cpu if by_blocks(p) else muon_cuda).direction
+        return direction(
+            self._average(p),
+            grad,
+            out,
+            momentum=momentum,
+            weight=0.0 if again else 1 - momentum,
+            ahead=self.workspace.like("muon_direction", p) if self.nesterov else None,
+            norm=starting_norm(side, out.dtype),
+            workspace=self.workspace,
+        )
 
     def _orthogonalised(
         self, x: torch.Tensor, matrices: list[torch.Tensor], group: Mapping[str, float]
     ) -> torch.Tensor:
-        """Of the directions `x`, (rows, columns) of one matrix or (matrices, rows, columns): in their form."""
+        """Orthogonalises directions `x` in their form: (rows, columns) of one matrix, or (matrices, rows, columns)."""
         if self._form(matrices[0]) == "standard":
             return newton_schulz(x, self.steps, self.workspace)
         if not by_blocks(matrices[0]):
@@ -280,12 +234,12 @@ class Muon(MatrixOptimizer):
             # Not by a factor of 0: what is left out may be NaN.
             return result.masked_fill_(trusted.logical_not().view(*trusted.shape, 1, 1), 0)
         result, trusted = gram_newton_schulz(x, self.steps, self.workspace)
-        for p, one, good in zip(matrices, result.view(-1, *x.shape[-2:]), trusted.view(-1).tolist(), strict=True):
+        for p, iterate, good in zip(matrices, result.view(-1, *x.shape[-2:]), trusted.view(-1).tolist(), strict=True):
             if not good:
                 assert p.grad is not None
-                again = torch.empty_like(one, dtype=self._standard)
+                again = torch.empty_like(iterate, dtype=self._standard)
                 self._direction(p, p.grad, group["momentum"], again, side=min(p.shape), again=True)
-                one.copy_(newton_schulz(again, self.steps, Workspace()))
+                iterate.copy_(newton_schulz(again, self.steps, Workspace()))
                 distrust(self.state[p])
                 self._tell(p)
         return result
@@ -295,7 +249,7 @@ class Muon(MatrixOptimizer):
             self.on_fallback(p, LOST)
 
     def doubted(self) -> torch.Tensor | None:
-        """On CUDA, how many updates of the last step were left out: (), on the device. None where none can be."""
+        """Counts the updates of the last step that were left out: (), on the device; None on a CPU."""
         if not self._trusted:
             return None
         return torch.stack(list(self._trusted.values())).logical_not().sum()
@@ -306,14 +260,14 @@ class Muon(MatrixOptimizer):
         Returns:
             Matrices whose last update was left out.
         """
-        found = [p for p, good in self._trusted.items() if not bool(good)]
-        for p in found:
+        left = [p for p, good in self._trusted.items() if not bool(good)]
+        for p in left:
             distrust(self.state[p])
             del self._trusted[p]  # others' stay: a replayed step writes where it was captured
-        return found
+        return left
 
     def excluded(self, p: torch.Tensor) -> bool:
-        """Whether its next update is in standard form, behind one that was doubted."""
+        """Tells whether the next update is in standard form, after one that was doubted."""
         return steps_left(self.state[p]) > 0
 
     def _form(self, p: torch.Tensor) -> Form:
@@ -322,7 +276,7 @@ class Muon(MatrixOptimizer):
         return self.form if isinstance(self.form, str) else self.form[p.size(0), p.size(1)]
 
     def _type(self, p: torch.Tensor) -> torch.dtype:
-        """Of its iterate."""
+        """Picks the type of the iterate."""
         return self.dtype if self._form(p) == "gram" else self._standard
 
     def _kind(self, p: torch.Tensor) -> tuple[tuple[int, ...], str, Form]:
@@ -343,22 +297,10 @@ class Muon(MatrixOptimizer):
         """p <- (1 - lr weight_decay) p - lr scale x, for `p` of a matrix of the shape `whole`; where an `x` in fp32 is
         not `trusted`, on CUDA, p only decays."""
         size = self.scale_factor * scale(*whole, self.scale_mode)
-        if not by_blocks(p):
-            decay, rate, lost = self._rates[id(group)]
-            if trusted is not None and x.dtype is torch.float32 and size:
-                # One pass: p - lr size (x + weight_decay / size p), or p - lr weight_decay p; the other does nothing.
-                good = trusted.float()
-                _descend(p, x, rate * size, group["weight_decay"] / size, but_where=1 - good)
-                _descend(p, p, lost, 0.0, but_where=good)
-                return
-            p.mul_(decay).addcmul_(x, rate, value=-size)
-            return
-        lr = group["lr"]
-        decay, alpha = 1 - lr * group["weight_decay"], -lr * size
-        for weight, block in zip(_blocks(p), _blocks(x), strict=True):
-            if block.dtype != weight.dtype:
-                block = self.workspace.get("muon_block", block.shape, p.dtype, p.device).copy_(block)
-            weight.mul_(decay).add_(block, alpha=alpha)
+        if by_blocks(p):
+            muon_cpu.move(p, x, group["lr"], group["weight_decay"], size, self.workspace)
+        else:
+            muon_cuda.move(p, x, self._rates[id(group)], group["weight_decay"], size, trusted)
 
     def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         return {"momentum_buffer": tuple(p.shape)}
@@ -372,7 +314,7 @@ class Muon(MatrixOptimizer):
 
 
 def scale(rows: int, cols: int, mode: ScaleMode) -> float:
-    """How large the update of a (rows, cols) matrix is, a semi-orthogonal matrix being 1.
+    """Computes the size of the update of a (rows, cols) matrix, a semi-orthogonal matrix being 1.
 
     - spectral: sqrt(max(rows, cols)), the same RMS for every shape (Liu et al. 2025, arXiv:2502.16982).
     - unit_rms_norm: sqrt(rows / cols), the same RMS-to-RMS operator norm (Bernstein 2025; Scion, arXiv:2502.07529).
@@ -385,19 +327,7 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
     return math.sqrt(max(1.0, rows / cols))
 
 
-def _descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float, *, but_where: torch.Tensor) -> None:
-    """p <- p - rate (x + decay p), element by element, unless `but_where` is 1, which is asked on the device."""
-    torch._fused_sgd_(
-        [p], [x], [], weight_decay=decay, momentum=0.0, lr=rate, dampening=0.0, nesterov=False, maximize=False,
-        is_first_step=False, found_inf=but_where,
-    )  # fmt: skip
-
-
 def by_blocks(matrix: torch.Tensor) -> bool:
-    """Whether passes over it go by blocks of rows; there the host reads numbers too, elsewhere nothing waits."""
+    """Tells whether passes over a matrix go by blocks of rows; there the host reads numbers too, elsewhere nothing
+    waits."""
     return matrix.device.type == "cpu"
-
-
-def _blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Rows in blocks of about BLOCK elements; the same rows for tensors of the same shape."""
-    return matrix.split(max(1, BLOCK // matrix.size(1)))  # type: ignore[no-untyped-call,no-any-return]

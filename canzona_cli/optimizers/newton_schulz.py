@@ -7,16 +7,12 @@ to 1 they end.
 
 from collections.abc import Callable, Sequence
 from itertools import chain, cycle, islice, repeat
-from typing import Literal
 
 import torch
 
 from . import symmetric
+from .muon_facts import CoefficientSet
 from .workspace import Workspace
-
-Form = Literal["standard", "gram"]
-"""How the iteration is worked out: on X itself, or on its Gram matrix (`gram_form`)."""
-CoefficientSet = Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"]
 
 COEFFICIENTS: dict[CoefficientSet, tuple[tuple[float, float, float], ...]] = {
     # Jordan et al. 2024: one triple, steep at zero; singular values end in about 0.7 to 1.2.
@@ -60,8 +56,6 @@ COEFFICIENTS: dict[CoefficientSet, tuple[tuple[float, float, float], ...]] = {
 }
 REPEAT_LAST: frozenset[CoefficientSet] = frozenset({"polar_express", "cans", "deepseekv4"})
 """Sets that end in a triple which settles at 1: further steps repeat it. The others start over."""
-STANDARD_ONLY: frozenset[CoefficientSet] = frozenset({"cans"})
-"""Sets that the Gram form is not for: see there."""
 
 
 def coefficients(name: CoefficientSet, steps: int) -> tuple[tuple[float, float, float], ...]:

@@ -6,23 +6,20 @@ other triangle of the lower right quarter, transposed and a row further down. So
 
 import torch
 
+from .shampoo_facts import packed_elements
+
 _STRIP = 64
 """Rows at least of a strip of a product on a CPU."""
 
 
-def packed_elements(side: int) -> int:
-    """Elements that are kept of a (side, side) matrix."""
-    return side * (side + 1) // 2
-
-
 def pack(square: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The upper triangle of a contiguous symmetric matrix (side, side), which is overwritten, into `out`
+    """Packs the upper triangle of a contiguous symmetric matrix (side, side), which is overwritten, into `out`
     (packed_elements(side),), which is returned."""
     return out.copy_(_folded(square))
 
 
 def unpack(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The symmetric matrix of what `pack` made, into `out` (side, side), contiguous, which is returned."""
+    """Unpacks what `pack` made into `out` (side, side), contiguous, which is returned."""
     side = len(out)
     half = (side + 1) // 2
     rest = side - half
@@ -52,7 +49,7 @@ def average_gram(packed: torch.Tensor, x: torch.Tensor, weight: float, scratch: 
 
 
 def _folded(square: torch.Tensor) -> torch.Tensor:
-    """The packed form of a square's upper triangle, made in its memory."""
+    """Folds a square's upper triangle into its packed form, in the square's memory."""
     side = len(square)
     half = (side + 1) // 2
     rest = side - half
@@ -62,5 +59,5 @@ def _folded(square: torch.Tensor) -> torch.Tensor:
 
 
 def _lower(side: int, device: torch.device) -> torch.Tensor:
-    """Which elements are on the diagonal or below it."""
+    """Marks the elements that are on the diagonal or below it."""
     return torch.ones(side, side, dtype=torch.bool, device=device).tril_()

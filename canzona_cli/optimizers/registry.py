@@ -20,7 +20,7 @@ class UnusableOptimizer(ValueError):
 
 
 def load_class(source: str, allow: Sequence[str]) -> type[torch.optim.Optimizer]:
-    """The class that `source` names.
+    """Loads the class that `source` names.
 
     Loading runs the code of the file or package.
 
@@ -37,13 +37,13 @@ def load_class(source: str, allow: Sequence[str]) -> type[torch.optim.Optimizer]
     if not colon or not place or not name.isidentifier():
         raise UnusableOptimizer(f"{source!r} is neither path/to/file.py:Class nor module:Class")
     module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place, allow)
-    found = getattr(module, name, None)
-    if found is None:
+    thing = getattr(module, name, None)
+    if thing is None:
         classes = [key for key, value in vars(module).items() if _is_optimizer(value)]
         raise UnusableOptimizer(f"{place} has no {name}; {_nearest(name, classes, 'it has no optimizer class')}")
-    if not _is_optimizer(found):
-        raise UnusableOptimizer(f"{source} is not a subclass of torch.optim.Optimizer but {_describe(found)}")
-    kind: type[torch.optim.Optimizer] = found
+    if not _is_optimizer(thing):
+        raise UnusableOptimizer(f"{source} is not a subclass of torch.optim.Optimizer but {_describe(thing)}")
+    kind: type[torch.optim.Optimizer] = thing
     return kind
 
 

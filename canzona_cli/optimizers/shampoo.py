@@ -8,10 +8,11 @@ from typing import Literal, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .decompositions import LinAlgError, with_fallback
-from .inverse_roots import Order, RootMethod, by_eigenvalues, by_newton
+from .decompositions import LinAlgError, Order, by_eigenvalues, by_newton, with_fallback
+from .facts import RootMethod
 from .kronecker import LONGEST, KroneckerOptimizer, KroneckerSettings, Side
-from .packed import pack, packed_elements
+from .packed import pack
+from .shampoo_facts import packed_elements
 
 Grafting = Literal["none", "sgd", "adam"]
 
@@ -62,8 +63,8 @@ class Shampoo(KroneckerOptimizer):
         if self.grafting == "adam":
             state["exp_avg_sq"] = torch.zeros_like(p)
         for side, length in self._lengths(p):
-            one = torch.eye(length, dtype=p.dtype, device=p.device)
-            state[f"root_{side}"] = pack(one, p.new_empty(packed_elements(length)))
+            identity = torch.eye(length, dtype=p.dtype, device=p.device)
+            state[f"root_{side}"] = pack(identity, p.new_empty(packed_elements(length)))
 
     def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         moments = ("exp_avg", "exp_avg_sq") if self.grafting == "adam" else ("exp_avg",)
@@ -84,7 +85,7 @@ class Shampoo(KroneckerOptimizer):
                 pack(root.contiguous(), self.state[p][f"root_{side}"])
 
     def _roots(self, factors: torch.Tensor, order: Order) -> tuple[torch.Tensor, Sequence[bool]]:
-        """Of a stack, and which of them can be used."""
+        """Computes the roots of a stack, and which of them can be used."""
         if self.roots == "newton":
             roots, good = by_newton(factors, order, self.shampoo_eps)
             return roots, good.tolist()
@@ -94,8 +95,8 @@ class Shampoo(KroneckerOptimizer):
             return factors, [False] * len(factors)
 
     def _bound(self, p: torch.Tensor, direction: torch.Tensor) -> None:
-        """With roots of all gradients that the momentum is of, no singular value is above what Adam's update can be
-        (Cauchy-Schwarz); with old ones, along what they have not seen, a thousand times that."""
+        """Bounds the update: with roots of all gradients that the momentum is of, no singular value is above what
+        Adam's update can be (Cauchy-Schwarz); with old ones, along what they have not seen, a thousand times that."""
         excess = torch.linalg.vector_norm(direction) / (LONGEST * min(p.shape) ** 0.5)
         direction.div_(excess.clamp_min(1))
         self._bounded(p, excess, 1.0, "its roots would have made the update {:.3g} times the longest; bounded")

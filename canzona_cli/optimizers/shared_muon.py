@@ -5,11 +5,10 @@ from collections.abc import Mapping
 import torch
 
 from . import muon
-from .doubt import count_down, distrust
 from .matrix_optimizer import products
+from .muon_facts import count_down, distrust
 from .newton_schulz import newton_schulz
-from .shared import Shape, Sum, Together, Turns, each_turn
-from .shared_rows import gram_by_rows
+from .shared_rows import Shape, Sum, Together, Turns, each_turn, gram_by_rows
 from .workspace import Workspace
 
 
@@ -17,13 +16,23 @@ class SharedMuon(muon.Muon):
     """Muon whose parameters may also be fragments, of matrices in Gram form.
 
     `step` updates whole matrices. Of a fragment the direction is known, but not the whole's norm and Gram matrix; they
-    come from all of them, as `SharedForm` says, and the fragment then becomes what it would be of the whole.
+    come from all of them, and the fragment then becomes what it would be of the whole.
 
     State of a fragment: its part of Muon's `momentum_buffer`; `distrusted`, the same for all of the matrix's.
     """
 
     def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
-        """As `SharedForm` says; CUDA leaves an untrusted update out, as of whole matrices, until `settle`."""
+        """Updates a fragment, unless the result is not to be trusted. Collective.
+
+        CUDA leaves an untrusted update out, as it does of whole matrices, until `settle`.
+
+        Args:
+            p: The fragment's weights, with its gradient in `p.grad`, which is only read, in the first turn; both fp32.
+            whole: The shape of the whole matrix; its shorter side is a multiple of `ranks.count`.
+
+        Returns:
+            False where `alone` is to be called, for all of the matrix's fragments alike.
+        """
         return each_turn(self._together(p, whole, ranks), lambda: products("fp32"))
 
     def _together(self, p: torch.Tensor, whole: Shape, ranks: Together) -> Turns[bool]:
@@ -54,13 +63,16 @@ class SharedMuon(muon.Muon):
         (1,), to be added up."""
         assert p.grad is not None
         x = workspace.get("muon_x", p.shape, dtype, p.device)
-        own = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=side, again=again)
-        norm = torch.as_tensor(own, device=p.device)
+        norm_here = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=side, again=again)
+        norm = torch.as_tensor(norm_here, device=p.device)
         return x, norm, norm.double().square().view(1)
 
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
-        """In standard form: the sum of Gram matrices of every step goes to all fragments. `together`, where it was
-        called, has updated the momentum."""
+        """Updates a fragment in the same step in standard form, slow and safe; also some of the next, as `excluded`.
+
+        The sum of Gram matrices of every step goes to all fragments. `together`, where it was called, has updated the
+        momentum.
+        """
         group, excluded = self._settings(p), self.excluded(p)
 
         def summed(gram: torch.Tensor) -> None:
@@ -81,14 +93,14 @@ class SharedMuon(muon.Muon):
         (count_down if excluded else distrust)(self.state[p])
 
     def _settings(self, p: torch.Tensor) -> Mapping[str, float]:
-        return next(group for group in self.param_groups if any(one is p for one in group["params"]))
+        return next(group for group in self.param_groups if any(member is p for member in group["params"]))
 
 
 def _divide(x: torch.Tensor, norm: torch.Tensor, square: torch.Tensor) -> None:
-    """A fragment that was divided by its own norm, by the whole's, of which this is the square."""
+    """Divides a fragment, which was divided by its norm, by the whole's instead, of which this is the square."""
     x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1))
 
 
 def _is_wide(fragment: torch.Tensor, whole: Shape) -> bool:
-    """Whether columns are what is cut, the whole's long side; of a square neither is longer."""
+    """Tells whether columns are cut, the whole's long side; of a square neither is longer."""
     return fragment.size(0) == whole[0]

@@ -52,8 +52,8 @@ class SOAP(KroneckerOptimizer):
         order = sizes.argsort(descending=True, stable=True)
         powered = powered.take_along_dim(order[:, None], -1)
         bases = bases.take_along_dim(order[:, None], -1)
-        found = self._orthonormal(stack, powered, bases)
-        for (p, side), new, places in zip(stack, found, order, strict=True):
+        turned = self._orthonormal(stack, powered, bases)
+        for (p, side), new, places in zip(stack, turned, order, strict=True):
             if new is not None:
                 self._turn(p, side, new, places)
 

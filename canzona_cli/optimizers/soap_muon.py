@@ -8,8 +8,9 @@ from torch.optim.optimizer import ParamsT
 
 from . import newton_schulz as iteration
 from .kronecker import KroneckerSettings
-from .muon import ScaleMode, scale
-from .newton_schulz import CoefficientSet, newton_schulz
+from .muon import scale
+from .muon_facts import CoefficientSet, ScaleMode
+from .newton_schulz import newton_schulz
 from .soap import SOAP
 
 

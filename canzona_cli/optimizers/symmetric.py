@@ -5,6 +5,7 @@ On CPUs by strips of rows; on CUDA by the kernel that a start-up measurement cho
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import import_module
 
 import torch
 
@@ -32,7 +33,7 @@ _chosen: dict[Shape, Kernel] = {}
 
 
 def use(kernels: Mapping[Shape, Kernel]) -> None:
-    """From now on, multiply matrices A like these by these kernels."""
+    """Multiply matrices A of these shapes by these kernels from now on."""
     _chosen.clear()
     _chosen.update(kernels)
 
@@ -86,7 +87,7 @@ def in_strips(side: int, long: int) -> int:
 def plain(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
 ) -> None:
-    """As any product; the one kernel that takes stacks (batch, side, long) too."""
+    """Multiply as any product; the one kernel that takes stacks (batch, side, long) too."""
     if add is None and alpha == 1:
         torch.matmul(a, b, out=out)
         return
@@ -117,7 +118,7 @@ def _in_strips(
     beta: float,
     alpha: float,
 ) -> None:
-    """The lower block triangle, (strips + 1) / (2 strips) of the products, and its mirror image."""
+    """Multiply the lower block triangle, (strips + 1) / (2 strips) of the products, and its mirror image."""
     side = a.size(0)
     height = -(-side // (32 * strips)) * 32
     for top in range(0, side, height):
@@ -131,3 +132,52 @@ def _in_strips(
 def _amx() -> bool:
     capabilities: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)  # not in torch 2.11
     return bool(capabilities().get("amx_bf16"))
+
+
+def emerging() -> Kernel:
+    """Load emerging-optimizers' Triton kernel over the lower triangle's tiles.
+
+    Of its two the one that writes where it is told to, and tries 24 tilings of a shape rather than 180. It multiplies
+    a matrix of bf16 by its own transpose alone; two polynomials of one matrix are left to cuBLAS, and in fp16, of the
+    Gram form, it is refused.
+    """
+    syrk = import_module("emerging_optimizers.triton_kernels.syrk")
+    if not syrk.HAS_TRITON_340:
+        raise ImportError("it needs triton 3.4")
+    tsyrk: Callable[..., torch.Tensor] = syrk.tsyrk_ex_small_matrix
+
+    def kernel(
+        a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
+    ) -> None:
+        if b.data_ptr() != a.data_ptr():
+            plain(a, b, out, add, beta, alpha)
+        else:
+            tsyrk(a, add, alpha=alpha, beta=0.0 if add is None else beta, out=out)
+
+    return kernel
+
+
+def quack() -> Kernel:
+    """Load QuACK's CuTe kernel (quack-kernels), which takes two polynomials of one matrix too."""
+    return _quack("quack.gemm_interface")
+
+
+def torchs_quack() -> Kernel:
+    """Load the copy of it that torch's compiler comes with; needs nvidia-cutlass-dsl."""
+    return _quack("torch._vendor.quack.gemm_interface")
+
+
+def _quack(module: str) -> Kernel:
+    gemm: Callable[..., object] = import_module(module).gemm_symmetric
+
+    def kernel(
+        a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
+    ) -> None:
+        gemm(a, b, C=add, out=out, alpha=float(alpha), beta=float(beta))
+
+    return kernel
+
+
+LADDER: Mapping[str, Callable[[], Kernel]] = {"emerging": emerging, "quack": quack, "torch's quack": torchs_quack}
+"""The loaders of other packages' kernels by name, in the order they are tried in; without any of them it is `plain`:
+cuBLAS. A loader raises whatever keeps its kernel from being used here: most often ImportError."""

@@ -19,7 +19,7 @@ class Workspace:
         self._buffers: dict[tuple[str, int, torch.device], torch.Tensor] = {}
 
     def get(self, role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous tensor with arbitrary contents; valid until `role` is asked for again."""
+        """Returns a contiguous tensor with arbitrary contents; valid until `role` is asked for again."""
         size = math.prod(shape)
         key = (role, dtype.itemsize, device)
         buffer = self._buffers.get(key)

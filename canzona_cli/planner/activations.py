@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from canzona_cli.config.execution import Execution, execution_of, splitting_of
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
-from canzona_cli.model import qwen3
+from canzona_cli.model.families import family_of, norm_parameters
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.workspace import momentary_bytes
@@ -40,7 +40,7 @@ def _stage_weights(model: ModelConfig, t: int, p: int, stage: int) -> StageWeigh
     vocabulary = model.vocab_size * model.hidden_size // t
     first, last = stage == 0, stage == p - 1
     copies = int(first) + int(last and not (first and model.tied_embeddings))
-    others = layers * qwen3.norm_parameters(model) + copies * vocabulary + (model.hidden_size if last else 0)
+    others = layers * norm_parameters(model) + copies * vocabulary + (model.hidden_size if last else 0)
     return StageWeights(
         matrices=layers * sum(rows * cols // t for rows, cols in shapes),
         others=others,
@@ -57,29 +57,24 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
     """Bytes one layer keeps for the backward pass of one micro-batch.
 
     With T = micro-batch * s / c tokens, element size w, and x = t under sequence parallelism, else 1:
-    - residual stream: two norm inputs and the two linear inputs they become, 4 T h / x elements;
-    - attention: fused qkv T (a + 2g) d / t (it lives on in v), the queries gathered from it T a d / t, rotated q and k
-      T (a + g) d / t, context T a d / t;
+    - the family's activations (`Family.activations`): T / x tokens of the residual stream, T / t of everything else;
     - core attention by torch (no Transformer Engine) with c > 1: the k and v of the whole sequence, 2 T c g d / t, in
-      place of the rotated k, and on GPUs the context once more, T a d / t, where its two chunks are joined;
-    - SwiGLU: gate and up 2 T f / t, their product T f / t.
-    On CPU SwiGLU is not fused, and keeps silu(gate) and a copy of up. selective recomputes core attention, full keeps
-    only the layer's input.
+      place of the rotated k, and on GPUs the context once more, T a d / t, where its two chunks are joined.
+    On CPU SwiGLU is not fused. selective recomputes core attention, full keeps only the layer's input.
     """
     model, t, width = config.model, layout.tp, element_bytes(config)[0]
     tokens, stream = micro_batch_tokens(config, layout), stream_elements(config, layout)
     if recompute == "full":
         return width * stream
     on_cpu = config.cluster.device == "cpu"
-    heads, groups = (
-        count * model.head_dim * tokens // t for count in (model.num_attention_heads, model.num_query_groups)
-    )
-    fused_qkv, rotated_q, rotated_k, context = heads + 2 * groups, heads, groups, heads
-    attention = width * (fused_qkv + heads + rotated_q + rotated_k + context)
+    family = family_of(model)
+    activations = family.activations(model, not on_cpu)
+    cut = activations.cut * tokens // t
     if layout.cp > 1 and not config.cluster.transformer_engine and recompute == "none":
-        attention += width * (2 * layout.cp * groups - rotated_k + (0 if on_cpu else context))
-    mlp = width * (5 if on_cpu else 3) * tokens * model.ffn_hidden_size // t
-    return 4 * width * stream + attention + mlp
+        for attention in (work.attention for work in family.work(model) if work.attention is not None):
+            queries, keys = attention.queries * tokens // t, attention.keys * tokens // t
+            cut += 2 * layout.cp * keys - keys + (0 if on_cpu else queries)
+    return width * (activations.stream * stream + cut)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +132,8 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
         logits = (2 * width + FP32 if width < FP32 else 2 * FP32) * tokens * model.vocab_size // t
     # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient of the
     # largest weight before it joins the buffer, and what recomputation brings back.
-    working = width * (3 * tokens * model.ffn_hidden_size // t + 2 * tokens * model.hidden_size + weights.largest)
+    largest = family_of(model).activations(model, True).largest * tokens // t
+    working = width * (largest + 2 * tokens * model.hidden_size + weights.largest)
     working += layer_activations(config, layout, "none") - layer
     update, adamw = _scratch(config, layout, weights)
     return Transient(activations=activations, logits=logits, working=working, update=update, adamw=adamw)

@@ -28,8 +28,9 @@ from canzona_cli.config.schema import (
     RunConfig,
     ShampooConfig,
 )
-from canzona_cli.planner.parts import Algorithm
-from canzona_cli.planner.work import MUON_AROUND, RULES, Work, product_bytes, work
+from canzona_cli.optimizers.facts import Algorithm, Work
+from canzona_cli.optimizers.muon_facts import MUON_AROUND, product_bytes
+from canzona_cli.planner.work import RULES, work
 from canzona_cli.run.phases import Phase
 
 Implementation = Literal["canzona", "megatron"]

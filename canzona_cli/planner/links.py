@@ -21,6 +21,7 @@ from functools import lru_cache
 from typing import Literal
 
 from canzona_cli.config.schema import ClusterConfig, Collective, Layout
+from canzona_cli.model.family import Copies
 
 Link = Literal["machine", "network"]
 
@@ -116,6 +117,10 @@ class Groups:
             stage_crosses=strided(layout.tp * shards, layout.pp, ranks, per_machine).per_machine < layout.pp,
             world=strided(1, ranks, ranks, per_machine),
         )
+
+    def holding(self, copies: Copies) -> Group:
+        """The ranks that hold copies of one tensor and add up its gradients."""
+        return self.data if copies == "data" else self.tp
 
 
 def strided(stride: int, size: int, ranks: int, per_machine: int) -> Group:

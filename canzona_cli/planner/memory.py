@@ -20,16 +20,18 @@ from types import MappingProxyType
 
 from canzona_cli.config.execution import IN_ORDER, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.model.families import family_of, parameter_count
 from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.model.qwen3 import parameter_count
+from canzona_cli.optimizers.facts import Algorithm
+from canzona_cli.optimizers.shampoo_facts import factored_sides, packed_elements
 from canzona_cli.planner.activations import StageWeights, matrix_shapes, stage_weights, transient
 from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes, lay_out
 from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.exchange import exchange_bytes
-from canzona_cli.planner.parts import Algorithm, Place
+from canzona_cli.planner.parts import Place
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.step_buffers import BATCH_BYTES, StepBuffers, step_buffers
-from canzona_cli.planner.work import RULES, factored_sides
+from canzona_cli.planner.work import RULES
 from canzona_cli.planner.workspace import Shape, workspace_bytes
 
 GIB = 1 << 30
@@ -270,11 +272,6 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
     return FP32 * (rule.row_vectors * rows + own)
 
 
-def packed_elements(side: int) -> int:
-    """Of a symmetric (side, side) matrix (`canzona_cli.optimizers.packed`)."""
-    return side * (side + 1) // 2
-
-
 def checkpoint_bytes(config: RunConfig) -> int:
     """Of a checkpoint's tensors, whatever the layout: fp32 masters and state, each once. Weights are not stored."""
     how, count = algorithm(config), parameter_count(config.model)
@@ -359,8 +356,8 @@ def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
         return batch
     if config.engine.splitting in ("fused", "per_head"):
         return 0
-    model = config.model
-    interleaved = model.hidden_size * model.head_dim * (model.num_attention_heads + 2 * model.num_query_groups)
+    weights = family_of(config.model).weights(config.model)
+    interleaved = sum(weight.elements for weight in weights if weight.cut == "repeats")
     share = interleaved / sum(math.prod(shape) for shape in shapes)
     return min(int(FP32 * held.worst * share), batch)
 
@@ -376,5 +373,7 @@ def _gathered_elements(config: RunConfig, layout: Layout) -> int:
         return largest // layout.tp + 2 * largest
     if element_bytes(config)[1] != FP32:
         return largest
-    interleaved = config.engine.splitting in ("qkv", "split")
-    return config.model.hidden_size * config.model.head_dim * config.model.num_attention_heads if interleaved else 0
+    if config.engine.splitting not in ("qkv", "split"):
+        return 0
+    interleaved = [weight for weight in family_of(config.model).weights(config.model) if weight.cut == "repeats"]
+    return max(weight.repeats * part.rows * weight.cols for weight in interleaved for part in weight.parts)

@@ -7,51 +7,20 @@ from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import (
     BufferLayout,
-    Form,
     Gathering,
     Grouping,
     Mesh,
     Mode,
     Precision,
     Reduction,
-    RootMethod,
     Splitting,
     Strategy,
-    UpdateName,
 )
-from canzona_cli.config.schema.field import CountOrZero, Seconds
+from canzona_cli.fields import CountOrZero, Seconds
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.optimizers.facts import Algorithm
 
 Scalar = str | int | float | bool | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Algorithm:
-    """What an update costs depends on."""
-
-    name: UpdateName
-    """Whose update is priced; for a user's own optimizer the one it is like."""
-    custom: bool = False
-    """A user's own: measurements are looked up under its own label."""
-    ns_steps: int = 5
-    form: Literal["auto"] | Form = "standard"
-    """Muon: how Newton-Schulz is worked out; auto: `cost.form_of` says it for each shape."""
-    refresh_period: int = 10
-    """Shampoo and SOAP: steps between refreshes of roots or eigenbases."""
-    max_preconditioner_dim: int = 8192
-    """Shampoo and SOAP: a side longer than this is not preconditioned."""
-    grafting: Literal["none", "sgd", "adam"] = "none"
-    """Shampoo: whose update's norm it is given."""
-    roots: RootMethod = "eigh"
-    """Shampoo: how its inverse roots are computed."""
-    precision: Precision = "bf16"
-    """What products of Newton-Schulz are in. Those with factors are in fp32."""
-    tf32: bool = True
-    """Shampoo and SOAP: in TF32 where there is any, but for refreshes."""
-    stack: Literal["auto"] | bool = False
-    """Muon: matrices of one shape in batched products; auto: `cost.stack_of` says it for each shape."""
-    graph: bool = False
-    """Muon: a micro-group's updates are replayed as one CUDA graph."""
 
 
 @dataclass(frozen=True, kw_only=True)

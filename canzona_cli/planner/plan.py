@@ -11,7 +11,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Mode
-from canzona_cli.config.schema.field import CountOrZero, NotNegative, Seconds
+from canzona_cli.fields import CountOrZero, NotNegative, Seconds
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.parts import Assignment, Bucket, Cell, MicroGroup, Share, Subject
 from canzona_cli.planner.sharing import shared_exchanges

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from canzona_cli.config.schema import Gathering, Layout, Reduction, RunConfig
+from canzona_cli.model.families import matrix_copies
 from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.cost import memory_rate
 from canzona_cli.planner.links import Groups, Links, Transfer
@@ -64,7 +65,8 @@ class ReductionModel:
     """Prices a run's buckets on its links, and chooses."""
 
     def __init__(self, config: RunConfig, layout: Layout) -> None:
-        self._links, self._group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).data
+        groups = Groups.of(layout, config.cluster)
+        self._links, self._group = Links(cluster=config.cluster), groups.holding(matrix_copies(config.model))
         self._width, self._grad = element_bytes(config)
         self._rate = memory_rate(config.cluster)
         self._launch_s = config.cluster.launch_us * 1e-6

@@ -1,6 +1,6 @@
 """The price of a shared matrix's update: all TP ranks of its owner work on their fragments of it.
 
-The optimizer is one with a shared form (`canzona_cli.optimizers.shared`), in which the Gram form of Newton-Schulz is
+The optimizer is one with a shared form (`optimizers.shared_muon`), in which the Gram form of Newton-Schulz is
 divided between the ranks. Every rank makes its rows of each square of the short side, without a symmetric product's
 gain, and the rows are gathered between products.
 """
@@ -13,10 +13,12 @@ from typing import Literal, NamedTuple
 from canzona_cli.config.execution import IN_ORDER
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.optimizers.facts import Algorithm, Work
+from canzona_cli.optimizers.muon_facts import product_bytes, segments
 from canzona_cli.planner.cost import GRAM_MIN_SIDE, algorithm, duration, gram_holds, gram_scale, rounded
 from canzona_cli.planner.links import Group, Links, Transfer
-from canzona_cli.planner.parts import HOSTED, Algorithm, Share
-from canzona_cli.planner.work import RULES, Work, product_bytes, segments
+from canzona_cli.planner.parts import HOSTED, Share
+from canzona_cli.planner.work import RULES
 
 _TOLD = 16
 """Bytes of what fragments tell each other besides squares, at most."""

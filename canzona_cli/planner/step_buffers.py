@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.model.geometry import interleaved_kinds
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.exchange import exchange_bytes, group_traffic
@@ -154,14 +155,14 @@ def _batches(elements: Sequence[int]) -> list[list[int]]:
 
 def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
     """Elements of a matrix's whole gradient where its host does not have it whole, contiguous and in fp32."""
-    interleaved = matrix.kind in ("q", "k", "v") and not _is_head(matrix)
+    interleaved = matrix.kind in interleaved_kinds(config.model) and not _is_head(matrix)
     here = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
     return 0 if here and not interleaved and element_bytes(config)[1] == FP32 else matrix.elements
 
 
 def _fragment_copied(config: RunConfig, matrix: Matrix, tp: int) -> int:
     """Elements of a fragment's gradient where that does not lie contiguous and in fp32."""
-    contiguous = matrix.kind not in ("q", "k", "v") and element_bytes(config)[1] == FP32
+    contiguous = matrix.kind not in interleaved_kinds(config.model) and element_bytes(config)[1] == FP32
     return 0 if contiguous else matrix.elements // tp
 
 

@@ -6,8 +6,8 @@ from types import MappingProxyType
 
 from canzona_cli.config.execution import PLANNED
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.config.schema.field import PLAN
 from canzona_cli.config.settings import affecting
+from canzona_cli.fields import PLAN
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.model.shapes import ModelShapes

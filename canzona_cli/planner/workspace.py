@@ -10,17 +10,14 @@ from collections.abc import Iterable, Sequence
 
 from canzona_cli.config.execution import execution_of
 from canzona_cli.config.schema import MomentumConfig, NorMuonConfig, RunConfig
+from canzona_cli.optimizers.muon_facts import BLOCK
+from canzona_cli.optimizers.shampoo_facts import STACKED_SQUARES, factored_sides
 from canzona_cli.planner.buckets import FP32, element_bytes
 from canzona_cli.planner.cost import algorithm, form_of, stack_of
-from canzona_cli.planner.work import RULES, factored_sides
+from canzona_cli.planner.work import RULES
 
 Shape = tuple[int, int]
 """(rows, columns)."""
-
-_TOGETHER = 2**22
-"""Elements of the small squares that a GPU refreshes in one call (`canzona_cli.optimizers.kronecker`)."""
-_CPU_BLOCK = 128 * 1024
-"""Elements of the block of rows that Muon's elementwise passes take together on a CPU."""
 
 
 def workspace_bytes(
@@ -46,6 +43,8 @@ def workspace_bytes(
     if isinstance(config.optimizer, MomentumConfig):
         return _muon(config, config.optimizer, together, shared, beside)
     how = algorithm(config)
+    if not RULES[how.name].preconditioned:
+        return 0
     shapes = {shape for batch in together for shape in batch}
     sides = [side for shape in shapes for side in factored_sides(how, *shape)]
     # An Adam graft is put together in the left side's buffer, whether that side has a factor or not.
@@ -54,7 +53,7 @@ def workspace_bytes(
     whole = max(map(math.prod, shapes), default=0)
     square = max((side**2 for side in sides), default=0)
     if sides and config.cluster.device != "cpu":
-        square = max(square, _TOGETHER)
+        square = max(square, STACKED_SQUARES)
     kept = FP32 * (square + whole + sum(max(sizes, default=0) for sizes in (left, right)))
     if RULES[how.name].orthogonal:
         kept += 2 * element_bytes(config)[0] * (whole + max((min(shape) ** 2 for shape in shapes), default=0))
@@ -81,14 +80,14 @@ def _muon(
                 # One may be left over from stacks.
                 wider = max(wider, rows * cols if half and (stacked == 1 or count % stacked == 1) else 0)
             direction = max(direction, rows * cols)
-            block = max(block, min(rows, max(1, _CPU_BLOCK // cols)) * cols)
+            block = max(block, min(rows, max(1, BLOCK // cols)) * cols)
     for fragment, side in shared:
         iterate, direction = max(iterate, fragment), max(direction, fragment)
         square, more = max(square, side), max(more, side)
-        block = max(block, min(fragment, _CPU_BLOCK))
+        block = max(block, min(fragment, BLOCK))
     for fragment, side in beside:
         second, squares = max(second, fragment), max(squares, side)
-        direction, block = max(direction, fragment), max(block, min(fragment, _CPU_BLOCK))
+        direction, block = max(direction, fragment), max(block, min(fragment, BLOCK))
     fp32 = (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else wider) + (
         block if config.cluster.device == "cpu" else 0
     )

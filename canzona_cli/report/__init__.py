@@ -1,4 +1,4 @@
-"""How things read: every table, page and live view. Files begin with the command that prints them.
+"""Everything a person reads: tables, pages and live views. Files begin with the command that prints them.
 
 | file | what it draws |
 | --- | --- |

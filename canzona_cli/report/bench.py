@@ -1,4 +1,4 @@
-"""What `canzona bench` prints: every strategy's step, measured next to predicted, and what may be concluded from it."""
+"""The screens of `canzona bench`: every strategy's step, measured next to predicted, and what follows from it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from canzona_cli.report.charts import legend, stacked
 from canzona_cli.report.header import describe_layout, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
+from canzona_cli.run.breakdown import why
 from canzona_cli.run.phases import COMMUNICATION, IN_STEP, LABELS, PHASES, STRATEGIES
 from canzona_cli.run.statistics import Quartiles, Speedup
-from canzona_cli.run.why import why
 from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, real, step_time
 
 MIB = 1 << 20
@@ -136,7 +136,7 @@ class BenchView(Page):
 
 
 def heading(result: BenchResult, what: str, screen: Screen, *, without: str = "") -> Iterator[RenderableType]:
-    """What was run, on what, how often.
+    """Describes what was run, on what, how often.
 
     Args:
         without: `optimizer` or `gpus`: what the sweep varies is not part of the heading.
@@ -196,7 +196,7 @@ def _summary(found: StrategyBench) -> Iterator[tuple[str, str, tuple[Cell, ...]]
 def _ratio_cells(
     result: BenchResult, name: str, speedup: Callable[[str], Speedup], seconds: Callable[[Predicted], float]
 ) -> tuple[Cell, Cell]:
-    """How many times the reference's time, measured and predicted."""
+    """Yields multiples of the reference's time, measured and predicted."""
     if name == result.reference:
         return ("1", "1")
     mine, base = (seconds(result.strategies[one].predicted) for one in (name, result.reference))
@@ -251,7 +251,7 @@ def error_text(measured: float | None, predicted: float | None) -> Text:
 
 
 def ms(seconds: float | None) -> str:
-    """As `milliseconds`; nothing is a plain 0."""
+    """Formats like `milliseconds`; nothing is a plain 0."""
     return "0" if seconds == 0 else milliseconds(seconds)
 
 

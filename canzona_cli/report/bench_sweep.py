@@ -1,4 +1,4 @@
-"""What `canzona bench --sweep` and `--simulate` print: a setting at several values, sizes over numbers of GPUs."""
+"""The screens of `canzona bench --sweep` and `--simulate`: a setting at several values, sizes over numbers of GPUs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What `canzona calibrate` prints: progress, then each number with its spread and what the base profile assumed."""
+"""The screens of `canzona calibrate`: progress, then each number with its spread and the base profile's assumption."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -127,7 +127,7 @@ class CalibrationView(Page):
 
 
 def closing(found: Calibration, config: RunConfig, written: Path | None) -> Iterator[Text]:
-    """How it ended, where the profile is, and the command that uses it: lines to copy from, printed unwrapped."""
+    """Yields how it ended, where the profile is, and the command that uses it: lines to copy, printed unwrapped."""
     if found.outcome.status == "interrupted":
         kept = "what was measured is kept" if written is not None else "nothing was measured yet"
         yield Text(f"interrupted: {kept}", style="bold yellow")
@@ -149,7 +149,7 @@ def _assumed(quantity: Quantity, base: ClusterConfig) -> str:
 
 
 def _link_seconds(links: Links, kind: str, ranks: int, bytes_: int) -> float | None:
-    """By latency and bandwidth."""
+    """Returns seconds from latency and bandwidth."""
     group = Group(size=ranks, per_machine=ranks)
     if kind == "all_reduce":
         return links.all_reduce(bytes_, group).seconds

@@ -37,7 +37,7 @@ def sparkline(values: Iterable[object], width: int) -> str:
 
 
 def _resample(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` values, each the mean of its slice, so that a long history keeps its shape."""
+    """Returns at most `width` values, each the mean of its slice, so that a long history keeps its shape."""
     if len(values) <= width:
         return list(values)
     edges = [index * len(values) // width for index in range(width + 1)]
@@ -128,7 +128,7 @@ MEMORY = {
 }
 """The parts of a rank's memory, in the order in which they are drawn. Without a plan the optimizer's are one."""
 Inks = Mapping[str, Ink]
-"""How each part is drawn, by its name."""
+"""The ink of each part, by its name."""
 
 
 def stacked(parts: Sequence[tuple[str, float]], total: float, width: int, inks: Inks, *, colour: bool) -> Text:
@@ -202,7 +202,7 @@ def owners_a_column(owners: int, width: int) -> int:
 
 
 def _bins(count: int, most: int) -> list[tuple[int, int]]:
-    """At most `most` ranges of nearly equal size over `count`."""
+    """Divides `count` into at most `most` ranges of nearly equal size."""
     bins = max(1, min(count, most))
     edges = [index * count // bins for index in range(bins + 1)]
     return list(itertools.pairwise(edges))
@@ -215,6 +215,6 @@ def _heat_mark(share: float) -> str:
 
 
 def heat_level(load: float, mean: float) -> int:
-    """From 0, far below the mean, to `len(HEAT_LIMITS)`, far above it."""
+    """Returns a level from 0, far below the mean, to `len(HEAT_LIMITS)`, far above it."""
     over = load / mean if mean > 0 else 1.0
     return sum(over > limit for limit in HEAT_LIMITS)

@@ -26,7 +26,7 @@ from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.words import MISSING, clean, duration, guarded, plural, size, step_time
 
 VERSION = 1
-"""Of the JSON: additions keep it, anything else raises it."""
+"""The version of the JSON: additions keep it, anything else raises it."""
 _LAYOUT = "layout.json"
 _LARGEST_LAYOUT = 1 << 16
 _BIGGEST = 5
@@ -86,7 +86,7 @@ def _as_json(found: Found) -> dict[str, object]:
 
 @dataclass(frozen=True, kw_only=True)
 class Content(Page):
-    """What one checkpoint holds, and the stable form of `canzona checkpoint show --json`."""
+    """The content of one checkpoint, and the stable form of `canzona checkpoint show --json`."""
 
     found: Found
     manifest: Manifest
@@ -138,7 +138,7 @@ class Content(Page):
             yield "layout", describe_layout(layout, "rank")
 
     def _sizes(self) -> Counter[str]:
-        """Of whole tensors, by name."""
+        """Returns the sizes of whole tensors, by name."""
         sizes = Counter[str]()
         for name, tensor in self.manifest.tensors.items():
             sizes[tensor.whole(name)] += tensor_bytes(tensor.dtype, tensor.shape)
@@ -170,7 +170,7 @@ def _judged(found: Found, problems: Sequence[Problem]) -> dict[str, object]:
 
 
 def _saved_layout(found: Found) -> Layout | None:
-    """How the ranks that wrote a checkpoint were laid out; None where that was not saved."""
+    """Returns the layout of the ranks that wrote a checkpoint; None where it was not saved."""
     if found.manifest is None or _LAYOUT not in found.manifest.files:
         return None
     if found.manifest.files[_LAYOUT].bytes > _LARGEST_LAYOUT:
@@ -189,7 +189,7 @@ class AllVerified(Page):
 
     @property
     def problems(self) -> list[Problem]:
-        """Of all checkpoints; where several were read, the fix names the last one before it that is intact."""
+        """Lists the problems of all checkpoints; where several were read, the fix names the last intact one."""
         found: list[Problem] = []
         intact: str | None = None
         for verified in self.each:

@@ -1,4 +1,4 @@
-"""What `canzona clusters` shows of hardware profiles."""
+"""The screens of `canzona clusters`: hardware profiles."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass

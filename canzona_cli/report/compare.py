@@ -96,7 +96,7 @@ def _table(title: str, rows: Iterable[_Row], *, last: str = "B / A") -> Table:
 
 
 def setting_value(value: object) -> str:
-    """As it is typed; a long table by its length."""
+    """Shows a value as it is typed; a long table by its length."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     shown = clean(f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value)
@@ -115,7 +115,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[object], str]]] = {
     "mfu": ("MFU", partial(number, spec=".1%")),
     "peak_memory_bytes": ("memory", size),
 }
-"""How figures of a run are headed and written."""
+"""The heading and the format of each figure of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What `canzona data prepare` shows: a progress bar on a terminal, lines when piped, and the result at the end."""
+"""The screens of `canzona data prepare`: a progress bar on a terminal, lines when piped, and the result at the end."""
 
 import time
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ def _facts(progress: BuildProgress, bytes_per_s: float) -> str:
 
 
 def _is_learning(progress: BuildProgress) -> bool:
-    """Whether the sample has been read; what follows reports no progress."""
+    """True until the sample has been read; what follows reports no progress."""
     return progress.stage == "learn vocabulary" and progress.done == progress.total
 
 

@@ -1,4 +1,4 @@
-"""How `canzona doctor` reads: one table of findings, what to do about those that are wrong, and a verdict."""
+"""The screen of `canzona doctor`: one table of findings, what to do about the wrong ones, and a verdict."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

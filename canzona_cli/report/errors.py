@@ -1,4 +1,4 @@
-"""How errors read at the terminal: what, where, why, and what to do, for every problem at once; or that it is a bug."""
+"""The text of errors at the terminal: what, where, why and what to do, for every problem at once; or of a bug."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What `canzona eval` shows."""
+"""The screen of `canzona eval`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 
 from canzona_cli.report.page import Page, Screen, labelled
-from canzona_cli.run.evaluation import Evaluation
+from canzona_cli.run.records import Evaluation
 from canzona_cli.run.words import clean, count, layout_words, number
 
 

@@ -1,4 +1,4 @@
-"""How a run is described: what is trained, on what, in which layout, where it goes."""
+"""The description of a run: what is trained, on what, in which layout, where it goes."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def rank_word(device: Device | None) -> str:
-    """What a rank is called on this hardware."""
+    """Returns the word for a rank on this hardware."""
     return {"cuda": "GPU", "cpu": "CPU rank", None: "rank"}[device]
 
 
@@ -78,7 +78,7 @@ def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
 
 
 def outlook_rows(config: RunConfig, ahead: Outlook) -> list[tuple[str, str]]:
-    """What a simulated step comes to: (label, value) rows for a plan and for a dry run."""
+    """Returns the (label, value) rows of a simulated step, for a plan and for a dry run."""
     unit = rank_word(config.cluster.device)
     kept = ahead.checkpoints_kept
     return [
@@ -107,7 +107,7 @@ def describe_plan(obtained: Obtained) -> str:
 
 
 def routing_rows(config: RunConfig) -> list[tuple[str, str]]:
-    """Which parameters are matrices and which are AdamW's: count and elements by name."""
+    """Returns rows that say which parameters are matrices and which are AdamW's: count and elements by name."""
     found = routing(config)
     return [(label, _routed(own)) for label, own in (("matrices", found.matrices), ("adamw", found.adamw)) if own]
 
@@ -131,7 +131,7 @@ def header_rows(
     earlier: "Earlier | None" = None,
 ) -> list[tuple[str, str]]:
     """(label, value) rows, in the order they are shown."""
-    from canzona_cli.model.qwen3 import parameter_count
+    from canzona_cli.model.families import parameter_count
 
     unit = rank_word(config.cluster.device)
     parameters = parameter_count(config.model).total

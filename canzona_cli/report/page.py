@@ -14,10 +14,10 @@ from canzona_cli.run.words import clean
 
 @dataclass(frozen=True, kw_only=True)
 class Screen:
-    """What a view is drawn on."""
+    """The terminal that a view is drawn on."""
 
     width: int
-    """In characters."""
+    """The width in characters."""
     colour: bool
 
 
@@ -29,7 +29,7 @@ class Page(ABC):
 
     @abstractmethod
     def parts(self, screen: Screen) -> Iterable[RenderableType]:
-        """What is shown, from top to bottom. A blank line is an empty text."""
+        """Yields what is shown, from top to bottom. A blank line is an empty text."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         options = options.update_width(min(options.max_width, self.widest or options.max_width))
@@ -108,7 +108,7 @@ def note(text: str) -> Wrapped:
 
 
 def remarks(lines: Iterable[str]) -> Iterator[RenderableType]:
-    """What somebody should look at, behind a blank line; nothing where there are no lines."""
+    """Yields remarks that somebody should look at, after a blank line; nothing where there are no lines."""
     for number, line in enumerate(lines):
         if number == 0:
             yield Text()

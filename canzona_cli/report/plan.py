@@ -1,4 +1,4 @@
-"""What `canzona plan` prints: a summary, strategies, load map, memory, timeline and, on request, assumptions."""
+"""The screens of `canzona plan`: a summary, strategies, load map, memory, timeline and, on request, assumptions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from canzona_cli.report.charts import MEMORY, heat_map, legend, owners_a_column,
 from canzona_cli.report.header import describe_batch, describe_layout, outlook_rows, rank_word
 from canzona_cli.report.page import Page, Screen, Wrapped, headed, items, labelled, note, wrapped
 from canzona_cli.report.tables import GroupedTable, column, columns
+from canzona_cli.run.breakdown import SimulatedEvent
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.phases import LABELS, PHASES, STREAMS
-from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.run.words import MISSING, clean, count, milliseconds, overhead, plural, size, step_time, traffic
 from canzona_cli.simulate.simulate import StrategyResult
 from canzona_cli.simulate.study import STRATEGIES, Study, Variant
@@ -34,9 +34,9 @@ class PlanView(Page):
     written: Path | None = None
     """The plan file; None for a dry run."""
     phases: bool = False
-    """Whether to list every strategy's phases."""
+    """True to list every strategy's phases."""
     assumptions: bool = False
-    """Whether to list what the simulated times assume, not only how many assumptions there are."""
+    """True to list what the simulated times assume, not only how many assumptions there are."""
     corpus: PreparedCorpus | None = None
     """Somebody's own, where it is there."""
 
@@ -79,9 +79,11 @@ class PlanView(Page):
         algorithm = self.study.plan.subject.optimizer
         if algorithm.custom:
             return f"custom (priced like {algorithm.name})"
-        if not RULES[algorithm.name].preconditioned:
+        if RULES[algorithm.name].preconditioned:
+            return f"{algorithm.name} (refreshed every {algorithm.refresh_period} steps)"
+        if RULES[algorithm.name].orthogonal:
             return f"{algorithm.name} ({algorithm.ns_steps} Newton-Schulz steps)"
-        return f"{algorithm.name} (refreshed every {algorithm.refresh_period} steps)"
+        return algorithm.name
 
     def _rows(self) -> Iterator[tuple[str, Text | str]]:
         study, balance, moved = self.study, self.study.balance, self.study.communication
@@ -198,7 +200,7 @@ def _ways(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:
 
 
 def _above(gap: float) -> str:
-    """How far a plan is above its bound."""
+    """Returns how far a plan is above its bound."""
     if gap < _NO_GAP:
         return "optimal"
     return f"{100 * gap:.1f}% above it" if gap >= 0.0005 else "less than 0.1% above it"
@@ -256,7 +258,7 @@ def phases(study: Study, screen: Screen) -> Iterator[RenderableType]:
 
 
 def _times(result: StrategyResult, phases: Sequence[str]) -> list[str]:
-    """Of the phases, those it does not have left open, and of the iteration."""
+    """Yields the times of the phases, empty for those it does not have, and of the iteration."""
     return [*(milliseconds(result.phases.get(phase) or None) for phase in phases), milliseconds(result.iteration_s)]
 
 
@@ -364,7 +366,7 @@ def iterations(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
 
 
 def streams(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
-    """What the planned strategy's slowest rank does on each stream: the whole iteration, then its end enlarged."""
+    """Draws what the plan's slowest rank does on each stream: the whole iteration, then its end enlarged."""
     result = study.planned.result
     events = [event for event in result.events if event.rank == result.slowest_rank]
     width = screen.width - _GUTTER

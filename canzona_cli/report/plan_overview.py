@@ -1,4 +1,4 @@
-"""What `canzona plan` prints without a plan: every built-in size, and with `--layouts` the fastest layouts."""
+"""The screens of `canzona plan` without a plan: every built-in size, and with `--layouts` the fastest layouts."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -24,7 +24,7 @@ from canzona_cli.simulate.spent import LABELS
 from canzona_cli.simulate.study import Study, study_run
 
 VERSION = 2
-"""Of what `--json` prints; additions keep it."""
+"""The version of what `--json` prints; additions keep it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Overview(Page):
         yield wrapped(f"Look at one: canzona plan recipe={first.name} gpus={first.gpus} --dry-run")
 
     def as_json(self) -> dict[str, object]:
-        """What `--json` prints."""
+        """Returns what `--json` prints."""
         return {"version": VERSION, "plans": [plan.as_json() for plan in self.plans]}
 
 
@@ -217,7 +217,7 @@ class FastestLayouts(Page):
         )
 
     def _why(self) -> str:
-        """Where the first gains on the second, and where it loses."""
+        """Says where the first gains on the second, and where it loses."""
         first, *others = self.found.best
         if not others:
             return f"{layout_code(first.layout)} is the only layout that is possible and fits."

@@ -9,7 +9,7 @@ from canzona_cli.cluster import fit
 from canzona_cli.cluster.layouts import Candidate, candidates
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.model.qwen3 import PUBLISHED, parameter_count
+from canzona_cli.model.families import family_of, parameter_count
 from canzona_cli.planner.memory import GIB, capacity
 from canzona_cli.report.header import optimizer_words
 from canzona_cli.report.page import Page, Screen, headed, wrapped
@@ -27,7 +27,7 @@ class Row:
     candidate: Candidate | None
     """The layout chosen, or the one that needs least memory where none fits; None where there is none."""
     note: str
-    """What would make it fit, or why there is no layout."""
+    """The note on what would make it fit, or why there is no layout."""
 
     @property
     def fits(self) -> bool:
@@ -62,8 +62,9 @@ class Layouts(Page):
         job = f" on {cluster.name}, {optimizer}, sequences of {self.config.train.seq_length} tokens"
         yield headed(self.config.name, job)
         parameters = f"{_billions(count.total)} parameters"
-        if model.name in PUBLISHED:
-            total, body = PUBLISHED[model.name]
+        published = family_of(model).published
+        if model.name in published:
+            total, body = published[model.name]
             parameters += f" (published {total}), {_billions(count.non_embedding)} without embeddings ({body})"
         yield wrapped(parameters, "dim")
         yield wrapped("batch: sequences a step = micro-batch x accumulation x DP", "dim")

@@ -60,7 +60,7 @@ class RunView(Page):
         yield wrapped(clean(f"{what} in {where}{more}"), "dim", first="  ")
 
     def _time_rows(self) -> Iterator[tuple[str, str]]:
-        """What of the time counts."""
+        """Returns the rows of the time that counts."""
         summary = self.summary
         if summary.restarts:
             yield "restarts", f"{summary.restarts} by the launch itself"
@@ -144,7 +144,7 @@ class BreakdownView(Page):
         return table
 
     def _columns(self, width: int) -> list[str]:
-        """As many as fit, in this order."""
+        """Returns as many columns as fit, in this order."""
         planned = self.breakdown.planned is not None
         found = ["phase", "min", "mean", "max"]
         if planned:
@@ -164,12 +164,12 @@ class BreakdownView(Page):
         return planned.calibrated or self.breakdown.device == "cuda"
 
     def _bar_width(self, width: int, columns: list[str]) -> int:
-        """What the other columns leave: at most this much each with the gap, enough for times of six digits."""
+        """Returns the width that the other columns leave for bars; theirs is enough for times of six digits."""
         widths = {"phase": 23 if self._short_labels(width) else 29, "slowest": 11, "share": 9, "bar": 0}
         return min(40, width - sum(widths.get(column, 8) for column in columns))
 
     def _short_labels(self, width: int) -> bool:
-        """Without the word `exposed` the plan fits next to the times on a terminal of 80 columns."""
+        """Returns labels without the word `exposed`, so that planned and measured fit on a terminal of 80 columns."""
         return self.breakdown.planned is not None and width < 110
 
     def _cells(self, times: OverRanks | None, planned: float | None) -> dict[str, str]:
@@ -263,7 +263,7 @@ def _percent(error: float | None) -> str:
 
 
 def _slowest_ranks(breakdown: Breakdown) -> dict[str, str]:
-    """Per phase, the rank that spends most time in it."""
+    """Returns the rank that spends most time in each phase."""
     worst: dict[str, tuple[float, int]] = {}
     for times in breakdown.ranks:
         for name, seconds in times.phases.items():

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.run.breakdown import Prediction, load_prediction
 from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.files import RunFiles, write_text_atomic
 from canzona_cli.run.phases import COMMUNICATION, PHASES, STREAMS, Interval
-from canzona_cli.run.prediction import Prediction, load_prediction
-from canzona_cli.run.timeline import RankTimeline, load_timelines
+from canzona_cli.run.records import RankTimeline, load_timelines
 
 _TIDS = 100
 """Track numbers that one process may use; they are different in every process, as threads of a machine are."""
@@ -139,7 +139,7 @@ class _Process:
     def tracks(
         self, name: str, intervals: Iterable[Interval], shift_s: float, category: str
     ) -> Iterator[dict[str, object]]:
-        """As many tracks as intervals overlap."""
+        """Distributes intervals over as many tracks as overlap."""
         for number, lane in enumerate(lanes(intervals), 1):
             yield from self.track(name if number == 1 else f"{name} {number}", lane, shift_s, category)
 

@@ -42,7 +42,7 @@ class Table(rich.table.Table):
             self.add_column(Text(name), justify="right", no_wrap=True)
 
     def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
-        """As rich's, but text is shown literally, never read as markup."""
+        """Adds a row as rich does, but shows text literally, never as markup."""
         super().add_row(*map(_text, cells), style=style, end_section=end_section)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -79,7 +79,7 @@ class Columns:
         return max(sum(self.widths) + len(self.widths) - 1, len(self.title), *alone)
 
     def shows(self, text: str) -> bool:
-        """Whether one of the cells is `text`."""
+        """Returns True if one of the cells is `text`."""
         return any(str(cell) == text for row in self.rows for cell in row)
 
     def joined(self, cells: Sequence[Cell]) -> Text:
@@ -109,14 +109,14 @@ class GroupedTable:
     """One table, or several with the same labels in front, none wider than the terminal if possible."""
 
     labels: Sequence[Cell]
-    """Of the rows; each group has as many rows."""
+    """The labels of the rows; each group has as many rows."""
     groups: Sequence[Columns]
     head: str = ""
-    """Over the labels."""
+    """The head of the labels."""
     sections: Collection[int] = ()
     """Rows before which a rule is drawn."""
     styles: Sequence[str] = ()
-    """Of the rows."""
+    """The styles of the rows."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         gutter = max(len(self.head), *(_text(label).cell_len for label in self.labels))

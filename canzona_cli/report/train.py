@@ -39,7 +39,7 @@ class Frame:
 
     state: TrainState
     closed: bool = False
-    """Whether this is the frame that stays."""
+    """True for the frame that stays."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         state, width = self.state, options.max_width
@@ -173,7 +173,7 @@ def make_view(config: RunConfig, layout: Layout, console: Console) -> "ConsoleVi
 
 
 class ConsoleView(TrainView, ABC):
-    """What both views share: the run's state, and what is said before anything runs."""
+    """The run's state and everything printed before it starts, for both views."""
 
     def __init__(self, config: RunConfig, layout: Layout, console: Console, *, clock: Clock = time.monotonic) -> None:
         self.state = TrainState(config=config, layout=layout, clock=clock)
@@ -375,7 +375,7 @@ class PlainView(ConsoleView):
 
 
 def closing(state: TrainState, status: RunStatus, message: str) -> str:
-    """How the run ended, in one line."""
+    """Says in one line how the run ended."""
     elapsed = duration(state.elapsed)
     remarks = (f": {clean(message)}" if message else "") + "".join(f"; {done}" for done in state.guarded)
     if status == "done":

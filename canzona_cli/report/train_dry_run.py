@@ -1,4 +1,4 @@
-"""What `canzona train --dry-run` and `--prepare-only` print: what the run comes to, and exactly what starts it."""
+"""The screens of `canzona train --dry-run` and `--prepare-only`: what the run comes to, and exactly what starts it."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -56,7 +56,7 @@ def resolved_json(config: RunConfig, layout: Layout, plan: Obtained | None) -> d
 
 
 def refused_json(error: CanzonaError) -> dict[str, object]:
-    """What `canzona validate --json` prints of a run that cannot be."""
+    """Returns what `canzona validate --json` prints of a run that cannot be."""
     problems = [
         {
             "key": problem.key,
@@ -81,7 +81,7 @@ def _plan(obtained: Obtained) -> dict[str, object]:
 
 
 RUN_DIR_TIME = "YYYYmmdd-HHMMSS"
-"""In place of the start time, in the name of a run directory that does not exist yet."""
+"""A placeholder for the start time, in the name of a run directory that does not exist yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class DryRun(Page):
     memory: MemoryEstimate
     command: LaunchCommand
     prepared: bool = False
-    """Whether the run directory is there, and only the command is missing."""
+    """True where the run directory exists and only the command is missing."""
 
     def as_json(self) -> dict[str, object]:
         """The stable form of `canzona train --dry-run --json`; additions keep `version`, anything else raises it."""
@@ -121,7 +121,7 @@ class DryRun(Page):
         }
 
     def _sets(self) -> list[dict[str, object]]:
-        """What the run reads, as far as it is there."""
+        """Describes the data sets that the run reads, as far as they exist."""
         read, corpus = supply(self.config, self.layout, self.corpus), self.corpus
         if read is None or corpus is None:
             return []

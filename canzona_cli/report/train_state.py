@@ -1,4 +1,4 @@
-"""What a view of a run shows: stages, the loss so far, smoothed rates, validations, time left."""
+"""The state that a view of a run shows: stages, the loss so far, smoothed rates, validations, time left."""
 
 import itertools
 import math
@@ -80,10 +80,10 @@ class TrainState:
     validations: list[tuple[int, float]] = field(default_factory=list)
     """(step, loss), finite or not."""
     sets: Mapping[str, float | None] = field(default_factory=dict)
-    """Of a blend, the newest validation's loss on each set."""
+    """The newest validation's loss on each set of a blend."""
     started: float = 0.0
     updated: float | None = None
-    """When the newest step arrived, seconds on `clock`."""
+    """The time at which the newest step arrived, seconds on `clock`."""
     _weight: float = 0.0
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
@@ -143,7 +143,7 @@ class TrainState:
 
     @property
     def guarded(self) -> list[str]:
-        """What the guards had to do so far; empty in a healthy run."""
+        """Counts what the guards had to do so far; empty in a healthy run."""
         return [] if self.last is None else guarded(self.last.skipped, self.last.fallbacks)
 
     @property
@@ -152,7 +152,7 @@ class TrainState:
 
     @property
     def unit(self) -> str:
-        """What a rank is called on this hardware."""
+        """The word for a rank on this hardware."""
         return "GPU" if self.config.cluster.device == "cuda" else "rank"
 
     @property
@@ -200,12 +200,12 @@ class TrainState:
 
     @property
     def stalled(self) -> bool:
-        """Whether the next step is far later than the pace so far explains."""
+        """True where the next step is far later than the pace so far explains."""
         pace = self.step_s
         return pace is not None and self.step < self.total and self.idle > max(30.0, 10 * pace)
 
     def validation_change(self) -> str:
-        """From the loss before training to the newest."""
+        """The change from the loss before training to the newest one."""
         if not self.validations:
             return MISSING
         (_, first), (_, last) = self.validations[0], self.validations[-1]
@@ -227,5 +227,5 @@ def loss_change(first: float, last: float) -> str:
 
 
 def relative_change(first: float, last: float) -> float:
-    """Per cent by which `last` differs from `first`; NaN when that means nothing."""
+    """Returns the per cent by which `last` differs from `first`; NaN when that means nothing."""
     return 100 * (last - first) / first if first and math.isfinite(first) else math.nan

@@ -1,4 +1,4 @@
-"""What `canzona tune` prints: layouts as measured and as predicted, and how wrong the predictions were, by phase."""
+"""The screens of `canzona tune`: layouts as measured and as predicted, and the errors of predictions, by phase."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ class TuneView(Page):
 
 
 def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
-    """Of the step and of every phase that matters."""
+    """Yields the errors of the step and of every phase that matters."""
     unseen = accuracy.step.layouts
     which = "" if unseen == layouts else f" {plural(unseen, 'layout')} that the profile was not fitted to"
     yield headed("Errors of the predictions", f":{which or ' all layouts'}")

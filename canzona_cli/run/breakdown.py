@@ -2,11 +2,11 @@
 
 `breakdown.json` is written by the workers. Times are seconds; `min_s`, `mean_s`, `max_s` are over ranks, of each rank's
 mean over the measured steps. Phases with `in_step` follow one another and add up to the step; the others (`*_total`)
-count work that ran under them as well. The prediction comes from `predicted.json`, which runs of earlier versions lack.
+count work that ran under them as well. `predicted.json` has the prediction; runs of earlier versions lack it.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -15,9 +15,122 @@ from canzona_cli.config.schema import Device, Layout
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.run.codec import load, plain
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.prediction import Prediction, load_prediction
+from canzona_cli.run.phases import COMMUNICATION, IN_STEP, PHASES, Stream
 from canzona_cli.run.statistics import OverRanks
-from canzona_cli.run.why import Why, why
+from canzona_cli.run.words import milliseconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedEvent:
+    """A stretch of one rank's time on one of its streams."""
+
+    rank: int
+    stream: Stream
+    phase: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One strategy's step on a cluster profile, in the words of the breakdown. Seconds and bytes."""
+
+    VERSION: ClassVar[int] = 1
+
+    strategy: str
+    profile: str
+    """Name of the cluster profile."""
+    calibrated: bool
+    """Whether that profile was measured by `canzona calibrate`."""
+    mismatches: tuple[str, ...] = ()
+    """Why a calibrated profile may not hold on this machine."""
+    cores: int | None = None
+    """Processor cores that the ranks of one machine share; None where each rank has a device of its own."""
+    iteration_s: float
+    optimizer_s: float
+    """`StrategyResult.optimizer_s`."""
+    phases: Mapping[str, float]
+    """Mean over ranks; the phases of a step add up to `iteration_s`, totals are listed with them."""
+    load_balance: float
+    """Of matrix updates, max over mean of the ranks; 1.0 is perfect, and the value where there are none."""
+    memory_bytes: int
+    """Of the fullest rank."""
+    events: tuple[SimulatedEvent, ...] = ()
+    """Timelines of the slowest rank and of the one that has least to update."""
+
+    def as_json(self) -> dict[str, object]:
+        """Everything but the events, which only a trace needs."""
+        return {name: value for name, value in plain(self).items() if name != "events"}
+
+
+def load_prediction(run_dir: Path) -> Prediction | None:
+    """A run's prediction; None where it has none, as runs of earlier versions.
+
+    Raises:
+        ConfigError: it is damaged or of another version; the problem's key is `RUN_DIR`.
+    """
+    fix = "the measurement is shown without the plan; `canzona plan` predicts again"
+    try:
+        return load(RunFiles(run_dir).predicted, Prediction, key="RUN_DIR", value=run_dir, fix=fix)
+    except FileNotFoundError:
+        return None
+
+
+NEGLIGIBLE = 0.05
+"""Share of the step: where no phase differs by more, the step is as planned."""
+_APART = 1.25
+"""How many times the mean a rank's time must be before the rank is named."""
+_WAITS = (*COMMUNICATION, "norm_clip", "pipeline")
+"""Phases in which ranks wait for the one that comes last, which itself waits least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Why:
+    """The phase with the largest difference between measured and planned."""
+
+    phase: str
+    measured_s: float
+    predicted_s: float
+    text: str
+
+
+def why(
+    measured: Mapping[str, OverRanks], predicted: Mapping[str, float], ranks: Sequence[Mapping[str, float]] = ()
+) -> Why | None:
+    """Name the phase that differs most from its prediction; None without a measured step.
+
+    Args:
+        measured: by phase; `_total`s may be among them.
+        predicted: seconds by phase, mean over ranks; a phase that is missing takes no time.
+        ranks: each rank's seconds by phase; without them no rank is named.
+    """
+    took = {name: measured[name].mean_s if name in measured else 0.0 for name in IN_STEP}
+    planned = {name: predicted.get(name, 0.0) for name in IN_STEP}
+    step = sum(took.values())
+    if step <= 0:
+        return None
+    worst = max(IN_STEP, key=lambda name: abs(took[name] - planned[name]))
+    if abs(took[worst] - planned[worst]) <= NEGLIGIBLE * step:
+        text = f"as planned: no phase differs by more than {100 * NEGLIGIBLE:.0f}% of the step"
+    else:
+        factor = f" ({took[worst] / planned[worst]:.2g} times)" if planned[worst] > 0 else ""
+        text = f"{PHASES[worst].subject} took {milliseconds(took[worst])} ms, planned {milliseconds(planned[worst])} ms"
+        text += factor + _rank(worst, [rank.get(worst, 0.0) for rank in ranks])
+    return Why(phase=worst, measured_s=took[worst], predicted_s=planned[worst], text=text)
+
+
+def _rank(phase: str, seconds: Sequence[float]) -> str:
+    """The rank that stands apart in a phase; empty where none does."""
+    mean = sum(seconds) / len(seconds) if seconds else 0.0
+    if mean <= 0:
+        return ""
+    if phase in _WAITS:
+        least = min(range(len(seconds)), key=lambda rank: seconds[rank])
+        return f"; rank {least} comes last, the others wait for it" if seconds[least] * _APART < mean else ""
+    most = max(range(len(seconds)), key=lambda rank: seconds[rank])
+    over = seconds[most] / mean
+    return f"; rank {most} took {over:.2g} times the mean" if over > _APART else ""
+
 
 NOTHING_S = 1e-6
 """Times below it have no relative error: nothing was done in them."""

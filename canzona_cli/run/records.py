@@ -3,15 +3,20 @@
 Files whose readers go on without them have defaults for what an older or an interrupted writer may have left out.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import logging
+import math
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import ClassVar, Final, Literal, get_args
 
 from canzona_cli.config.schema import Layout
-from canzona_cli.errors import Problem
-from canzona_cli.run.codec import load, load_if_sound, plain, record_of
+from canzona_cli.errors import Problem, gathered, refuse
+from canzona_cli.run.codec import load, load_if_sound, plain, record_of, save
 from canzona_cli.run.files import RunFiles
+from canzona_cli.run.machine import clock_name
+from canzona_cli.run.phases import StepTimeline
 from canzona_cli.run.words import clean, size, step_time
 
 Ending = Literal["done", "interrupted", "preempted"]
@@ -243,3 +248,146 @@ def describe(event: Event) -> Note | None:
     if isinstance(event, Incident) and event.level is not None and event.detail:
         return Note(text=clean(event.detail), warning=event.level == "warning")
     return None
+
+
+Documents = Literal["held-out", "all"]
+"""Which of a corpus are read: those that a run of these settings does not train on, or all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """evaluation.json, written by rank 0."""
+
+    VERSION: ClassVar = 1
+
+    checkpoint: Path
+    step: int
+    data: Path
+    """Prefix of the pair, or of a blend's first."""
+    tokenizer: str
+    documents: Documents
+    layout: Layout
+    batches: int
+    """Global ones."""
+    tokens: int
+    """That were predicted; some of them several times where `epochs` is above 1."""
+    epochs: float
+    """How often the documents were read."""
+    text_bytes: float | None
+    """Of text that the tokens stand for; None where their tokenizer is not known."""
+    bytes_counted: bool
+    """Token by token; else from the mean of the whole corpus, for its tokenizer does not tell."""
+    loss: float | None
+    """Mean, nats per token; None where it is not finite. Of a blend, as the bytes, by the shares of its sets."""
+    sets: Mapping[str, float | None] = field(default_factory=dict)
+    """Of a blend, the loss of each set by its name."""
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp(loss); None where no number holds it."""
+        return None if self.loss is None or self.loss > math.log(1e308) else math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """What all tokens took over the bytes of their text: the one number to compare tokenizers by."""
+        if self.loss is None or not self.text_bytes:
+            return None
+        return self.loss * self.tokens / self.text_bytes / math.log(2)
+
+    def as_json(self) -> dict[str, object]:
+        """The stable form of `canzona eval --json`."""
+        places = {"checkpoint": str(self.checkpoint), "data": str(self.data)}
+        found = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return {"version": self.VERSION, **asdict(self), **places, **found}
+
+
+def evaluation_file(files: RunFiles) -> Path:
+    return files.root / "evaluation.json"
+
+
+def read_evaluation(files: RunFiles) -> Evaluation:
+    """What the ranks have found.
+
+    Raises:
+        ConfigError: it is damaged.
+        FileNotFoundError: they have not.
+    """
+    return load(evaluation_file(files), Evaluation, key="evaluation.json", fix="evaluate again")
+
+
+PLAIN: Final = "plain"
+"""As any product: cuBLAS, or oneDNN on CPUs."""
+STRIPS: Final = "strips"
+"""On CPUs: the lower triangle by strips of rows, and its mirror image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTrial:
+    """One kernel, tried out on one shape of products when the run started."""
+
+    kernel: str
+    seconds: float | None = None
+    """Of a product, on the slowest rank; None where it could not be used."""
+    refused: str = ""
+    """Why it was not chosen; empty for the one that was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelChoice:
+    """What (side, long) by (long, side) is multiplied by."""
+
+    side: int
+    long: int
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    kernel: str
+    trials: tuple[KernelTrial, ...] = ()
+    """Of GPUs alone: elsewhere it is known beforehand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """kernels.json: of every shape that the run's updates multiply, smallest first."""
+
+    VERSION: ClassVar[int] = 1
+
+    choices: tuple[KernelChoice, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimeline:
+    """The content of one rank's file."""
+
+    VERSION: ClassVar[int] = 1
+
+    rank: int
+    host: str
+    clock: str
+    """Equal on ranks that share a clock."""
+    steps: tuple[StepTimeline, ...]
+
+
+def write_timeline(files: RunFiles, rank: int, steps: Sequence[StepTimeline]) -> None:
+    """Nothing where no step was kept; a warning in the log where it cannot be written."""
+    if not steps:
+        return
+    timeline = RankTimeline(rank=rank, host=socket.gethostname(), clock=clock_name(), steps=tuple(steps))
+    try:
+        files.timelines.mkdir(exist_ok=True)
+        save(files.timeline(rank), timeline, indented=False)  # a step of a large model has thousands of entries
+    except OSError as error:  # a full disk is no reason to lose the run at its very end
+        logging.getLogger(__name__).warning("%s cannot be written: %s", files.timeline(rank), error.strerror)
+
+
+def load_timelines(files: RunFiles) -> list[RankTimeline]:
+    """By rank; empty where there are none.
+
+    Raises:
+        ConfigError: with every file that is damaged or of another version.
+    """
+    found: list[RankTimeline] = []
+    problems: list[Problem] = []
+    for path in sorted(files.timelines.glob("rank-*.json")):
+        with gathered(problems):
+            found.append(load(path, RankTimeline, key="timeline", fix="remove the file, or train again"))
+    refuse(problems)
+    return sorted(found, key=lambda timeline: timeline.rank)

@@ -4,25 +4,19 @@ A chunk is a bucket as the simulator needs it: how long its reduction and its ga
 stage completes its gradients (the first one of the forward pass that has a parameter in it) and needs its parameters.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.model import qwen3
-from canzona_cli.model.matrix import Kind, Matrix
+from canzona_cli.model.families import family_of
+from canzona_cli.model.family import Part
+from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import bucket_elements, element_bytes
 from canzona_cli.planner.links import Groups, Links, Transfer, strided
 from canzona_cli.planner.parts import Bucket
 from canzona_cli.planner.reduction import ReductionModel
-from canzona_cli.simulate.model_time import Part, StageTime
-
-PART_OF: Mapping[Kind, Part] = MappingProxyType(
-    {"proj": "proj", "gate": "fc1", "up": "fc1", "fc1": "fc1", "down": "fc2"}
-)
-"""The module a matrix belongs to where that is not qkv, which is ready last and needed first: the cautious guess for
-matrices of other models."""
-_REGISTERED: tuple[Part, ...] = ("embedding", "proj", "qkv", "fc1", "fc2", "output")
+from canzona_cli.simulate.model_time import StageTime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +36,9 @@ def after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
     links, (_, grad) = Links(cluster=cluster), element_bytes(config)
     total = 0.0
     if layout.sequence_parallel and layout.tp > 1:
-        norms = model.num_layers // layout.pp * (2 * model.hidden_size + 2 * model.head_dim)
-        total += links.all_reduce(norms * grad, Groups.of(layout, cluster).tp).seconds
+        norms = sum(norm.elements for norm in family_of(model).norms(model) if "tp" in norm.copies)
+        size = model.num_layers // layout.pp * norms * grad
+        total += links.all_reduce(size, Groups.of(layout, cluster).holding("tp")).seconds
     if model.tied_embeddings and layout.pp > 1 and stage in (0, layout.pp - 1):
         apart = layout.owners * layout.tp * (layout.pp - 1)
         ends = strided(apart, 2, layout.world_size, cluster.gpus_per_node)
@@ -61,6 +56,10 @@ class Buffers:
         self._width, self._grad = element_bytes(config)
         self._reductions = ReductionModel(config, layout)
         self._limit = bucket_elements(config, layout) if stage == 0 else None
+        layer = family_of(config.model).work(config.model)
+        self._part_of = {kind: work.part for work in layer for kind in work.weight.kinds}
+        # The part that is ready last and needed first: the cautious guess for matrices of a user's own kinds.
+        self._first = layer[0].part
         self._number = {(module.part, module.layer): number for number, module in enumerate(modules)}
 
     def everything(self, *, sharded: bool) -> list[Chunk]:
@@ -96,14 +95,18 @@ class Buffers:
     def _parameters(self, *, layers: bool) -> list[tuple[int, int]]:
         """(elements, module) in registration order; norms count to the module behind them."""
         model, found = self._config.model, []
-        norms = {"qkv": qwen3.norm_parameters(model) - model.hidden_size, "fc1": model.hidden_size}
+        family, norms = family_of(model), Counter[Part]()
+        for norm in family.norms(model):
+            norms[norm.part] += norm.elements
+        part_of = {work.weight.name: work.part for work in family.work(model)}
+        registered: list[Part] = ["embedding", *(part_of[weight.name] for weight in family.weights(model)), "output"]
         order = sorted(
-            range(len(self._modules)), key=lambda n: (self._modules[n].layer, _REGISTERED.index(self._modules[n].part))
+            range(len(self._modules)), key=lambda n: (self._modules[n].layer, registered.index(self._modules[n].part))
         )
         for number in order:
             module = self._modules[number]
             own = module.weights if layers or module.part in ("embedding", "output") else 0
-            found.append((own + norms.get(module.part, 0), number))
+            found.append((own + norms[module.part], number))
         return [(size, number) for size, number in found if size]
 
     def _cut(self, parameters: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -122,4 +125,4 @@ class Buffers:
         return found
 
     def _module(self, matrix: Matrix) -> int:
-        return self._number[PART_OF.get(matrix.kind, "qkv"), matrix.layer]
+        return self._number[self._part_of.get(matrix.kind, self._first), matrix.layer]

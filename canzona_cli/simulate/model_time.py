@@ -10,15 +10,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 from itertools import accumulate
 from statistics import NormalDist
-from typing import Literal
 
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
+from canzona_cli.model.families import family_of
+from canzona_cli.model.family import Attention, Part, Work
 from canzona_cli.planner.activations import micro_batch_tokens, stream_elements
 from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.cost import matmul_rate, matmul_seconds, memory_rate
 from canzona_cli.planner.links import Groups, Links, Transfer
-
-Part = Literal["embedding", "qkv", "proj", "fc1", "fc2", "output"]
 
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.55, 0.45
 """Share of the bf16 peak that a causal flash kernel reaches with heads of 128 at 4k tokens on Hopper: Shah et al. 2024
@@ -184,64 +183,51 @@ def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...
 
 def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
     """The first layer's modules in forward order."""
-    model, t, cluster = config.model, layout.tp, config.cluster
-    tokens, stream = micro_batch_tokens(config, layout), stream_elements(config, layout)
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size // t
-    heads, groups = model.num_attention_heads * model.head_dim // t, model.num_query_groups * model.head_dim // t
-    memory_s, accumulate_s = _memory_s(config), _accumulate_s(config)
-    exchange, nothing = _exchange(config, layout), (Transfer(), Transfer())
+    return tuple(_module(config, layout, work) for work in family_of(config.model).work(config.model))
 
-    def module(
-        part: Part,
-        inputs: int,
-        outputs: int,
-        moved: float,
-        core_s: float = 0.0,
-        core_backward_s: float = 0.0,
-        core_moves: tuple[Transfer, Transfer] = nothing,
-        starts: float = 1.0,
-    ) -> Module:
-        """`moved` elements go through memory in the forward pass; `core_s` is core attention; `starts` as many
-        operations as so many modules."""
-        products_s, weights = _product(config, tokens, inputs, outputs), inputs * outputs
-        forward = products_s + core_s + memory_s * moved
-        backward = 2 * products_s + core_backward_s + 2 * memory_s * moved
-        forward_s = _forward(cluster, layout, forward, starts)
-        core_again_s = _forward(cluster, layout, core_s, starts=0.0)
-        gather, scatter = core_moves
-        whole = _exposed(cluster, layout, exchange, products_s).then(gather)
-        whole_back = _exposed(cluster, layout, exchange, 2 * products_s).then(scatter)
-        moved_again = {"none": Transfer(), "selective": gather, "full": whole}[layout.recompute]
-        return Module(
-            part=part,
-            layer=0,
-            forward_s=forward_s,
-            backward_s=_backward(cluster, layout, backward + accumulate_s * weights, starts),
-            again_s={"none": 0.0, "selective": core_again_s, "full": forward_s}[layout.recompute],
-            weights=weights,
-            moves=(whole, whole_back.then(moved_again)),
-        )
 
-    return (
-        module(
-            "qkv",
-            hidden,
-            heads + 2 * groups,
-            2 * stream + (2 + 2 * _qk_norm_passes(config)) * tokens * (heads + groups),
-            *_core_attention(config, layout),
-            starts=1.0 if layout.cp == 1 or cluster.transformer_engine else 1.0 + CUT_STARTS,
-        ),
-        module("proj", heads, hidden, 3 * stream),
-        module("fc1", hidden, 2 * ffn, 2 * stream + 3 * tokens * ffn),
-        module("fc2", ffn, hidden, 3 * stream),
+def _module(config: RunConfig, layout: Layout, work: Work) -> Module:
+    """A module of the first layer."""
+    cluster, tokens, weight = config.cluster, micro_batch_tokens(config, layout), work.weight.stored(layout.tp)
+    products_s = _product(config, tokens, weight.cols, weight.rows)
+    moved: float = work.stream * stream_elements(config, layout) + tokens * (work.elements // layout.tp)
+    core_s, core_backward_s, (gather, scatter) = 0.0, 0.0, (Transfer(), Transfer())
+    starts = 1.0
+    if work.attention is not None:
+        moved += _head_passes(config, work.attention) * tokens * _heads(work.attention, layout)
+        core_s, core_backward_s, (gather, scatter) = _core_attention(config, layout, work.attention)
+        starts += 0.0 if layout.cp == 1 or cluster.transformer_engine else CUT_STARTS
+    forward = products_s + core_s + _memory_s(config) * moved
+    backward = 2 * products_s + core_backward_s + 2 * _memory_s(config) * moved
+    forward_s = _forward(cluster, layout, forward, starts)
+    core_again_s = _forward(cluster, layout, core_s, starts=0.0)
+    exchange = _exchange(config, layout)
+    whole = _exposed(cluster, layout, exchange, products_s).then(gather)
+    whole_back = _exposed(cluster, layout, exchange, 2 * products_s).then(scatter)
+    moved_again = {"none": Transfer(), "selective": gather, "full": whole}[layout.recompute]
+    return Module(
+        part=work.part,
+        layer=0,
+        forward_s=forward_s,
+        backward_s=_backward(cluster, layout, backward + _accumulate_s(config) * weight.elements, starts),
+        again_s={"none": 0.0, "selective": core_again_s, "full": forward_s}[layout.recompute],
+        weights=weight.elements,
+        moves=(whole, whole_back.then(moved_again)),
     )
 
 
-def _core_attention(config: RunConfig, layout: Layout) -> tuple[float, float, tuple[Transfer, Transfer]]:
-    """Seconds of one layer's, forward and backward, and what its slices of the sequence take to travel."""
-    cluster, t, head_dim = config.cluster, layout.tp, config.model.head_dim
+def _heads(attention: Attention, layout: Layout) -> int:
+    """Elements of a token's queries and keys on one TP rank."""
+    return attention.queries // layout.tp + attention.keys // layout.tp
+
+
+def _core_attention(
+    config: RunConfig, layout: Layout, attention: Attention
+) -> tuple[float, float, tuple[Transfer, Transfer]]:
+    """Prices one layer's core attention, forward and backward, and the transfers of its slices of the sequence."""
+    cluster, t = config.cluster, layout.tp
     tokens, unit = micro_batch_tokens(config, layout), config.train.precision
-    operations = 2.0 * tokens * config.train.seq_length * config.model.num_attention_heads * head_dim / t
+    operations = 2.0 * tokens * config.train.seq_length * attention.queries / t
     if cluster.device == "cpu":
         forward = operations / (CPU_ATTENTION * matmul_rate(cluster, 1, "fp32"))
         backward = 2.5 * forward
@@ -253,7 +239,7 @@ def _core_attention(config: RunConfig, layout: Layout) -> tuple[float, float, tu
     if layout.cp == 1:
         return forward, backward, (Transfer(), Transfer())
     links, group = Links(cluster=cluster), Groups.of(layout, cluster).cp
-    slice_bytes = 2.0 * tokens * config.model.num_query_groups * head_dim / t * element_bytes(config)[0]
+    slice_bytes = 2.0 * tokens * attention.keys / t * element_bytes(config)[0]
     if cluster.transformer_engine:
         # A slice's attention is computed while the next slice travels; backwards its gradient travels along.
         hop_s = links.point_to_point(slice_bytes, crosses=group.machines > 1).seconds
@@ -356,11 +342,11 @@ def _product(config: RunConfig, tokens: int, inputs: int, outputs: int) -> float
     return matmul_seconds(config.cluster, tokens, inputs, outputs, config.train.precision)
 
 
-def _qk_norm_passes(config: RunConfig) -> float:
-    """Passes over queries and keys that their norms are worth."""
-    if not config.model.qk_norm:
-        return 0.0
-    return QK_NORM_PASSES if config.cluster.transformer_engine else 1.0
+def _head_passes(config: RunConfig, attention: Attention) -> float:
+    """Counts the passes over queries and keys that rotary embedding and their norms are worth."""
+    if not attention.normalised:
+        return 2.0
+    return 2.0 + 2.0 * (QK_NORM_PASSES if config.cluster.transformer_engine else 1.0)
 
 
 def _exchange(config: RunConfig, layout: Layout) -> Transfer:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.model.qwen3 import flops_per_token
+from canzona_cli.model.families import flops_per_token
 from canzona_cli.planner.memory import checkpoint_bytes
 
 

@@ -13,8 +13,8 @@ from canzona_cli.planner.memory import estimate, plan_memory
 from canzona_cli.planner.parts import Assignment, Bucket, Cell
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.subject import update_costs
+from canzona_cli.run.breakdown import Prediction
 from canzona_cli.run.machine import cores
-from canzona_cli.run.prediction import Prediction
 from canzona_cli.simulate.simulate import StrategyResult, simulate
 from canzona_cli.simulate.update import Workload
 

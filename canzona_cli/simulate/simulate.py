@@ -24,7 +24,7 @@ from canzona_cli.config.execution import (
 )
 from canzona_cli.config.schema import KroneckerConfig, Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.model.qwen3 import flops_per_token
+from canzona_cli.model.families import flops_per_token
 from canzona_cli.planner.activations import stage_weights
 from canzona_cli.planner.buckets import element_bytes
 from canzona_cli.planner.cost import ROUNDING, implementation, memory_rate, step_factor
@@ -32,8 +32,8 @@ from canzona_cli.planner.links import Groups, Transfer
 from canzona_cli.planner.norm_clip import NormClip
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.planner.refresh import by_rank, refreshes
+from canzona_cli.run.breakdown import SimulatedEvent
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
-from canzona_cli.run.prediction import SimulatedEvent
 from canzona_cli.simulate.buffers import Buffers, Chunk, after_reduction
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.model_time import stage_time

@@ -33,7 +33,7 @@ _SAMPLE = "sample"
 _MOST_POINTS = 50
 """Handed over at once: MLflow takes a thousand values."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-"""Before a tracker that failed is tried again; doubled each time."""
+"""Seconds before a tracker that failed is tried again; doubled each time."""
 
 
 class Follower:
@@ -50,14 +50,14 @@ class Follower:
             "validation_": JsonLines(files.validation),
             _SAMPLE: JsonLines(files.events),
         }
-        """By what the names of a file's values begin with; of events, samples of text alone."""
+        """The prefixes of the names of a file's values; of events, only samples of text."""
         self._state = load_if_sound(files.tracker(name), TrackerState) or TrackerState()
         begin = {kind: min(self._state.taken.get(kind, -1), start) for kind in self._records}
         self._state = replace(self._state, taken=begin)
         self._waiting = deque((kind, point) for kind, point in self._read() if point.step > begin[kind])
         self._tracker: Tracker | None = None
         self._failures = 0
-        """Since it last worked."""
+        """The number of failures since it last worked."""
         self._not_before = 0.0
 
     def look(self, *, last: bool = False) -> None:
@@ -153,7 +153,7 @@ def _numbers(line: Mapping[str, object], before: str) -> Iterator[tuple[str, flo
 
 
 def follow(run_dir: Path, name: TrackerName, start: int) -> None:
-    """Until this process's input is closed."""
+    """Follows a run until this process's input is closed."""
     follower = Follower(RunFiles(run_dir), name, start=start)
     while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         follower.look()

@@ -1,4 +1,4 @@
-"""What takes a run's curves besides its own files: TensorBoard, Weights & Biases, MLflow, behind one interface.
+"""Trackers, which take a run's curves besides its files: TensorBoard, Weights & Biases, MLflow, behind one interface.
 
 Each has the names and steps of metrics.jsonl. Where it sends them, and with which key, its own environment variables
 say (`WANDB_API_KEY`, `WANDB_MODE`, `WANDB_PROJECT`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`, ...). Without
@@ -22,35 +22,35 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
 
 _PROJECT = "canzona"
-"""Of Weights & Biases, and the experiment of MLflow, where the environment names none."""
+"""The project of Weights & Biases, and the experiment of MLflow, where the environment names none."""
 _MOST_PARAMETERS = 100
 """That MLflow takes at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What one line of a run's records says."""
+    """The values of one line of a run's records."""
 
     step: int
     time: float
     """Seconds since 1970."""
     values: Mapping[str, float]
-    """By name; finite."""
+    """The finite values by name."""
     texts: Mapping[str, str] = field(default_factory=dict)
-    """By name. MLflow, whose runs have none with a step, leaves them out."""
+    """The texts by name. MLflow, whose runs have none with a step, leaves them out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracked:
-    """What is followed."""
+    """The run that is followed."""
 
     run_dir: Path
     settings: Mapping[str, object]
-    """Of the whole run, by dotted key."""
+    """The settings of the whole run, by dotted key."""
     id: str | None
-    """As the tracker names the run; None where it does not know it yet."""
+    """The tracker's name for the run; None if it does not know it yet."""
     first_step: int
-    """Of what will be added: whatever it knows of this step and later ones is of steps that are done again."""
+    """The first step that will be added: whatever the tracker has of this step and later ones will be repeated."""
 
 
 class Tracker(Protocol):
@@ -58,7 +58,7 @@ class Tracker(Protocol):
 
     @property
     def id(self) -> str:
-        """As it names the run: what `Tracked.id` is when the run goes on."""
+        """The tracker's name for the run: `Tracked.id` when the run continues."""
 
     def add(self, points: Sequence[Point]) -> None:
         """Points in the order of their file; afterwards they are the tracker's to keep."""

@@ -54,7 +54,7 @@ def main() -> None:
 def _start(
     args: tuple[str, ...], env: dict[str, str], stdout: IO[str] | None, stderr: IO[str] | None, start_new_session: bool
 ) -> "subprocess.Popen[bytes]":
-    """What torchrun calls to start a rank: `python -u -m MODULE ARGUMENT...`; the process is torchrun's own child."""
+    """Starts a rank for torchrun: `python -u -m MODULE ARGUMENT...`; the process is torchrun's own child."""
     if args[:3] != (sys.executable, "-u", "-m"):
         raise ValueError(f"cannot fork what is not a Python module: {args}")
     rank = partial(_be_rank, args[3:], env)

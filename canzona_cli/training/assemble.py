@@ -1,4 +1,4 @@
-"""What a worker has before its first step: model, optimizer, schedule, timer."""
+"""The parts a worker has before its first step: model, optimizer, schedule, timer."""
 
 import os
 import random

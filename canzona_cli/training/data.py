@@ -20,7 +20,7 @@ also `counted`: how many tokens of the micro-batch the loss is the mean of, on a
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusFacts:
-    """What `GPTDataset` wants to know of a tokenizer: it reads ids and never text."""
+    """The facts that `GPTDataset` asks of a tokenizer: it reads ids and never text."""
 
     vocab_size: int
     eod: int | None
@@ -45,7 +45,7 @@ class HeldOut:
 
     name: str
     share: float
-    """Of the set in training, 1 for all together."""
+    """The share of the set in training, 1 for all together."""
     samples: torch.utils.data.Dataset[Batch]
 
 
@@ -69,8 +69,7 @@ def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) ->
 
 
 def build_validation(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> tuple[HeldOut, ...]:
-    """Of each set the samples on which a run of these settings is validated; those of all documents where the corpus
-    has none to train on."""
+    """Builds the validation samples of each set; those of all documents where the corpus has none to train on."""
     assert config.train.global_batch_size is not None
     share = config.data.validation_fraction if corpus.train_tokens else 1.0
     samples = config.train.eval_batches * config.train.global_batch_size
@@ -93,7 +92,7 @@ def _build(
     samples: int,
     cache: Path,
 ) -> torch.utils.data.Dataset[Batch]:
-    """At least so many samples of these parts of the sets: in turn, by their shares, where there are several."""
+    """Builds at least so many samples of these parts of the sets: in turn, by their shares, if there are several."""
     weights = [one.share for one in sets]
     settings = GPTDatasetConfig(
         random_seed=config.train.seed,
@@ -116,7 +115,7 @@ def _build(
         mid_level_dataset_surplus=max(0.005, (len(sets) + 1 / min(weights)) / samples),
     )
     index = 0 if split[0] == 0 else 1
-    """Of Megatron's three splits, the one that is built; it seeds nothing, but is told in the files' names."""
+    """The one of Megatron's three splits that is built; it seeds nothing, but is told in the files' names."""
     settings.split_matrix = [split if each == index else None for each in range(3)]
     sizes = [samples if each == index else 0 for each in range(3)]
     built: torch.utils.data.Dataset[Batch] | None

@@ -18,7 +18,7 @@ from canzona_cli.errors import Diverged, Problem
 Rule = Literal["far", "validation"]
 
 SLACK: Final = 0.1
-"""Of the limit, above which a loss adds up."""
+"""The share of the limit above which a loss adds up."""
 ENOUGH: Final = 16.0
 """Limits. A loss of twice the limit takes 18 steps to add up to it, of 1.3 times 80."""
 LEAST_STEPS: Final = 4
@@ -30,7 +30,7 @@ EARLY: Final = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Why nothing can be expected of going on, said once."""
+    """The reason why nothing can be expected of continuing, reported once."""
 
     rule: Rule
     step: int
@@ -39,7 +39,7 @@ class Divergence:
     words: str
 
     def error(self, *, last: int | None = None) -> Diverged:
-        """For a run that is to stop.
+        """Returns the error of a run that is to stop.
 
         Args:
             last: the step to which it trained on all the same.
@@ -71,11 +71,11 @@ class DivergenceGuard:
         return self.memory.since if self.memory.excess > 0 else None
 
     def goes_on(self, found: Divergence) -> bool:
-        """Whether what was found is still so after the last step and validation."""
+        """True if the divergence persists after the last step and validation."""
         return self.memory.excess >= ENOUGH if found.rule == "far" else self.memory.worse > 0
 
     def notice(self, step: int, loss: float | None) -> Divergence | None:
-        """What is to be said after a step.
+        """Returns what is to be reported after a step.
 
         Args:
             loss: over the global batch, finite, nats per token; None for a step that was skipped because its gradients
@@ -108,7 +108,7 @@ class DivergenceGuard:
         return None
 
     def validated(self, step: int, loss: float, *, final: bool) -> Divergence | None:
-        """What is to be said after a validation; two in a row must be bad, or the last one.
+        """Returns what is to be reported after a validation; two in a row must be bad, or the last one.
 
         Args:
             step: after which it was; 0 before the first.
@@ -136,7 +136,7 @@ class DivergenceGuard:
         return Divergence(rule="validation", step=step, since=since, words=words)
 
     def _first_time(self, rule: Rule, found: bool, *, over: bool) -> bool:
-        """Whether to speak now: once, until it is over."""
+        """Returns True to report now: once, until it is over."""
         if over:
             self._told.discard(rule)
         if not found or rule in self._told:

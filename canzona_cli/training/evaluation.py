@@ -37,7 +37,7 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.megatron.timers import PhaseTimer
     from canzona_cli.megatron.trainee import Model
     from canzona_cli.run.corpus import read_corpus
-    from canzona_cli.run.evaluation import Evaluation, evaluation_file
+    from canzona_cli.run.records import Evaluation, evaluation_file
     from canzona_cli.training.assemble import join
     from canzona_cli.training.data import BatchStream, build_validation
     from canzona_cli.training.pulse import Pulse

@@ -13,7 +13,7 @@ WINDOW = 64
 ENOUGH = 24
 """Losses before which nothing is called a spike: the first steps rise and fall as they like."""
 LEAST_RISE = 0.05
-"""Of the mean. With large batches the loss hardly scatters, and many deviations are still nothing to look at."""
+"""The least rise over the mean. With large batches the loss hardly scatters, and many deviations mean nothing."""
 NEW_LEVEL = 32
 """Steps after which a loss that stays high is what the run's loss is now."""
 
@@ -25,7 +25,7 @@ class Spike:
     step: int
     loss: float
     mean: float
-    """Of the recent steps."""
+    """The mean of the recent steps."""
     limit: float
     """The least loss that would have been one."""
 
@@ -68,7 +68,7 @@ class SpikeGuard:
         """Losses of the spike that goes on."""
 
     def remembered(self, memory: LossMemory) -> LossMemory:
-        """With the window as it is now."""
+        """Returns the memory with the window as it is now."""
         return replace(memory, usual=tuple(self._recent), high=tuple(self._high))
 
     def notice(self, step: int, loss: float) -> Spike | None:

@@ -47,13 +47,13 @@ _BEGINNING = Progress(step=0, samples=0, tokens=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where this launch begins: before the first step, or behind a checkpoint's."""
+    """The beginning of this launch: before the first step, or after a checkpoint's."""
 
     progress: Progress = _BEGINNING
     validate: bool = True
-    """Whether the model is validated before anything else."""
+    """True to validate the model before anything else."""
     validation: ValidationLoss | None = None
-    """What an earlier launch found behind the same step, after saving it."""
+    """An earlier launch's validation after the same step, made after saving it."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Training:
         self._spikes = SpikeGuard(self.trainee.config.train, memory)
         self._divergence = DivergenceGuard(self.trainee.config, memory)
         self._lost: Divergence | None = None
-        """Why training is lost, since when it first was, with train.divergence=warn."""
+        """The divergence, since it first was, with train.divergence=warn."""
 
     def run(self) -> Ending:
         """Make the steps of the recipe that are left.
@@ -127,7 +127,7 @@ class Training:
         return "done"
 
     def check_learnt(self) -> None:
-        """With train.divergence=warn a run that is lost is trained to its end; that it came to nothing is said there.
+        """Raises at the end of a run that trained on after a divergence, with train.divergence=warn.
 
         Raises:
             Diverged: on every rank together.
@@ -206,12 +206,12 @@ class Training:
         return self.trainee.config.train.divergence == "stop"
 
     def _remember(self) -> None:
-        """For the next checkpoint."""
+        """Stores the guards' memory for the next checkpoint."""
         memory = self._spikes.remembered(self._divergence.memory)
         self.progress = replace(self.progress, losses=memory)
 
     def _save_and_validate(self, step: int, *, wanted: bool, finished: bool) -> None:
-        """What is due after a step; the last step's save is on the disk when this returns."""
+        """Does what is due after a step; the last step's save is on the disk when this returns."""
         config = self.trainee.config
         saver = self.saver if wanted or (finished and config.checkpoint.at_end) else None
         if saver is not None:
@@ -260,7 +260,7 @@ class Training:
 
 
 def advanced(trainee: Trainee, progress: Progress, result: StepResult) -> Progress:
-    """How far a run has come one step later."""
+    """Returns the progress of a run one step later."""
     batch = trainee.world.layout.global_batch_size
     return replace(
         progress,

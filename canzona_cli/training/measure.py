@@ -1,4 +1,4 @@
-"""From per-rank step timings to breakdown.json."""
+"""The breakdown.json, made of per-rank step timings."""
 
 import resource
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import StepTiming
-from canzona_cli.model.qwen3 import flops_per_token
+from canzona_cli.model.families import flops_per_token
 from canzona_cli.run.breakdown import MeasuredBreakdown, PeakMemory, PhaseTime, RankTimes
 from canzona_cli.run.phases import IN_STEP
 from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_phases

@@ -26,7 +26,7 @@ IMPORTED_BY_ALL: Final = (
     "canzona_cli.config.compose",
     "torch._dynamo",  # torch's own optimizers import it in their first step
 )
-"""What ranks of every kind import that takes long, for `canzona_cli.training.agent`."""
+"""The slow imports of ranks of every kind, for `canzona_cli.training.agent`."""
 Work = Callable[[RunFiles, RankRecord, int], Ending]
 """Given the run's files, this rank's record and its number; how it ended. Slow imports belong into it: they come after
 the first sign of life."""
@@ -71,8 +71,8 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
 
 
 def hush() -> None:
-    """What torch and Megatron say of optional packages and of their own future is nothing the reader of a log can act
-    on, and it would stand above a rank's own error."""
+    """Silences torch's and Megatron's warnings of optional packages and of their own future: the reader of a log cannot
+    act on them, and they would stand above a rank's error."""
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     for name in ("megatron.core.models.gpt.gpt_model", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)

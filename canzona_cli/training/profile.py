@@ -10,7 +10,7 @@ from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.run.files import RunFiles
 
 ALL_RANKS = 8
-"""With at most this many ranks, each is profiled; otherwise rank 0 alone, because traces take megabytes and time."""
+"""The most ranks that are each profiled; with more only rank 0 is, because traces take megabytes and time."""
 
 
 class StepProfiler:

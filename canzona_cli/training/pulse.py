@@ -1,4 +1,4 @@
-"""Where training tells its heart what it does: at every change of phase, and around every wait for other ranks.
+"""Signs of life from training: at every change of phase, and around every wait for other ranks.
 
 With gloo, and wherever the host waits at all, everything that waits for a collective ends in `Work.wait`, whether our
 code, Megatron or torch itself calls it. NCCL's waits happen on the device; the host comes to wait where it first reads

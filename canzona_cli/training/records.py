@@ -1,4 +1,4 @@
-"""What workers leave in the run directory: metrics, validation, events, per-rank results."""
+"""The workers' files in the run directory: metrics, validation, events, per-rank results."""
 
 import errno
 import logging
@@ -15,11 +15,11 @@ from canzona_cli.run.breakdown import MeasuredBreakdown
 from canzona_cli.run.codec import plain, save
 from canzona_cli.run.files import RunFiles, try_append_json_line, write_json_atomic, write_json_or_overwrite
 from canzona_cli.run.heartbeat import Heart, Stage
-from canzona_cli.run.kernels import Kernels
 from canzona_cli.run.records import (
     CheckpointEvent,
     Ending,
     Incident,
+    Kernels,
     Level,
     RankError,
     RankResult,
@@ -48,7 +48,7 @@ class RankRecord:
         self.step = 0
         self.loss: float | None = None
         self.requests = StopRequests()
-        """What this process was asked by signals; nothing where it does not listen to them."""
+        """The requests that this process got by signals; none if it does not listen to them."""
         self.checkpoint: str | None = None
         """Name of the checkpoint the run ended with; one that a stop caused has been read back."""
         self.lost: Mapping[str, int] = {}
@@ -163,7 +163,7 @@ class Journal:
         self._append(self._files.validation, plain(record))
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """What the model writes behind `prompt`."""
+        """Records the text that the model writes after `prompt`."""
         detail = f"at step {step:,} the model writes: {prompt}{text}"
         self.incident("sample", detail=detail, level="info", step=step, prompt=prompt, text=text)
 

@@ -18,9 +18,9 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 600
-"""For agents that are started by hand, one after the other."""
+"""Seconds for agents that are started by hand, one after the other."""
 _OWN_TIMEOUT_S = 60
-"""For one that only has to reach itself."""
+"""Seconds for an agent that only has to reach itself."""
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
@@ -66,5 +66,5 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torchrun calls to learn how to make the rendezvous."""
+    """Returns the function by which torchrun makes the rendezvous."""
     return _create

@@ -14,11 +14,11 @@ _ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopRequests:
-    """What this process was asked by signals, once it listens to them."""
+    """The requests that this process got by signals, once it listens to them."""
 
     def __init__(self) -> None:
         self.preempted = False
-        """Whether the run shall be saved and ended."""
+        """True if the run shall be saved and ended."""
 
     def listen(self) -> None:
         """Call it in the main thread, before any other thread is started."""

@@ -1,4 +1,4 @@
-"""What the model that is being trained writes: its likeliest continuation of a prompt, on any layout.
+"""Samples of text by the model in training: its likeliest continuation of a prompt, on any layout.
 
 Every token is a forward pass of the training model over the whole sequence, without a cache, by the schedule that a
 validation takes; nothing is drawn at random and nothing of training is touched. The ranks take the same passes
@@ -29,17 +29,17 @@ class Sampler:
     prompt: str
     """Empty: the beginning of a document."""
     tokens: int
-    """At most."""
+    """The most tokens to write."""
 
     def text(self, model: Model) -> str:
-        """What the model writes behind the prompt, the same on every rank. Collective."""
+        """Returns the model's continuation of the prompt, the same on every rank. Collective."""
         start: list[int] = self.tokenizer.encode_batch([self.prompt.encode()])[0].tolist()
         end = self.tokenizer.eod
         return self.tokenizer.decode(likeliest(model, start or [end], tokens=self.tokens, end=end))
 
 
 def sampler_of(config: RunConfig, corpus: PreparedCorpus) -> Sampler | None:
-    """As a run's settings ask for it; None where they do not."""
+    """Returns the sampler that a run's settings ask for; None if they ask for none."""
     train = config.train
     if train.sample_every == 0:
         return None
@@ -102,7 +102,7 @@ def _next(model: Model, sequence: torch.Tensor, position: int) -> int:
 
 
 def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Of each micro-batch, all of them alike, `[1, seq / cp, vocab / tp]`; none but on the last stage."""
+    """Returns the logits of each micro-batch, all alike, `[1, seq / cp, vocab / tp]`; none but on the last stage."""
     layout = model.world.layout
     stored: list[torch.Tensor] = get_forward_backward_func()(
         forward_step_func=_forward_step,

@@ -38,14 +38,14 @@ class _Save:
     step: int
     thread: threading.Thread | None = None
     failure: SaveFailed | None = None
-    """What stopped it, whichever rank it was; on rank 0."""
+    """The failure that stopped it, whichever rank it was; on rank 0."""
     said: bool = False
-    """Whether it was said that the next save is due and waits for this one."""
+    """True once it was reported that the next save is due and waits for this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Failure:
-    """Why a rank could not save, as it tells the others."""
+    """One rank's reason why it could not save, as it sends it to the others."""
 
     reason: str | None
 
@@ -78,7 +78,7 @@ class Saver:
         self._saved_at = clock()
 
     def due(self, step: int) -> bool:
-        """Whether to save after this step, by steps or by time; what rank 0 says counts.
+        """Returns True to save after this step, by steps or by time; rank 0 decides.
 
         While the previous save is still being written, one that is due by time waits for the first step after it, and
         an event says so: a slow disk then costs checkpoints, not training time. Saves due by steps are never put off,
@@ -179,7 +179,7 @@ class Saver:
         return any(self._trainee.timer.read(ready))
 
     def _write(self, save: _Save, shard: Shard, header: Header, *, stall_s: float, reread: bool) -> None:
-        """On a thread of its own."""
+        """Writes on a thread of its own."""
         begun = self._clock()
         world = self._trainee.world
         partial = partial_path(self._files.checkpoints, save.step)

@@ -20,7 +20,7 @@ LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Agreed:
-    """What the ranks tell one another in a step, between backward and update."""
+    """The facts that ranks exchange in a step, between backward and update."""
 
     loss: float
     stop: bool = False
@@ -31,7 +31,7 @@ class Agreed:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult(Agreed):
-    """What one step found, the same on every rank."""
+    """The result of one step, the same on every rank."""
 
     grad_norm: float
     lr: float
@@ -188,7 +188,7 @@ def _bad_ranks(trainee: Trainee, losses: list[torch.Tensor]) -> tuple[int, ...]:
 
 
 def bad_losses(ranks: Sequence[int]) -> str:
-    """In words, which ranks' losses are not finite; empty when all are."""
+    """Names in words the ranks whose losses are not finite; empty when all are."""
     if not ranks:
         return ""
     numbers = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")

@@ -27,7 +27,7 @@ LIMITS: Final[Mapping[str, float]] = {
     "cpu": 1.5,  # ranks that share cores get in each other's way
     "cuda": 1.25,  # each has a device of its own
 }
-"""How many times its peers' time a rank may take, by the type of its device."""
+"""The multiple of its peers' time that a rank may take, by the type of its device."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,10 +25,10 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.config.execution import Execution, execution_of
     from canzona_cli.engine.kernels import choose_kernels
     from canzona_cli.errors import Diverged, WorkerCrashed
-    from canzona_cli.megatron import grouping, parallel
+    from canzona_cli.megatron import owner_bucket_group, parallel
     from canzona_cli.planner.plan_file import read_plan
     from canzona_cli.run.corpus import read_corpus
-    from canzona_cli.run.timeline import write_timeline
+    from canzona_cli.run.records import write_timeline
     from canzona_cli.training.assemble import assemble, join
     from canzona_cli.training.data import build_datasets
     from canzona_cli.training.loop import Start, Training
@@ -48,7 +48,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     journal.stage("build model", config.model.name)
     trainee = assemble(config, world, plan)
     pulse.follow(trainee.timer)
-    if (otherwise := grouping.contradiction(trainee)) is not None:
+    if (otherwise := owner_bucket_group.contradiction(trainee)) is not None:
         journal.incident("grouping", detail=otherwise, level="warning")
 
     journal.kernels(choose_kernels(config, world.device, alive=record.heart.progress))

@@ -23,7 +23,7 @@ from canzona_cli.engine.kernels import choose_kernels
 from canzona_cli.optimizers.matrix_optimizer import products
 from canzona_cli.planner.cost import algorithm
 from canzona_cli.planner.work import flops, work
-from canzona_cli.run.kernels import KernelChoice
+from canzona_cli.run.records import KernelChoice
 from canzona_cli.run.statistics import Quartiles
 from gpu_parts.outcome import Outcome, Setup
 

@@ -22,10 +22,8 @@ from canzona_cli.data.inputs import find_sources
 from canzona_cli.data.sources import Reader, Source
 from canzona_cli.data.tokenizers import load_json_tokenizer
 from canzona_cli.errors import CanzonaError, ConfigError
-from canzona_cli.huggingface.config_json import config_json
-from canzona_cli.huggingface.folder import open_folder
-from canzona_cli.huggingface.names import tensor_names
-from canzona_cli.huggingface.recipe import recipe_of
+from canzona_cli.huggingface.folder import open_folder, recipe_of
+from canzona_cli.huggingface.foreign import config_json, tensor_names
 from canzona_cli.huggingface.staging import copy_file
 from canzona_cli.model.geometry import unit_shape
 from tests.attacks.table import RecordAttack

@@ -15,7 +15,7 @@ from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.checkpoint.verify import read_manifest, verify
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import CheckpointInvalid
-from canzona_cli.model.geometry import EMBEDDING
+from canzona_cli.model.families import EMBEDDING
 from tests.checkpoint.checkpoints import header
 from tests.dist.saved import resolve
 

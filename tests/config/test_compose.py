@@ -11,7 +11,7 @@ from canzona_cli.config.recipes import RECIPES_DIR_VARIABLE, builtin_recipes_dir
 from canzona_cli.config.schema import AdamWConfig, CustomConfig, MuonConfig, TrackerName
 from canzona_cli.config.tree import list_recipes
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.model.qwen3 import parameter_count
+from canzona_cli.model.families import parameter_count
 
 BUILTIN = [*group_options("recipe", [builtin_recipes_dir()])]
 PUBLISHED_SIZES = {"0.6b": 0.596e9, "1.7b": 1.72e9, "4b": 4.02e9, "8b": 8.19e9, "14b": 14.77e9, "32b": 32.76e9}

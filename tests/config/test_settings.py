@@ -11,9 +11,9 @@ import pytest
 from canzona_cli.config.changes import changes
 from canzona_cli.config.compose import build, compose_run
 from canzona_cli.config.schema import OPTIMIZERS, Layout, RunConfig
-from canzona_cli.config.schema.field import CURVE, LAYOUT, MODEL, NOTHING, OPTIMIZER, PLAN, SPREAD, Range
 from canzona_cli.config.settings import Setting, affecting, settings
 from canzona_cli.errors import ConfigError
+from canzona_cli.fields import CURVE, LAYOUT, MODEL, NOTHING, OPTIMIZER, PLAN, SPREAD, Range
 
 SETTINGS = [*settings().values()]
 TREE: dict[str, object] = asdict(compose_run(["recipe=tiny"]).config)

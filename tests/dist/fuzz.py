@@ -30,8 +30,7 @@ from canzona_cli.checkpoint.manifest import step_name
 from canzona_cli.checkpoint.restore import restore, verify_together
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CanzonaError
-from canzona_cli.megatron.groups import make_groups
-from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.parallel import World, make_groups
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.plan import Plan
 from canzona_cli.training.assemble import assemble, join
@@ -220,7 +219,7 @@ def _mode(dice: random.Random, half: tuple[str, ...]) -> tuple[str, ...]:
     """Where there is a TP group to share with; few of these matrices are cut evenly, and some optimizers cannot."""
     if "parallel.tp=1" in half or "engine.strategy=canzona" not in half:
         return ()
-    return (f"engine.mode={dice.choice(('hosted', 'shared', 'shared', 'rows', 'auto'))}",)
+    return (f"engine.mode={dice.choice(('hosted', 'shared', 'shared', 'auto'))}",)
 
 
 def _yes(dice: random.Random) -> str:

@@ -11,7 +11,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from canzona_cli.config.schema import Layout
-from canzona_cli.megatron import attention, cpu_attention, parallel
+from canzona_cli.megatron import attention, parallel
 from canzona_cli.megatron.attention import CausalAttention
 from tests.dist.ranks import run_ranks
 
@@ -101,7 +101,7 @@ def _compare(heads: int, groups: int, head_dim: int, dtype: torch.dtype, world: 
         kernel = _run(ours_shared, mine[:3], mine[3], dtype)
         with patch.object(attention, "_kernel_knows_groups", return_value=False):
             repeated = _run(ours_shared, mine[:3], mine[3], dtype)
-    with patch.object(cpu_attention, "_QUERIES", 40):
+    with patch.object(attention, "_QUERIES", 40):
         alone = _run(ours, inputs, upstream, dtype)
     return Found(
         alone=_errors(alone, exact),

@@ -15,9 +15,9 @@ from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.errors import CheckpointInvalid
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.model.geometry import EMBEDDING
-from canzona_cli.optimizers import doubt, gram_form, shared_rows
-from canzona_cli.optimizers.doubt import DISTRUSTED, STANDARD_STEPS
+from canzona_cli.model.families import EMBEDDING
+from canzona_cli.optimizers import gram_form, muon_facts, shared_rows
+from canzona_cli.optimizers.muon_facts import DISTRUSTED, STANDARD_STEPS
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
@@ -326,7 +326,7 @@ def test_whatever_was_not_trusted_in_gram_form_stays_in_standard_form_for_a_time
     """As on CUDA: an update that is left out, and what a run that goes on elsewhere makes of that matrix. Old
     checkpoints have a mark without a number of steps, which then are all."""
     if old:
-        monkeypatch.setattr("canzona_cli.optimizers.doubt.STANDARD_STEPS", True)
+        monkeypatch.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", True)
     mark = True if old else STANDARD_STEPS
     monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
     monkeypatch.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
@@ -355,7 +355,7 @@ def test_whatever_was_not_trusted_in_gram_form_stays_in_standard_form_for_a_time
         assert forms(third) == saved
         with monkeypatch.context() as never:
             never.delattr("canzona_cli.optimizers.muon.gram_newton_schulz")
-            never.setattr("canzona_cli.optimizers.doubt.STANDARD_STEPS", STANDARD_STEPS)
+            never.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", STANDARD_STEPS)
             samples = RandomTokens(samples=8, seq_length=64, vocab_size=384)
             losses = [train_step(second, BatchStream(samples, world)).loss]
             assert forms(second) == {STANDARD_STEPS - 1}
@@ -371,7 +371,7 @@ def test_behind_a_doubt_a_run_goes_on_as_if_it_had_not_ended(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the last bit: two steps more in standard form, as many in Gram form, on all ranks of a shared matrix alike."""
-    monkeypatch.setattr(doubt, "STANDARD_STEPS", 2)
+    monkeypatch.setattr(muon_facts, "STANDARD_STEPS", 2)
     run = resolve("gpus=2", "parallel.tp=2", "train.precision=fp32", "optimizer.form=gram", f"engine.mode={mode}")
     case = Case(settings=(), steps=1)
 

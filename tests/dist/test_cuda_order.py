@@ -16,10 +16,9 @@ from megatron.core.utils import get_model_config
 from canzona_cli.checkpoint.manifest import Shard
 from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.config.schema import Layout, Reduction, RunConfig
-from canzona_cli.engine.aside import Aside
-from canzona_cli.megatron import grouping
-from canzona_cli.megatron.in_flight import CONNECTIONS
-from canzona_cli.megatron.timers import StepTiming
+from canzona_cli.engine.wire import Aside
+from canzona_cli.megatron import owner_bucket_group
+from canzona_cli.megatron.timers import CONNECTIONS, StepTiming
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.planner import make_plan
@@ -154,8 +153,8 @@ def _find_out(trainee: Trainee, record: Record) -> FoundOut:
         return float(len(record.operations) - before)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(grouping, "device_seconds", serial)
-        said = grouping.contradiction(trainee)
+        patched.setattr(owner_bucket_group, "device_seconds", serial)
+        said = owner_bucket_group.contradiction(trainee)
     launched = [found for found in record.operations if found.stream.startswith("nccl")]
     return FoundOut(said=said, launches=len(launched), waits=len(record.waits))
 
@@ -289,11 +288,11 @@ def test_a_save_reads_what_has_been_copied(stood: list[Stood]) -> None:
 def test_ranks_find_out_how_buckets_are_reduced(small: tuple[RunConfig, Layout], stood: list[Stood]) -> None:
     """By the reductions that the engine issues, many handed over together and waited for at once."""
     assert small[0].cluster.grouped_collectives
-    repeats = grouping._REPEATS + 1
+    repeats = owner_bucket_group._REPEATS + 1
     for rank in stood:
-        assert rank.found_out.said == grouping.judged(grouping.REDUCTIONS, assumed=True)
+        assert rank.found_out.said == owner_bucket_group.judged(owner_bucket_group.REDUCTIONS, assumed=True)
         # And one all-reduce, so that all say the same.
-        assert rank.found_out.launches == repeats * (1 + grouping.REDUCTIONS) + 1
+        assert rank.found_out.launches == repeats * (1 + owner_bucket_group.REDUCTIONS) + 1
         assert rank.found_out.waits == repeats * 2 + 1
 
 

@@ -7,12 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from canzona_cli.engine.aside import Aside
-from canzona_cli.engine.buffers import AllToAll, Messages
-from canzona_cli.engine.fragments import Fragments
-from canzona_cli.engine.hosted import HostedGroup, Wiring
-from canzona_cli.megatron.in_flight import watcher_for
-from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.engine.hosted import HostedGroup
+from canzona_cli.engine.wire import AllToAll, Aside, Fragments, Messages, Wiring
+from canzona_cli.megatron.timers import PhaseTimer, watcher_for
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.exchange import from_hosts, group_traffic, to_hosts
 from canzona_cli.planner.measures import exchange_sent

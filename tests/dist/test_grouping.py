@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from canzona_cli.megatron import owner_collectives
-from canzona_cli.megatron.grouping import REDUCTIONS, judged, serial_factor
+from canzona_cli.megatron.owner_bucket_group import REDUCTIONS, judged, serial_factor
 from tests.dist.ranks import run_ranks
 
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.megatron import parallel
-from canzona_cli.megatron.groups import make_groups
+from canzona_cli.megatron.parallel import make_groups
 from tests.dist.ranks import run_ranks
 from tests.faults.support import LAYOUT
 

@@ -12,8 +12,8 @@ from megatron.core.utils import get_model_config
 
 from canzona_cli.config.schema import Layout, Reduction, RunConfig
 from canzona_cli.megatron import instrument
-from canzona_cli.megatron.adamw import build_adamw
 from canzona_cli.megatron.matrix_buffers import PlanMismatch, global_parameters, named_matrix_parameters
+from canzona_cli.megatron.optimizer import build_adamw
 from canzona_cli.megatron.owner_bucket_group import OwnerBucketGroup, adamw_groups, matrix_groups
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer

@@ -16,10 +16,10 @@ from canzona_cli.engine import shared
 from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.optimizers import doubt, muon, shared_rows
+from canzona_cli.optimizers import muon, muon_facts, shared_rows
 from canzona_cli.optimizers.muon import Muon
-from canzona_cli.optimizers.shared import Shape, Together, Turns, each_turn
 from canzona_cli.optimizers.shared_muon import SharedMuon
+from canzona_cli.optimizers.shared_rows import Shape, Together, Turns, each_turn
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import engine_of, heard, resolve
 from tests.dist.jobs import build, on_ranks, planned
@@ -78,7 +78,7 @@ def _break(trainee: Trainee, fault: Fault) -> None:
         assert isinstance(average, torch.Tensor)
         average[0, 0] = torch.nan
     if fault == "marked":
-        fragment.replace_marks({doubt.DISTRUSTED: True})
+        fragment.replace_marks({muon_facts.DISTRUSTED: True})
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def faulted() -> dict[Fault, list[Faulted]]:
 
     def work(fault: Fault, world: World) -> Faulted:
         with pytest.MonkeyPatch.context() as patched, heard("canzona_cli") as log:
-            patched.setattr(doubt, "STANDARD_STEPS", STANDARD)
+            patched.setattr(muon_facts, "STANDARD_STEPS", STANDARD)
             if fault == "doubt on a device":
                 patched.setattr(muon, "by_blocks", lambda matrix: False)
             trainee = assemble_trainee(made[0], world, plan)

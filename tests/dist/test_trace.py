@@ -11,7 +11,7 @@ import pytest
 
 from canzona_cli.report.run_trace import write_trace
 from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
-from canzona_cli.run.timeline import write_timeline
+from canzona_cli.run.records import write_timeline
 from canzona_cli.training.data import Datasets
 from canzona_cli.training.loop import Training
 from canzona_cli.training.measure import gather_breakdown

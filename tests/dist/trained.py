@@ -13,15 +13,15 @@ import torch
 
 from canzona_cli.config.schema import Layout, MuonConfig, RunConfig, ShampooConfig, SoapConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.engine.fragments import Fragments
+from canzona_cli.engine.wire import Fragments
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.muon import Muon
-from canzona_cli.optimizers.newton_schulz import Form
 from canzona_cli.optimizers.shampoo import Shampoo
-from canzona_cli.optimizers.shared import Shape, Together, Turns
 from canzona_cli.optimizers.shared_muon import SharedMuon
+from canzona_cli.optimizers.shared_rows import Shape, Together, Turns
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream

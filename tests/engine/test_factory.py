@@ -11,7 +11,7 @@ from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import CustomConfig
-from canzona_cli.engine.factory import optimizer_factory
+from canzona_cli.engine.build import optimizer_factory
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.matrices import matrices
 from canzona_cli.planner.cost import algorithm, peak_seconds, seconds
@@ -65,7 +65,7 @@ def test_a_built_in_optimizer_is_a_file_and_a_recipe(recipes: Path) -> None:
 
 
 def test_an_optimizer_is_tried_on_the_runs_device(recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written for GPUs alone would fail on the host's matrices."""
+    """An optimizer written for GPUs alone would fail on the host's matrices."""
     config = compose_run(["recipe=qwen3-tiny", "optimizer=lion"], recipes_dirs=(recipes,)).config
     moved: list[object] = []
 

@@ -1,4 +1,4 @@
-"""What optimizers could not do is logged under the matrix's name and counted until it is asked for."""
+"""A fallback is logged under the matrix's name and counted until it is asked for."""
 
 import logging
 import math
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from canzona_cli.engine.factory import Fallbacks
-from canzona_cli.engine.masters import left_out, settle
+from canzona_cli.engine.masters import Fallbacks, left_out, settle
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.muon import Muon
@@ -76,7 +75,7 @@ def test_an_optimizer_tells_the_masters_it_was_given(
 def test_what_was_left_out_without_waiting_is_counted_named_and_standard_from_then_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on CUDA: Muon's flags stay on the device until the step's one wait has brought their number."""
+    """The passes are CUDA's: Muon's flags stay on the device until the step's one wait has brought their number."""
     monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
     monkeypatch.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
     masters = _masters()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from canzona_cli.config.schema import ModelConfig, Splitting
-from canzona_cli.engine.fragments import Fragments
+from canzona_cli.engine.wire import Fragments
 from canzona_cli.model.geometry import head_of
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
@@ -54,7 +54,7 @@ def _interleaved(whole: Named, shape: ModelConfig) -> torch.Tensor:
 
 
 def _stored(whole: Named, shape: ModelConfig, tp: int, rank: int) -> Named:
-    """What Megatron keeps on a tensor-parallel rank, by parameter."""
+    """Cuts what Megatron stores on a tensor-parallel rank, by parameter."""
     return {
         QKV: _interleaved(whole, shape).chunk(tp)[rank].clone(),
         PROJ: whole["proj"].chunk(tp, dim=1)[rank].clone(),
@@ -64,7 +64,7 @@ def _stored(whole: Named, shape: ModelConfig, tp: int, rank: int) -> Named:
 
 
 def _expected(matrix: Matrix, whole: Named, shape: ModelConfig) -> torch.Tensor:
-    """The matrix as an optimizer has to see it."""
+    """Returns the matrix as an optimizer has to see it."""
     if matrix.kind == "qkv":
         return _interleaved(whole, shape)
     if matrix.kind == "fc1":

@@ -1,8 +1,8 @@
-"""How a host's new weights are taken over on a GPU, on a stand-in."""
+"""A host's new weights are taken over as on a GPU, on a stand-in."""
 
 import torch
 
-from canzona_cli.engine.hosted import Write, write_finite
+from canzona_cli.engine.wire import Write, write_finite
 from tests.cuda_stand_in import cuda_stand_in
 
 
@@ -25,7 +25,7 @@ def test_weights_are_written_where_they_are_finite_without_waiting_and_without_m
 
 
 def test_each_weight_has_the_flag_at_its_own_place() -> None:
-    """On CPUs, where flags are read; in no order."""
+    """CPUs read the flags; places come in no order."""
     sources = [torch.full((2, 3), value) for value in (1.0, 2.0, 3.0)]
     targets = [torch.zeros(2, 3) for _ in sources]
     writes = [

@@ -17,17 +17,16 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.engine import kernels
 from canzona_cli.engine.kernels import choose_kernels, product_shapes
-from canzona_cli.optimizers import kernels as known
 from canzona_cli.optimizers import symmetric
 from canzona_cli.optimizers.symmetric import Kernel, plain
 from canzona_cli.planner.activations import matrix_shapes
 from canzona_cli.planner.cost import algorithm, form_of
-from canzona_cli.run.kernels import KernelChoice
+from canzona_cli.run.records import KernelChoice
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
 from tests.dist.ranks import run_ranks
 
 SECONDS = {"quick": 1.0, "slow": 3.0, "hardly": 1.98, "plain": 2.0}
-"""Of the products of those that are called so."""
+"""The numbers of products of the kernels with these names."""
 
 
 def _config(*overrides: str) -> RunConfig:
@@ -61,7 +60,7 @@ def _only_transposes(
 
 
 def _climb(ladder: dict[str, Callable[[], Kernel]], calls: list[str], config: RunConfig) -> list[KernelChoice]:
-    """With the times that kernels of these names would take; as many ranks as there are."""
+    """Chooses with the times that kernels of these names would take, on as many ranks as there are."""
 
     def seconds(operation: Callable[[], None]) -> float:
         calls.clear()
@@ -127,7 +126,7 @@ def test_the_quickest_is_taken_and_one_that_is_not_there_passed_over(climbed: di
 
 
 def test_one_whose_results_are_wrong_is_refused(climbed: dict[str, list[KernelChoice]]) -> None:
-    """By 2%, above the diagonal, or where it takes two polynomials for one and its transpose."""
+    """The error is 2%, above the diagonal, or where it takes two polynomials for one and its transpose."""
     for choice in climbed["wrong"]:
         refused = {trial.kernel: trial.refused for trial in choice.trials}
         assert choice.kernel == "plain"
@@ -151,7 +150,7 @@ def test_what_has_no_symmetric_products_has_no_choices(optimizer: str) -> None:
 
 
 def test_a_kernel_is_tried_in_the_type_that_the_shape_has_in_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where both forms multiply squares of one side, in both."""
+    """Squares that both forms multiply are tried in both types."""
     config = _config("model=qwen3-8b", "cluster=h100-80g")
     forms = {form_of(algorithm(config), *shape, config.cluster) for shape in matrix_shapes(config)}
     assert forms == {"standard", "gram"}, "the test is of nothing"
@@ -208,13 +207,13 @@ def test_emergings_kernel_is_asked_for_what_it_can_and_cublas_for_the_rest(monke
     names = list(itertools.chain(*(f.__code__.co_varnames[:6] for f in (tsyrk, syrk.tsyrk_ex_small_matrix))))
     assert names[:6] == names[6:], "emerging-optimizers' own arguments"
     monkeypatch.setattr(syrk, "tsyrk_ex_small_matrix", tsyrk)
-    kernel = known.emerging()
+    kernel = symmetric.emerging()
     cases = list(kernels._cases((24, 24, torch.bfloat16), torch.device("cpu")))
     assert not any(case.wrong(kernel) for case in cases)
     assert asked == [(True, 1.0, 0.0), (False, 2.0, -0.5)]
     monkeypatch.setattr(syrk, "HAS_TRITON_340", False)
     with pytest.raises(ImportError, match="triton"):
-        known.emerging()
+        symmetric.emerging()
 
 
 def test_quacks_kernel_is_called_as_torchs_copy_of_it_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +237,7 @@ def test_quacks_kernel_is_called_as_torchs_copy_of_it_is_declared(monkeypatch: p
     stand_in.gemm_symmetric = gemm_symmetric  # type: ignore[attr-defined]
     for name in ("quack.gemm_interface", "torch._vendor.quack.gemm_interface"):
         monkeypatch.setitem(sys.modules, name, stand_in)
-    for load in (known.quack, known.torchs_quack):
+    for load in (symmetric.quack, symmetric.torchs_quack):
         for dtype in (torch.bfloat16, torch.float16):
             cases = kernels._cases((24, 24, dtype), torch.device("cpu"))
             assert not any(case.wrong(load()) for case in cases)

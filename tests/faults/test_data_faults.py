@@ -18,8 +18,8 @@ from canzona_cli.config.compose import compose_run, load_resolved
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch.resume import resumption
 from canzona_cli.optimizers import shared_rows
-from canzona_cli.optimizers.shared import Shape, Together, Turns, each_turn
 from canzona_cli.optimizers.shared_muon import SharedMuon
+from canzona_cli.optimizers.shared_rows import Shape, Together, Turns, each_turn
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.records import read_layout
 from canzona_cli.training.data import Batch

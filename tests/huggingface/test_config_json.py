@@ -7,8 +7,8 @@ import pytest
 from transformers import Qwen3Config
 
 from canzona_cli.errors import ConfigError
-from canzona_cli.huggingface.config_json import config_json, read_model
 from canzona_cli.huggingface.folder import read_object
+from canzona_cli.huggingface.foreign import config_json, read_model
 from tests.dist.reference import hugging_face_config
 from tests.sizes import model
 

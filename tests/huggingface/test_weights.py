@@ -21,7 +21,7 @@ from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.checkpoint.saved_run import saved_run
 from canzona_cli.config.compose import compose_run
 from canzona_cli.huggingface.beside import Beside, byte_tokenizer
-from canzona_cli.huggingface.exporting import export_weights
+from canzona_cli.huggingface.weights import export_weights
 from tests.commands.support import canzona
 from tests.dist.ranks import run_ranks
 from tests.huggingface.folders import Weights, random_folder, read_by_transformers, stored

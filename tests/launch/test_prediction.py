@@ -10,10 +10,10 @@ from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import AdamWConfig, MuonConfig, OptimizerConfig, Strategy
 from canzona_cli.launch.run_dir import prediction_here
 from canzona_cli.planner.planner import make_plan
+from canzona_cli.run.breakdown import load_prediction
 from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.phases import IN_STEP, LABELS
-from canzona_cli.run.prediction import load_prediction
 from tests.run.runs import CONFIG, LAYOUT
 
 MUON, ADAMW = MuonConfig(name="muon", lr=3e-3), AdamWConfig(name="adamw", lr=3e-3)

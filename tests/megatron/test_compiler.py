@@ -1,4 +1,4 @@
-"""What Megatron decorates while no compiler is loaded is compiled all the same once it is called.
+"""A function that Megatron decorates while no compiler is loaded is compiled all the same once it is called.
 
 That a run loads none is seen where one starts: tests/faults/test_train.py."""
 

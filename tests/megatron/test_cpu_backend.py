@@ -1,4 +1,4 @@
-"""What the CPU backend promises Megatron-core: one contract per replaced name.
+"""The promises of the CPU backend to Megatron-core: one contract per replaced name.
 
 Each contract runs the Megatron code that needs the name, on real gloo ranks in processes of their own: with every
 replacement it must work, with this one taken back it must fail. The second half tells when Megatron no longer needs

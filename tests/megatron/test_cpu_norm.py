@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from canzona_cli.megatron.cpu_norm import ProcessorNorm, use_processor_norms
+from canzona_cli.megatron.model import ProcessorNorm, use_processor_norms
 
 EPS = 1e-6
 # Of the largest element: roundings of the type.
@@ -26,7 +26,7 @@ def test_values_and_gradients_are_torchs(dtype: torch.dtype, shape: tuple[int, .
 
 
 def _passed(norm: torch.nn.Module, hidden: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The output, and gradients of input and weight."""
+    """Computes the output, and gradients of input and weight."""
     hidden = hidden.clone().requires_grad_()
     output = norm(hidden)
     return output.detach(), *torch.autograd.grad(output, (hidden, *norm.parameters()), grad)

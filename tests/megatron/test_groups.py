@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from canzona_cli.config.schema import Layout
-from canzona_cli.megatron.groups import make_groups
+from canzona_cli.megatron.parallel import make_groups
 from tests.faults.support import LAYOUT
 
 MINUTE = timedelta(minutes=1)
@@ -27,10 +27,10 @@ def layout(*, tp: int = 1, pp: int = 1, cp: int = 1, dp: int = 1) -> Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """What one rank has after its groups are made."""
+    """The groups of one rank after they are made."""
 
     calls: int
-    """Of `new_group`."""
+    """The calls of `new_group`."""
     members: dict[str, list[int] | None]
     """Ranks of each purpose's group."""
     own: int
@@ -39,7 +39,7 @@ class Made:
 
 
 def made(rank: int, wanted: Layout, make: Callable[[Layout], ProcessGroupCollection], signs: list[None]) -> Made:
-    """The groups of one of the ranks, where `make` makes them."""
+    """Makes the groups of one of the ranks, where `make` makes them."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=wanted.world_size)
     calls = 0
     original = torch.distributed.new_group

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.megatron.in_flight import CudaWatcher
 from canzona_cli.megatron.owner_bucket_group import InFlight
-from canzona_cli.megatron.timers import HostClock, PhaseTimer, StepTiming
+from canzona_cli.megatron.timers import CudaWatcher, HostClock, PhaseTimer, StepTiming
 from canzona_cli.run.phases import IN_STEP, Phase
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
 
@@ -106,7 +105,7 @@ def test_transfers_that_overlap_count_once() -> None:
 
 
 def test_what_the_step_waits_for_a_transfer_is_part_of_its_total() -> None:
-    """In flight for 5 s under backward, then waited for 2 s more, of which the watcher saw 1."""
+    """The transfer is in flight for 5 s under backward, then waited for 2 s more, of which the watcher saw 1."""
     timer = HandTimer()
     timer.begin_step()
     begin = timer.now()
@@ -276,7 +275,7 @@ def test_a_ranks_own_time_is_its_even_work_without_the_waits_in_it() -> None:
 
 
 def test_what_is_fetched_early_is_not_waited_for_again() -> None:
-    """On CUDA, where the host waits: it is said so while it does, and only then is the host's clock a device's."""
+    """The host waits on CUDA and says so meanwhile; only then is the host's clock a device's."""
     with cuda_stand_in() as record:
         timer = PhaseTimer(DEVICE)
         heard: list[bool] = []
@@ -297,7 +296,7 @@ def test_what_is_fetched_early_is_not_waited_for_again() -> None:
 
 
 def test_a_watched_transfer_of_nothing_takes_no_time() -> None:
-    """With one data-parallel rank: its end must not come before its start, nor from another stream."""
+    """One data-parallel rank sends nothing: the end must not come before its start, nor from another stream."""
     with cuda_stand_in() as record:
         timer = PhaseTimer(DEVICE)
         span = timer.span("grad_reduce_total", timer.now())

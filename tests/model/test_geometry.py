@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from canzona_cli.config.layout_rules import possible_tp
 from canzona_cli.config.schema import ModelConfig, Splitting
 from canzona_cli.model import geometry
+from canzona_cli.model.families import EMBEDDING
 from canzona_cli.model.geometry import Block, View, fragment_blocks, stored_blocks, stored_shape, unit_shape
 from canzona_cli.model.matrices import matrices
 from canzona_cli.model.matrix import Matrix
@@ -120,4 +121,4 @@ def test_every_other_parameter_has_a_unit_of_its_own_whatever_stores_it() -> Non
     [out] = fragment_blocks("output_layer.weight", (rows, 256), shape, tp=2, rank=1)
     [into] = fragment_blocks("embedding.word_embeddings.weight", (rows, 256), shape, tp=2, rank=1)
     assert out == into
-    assert (out.unit, out.unit_row, unit_shape(out.unit, shape)) == (geometry.EMBEDDING, rows, (2 * rows, 256))
+    assert (out.unit, out.unit_row, unit_shape(out.unit, shape)) == (EMBEDDING, rows, (2 * rows, 256))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from canzona_cli.config.layout_rules import possible_tp
 from canzona_cli.config.schema import ModelConfig, Splitting
 from canzona_cli.errors import ConfigError
-from canzona_cli.model import qwen3
 from canzona_cli.model import shapes as shapes_file
+from canzona_cli.model.families import parameter_count
 from canzona_cli.model.matrices import layer_shapes, matrices, stage_matrices
 from canzona_cli.model.shapes import load_shapes
 from tests.sizes import SHAPES, Size, layout, model
@@ -40,7 +40,7 @@ def models(draw: st.DrawFn) -> ModelConfig:
 @pytest.mark.parametrize("size", SHAPES)
 def test_they_hold_every_layer_weight_once(size: Size, splitting: Splitting) -> None:
     found = matrices(model(size), layout(), splitting)
-    assert sum(m.elements for m in found) == qwen3.parameter_count(model(size)).layer_matrices
+    assert sum(m.elements for m in found) == parameter_count(model(size)).layer_matrices
     assert len({m.name for m in found}) == len(found)
 
 
@@ -172,7 +172,7 @@ def test_a_model_described_in_yaml_has_the_matrices_of_the_built_in_one(tmp_path
     assert shapes.matrices(layout(tp=tp, pp=2)) == matrices(model("tiny"), layout(tp=tp, pp=2), "split")
     stand_in = shapes.stand_in(model("0.6b"))
     assert replace(stand_in, name="", qk_norm=True) == replace(model("tiny"), name="")
-    assert shapes.layer_matrices == qwen3.parameter_count(model("tiny")).layer_matrices
+    assert shapes.layer_matrices == parameter_count(model("tiny")).layer_matrices
 
 
 def test_only_a_change_of_shapes_changes_the_digest(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from canzona_cli.model import qwen3
+from canzona_cli.model.families import family_of, flops_per_token, parameter_count
 from canzona_cli.model.matrices import layer_shapes
 from tests.sizes import Size, model
 
@@ -19,13 +19,15 @@ CHECKPOINT_ELEMENTS: dict[Size, int] = {
 
 @pytest.mark.parametrize(("size", "elements"), CHECKPOINT_ELEMENTS.items())
 def test_total_equals_the_published_checkpoint(size: Size, elements: int) -> None:
-    assert qwen3.parameter_count(model(size)).total == elements
+    assert parameter_count(model(size)).total == elements
 
 
 @pytest.mark.parametrize("size", CHECKPOINT_ELEMENTS)
 def test_counts_agree_with_every_digit_of_the_model_card(size: Size) -> None:
-    count = qwen3.parameter_count(model(size))
-    for ours, published in zip((count.total, count.non_embedding), qwen3.PUBLISHED[f"qwen3-{size}"], strict=True):
+    count = parameter_count(model(size))
+    for ours, published in zip(
+        (count.total, count.non_embedding), family_of(model(size)).published[f"qwen3-{size}"], strict=True
+    ):
         digits = len(published.removesuffix(" B").partition(".")[2])
         assert f"{ours / 1e9:.{digits}f} B" == published
 
@@ -33,14 +35,14 @@ def test_counts_agree_with_every_digit_of_the_model_card(size: Size) -> None:
 @pytest.mark.parametrize("size", ["tiny", *CHECKPOINT_ELEMENTS])
 def test_fused_and_split_shapes_hold_the_same_elements(size: Size) -> None:
     shape = model(size)
-    matrices = qwen3.parameter_count(shape).layer_matrices
+    matrices = parameter_count(shape).layer_matrices
     for shapes in (layer_shapes(shape, "fused"), layer_shapes(shape, "split")):
         assert shape.num_layers * sum(rows * cols for rows, cols in shapes) == matrices
 
 
 def test_only_untied_models_have_an_output_weight() -> None:
-    assert qwen3.parameter_count(model("4b")).output == 0
-    assert qwen3.parameter_count(model("8b")).output == 151_936 * 4096
+    assert parameter_count(model("4b")).output == 0
+    assert parameter_count(model("8b")).output == 151_936 * 4096
 
 
 def test_flops_of_a_token_counted_by_hand() -> None:
@@ -49,10 +51,10 @@ def test_flops_of_a_token_counted_by_hand() -> None:
     weights = 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 768 * 256) + 384 * 256
     # q k^T and scores * v: each 2 * 256 FLOPs for each of the 1000 / 2 keys seen on average, in 4 layers.
     attention = 4 * 2 * (2 * 256) * 500
-    assert qwen3.flops_per_token(shape, 1000) == pytest.approx(3 * (2 * weights + attention))
+    assert flops_per_token(shape, 1000) == pytest.approx(3 * (2 * weights + attention))
 
 
 def test_flops_approach_six_per_parameter_for_short_sequences() -> None:
     shape = model("32b")
-    count = qwen3.parameter_count(shape)
-    assert qwen3.flops_per_token(shape, 1) == pytest.approx(6 * (count.layer_matrices + count.output), rel=1e-4)
+    count = parameter_count(shape)
+    assert flops_per_token(shape, 1) == pytest.approx(6 * (count.layer_matrices + count.output), rel=1e-4)

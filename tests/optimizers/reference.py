@@ -212,7 +212,7 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(state: Mapping[str, torch.Tensor | int], key: str, side: int) -> torch.Tensor:
-    """A factor or root of a matrix's state as a square."""
+    """Unpacks a factor or root of a matrix's state as a square."""
     packed = state[key]
     assert isinstance(packed, torch.Tensor)
     return unpack(packed, packed.new_empty(side, side))

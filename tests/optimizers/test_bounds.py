@@ -13,7 +13,7 @@ RANKS = [1, 4, 48]
 
 
 def _gradients(rank: int, steps: int, *, noise: float = 0.0, shape: tuple[int, int] = (48, 64)) -> list[torch.Tensor]:
-    """Of a root mean square of about 0.01, of `rank` directions each, other ones at every step.
+    """Yields gradients of a root mean square of about 0.01, of `rank` directions each, which differ at every step.
 
     Args:
         noise: Relative, of all directions, and drawn apart.
@@ -28,7 +28,7 @@ def _gradients(rank: int, steps: int, *, noise: float = 0.0, shape: tuple[int, i
 
 
 def _moves(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """By step; in learning rates, where the rate is 1."""
+    """Lists the moves by step, in learning rates, where the rate is 1."""
     found = []
     for grad in grads:
         before = p.detach().clone()
@@ -75,7 +75,7 @@ def test_shampoos_own_updates_stay_near_orthogonal_ones(rank: int, period: int) 
 @pytest.mark.parametrize("period", [1, 10])
 @pytest.mark.parametrize("rank", RANKS)
 def test_kl_shampoo_moves_no_further_than_adam(rank: int, period: int, limit: int) -> None:
-    """With a factor on both sides, on one and on none."""
+    """The cases have a factor on both sides, on one and on none."""
     p = torch.nn.Parameter(torch.zeros(48, 64))
     optimizer = KLShampoo([p], 1.0, weight_decay=0.0, precondition_frequency=period, max_preconditioner_dim=limit)
     sizes = [float(move.square().mean().sqrt()) for move in _moves(optimizer, p, _gradients(rank, 40))]
@@ -107,7 +107,7 @@ def test_what_no_gradient_has_does_not_move() -> None:
 
 
 def test_bases_of_few_directions_are_nearly_the_same_for_nearly_the_same_factors() -> None:
-    """Also those columns that the factor says nothing about; each column with its sign, orthonormal."""
+    """The same holds for columns that the factor says nothing about; each column with its sign, orthonormal."""
     one, other = (grad @ grad.T for grad in (_gradients(4, 1)[0], _gradients(4, 1, noise=3e-7)[0]))
     basis = eigenbasis(one)
     torch.testing.assert_close(basis.T @ basis, torch.eye(48), rtol=0, atol=1e-5)

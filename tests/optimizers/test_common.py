@@ -1,4 +1,4 @@
-"""What all algorithms promise: state that restarts, decompositions that may fail, refreshes spread evenly."""
+"""The promises of all algorithms: state that restarts, decompositions that may fail, refreshes spread evenly."""
 
 import copy
 from collections.abc import Callable

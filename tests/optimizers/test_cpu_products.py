@@ -38,7 +38,7 @@ BATCHES: dict[str, Call] = {
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a processor that has no such instructions, whatever this one has; afterwards as it was."""
+    """Replaces products as on a processor that has no such instructions, whatever this one has; restores them."""
     before = bool(cpu_products._library)
     monkeypatch.setattr(cpu_products, "slow", lambda: True)
     cpu_products.install()
@@ -125,7 +125,7 @@ def test_torchs_own_kernels_stay_where_they_are_quick(monkeypatch: pytest.Monkey
 
 
 def test_where_torch_multiplies_in_loops_ours_are_quicker() -> None:
-    """Not a matter of a busy machine: there a product of this size takes 80 times as long."""
+    """A busy machine does not matter: there a product of this size takes 80 times as long."""
     if not cpu_products.slow():
         pytest.skip("this processor has instructions for bf16")
     a = torch.ones(512, 512, dtype=torch.bfloat16)

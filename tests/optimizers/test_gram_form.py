@@ -15,20 +15,13 @@ from canzona_cli.config import schema
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Form
 from canzona_cli.errors import ConfigError
-from canzona_cli.optimizers import Muon, NorMuon, Workspace, doubt, gram_form, muon
-from canzona_cli.optimizers.gram_form import gram_newton_schulz, segments
-from canzona_cli.optimizers.newton_schulz import (
-    COEFFICIENTS,
-    STANDARD_ONLY,
-    CoefficientSet,
-    coefficients,
-    newton_schulz,
-)
-from canzona_cli.planner import work as planned_work
+from canzona_cli.optimizers import Muon, NorMuon, Workspace, gram_form, muon, muon_facts
+from canzona_cli.optimizers.facts import Algorithm
+from canzona_cli.optimizers.gram_form import gram_newton_schulz
+from canzona_cli.optimizers.muon_facts import MUON_AROUND, STANDARD_ONLY, CoefficientSet, iteration_work, segments
+from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, coefficients, newton_schulz
 from canzona_cli.planner.cost import algorithm
-from canzona_cli.planner.parts import Algorithm
-from canzona_cli.planner.work import MUON_AROUND, PROBE_ROWS, flops, work
-from canzona_cli.planner.work import segments as planned_segments
+from canzona_cli.planner.work import flops, work
 
 from . import reference
 from .adversarial import KINDS, adversarial
@@ -38,7 +31,7 @@ SPECTRA = ("gaussian", "decaying by 10", "four large")
 
 
 def exact(x: torch.Tensor, steps: Sequence[tuple[float, float, float]]) -> torch.Tensor:
-    """The polynomial, in fp64."""
+    """Evaluates the polynomial in fp64."""
     y: torch.Tensor = x.double()
     for a, b, c in steps:
         gram = y @ y.mT
@@ -47,7 +40,7 @@ def exact(x: torch.Tensor, steps: Sequence[tuple[float, float, float]]) -> torch
 
 
 def spectrum(name: str, rows: int, cols: int) -> torch.Tensor:
-    """Of norm 1, in fp64."""
+    """Draws a matrix of norm 1 in fp64."""
     x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     if name != "gaussian":
         u, _, v = torch.linalg.svd(x, full_matrices=False)
@@ -86,8 +79,8 @@ def test_in_fp32_it_is_the_polynomial_of_every_set(ns: CoefficientSet, steps: in
 
 
 def test_in_bf16_it_is_as_near_to_the_polar_factor_as_standard() -> None:
-    """At most 1.1 times as far: squares without their mean taken out, or without a restart, are 1.7 to 30 times. The
-    steep first steps of polar_express cost a little more."""
+    """The error is at most 1.1 times as large: squares without their mean taken out, or without a restart, are 1.7 to
+    30 times. The steep first steps of polar_express cost a little more."""
     for name in SPECTRA:
         x = spectrum(name, 128, 384).bfloat16()
         ideal = polar(x)
@@ -107,12 +100,11 @@ def test_it_takes_the_flops_that_plans_count(steps: int) -> None:
         with FlopCounterMode(display=False) as counter:
             gram_newton_schulz(x, coefficients("quintic", steps), Workspace())
         assert counter.get_total_flops() == flops(Algorithm(name="muon", ns_steps=steps, form=gram), rows, cols)
-    assert segments(steps) == planned_segments(steps)
     assert sum(segments(steps)) == steps
 
 
 class Launched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What would be launched on a GPU, by whom: the names of operations, the bytes they read and write, and an
+    """The launches that a GPU would get, by caller: the names of operations, the bytes they read and write, and an
     operation for each element of those that are no products."""
 
     def __init__(self) -> None:
@@ -136,7 +128,7 @@ class Launched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def launched(x: torch.Tensor, steps: int) -> Launched:
-    """Of a stack, whose numbers stay on the device."""
+    """Records the launches of a stack, whose numbers stay on the device."""
     triples, workspace = coefficients("quintic", steps), Workspace()
     gram_newton_schulz(x.clone(), triples, workspace)
     x, found = x.clone(), Launched()
@@ -157,8 +149,8 @@ def test_a_gpu_gets_the_launches_that_plans_count_and_no_numbers_that_the_host_k
 
 @pytest.mark.parametrize(("rows", "cols"), [(512, 512), (512, 768)])
 def test_the_probe_takes_less_than_a_hundredth(rows: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the FLOPs and of the bytes of an update, from sides of 512 on (at 128 it is 3% of the bytes); what it has of
-    any size is norms of rows. Plans count its bytes."""
+    """The share is of the FLOPs and the bytes of an update, from sides of 512 on (at 128 it is 3% of the bytes); what
+    it has of any size is norms of rows. Plans count its bytes."""
     x, how = spectrum("gaussian", rows, cols).bfloat16()[None], Algorithm(name="muon", form="gram")
     probe = Launched()
     for name in ("norm_of_rows", "mean_square"):
@@ -173,10 +165,9 @@ def test_the_probe_takes_less_than_a_hundredth(rows: int, cols: int, monkeypatch
     assert 0 < 2 * elements < 0.01 * flops(how, rows, cols)
     without = work(replace(how, form="standard", ns_steps=0), rows, cols)[0].traffic
     assert 0 < moved < 0.01 * (update.bytes + without)
-    monkeypatch.setattr("canzona_cli.planner.work.PROBE_ROWS", 0)
+    monkeypatch.setattr("canzona_cli.optimizers.muon_facts.SAMPLES", 0)
     planned = work(how, rows, cols)[0].traffic - work.__wrapped__(how, rows, cols)[0].traffic
     assert planned == pytest.approx(moved, rel=0.02)
-    assert PROBE_ROWS == gram_form.SAMPLES
 
 
 class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -208,7 +199,7 @@ class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_a_gpu_moves_around_the_iteration_what_plans_count(
     form: Form, kind: type[Muon], stack: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, besides the engine's part: whether weights are finite, 4 bytes, and their rounded copy, 6."""
+    """The engine's part comes on top: whether weights are finite, 4 bytes, and their rounded copy, 6."""
 
     def iterated(x: torch.Tensor, _steps: object, _workspace: object, into: torch.Tensor | None = None) -> Any:
         return x if into is None else into, torch.ones(x.shape[:-2], dtype=torch.bool)
@@ -225,7 +216,7 @@ def test_a_gpu_moves_around_the_iteration_what_plans_count(
     optimizer.step()  # makes state and scratch
     with Moved() as moved:
         optimizer.step()
-    planned = work(how, 256, 512)[0].traffic - planned_work._iteration(how, 256, 512).traffic
+    planned = work(how, 256, 512)[0].traffic - iteration_work(how, 256, 512).traffic
     assert moved.bytes / 2 == pytest.approx(planned - 10 * both[0].numel(), rel=1e-2)
 
 
@@ -238,8 +229,8 @@ def test_a_gpu_passes_over_squares_as_often_as_plans_count(steps: int, monkeypat
     with Moved(but=("bmm", "norm", "clone", "zero")) as moved:
         gram_newton_schulz(given[1], triples, workspace)
     found = moved.bytes + 2 * 256 * 256 * len(segments(steps))
-    monkeypatch.setattr("canzona_cli.planner.work.PROBE_ROWS", 0)
-    planned = planned_work._iteration(Algorithm(name="muon", ns_steps=steps, form="gram"), 256, 320).traffic
+    monkeypatch.setattr("canzona_cli.optimizers.muon_facts.SAMPLES", 0)
+    planned = iteration_work(Algorithm(name="muon", ns_steps=steps, form="gram"), 256, 320).traffic
     assert found == pytest.approx(planned, rel=0.02)
 
 
@@ -258,7 +249,7 @@ def test_alphas_are_numbers_of_bf16_near_to_any_mean_wherever_they_are_looked_up
 
 
 def updated(x: torch.Tensor, form: Form, ns: CoefficientSet) -> tuple[torch.Tensor, bool]:
-    """What Muon makes of a gradient, of singular values about 1, and whether it fell back."""
+    """Returns what Muon makes of a gradient, of singular values about 1, and whether it fell back."""
     told: list[str] = []
     p = torch.nn.Parameter(torch.zeros_like(x))
     p.grad = x
@@ -329,7 +320,7 @@ def test_a_doubted_update_is_made_in_standard_form_and_so_are_the_next(
     stack: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then it is tried again."""
-    monkeypatch.setattr("canzona_cli.optimizers.doubt.STANDARD_STEPS", 2)
+    monkeypatch.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", 2)
     monkeypatch.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
     shapes = [(12, 40), (12, 40), (40, 12)]
     grads = reference.gradients(shapes, 5)
@@ -341,15 +332,15 @@ def test_a_doubted_update_is_made_in_standard_form_and_so_are_the_next(
     assert all(torch.equal(a, b) for a, b in zip(standard, fallen, strict=True))
     # In the first step and the fourth.
     assert [id(q) for q in told] == [id(p) for p in optimizer.param_groups[0]["params"]] * 2
-    assert [optimizer.state[q][doubt.DISTRUSTED] for q in optimizer.param_groups[0]["params"]] == [1, 1, 1]
+    assert [optimizer.state[q][muon_facts.DISTRUSTED] for q in optimizer.param_groups[0]["params"]] == [1, 1, 1]
 
 
 def test_where_nobody_waits_a_doubted_update_is_left_out_and_the_next_are_standard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on CUDA: whole tensors, and flags that the host reads later."""
+    """The passes are CUDA's: whole tensors, and flags that the host reads later."""
     monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
-    monkeypatch.setattr("canzona_cli.optimizers.doubt.STANDARD_STEPS", 2)
+    monkeypatch.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", 2)
     (p, q), grads = reference.weights([(12, 40), (12, 40)]), reference.gradients([(12, 40), (12, 40)], 4)
     optimizer = Muon([p, q], 0.02, form="gram")
     before = p.detach().clone()
@@ -395,7 +386,8 @@ def test_forms_are_chosen_by_shape() -> None:
 
 
 def test_tall_loses_no_more_than_wide() -> None:
-    """It is the transposed but for the order of sums: polynomials that do not quite commute, in the same order."""
+    """The result is the transposed one but for the order of sums: polynomials that do not quite commute, in the same
+    order."""
     x = spectrum("gaussian", 64, 66).bfloat16()
     steps = coefficients("quintic", 5)
     wide = gram_newton_schulz(x.clone(), steps, Workspace())[0].clone()

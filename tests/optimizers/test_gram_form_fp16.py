@@ -1,4 +1,4 @@
-"""In fp16, as on GPUs, the Gram form is nearer to the exact polynomial than the standard form in bf16, whatever it is
+"""The Gram form in fp16, as on GPUs, is nearer to the exact polynomial than the standard form in bf16, whatever it is
 given. Processors multiply fp16 slowly: shapes are small."""
 
 import math
@@ -10,33 +10,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canzona_cli.optimizers import (
-    Muon,
-    NorMuon,
-    Workspace,
-    doubt,
-    gram_form,
-    muon,
-    shared_rows,
-)
+from canzona_cli.optimizers import Muon, NorMuon, Workspace, gram_form, muon, muon_facts, shared_rows
+from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.gram_form import (
     LARGEST_NORM,
     follows,
     gram_newton_schulz,
     polynomial,
     products_type,
-    segments,
     starting_norm,
     undoing,
 )
-from canzona_cli.optimizers.newton_schulz import (
-    COEFFICIENTS,
-    STANDARD_ONLY,
-    CoefficientSet,
-    Form,
-    coefficients,
-    newton_schulz,
-)
+from canzona_cli.optimizers.muon_facts import STANDARD_ONLY, CoefficientSet, segments
+from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, coefficients, newton_schulz
 
 from . import reference
 from .test_gram_form import apart, exact, spectrum, updated
@@ -50,13 +36,13 @@ HALF = torch.float16
 
 @pytest.fixture
 def _on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The type that matrices on CUDA have."""
+    """Gives products the type that matrices on CUDA have."""
     monkeypatch.setattr(muon, "products_type", lambda dtype, _: products_type(dtype, torch.device("cuda")))
 
 
 @pytest.fixture(params=["processors", "GPUs"])
 def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _on_gpus: None) -> None:
-    """In fp16 by blocks of rows, and as whole tensors."""
+    """Runs in fp16 by blocks of rows, and as whole tensors."""
     if request.param == "GPUs":
         monkeypatch.setattr(muon, "by_blocks", lambda matrix: False)
 
@@ -113,7 +99,7 @@ def test_it_is_nearer_than_standard_in_bf16_and_never_doubted(ns: CoefficientSet
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
 def test_the_first_step_undoes_the_norm_to_the_last_bit(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp32, where powers of two round nothing: result, estimated error and doubt, whole and shared."""
+    """Powers of two round nothing in fp32: result, estimated error and doubt, whole and shared."""
     whole = (48, 256)
     start, gradient = gaussian(whole, 0), gaussian(whole, 1)
     for ns in SETS:
@@ -229,7 +215,7 @@ def test_the_last_product_is_added_up_in_fp32_where_it_is_asked_for() -> None:
 def test_weights_move_in_one_pass_as_they_do_in_two(
     kind: type[Muon], ahead: bool, lr: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of whole tensors decay and update are one pass; against blocks of rows, which take the update rounded to fp16 (of
+    """Decay and update of whole tensors are one pass; against blocks of rows, which take the update rounded to fp16 (of
     elements below 1, 2^-11), and fp32 is rounded otherwise. Sizes and decays as large as they come."""
     grads = reference.gradients([(12, 40), (40, 12), (16, 16)], 3)
 
@@ -317,7 +303,7 @@ def test_in_standard_form_nothing_is_fp16(monkeypatch: pytest.MonkeyPatch) -> No
         split.step(gradient)
         for p, optimizer_of in zip(split.fragments, split.optimizers, strict=True):
             p.copy_(start[:, : p.size(1)])
-            optimizer_of.state[p][doubt.DISTRUSTED] = True
+            optimizer_of.state[p][muon_facts.DISTRUSTED] = True
         split.step_alone()
         assert isinstance(optimizer, Muon)
         return [*weights, split.gathered()], optimizer.workspace.nbytes

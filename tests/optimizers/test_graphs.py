@@ -8,9 +8,9 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from canzona_cli.optimizers import Muon, NorMuon, graphs
+from canzona_cli.optimizers import Muon, NorMuon, muon_cuda
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
-from canzona_cli.optimizers.graphs import Replayed
+from canzona_cli.optimizers.muon_cuda import Replayed
 from tests.cuda_graph_stand_in import StandInGraph, cuda_graphs
 
 from . import reference as reference
@@ -24,10 +24,10 @@ RATES = [(0.02, 0.1), (0.01, 0.2), (0.03, 0.0), (0.005, 0.1), (0.02, 0.3), (0.0,
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StandInGraph]]:
     """Whole-tensor passes, as on CUDA."""
     monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
-    graphs._pool.cache_clear()
+    muon_cuda._pool.cache_clear()
     with cuda_graphs() as made:
         yield made
-    graphs._pool.cache_clear()
+    muon_cuda._pool.cache_clear()
 
 
 def train(
@@ -79,7 +79,7 @@ def test_in_gram_form_a_decay_that_changes_is_captured_anew_and_a_rate_is_not(
 
     # CUDA's kernel takes the rate from the device, which torch reads back on a processor, and so do we numbers.
     monkeypatch.setattr("canzona_cli.optimizers.gram_form._number", lambda of_each: of_each[..., None, None])
-    monkeypatch.setattr("canzona_cli.optimizers.muon._descend", descend)
+    monkeypatch.setattr("canzona_cli.optimizers.muon_cuda._descend", descend)
     make = partial(Muon, form="gram", precision="fp32")
     assert_equal(train(make, graph=True), train(make, graph=False))
     assert not on_cuda
@@ -92,7 +92,7 @@ def test_in_gram_form_a_decay_that_changes_is_captured_anew_and_a_rate_is_not(
 def test_an_update_that_is_left_out_is_left_out_of_a_replay(standard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Gram form's own verdict is on the device, and stays readable; what it has condemned is captured anew, and
     again when it is tried again, in the last step or later."""
-    monkeypatch.setattr("canzona_cli.optimizers.doubt.STANDARD_STEPS", standard)
+    monkeypatch.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", standard)
     doubts = torch.zeros(3, dtype=torch.bool)
 
     def doubtful(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,7 +168,7 @@ def test_what_reads_back_from_the_device_goes_on_kernel_by_kernel(
 
 
 def test_a_number_of_the_host_is_frozen_by_the_stand_in(on_cuda: list[StandInGraph]) -> None:
-    """Else the tests above would not notice a rate that is not on the device."""
+    """Otherwise the tests above would not notice a rate that is not on the device."""
     x, numbers = torch.zeros(3), iter([1.0, 2.0, 3.0])
     replayed = Replayed()
     for _ in range(3):

@@ -8,8 +8,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_cli.optimizers import SOAP, Shampoo, kronecker
-from canzona_cli.optimizers.inverse_roots import Order, by_eigenvalues, by_newton, damping
-from canzona_cli.planner.work import NEWTON_PRODUCTS
+from canzona_cli.optimizers.decompositions import Order, by_eigenvalues, by_newton, damping
+from canzona_cli.optimizers.shampoo_facts import NEWTON_PRODUCTS
 
 from . import reference as reference
 

@@ -47,7 +47,7 @@ def test_a_side_that_is_too_long_has_no_factor(shape: tuple[int, int]) -> None:
 
 
 def test_factors_are_averaged_as_by_emerging() -> None:
-    """From factors whose eigenvectors and eigenvalues are known exactly; after so many steps nothing is corrected."""
+    """Eigenvectors and eigenvalues of the factors are known exactly; after so many steps nothing is corrected."""
     (p,) = reference.weights([(9, 12)])
     optimizer = KLShampoo([p], 0.02, shampoo_beta=0.8, precondition_frequency=10_000)
     reference.step_through(optimizer, [p], reference.gradients([(9, 12)], 1))

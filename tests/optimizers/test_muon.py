@@ -7,8 +7,8 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 
 from canzona_cli.optimizers import Muon, Workspace
-from canzona_cli.optimizers.muon import ScaleMode
-from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, CoefficientSet, coefficients, newton_schulz
+from canzona_cli.optimizers.muon_facts import CoefficientSet, ScaleMode
+from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, coefficients, newton_schulz
 
 from . import reference as reference
 
@@ -104,7 +104,7 @@ def test_bf16_errs_no_more_than_emergings_bf16(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stacked_is_unstacked(precision: Literal["fp32", "bf16"], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a shape, or at most so many; of the latter, what is left over is updated alone."""
+    """Stacks have all matrices of a shape, or at most so many; a matrix that is left over is updated alone."""
     shapes = [(12, 40), (40, 12), (12, 40), (16, 16), (12, 40), (40, 12)]
     grads = reference.gradients(shapes, 5)
     apart, _ = reference.run(lambda p: Muon(p, 0.02, precision=precision), shapes, grads)
@@ -141,7 +141,7 @@ def test_blocks_of_rows_are_the_whole_matrix(
     def run() -> list[torch.Tensor]:
         return reference.run(lambda p: Muon(p, 0.02, precision=precision, nesterov=nesterov), SHAPES, grads)[0]
 
-    monkeypatch.setattr("canzona_cli.optimizers.muon.BLOCK", 50)
+    monkeypatch.setattr("canzona_cli.optimizers.muon_cpu.BLOCK", 50)
     blocked = run()
     monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
     for a, b in zip(blocked, run(), strict=True):

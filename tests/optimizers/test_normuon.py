@@ -29,7 +29,7 @@ def test_is_the_papers_rule(stack: bool) -> None:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_is_emergings_where_that_takes_rows(nesterov: bool) -> None:
-    """It takes columns where a matrix is wider than high."""
+    """emerging-optimizers takes columns where a matrix is wider than high."""
     shapes = [(16, 16), (40, 12), (33, 17)]
     grads = reference.gradients(shapes, 6)
     ours, _ = reference.run(
@@ -48,7 +48,7 @@ def test_is_emergings_where_that_takes_rows(nesterov: bool) -> None:
 
 
 def test_rows_move_alike_and_the_matrix_as_far_as_with_muon() -> None:
-    """Of the first update, whose v is of its own rows: each row the same, and a row without gradient not at all."""
+    """The v of the first update is that of its rows: each row moves the same, and a row without gradient not at all."""
     (p,) = reference.weights([(8, 24)])
     before = p.detach().clone()
     [[grad]] = reference.gradients([(8, 24)], 1)

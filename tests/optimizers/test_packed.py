@@ -7,8 +7,8 @@ import torch
 
 from canzona_cli.optimizers import SOAP, Shampoo
 from canzona_cli.optimizers.kronecker import KroneckerOptimizer
-from canzona_cli.optimizers.packed import average_gram, pack, packed_elements, unpack
-from canzona_cli.planner import memory
+from canzona_cli.optimizers.packed import average_gram, pack, unpack
+from canzona_cli.optimizers.shampoo_facts import packed_elements
 
 from . import reference as reference
 
@@ -26,7 +26,7 @@ def test_what_is_packed_comes_back(side: int) -> None:
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("tall", [False, True])
 def test_averages_are_those_of_whole_products(side: int, tall: bool) -> None:
-    """On a CPU by strips, else by a whole product: each entry within the rounding of its sum."""
+    """A CPU multiplies by strips, other devices whole: each entry within the rounding of its sum."""
     drawn = torch.Generator().manual_seed(0)
     x = torch.randn(40, side, generator=drawn).mT if tall else torch.randn(side, 40, generator=drawn)
     before = torch.randn(side, 60, generator=drawn)
@@ -44,15 +44,9 @@ def test_of_the_sides_of_real_models_at_most_55_hundredths_are_kept(side: int) -
     assert packed_elements(side) <= 0.55 * side**2
 
 
-@pytest.mark.parametrize("side", [*SIDES, 151, 4096, 25600])
-def test_the_plan_counts_what_is_kept(side: int) -> None:
-    """The planner knows no torch."""
-    assert memory.packed_elements(side) == packed_elements(side)
-
-
 @pytest.mark.parametrize("make", [Shampoo, SOAP])
 def test_state_of_whole_squares_is_taken_over(make: Callable[..., KroneckerOptimizer]) -> None:
-    """As older versions kept it; the run goes on bit by bit as if it had been packed."""
+    """Older versions stored squares; the run goes on bit by bit as if it had been packed."""
     shapes = [(24, 40)]
     grads = reference.gradients(shapes, 6)
     params = reference.weights(shapes)

@@ -38,7 +38,7 @@ def _precisions() -> tuple[str, str]:
 
 @pytest.fixture
 def _tf32() -> Iterator[None]:
-    """As a user's script may have set it."""
+    """Sets the precision as a user's script may have set it."""
     cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = _precisions()
     torch.set_float32_matmul_precision("high")

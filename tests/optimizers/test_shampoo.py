@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from canzona_cli.optimizers import Shampoo
-from canzona_cli.optimizers.inverse_roots import by_eigenvalues, damping
+from canzona_cli.optimizers.decompositions import by_eigenvalues, damping
 from canzona_cli.optimizers.shampoo import Grafting
 
 from . import reference as reference

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from threading import Barrier
 from typing import Literal
 
@@ -12,17 +13,18 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_cli.optimizers import Muon, Workspace
+from canzona_cli.optimizers.facts import known
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.optimizers.matrix_optimizer import products
-from canzona_cli.optimizers.newton_schulz import CoefficientSet, coefficients
-from canzona_cli.optimizers.normuon import NorMuon
-from canzona_cli.optimizers.shared import Shape, SharedForm, Together, Turns, Wait
+from canzona_cli.optimizers.muon_facts import CoefficientSet
+from canzona_cli.optimizers.newton_schulz import coefficients
 from canzona_cli.optimizers.shared_muon import SharedMuon
+from canzona_cli.optimizers.shared_rows import Shape, Together, Turns, Wait
 from canzona_cli.planner.sharing import Exchange, shared_exchanges, shared_works
 
 LR = 0.05
 SHAPES: tuple[Shape, ...] = ((48, 256), (256, 48), (64, 80), (64, 64))
-"""Of the last two, a quarter is narrower than the short side."""
+"""A quarter of each of the last two is narrower than the short side."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class Cut:
         )
 
     def _at_once[Done](self, one: Callable[[int, Together], Done]) -> list[Done]:
-        """All fragments at a time, as they wait for one another. Collectives read as late as they may, and
+        """Runs all fragments at a time, as they wait for one another. Collectives read as late as they may, and
         overwrite as early."""
         count = len(self.fragments)
         barrier, given = Barrier(count), [torch.empty(0)] * count
@@ -96,7 +98,7 @@ class Cut:
 
 
 def alone[Result](running: Turns[Result]) -> Result:
-    """Where nobody else has a turn."""
+    """Runs all turns where nobody else has one."""
     while True:
         try:
             waits = next(running)
@@ -136,8 +138,8 @@ def apart(found: torch.Tensor, wanted: torch.Tensor, start: torch.Tensor) -> flo
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("whole", SHAPES)
 def test_fragments_come_out_as_the_whole(whole: Shape, parts: int) -> None:
-    """In fp32 up to the order of sums: 5 steps amplify 6e-8 by at most their slopes, 477. The gradients' scale grows by
-    10 from step to step, from 1e-10."""
+    """Results in fp32 differ by the order of sums: 5 steps amplify 6e-8 by at most their slopes, 477. The gradients'
+    scale grows by 10 from step to step, from 1e-10."""
     start = gaussian(whole, 0)
     split, p = cut(start, parts, "fp32"), parameter(start)
     alone = muon(p, "fp32")
@@ -150,7 +152,7 @@ def test_fragments_come_out_as_the_whole(whole: Shape, parts: int) -> None:
 
 @pytest.mark.parametrize(("ns", "steps"), [("simple", 1), ("polar_express", 4), ("quintic", 3), ("deepseekv4", 10)])
 def test_any_number_of_steps(ns: CoefficientSet, steps: int) -> None:
-    """Within 20 times of what rounding does to the whole itself, which is in the same form."""
+    """The difference is within 20 times of what rounding does to the whole itself, which is in the same form."""
     whole, start = (40, 96), gaussian((40, 96), 0)
     split, p, exact = cut(start, 2, "fp32", ns, steps), parameter(start), parameter(start)
     p.grad = exact.grad = gaussian(whole, 1)
@@ -272,7 +274,9 @@ def test_products_and_exchanges_are_those_the_planner_prices(steps: int) -> None
     assert [(one, landed[number]) for number, one in enumerate(sent)] == planned
 
 
-def test_who_has_the_form() -> None:
-    p = parameter(gaussian((8, 16), 0))
-    assert isinstance(SharedMuon([p], LR), SharedForm)
-    assert not isinstance(NorMuon([p], LR), SharedForm)
+def test_what_plans_may_share_is_what_the_engine_can_update_in_fragments() -> None:
+    for facts in known().values():
+        if facts.update is not None:
+            module, _, name = facts.update.partition(":")
+            kind = getattr(import_module(f"canzona_cli.optimizers.{module}"), name)
+            assert facts.rule.shared == issubclass(kind, SharedMuon), facts.name

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from canzona_cli.optimizers import SOAPMuon
-from canzona_cli.optimizers.muon import ScaleMode, scale
+from canzona_cli.optimizers.muon import scale
+from canzona_cli.optimizers.muon_facts import ScaleMode
 
 from . import reference as reference
 

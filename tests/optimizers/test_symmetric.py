@@ -6,7 +6,7 @@ import torch
 from canzona_cli.optimizers.symmetric import gram, in_strips, product, use
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
-"""Of a result in its type: a unit in the last place."""
+"""The unit in the last place of a result in its type."""
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:

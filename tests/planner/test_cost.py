@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig, UpdateName
 from canzona_cli.model.matrices import matrices
+from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
-from canzona_cli.optimizers.gram_form import segments as gram_segments
 from canzona_cli.optimizers.kl_shampoo import KLShampoo
 from canzona_cli.optimizers.newton_schulz import coefficients
 from canzona_cli.optimizers.soap import SOAP as OurSOAP
@@ -36,8 +36,7 @@ from canzona_cli.planner.cost import (
     seconds,
     stack_of,
 )
-from canzona_cli.planner.parts import Algorithm
-from canzona_cli.planner.work import flops, segments, work
+from canzona_cli.planner.work import flops, work
 from tests.sizes import CPU, H100, layout, model, run
 
 MUON = STANDARD = Algorithm(name="muon")
@@ -85,7 +84,6 @@ def test_gram_flops_equal_a_counted_run(rows: int, cols: int, steps: int) -> Non
     x /= x.norm()
     made = counted(lambda: gram_newton_schulz(x, coefficients("quintic", steps), Workspace()))
     assert flops(replace(GRAM, ns_steps=steps), rows, cols) == made
-    assert segments(steps) == gram_segments(steps)
 
 
 def test_one_step_is_the_same_work_in_either_form() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.config.schema import Layout, Precision, RunConfig
-from canzona_cli.engine.buffers import Messages
+from canzona_cli.engine.wire import Messages
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.exchange import (

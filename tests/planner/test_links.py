@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.model.qwen3 import parameter_count
+from canzona_cli.model.families import parameter_count
 from canzona_cli.planner.links import EFFICIENCY, Group, Groups, Links
 from tests.sizes import H100, layout, model
 

@@ -9,8 +9,9 @@ import torch
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.schema import Layout, MuonConfig, Recompute, RunConfig, SoapConfig
 from canzona_cli.errors import DoesNotFit
-from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, CoefficientSet, coefficients
-from canzona_cli.optimizers.packed import packed_elements
+from canzona_cli.optimizers.muon_facts import CoefficientSet
+from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, coefficients
+from canzona_cli.optimizers.shampoo_facts import packed_elements
 from canzona_cli.planner.cost import algorithm, form_of, seconds, stack_of
 from canzona_cli.planner.measures import POLYNOMIAL_ERROR, balance, communication, exchange_sent, kinds
 from canzona_cli.planner.memory import GIB, estimate, plan_memory

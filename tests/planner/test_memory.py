@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig, MuonConfig, Splitting
+from canzona_cli.model.families import parameter_count
 from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.model.qwen3 import parameter_count
+from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.planner.activations import matrix_shapes, stage_weights
 from canzona_cli.planner.cost import STACK_BYTES, algorithm
 from canzona_cli.planner.memory import (
@@ -24,7 +25,6 @@ from canzona_cli.planner.memory import (
     moment_bytes,
     placement,
 )
-from canzona_cli.planner.parts import Algorithm
 from canzona_cli.planner.workspace import workspace_bytes
 from tests.sizes import H100, layout, model, run
 
@@ -199,14 +199,14 @@ def test_megatrons_strategies_split_q_k_and_v_at_most() -> None:
 def test_moments_of_each_algorithm() -> None:
     expected = {"muon": 4, "normuon": 4, "soap": 8, "soap-muon": 8, "shampoo": 4, "kl-shampoo": 4, "adamw": 8}
     for name, size in expected.items():
-        assert moment_bytes(Algorithm(name=name)) == size  # type: ignore[arg-type]
+        assert moment_bytes(Algorithm(name=name)) == size
     assert moment_bytes(Algorithm(name="shampoo", grafting="adam")) == 8
     assert moment_bytes(Algorithm(name="shampoo", grafting="sgd")) == 4
 
 
 @pytest.mark.parametrize("like", ["muon", "shampoo", "soap", "adamw"])
 def test_a_users_own_optimizer_holds_what_the_one_it_is_like_holds(like: str) -> None:
-    own = CustomConfig(name="custom", lr=1e-3, source="mine.py:Mine", cost_like=like)  # type: ignore[arg-type]
+    own = CustomConfig(name="custom", lr=1e-3, source="mine.py:Mine", cost_like=like)
     config = replace(run("8b", 8, strategy="canzona"), optimizer=own)
     parts = estimate(config, layout(tp=2, dp=4)).parts
     held = placement(config, layout(tp=2, dp=4), 0)

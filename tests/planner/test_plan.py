@@ -176,7 +176,7 @@ CHANGES: dict[str, Callable[[RunConfig], RunConfig]] = {
     "model.num_layers": lambda c: replace(c, model=replace(c.model, num_layers=8)),
     "layout.tp": lambda c: replace(c, parallel=replace(c.parallel, tp=4)),
     "layout.dp": lambda c: replace(c, gpus=4),
-    "optimizer.ns_steps": lambda c: replace(c, optimizer=replace(c.optimizer, ns_steps=6)),  # type: ignore[arg-type]
+    "optimizer.ns_steps": lambda c: replace(c, optimizer=replace(c.optimizer, ns_steps=6)),  # type: ignore[call-arg]
     "settings.layout": lambda c: replace(c, engine=replace(c.engine, layout="contiguous")),
     "settings.alpha": lambda c: replace(c, engine=replace(c.engine, alpha=0.5)),
     "settings.splitting": lambda c: replace(c, engine=replace(c.engine, splitting="fused")),

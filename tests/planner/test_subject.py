@@ -7,8 +7,8 @@ import pytest
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import OPTIMIZERS, Layout, RunConfig
-from canzona_cli.config.schema.field import PLAN
 from canzona_cli.config.settings import Setting, settings
+from canzona_cli.fields import PLAN
 from canzona_cli.planner.parts import Subject
 from canzona_cli.planner.subject import subject
 

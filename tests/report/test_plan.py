@@ -8,8 +8,8 @@ from rich.console import Console
 from canzona_cli.report.charts import heat_map, legend, owners_a_column, stacked
 from canzona_cli.report.page import Screen
 from canzona_cli.report.plan import _lane
+from canzona_cli.run.breakdown import SimulatedEvent
 from canzona_cli.run.phases import Ink
-from canzona_cli.run.prediction import SimulatedEvent
 
 INKS = {
     name: Ink(letter=name.upper(), style=style, colour="#000000")

@@ -14,8 +14,7 @@ from rich.console import Console
 from canzona_cli.config.schema import Device
 from canzona_cli.errors import ConfigError
 from canzona_cli.report.run import BreakdownView
-from canzona_cli.run.breakdown import Breakdown, load_breakdown
-from canzona_cli.run.prediction import load_prediction
+from canzona_cli.run.breakdown import Breakdown, load_breakdown, load_prediction
 
 DATA = Path(__file__).parent
 

@@ -17,7 +17,7 @@ from canzona_cli.report.run_trace import lanes, write_trace
 from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles, write_json_atomic
 from canzona_cli.run.phases import Interval
-from canzona_cli.run.timeline import load_timelines
+from canzona_cli.run.records import load_timelines
 from tests.run.runs import CONFIG, LAYOUT
 from tests.trace_events import Trace, read_trace
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.run.files import RunFiles, append_json_line
-from canzona_cli.run.goodput import earlier_events, events_of, goodput_of
 from canzona_cli.run.records import StageEvent, StepMetrics
+from canzona_cli.run.summary import earlier_events, events_of, goodput_of
 
 
 def write(files: RunFiles, *, stages: tuple[float, ...] = (), steps: dict[int, float]) -> None:

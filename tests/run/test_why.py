@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from canzona_cli.run.breakdown import Why, why
 from canzona_cli.run.phases import IN_STEP
 from canzona_cli.run.statistics import OverRanks
-from canzona_cli.run.why import Why, why
 
 PLAN = {
     "forward": 0.100,

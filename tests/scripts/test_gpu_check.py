@@ -17,7 +17,7 @@ from gpu_parts.traces import Event, read_steps
 
 from canzona_cli.errors import WorkerCrashed
 from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.planner.parts import Algorithm
+from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.planner.work import flops
 from tests.sizes import model
 

@@ -10,7 +10,7 @@ from canzona_cli.config.schema import Splitting
 from canzona_cli.planner.activations import matrix_shapes
 from canzona_cli.planner.cost import algorithm, seconds
 from canzona_cli.planner.planner import make_plan
-from canzona_cli.run.prediction import Prediction
+from canzona_cli.run.breakdown import Prediction
 from canzona_cli.simulate.predict import predict, simulate_run
 
 

@@ -17,8 +17,8 @@ from canzona_cli.launch import tracking
 from canzona_cli.launch.tracking import tracked
 from canzona_cli.run.codec import load_if_sound, save
 from canzona_cli.run.files import RunFiles, append_json_line, write_text_atomic
-from canzona_cli.run.goodput import events_of
 from canzona_cli.run.records import Incident, RunResult, TrackerState
+from canzona_cli.run.summary import events_of
 from canzona_cli.trackers import follow
 from canzona_cli.trackers.follow import Follower
 from canzona_cli.trackers.tracker import TRACKERS, Point, Tracked

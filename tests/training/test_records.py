@@ -14,8 +14,7 @@ from canzona_cli.errors import CanzonaError, ConfigError, DoesNotFit, Environmen
 from canzona_cli.run.breakdown import MeasuredBreakdown, load_breakdown
 from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.kernels import KernelChoice, Kernels, KernelTrial
-from canzona_cli.run.records import StepMetrics, describe, event_of
+from canzona_cli.run.records import KernelChoice, Kernels, KernelTrial, StepMetrics, describe, event_of
 from canzona_cli.run.statistics import OverRanks
 from canzona_cli.training.loop import NonFiniteLoss
 from canzona_cli.training.records import Journal, RankRecord

@@ -7,28 +7,7 @@ composition. A new setting is one field here, with its `About`, and a line in a 
 """
 
 from canzona_cli.config.schema.cluster import ClusterConfig, Collective, Device
-from canzona_cli.config.schema.optimizer import (
-    OPTIMIZERS,
-    STANDARD_ONLY,
-    AdamWConfig,
-    Clip,
-    CustomConfig,
-    Form,
-    KLShampooConfig,
-    KroneckerConfig,
-    MomentumConfig,
-    MuonConfig,
-    NewtonSchulzConfig,
-    NorMuonConfig,
-    OptimizerBase,
-    OptimizerConfig,
-    OptimizerName,
-    RootMethod,
-    ShampooConfig,
-    SoapConfig,
-    SoapMuonConfig,
-    UpdateName,
-)
+from canzona_cli.config.schema.optimizer import OPTIMIZERS, CustomConfig, OptimizerConfig, OptimizerName, UpdateName
 from canzona_cli.config.schema.run import (
     BufferLayout,
     CheckpointConfig,
@@ -53,8 +32,24 @@ from canzona_cli.config.schema.training import (
     ModelConfig,
     NonFinite,
     ParallelConfig,
-    Precision,
     Recompute,
     ScheduleConfig,
     TrainConfig,
+)
+from canzona_cli.fields import Precision
+from canzona_cli.optimizers.adamw_facts import AdamWConfig
+from canzona_cli.optimizers.facts import Clip, Form, OptimizerBase, RootMethod
+from canzona_cli.optimizers.muon_facts import (
+    STANDARD_ONLY,
+    MomentumConfig,
+    MuonConfig,
+    NewtonSchulzConfig,
+    NorMuonConfig,
+)
+from canzona_cli.optimizers.shampoo_facts import (
+    KLShampooConfig,
+    KroneckerConfig,
+    ShampooConfig,
+    SoapConfig,
+    SoapMuonConfig,
 )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from canzona_cli.config.schema.field import (
+from canzona_cli.fields import (
     NOTHING,
     PLAN,
     SPREAD,

@@ -5,7 +5,16 @@ from functools import cached_property
 from typing import Annotated, Literal
 
 from canzona_cli.config.schema.cluster import ClusterConfig
-from canzona_cli.config.schema.field import (
+from canzona_cli.config.schema.optimizer import OptimizerConfig
+from canzona_cli.config.schema.training import (
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    Recompute,
+    ScheduleConfig,
+    TrainConfig,
+)
+from canzona_cli.fields import (
     CURVE,
     NOTHING,
     PLAN,
@@ -14,19 +23,10 @@ from canzona_cli.config.schema.field import (
     CountOrZero,
     Example,
     Positive,
+    Precision,
     Range,
     Ranks,
     Unit,
-)
-from canzona_cli.config.schema.optimizer import OptimizerConfig
-from canzona_cli.config.schema.training import (
-    DataConfig,
-    ModelConfig,
-    ParallelConfig,
-    Precision,
-    Recompute,
-    ScheduleConfig,
-    TrainConfig,
 )
 
 Strategy = Literal["canzona", "paper", "asc", "layerwise", "sc"]

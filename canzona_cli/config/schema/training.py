@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from canzona_cli.config.schema.field import (
+from canzona_cli.fields import (
     CURVE,
     LAYOUT,
     MODEL,
@@ -15,6 +15,7 @@ from canzona_cli.config.schema.field import (
     Epsilon,
     Example,
     Positive,
+    Precision,
     Range,
     Ranks,
     Share,
@@ -25,7 +26,6 @@ Layers = Annotated[int, Range(at_least=1, at_most=2048)]
 Heads = Annotated[int, Range(at_least=1, at_most=2048)]
 Sequences = Annotated[int, Range(at_least=1, at_most=1 << 16)]
 """Of one step; simulations walk through its micro-batches."""
-Precision = Literal["bf16", "fp32"]
 Recompute = Literal["none", "selective", "full"]
 NonFinite = Literal["stop", "skip"]
 Divergence = Literal["stop", "warn"]

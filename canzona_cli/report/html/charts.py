@@ -19,7 +19,7 @@ from canzona_cli.run.words import milliseconds, number, step_time
 _WIDE = 1000
 """Units of the drawing from left to right; it is stretched to the width there is."""
 _MOST_POINTS = 600
-"""Of a curve. More of them are drawn as the lowest and the highest of each stretch, so that no spike is lost."""
+"""The most points of a curve. More are drawn as the lowest and highest of each stretch, so that no spike is lost."""
 CURVE_COLOURS = 8
 """There are classes for as many curves; further ones repeat them, dashed."""
 
@@ -31,9 +31,9 @@ class Curve:
     name: str
     points: Sequence[tuple[float, float]]
     dots: bool = False
-    """Whether there are so few that each is marked."""
+    """True where there are so few points that each is marked."""
     dashed: bool = False
-    """Whether it is the prediction beside the curve before it, whose colour it has."""
+    """True for the prediction beside the curve before it, whose colour it has."""
     hollow: Collection[float] = ()
     """The steps whose dots are not filled."""
 
@@ -182,7 +182,7 @@ def _steps(steps: Sequence[float], *, every: bool) -> list[float]:
 
 
 def _said(curves: Sequence[Curve], show: Callable[[float], str]) -> str:
-    """What a picture shows, for who does not see it."""
+    """Describes a picture in words, for readers who do not see it."""
     return "; ".join(
         f"{curve.name} from {show(curve.points[0][1])} at {_step(curve.points[0][0])} to "
         f"{show(curve.points[-1][1])} at {_step(curve.points[-1][0])}"
@@ -212,12 +212,12 @@ class Bar:
     faint: bool = False
     """Not measured, beside a measured one."""
     limit: float | None = None
-    """What all of it would be; the rest of the bar is drawn empty up to there."""
+    """The full length of the bar; the rest is drawn empty up to there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """How a part is written and drawn."""
+    """The words and the colour of a part."""
 
     name: str
     colour: str
@@ -263,12 +263,12 @@ def _row(row: Bar, looks: Mapping[str, Part], scale: float, show: Callable[[floa
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """What happened on one line, seconds from the left end; names are phases or anything else."""
+    """The events on one line, in seconds from the left end; names are phases or anything else."""
 
     label: str
     intervals: Sequence[Interval]
     begins: bool = False
-    """Whether another rank begins with it."""
+    """True where another rank begins with it."""
 
 
 def lanes_chart(rows: Iterable[Lane], *, end_s: float) -> Html:
@@ -303,7 +303,7 @@ def _name(name: str) -> str:
 
 
 def _joined(intervals: Iterable[Interval], end_s: float) -> Iterable[Interval]:
-    """At most as many as a screen can show: what follows its like is one with it, and what is too short is left out."""
+    """Joins intervals to as many as a screen can show: equal neighbours are joined, the shortest are left out."""
     finest = end_s / _FINEST
     last: Interval | None = None
     for one in sorted(intervals, key=lambda own: own.start_s):

@@ -58,7 +58,7 @@ def facts(rows: Iterable[tuple[str, str]]) -> Html:
 
 
 def folded(summary: str, *content: str) -> Html:
-    """What is shown on request."""
+    """Wraps content that is shown on request."""
     return tag("details", tag("summary", summary), *content)
 
 
@@ -73,7 +73,7 @@ def percent(share: float) -> str:
 
 
 Mood = Literal["good", "bad", "odd"]
-"""Of a status: done; failed; anything else."""
+"""The mood of a status: done; failed; anything else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Section:
 
     title: str
     lead: str = ""
-    """What the title leaves open: units, what is compared with what."""
+    """The line under the title: units, what is compared with what."""
     body: Html
 
 
@@ -96,7 +96,7 @@ class Document:
     status: str = ""
     mood: Mood = "odd"
     top: Html = NOTHING
-    """In front of all sections."""
+    """The content before all sections."""
     sections: Sequence[Section]
 
     def text(self) -> str:

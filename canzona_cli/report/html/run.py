@@ -41,15 +41,13 @@ from canzona_cli.report.html.document import (
 from canzona_cli.report.html.views import SCREEN, elements, sections, styled, words_table
 from canzona_cli.report.run import BreakdownView, RunView
 from canzona_cli.report.run_trace import clock_shifts, lanes, place_of
-from canzona_cli.run.breakdown import Breakdown
+from canzona_cli.run.breakdown import Breakdown, Prediction
 from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.compare import Several, compared, run_figures
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.phases import IN_STEP, STREAMS, Interval
-from canzona_cli.run.prediction import Prediction
-from canzona_cli.run.records import Event, StageEvent, describe
+from canzona_cli.run.records import Event, RankTimeline, StageEvent, describe, load_timelines
 from canzona_cli.run.summary import RunSummary
-from canzona_cli.run.timeline import RankTimeline, load_timelines
 from canzona_cli.run.words import duration, json_text, number, plural, real, size, step_time
 
 _MOST_RANKS = 8
@@ -123,7 +121,7 @@ def _faults(summary: RunSummary) -> Iterator[Section]:
 
 
 def validation_curve(name: str, points: Sequence[tuple[int, float | None]]) -> Curve:
-    """Where it was finite."""
+    """Draws the validation losses that are finite."""
     finite = [(step, loss) for step, loss in points if loss is not None]
     return Curve(name=name, points=finite, dots=len(finite) < 100)
 
@@ -371,7 +369,7 @@ def _numeric(several: Several) -> dict[str, list[float]]:
 
 
 def _losses_by(key: str, values: list[float], several: Several) -> Html:
-    """What each value of a setting came to."""
+    """Lists the loss that each value of a setting came to."""
     figures = [run_figures(run) for run in several.runs]
     curves = [
         Curve(

@@ -155,7 +155,7 @@ def _first(place: int, group: Columns) -> str | None:
 
 
 def _table(table: rich.table.Table) -> Html:
-    """Without a column that has no head: the terminal draws bars in it."""
+    """Draws a table without columns that have no head: the terminal draws bars in them."""
     columns = [column for number, column in enumerate(table.columns) if number == 0 or str(column.header)]
     cells: list[Sequence[RenderableType]] = [list(column.cells) for column in columns]
     bodies: list[list[Html]] = [[]]

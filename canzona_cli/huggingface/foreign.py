@@ -1,18 +1,22 @@
-"""`config.json` of a Hugging Face Qwen3 and the model section of a recipe: the same shape in other words.
+"""The model in Hugging Face's words: its `config.json`, and the names of its tensors.
 
-Source: `Qwen3Config` of transformers 4.51 and later, and the published files. Version 5 nests the rotary embedding's
-base in `rope_parameters` and says `dtype` for `torch_dtype`; it reads the older words, which are written here.
+Sources: the settings classes of transformers, and the published files. Version 5 nests the rotary embedding's base in
+`rope_parameters` and says `dtype` for `torch_dtype`; it reads the older words, which are written here. A tensor is a
+unit of model space (`canzona_cli.model.geometry`), with the same rows.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Final
 
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import Problem, refuse
+from canzona_cli.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of, foreign_family
+from canzona_cli.model.family import Foreign
 
 FILE: Final = "config.json"
-ARCHITECTURE: Final = "Qwen3ForCausalLM"
 _WIDTHS: Final = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -24,19 +28,7 @@ _WIDTHS: Final = {
 }
 """Settings of the model that are whole numbers, and their keys."""
 _NUMBERS: Final = {"rope_base": "rope_theta", "norm_eps": "rms_norm_eps", "init_std": "initializer_range"}
-_DEFAULTS: Final = {"head_dim": 128, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
-"""Of keys that a file may leave out, as `Qwen3Config` has them."""
 _TIED: Final = "tie_word_embeddings"
-_MUST_BE: Final[Mapping[str, tuple[object, ...]]] = {
-    "model_type": ("qwen3",),
-    "hidden_act": ("silu", None),
-    "attention_bias": (False, None),
-    "attention_dropout": (0, None),
-    "use_sliding_window": (False, None),
-    "quantization_config": (None,),
-    "num_experts": (0, None),
-}
-"""What canzona's Qwen3 is, or where the key is left out."""
 
 
 def read_model(tree: Mapping[str, object]) -> dict[str, object]:
@@ -45,9 +37,10 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
     Raises:
         ConfigError: what of it no Qwen3 of canzona is, every key at once.
     """
-    problems = list(_foreign(tree))
+    foreign = foreign_family(tree.get("model_type")).foreign
+    problems = list(_unusable(tree, foreign))
     found: dict[str, object] = {}
-    flat = _DEFAULTS | {key: value for key, value in {**tree, **_rope(tree)}.items() if value is not None}
+    flat = {**foreign.defaults} | {key: value for key, value in {**tree, **_rope(tree)}.items() if value is not None}
     for setting, key in (_WIDTHS | _NUMBERS).items():
         value = flat.get(key)
         kinds = int if setting in _WIDTHS else int | float
@@ -60,7 +53,7 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
     if not isinstance(found["tied_embeddings"], bool):
         problems.append(_problem(_TIED, tree[_TIED], "is neither true nor false"))
     refuse(problems)
-    return {**found, "qk_norm": True}
+    return {**found, **foreign.fixed}
 
 
 def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[str, object]:
@@ -73,13 +66,14 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
     Raises:
         ConfigError: it is no Qwen3.
     """
+    foreign = family_of(model).foreign
     if not model.qk_norm:
         reason = "Hugging Face's Qwen3 normalises queries and keys, and this model does not"
         refuse([Problem(key="model.qk_norm", value=False, reason=reason, fix="only a model with qk_norm has its form")])
     own = asdict(model)
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "qwen3",
+        "architectures": [foreign.architecture],
+        "model_type": foreign.model_type,
         **{key: own[setting] for setting, key in (_WIDTHS | _NUMBERS).items()},
         _TIED: model.tied_embeddings,
         "hidden_act": "silu",
@@ -102,14 +96,14 @@ def _rope(tree: Mapping[str, object]) -> Mapping[str, object]:
     return {}
 
 
-def _foreign(tree: Mapping[str, object]) -> Iterator[Problem]:
-    for key, values in _MUST_BE.items():
+def _unusable(tree: Mapping[str, object], foreign: Foreign) -> Iterator[Problem]:
+    for key, values in foreign.must_be.items():
         if (value := tree.get(key)) not in values:
             wanted = "null" if values[0] is None else str(values[0]).lower()
             yield _problem(key, value, f"canzona's Qwen3 has {wanted} there")
     architectures = tree.get("architectures")
-    if architectures not in (None, [ARCHITECTURE]):
-        yield _problem("architectures", architectures, f"is not {ARCHITECTURE}")
+    if architectures not in (None, [foreign.architecture]):
+        yield _problem("architectures", architectures, f"is not {foreign.architecture}")
     layers = tree.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or {*map(str, layers)} - {"full_attention"}):
         yield _problem("layer_types", layers, "every layer of canzona's Qwen3 attends to everything before")
@@ -125,3 +119,18 @@ def _foreign(tree: Mapping[str, object]) -> Iterator[Problem]:
 def _problem(key: str, value: object, reason: str) -> Problem:
     fix = f"only a Qwen3 without experts, biases, sliding windows and rope scaling can be taken over ({FILE})"
     return Problem(key=key, value=value, reason=reason, fix=fix)
+
+
+@lru_cache(maxsize=4)
+def tensor_names(model: ModelConfig) -> Mapping[str, str]:
+    """Hugging Face's name by unit, in the order of the model: each weight once, so none of a tied output layer."""
+    foreign = family_of(model).foreign
+    names = {EMBEDDING: foreign.embedding}
+    for layer in range(model.num_layers):
+        names |= {
+            f"layers.{layer}.{unit}": f"model.layers.{layer}.{name}.weight" for unit, name in foreign.layer.items()
+        }
+    names[FINAL_NORM.removeprefix("decoder.")] = foreign.final_norm
+    if not model.tied_embeddings:
+        names[OUTPUT] = foreign.output
+    return MappingProxyType(names)

@@ -1,4 +1,4 @@
-"""What a setting says about itself, at its field: `lr: Annotated[Positive, "Peak learning rate.", CURVE]`.
+"""The marks that a setting has at its field: `lr: Annotated[Positive, "Peak learning rate.", CURVE]`.
 
 The text is its help. `Affects` says what a change of it does, to a run that goes on from a checkpoint and to plans.
 Everything else reads it from there: the range check, `canzona recipes copy`, completion, the comparison of a resumed
@@ -9,14 +9,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Flag, auto
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 if TYPE_CHECKING:
     from annotated_types import BaseMetadata
 
 
 class Affects(Flag):
-    """What a changed value does."""
+    """The effects of a changed value."""
 
     NOTHING = 0
     CURVE = auto()
@@ -65,7 +65,7 @@ class Range:
         return self.above < value < self.below and self.at_least <= value <= self.at_most
 
     def words(self, value: float) -> str:
-        """What a number that is not in it must be."""
+        """Says what a number that is not in it must be."""
         bounds = {"above": self.above, "at least": self.at_least, "below": self.below, "at most": self.at_most}
         return " and ".join(bound_words(*item, value) for item in bounds.items() if math.isfinite(item[1]))
 
@@ -84,14 +84,14 @@ def bound_words(name: str, bound: float, value: float) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """What a number counts, where its name and help leave it open."""
+    """The unit that a number counts, where its name and help leave it open."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Example:
-    """For error messages, where the default or an arbitrary value of the type would be a bad example."""
+    """An example for error messages, where the default or an arbitrary value of the type would be a bad example."""
 
     value: str
 
@@ -102,15 +102,17 @@ Positive = Annotated[float, Range(at_least=1e-9, at_most=1e9)]
 NotNegative = Annotated[float, Range(at_least=0, at_most=1e9)]
 Share = Annotated[float, Range(at_least=0, below=1)]
 Epsilon = Annotated[float, Range(at_least=1e-37, at_most=1)]
-"""Beside a number of fp32, which has none below it but denormal ones."""
+"""An addend beside a number of fp32, which has none below it but denormal ones."""
 Factor = Annotated[float, Range(at_least=1e-6, at_most=1e6)]
-"""Something measured over what it should have been."""
+"""A measurement over what it should have been."""
 Seconds = Annotated[float, Range(at_least=1e-12, at_most=1e9)]
 Finite = Annotated[float, Range(at_least=-1e300, at_most=1e300)]
 Count = Annotated[int, Range(at_least=1, at_most=10**12)]
 CountOrZero = Annotated[int, Range(at_least=0, at_most=10**12)]
 Bytes = Annotated[float, Range(at_least=0, at_most=1e15)]
-"""Of a message or a buffer."""
+"""The size of a message or a buffer."""
 Side = Annotated[int, Range(at_least=1, at_most=1 << 24)]
 """Rows or columns of a weight."""
 Ranks = Annotated[int, Range(at_least=1, at_most=1 << 17)]
+Precision = Literal["bf16", "fp32"]
+"""The type of weights and of products in forward, backward and update."""

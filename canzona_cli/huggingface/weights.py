@@ -1,0 +1,258 @@
+"""Weights from and to Hugging Face folders, a piece of one tensor in memory at a time.
+
+An import is the checkpoint of step 0: fp32 masters in model space without optimizer state, from which every layout,
+optimizer and splitting can start, as from the weights of any other run. An export is sharded safetensors.
+"""
+
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from canzona_cli.checkpoint.commit import abandon, begin, finish, write_part
+from canzona_cli.checkpoint.contents import MASTER
+from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Buffer, Header, Progress, Shard
+from canzona_cli.checkpoint.reader import Reader
+from canzona_cli.checkpoint.shard_file import tensor_bytes, write_shard
+from canzona_cli.config.compose import dump_resolved
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.huggingface.beside import Beside
+from canzona_cli.huggingface.folder import BESIDE, DTYPES, INDEX, WEIGHTS, Dtype, HuggingFaceFolder, Stored
+from canzona_cli.huggingface.foreign import FILE, config_json, tensor_names
+from canzona_cli.huggingface.staging import copy_file, staged
+from canzona_cli.model.families import family_of
+from canzona_cli.model.geometry import unit_shape
+from canzona_cli.run.files import RunFiles, sync_folder, write_json_atomic, write_text_atomic
+
+PIECE_BYTES: Final = 8 << 20
+"""Of a piece in fp32."""
+
+
+def row_ranges(shape: Sequence[int]) -> Iterator[range]:
+    """The rows of each piece of a tensor, in order: `PIECE_BYTES` at most, or one row."""
+    most = max(1, PIECE_BYTES // (4 * max(1, math.prod(shape[1:]))))
+    for first in range(0, shape[0], most):
+        yield range(first, min(first + most, shape[0]))
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor on the host as its bytes, C order."""
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+_PATIENCE_S: Final = 60.0
+"""All parts are written before any is waited for."""
+_ONE_PROCESS: Final = Layout(
+    tp=1,
+    pp=1,
+    cp=1,
+    dp=1,
+    micro_batch_size=1,
+    num_microbatches=1,
+    global_batch_size=1,
+    recompute="none",
+    sequence_parallel=False,
+)
+"""What wrote it."""
+
+
+def import_weights(
+    found: HuggingFaceFolder, config: RunConfig, files: RunFiles, *, on_bytes: Callable[[int], None] = lambda _: None
+) -> Path:
+    """Write the checkpoint of step 0 into a run directory, and what lies beside the weights next to it.
+
+    The checkpoint is there whole or not at all. A piece of one tensor is in memory at a time.
+
+    Args:
+        config: of the run; its model has been compared with the folder (`HuggingFaceFolder.check`).
+        on_bytes: told how many further bytes of masters have been read.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        ConfigError: weights that are no numbers; a tied output layer that is not the embedding.
+        SaveFailed: it cannot be written.
+        OSError: what lies beside the weights cannot be copied.
+    """
+    _check_tied(found, config)
+    files.huggingface.mkdir(mode=0o755, parents=True, exist_ok=True)
+    for name in (FILE, *BESIDE):
+        copy = files.huggingface / name
+        if (found.path / name).is_file():
+            copy.unlink(missing_ok=True)  # of an import that was killed
+            copy_file(found.path / name, copy)
+    sync_folder(files.huggingface)
+    parts: dict[Path, dict[str, Buffer]] = defaultdict(dict)
+    for unit, name in tensor_names(config.model).items():
+        stored = found.tensors[name]
+        read = partial(_masters, stored, name, on_bytes)
+        parts[stored.file][f"{unit}/{MASTER}"] = Buffer(dtype="F32", shape=stored.shape, data=read)
+    folder = begin(files.checkpoints, 0)
+    try:
+        for number, tensors in enumerate(parts.values()):
+            write_part(folder, number, Shard(tensors=tensors, scalars={}))
+    except BaseException:
+        abandon(folder)
+        raise
+    header = Header(
+        progress=Progress(step=0, samples=0, tokens=0),
+        optimizer=NO_OPTIMIZER,
+        strategy=NO_OPTIMIZER,
+        splitting="split",
+        world_size=1,
+        created=time.time(),
+        canzona=version("canzona"),
+    )
+    texts = {"config.yaml": dump_resolved(config), "layout.json": json.dumps(asdict(_ONE_PROCESS))}
+    return finish(folder, len(parts), header, texts, _PATIENCE_S)
+
+
+def _masters(stored: Stored, name: str, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
+    """A tensor as the bytes of its master."""
+    for rows in row_ranges(stored.shape):
+        data = _rows(stored, name, rows).to(torch.float32)
+        if not all(bound.isfinite() for bound in torch.aminmax(data)):  # isfinite() of all makes others as large
+            bad = int((~data.isfinite()).sum())
+            where = f"from row {rows[0]:,} on, {bad:,} of {data.numel():,} elements are infinite or no numbers"
+            raise ConfigError(Problem(key=name, value=stored.file, reason=where, fix="download it again"))
+        on_bytes(data.nbytes)
+        yield raw_bytes(data)
+        del data  # before the next is read
+
+
+def _rows(stored: Stored, name: str, rows: range) -> torch.Tensor:
+    try:
+        with safe_open(stored.file, framework="pt") as file:  # anew: what a mapped file was read of counts as memory
+            found: torch.Tensor = file.get_slice(name)[rows.start : rows.stop]
+    except SafetensorError as error:  # of a header that only we can read, or that has just changed
+        reason = f"safetensors cannot read it: {error}"
+        raise ConfigError(Problem(key=name, value=stored.file, reason=reason, fix="download it again")) from None
+    return found
+
+
+def _check_tied(found: HuggingFaceFolder, config: RunConfig) -> None:
+    """Some files have the output layer of tied embeddings a second time; transformers ignores it."""
+    output = family_of(config.model).foreign.output
+    if not config.model.tied_embeddings or output not in found.tensors:
+        return
+    [embedding, *_] = tensor_names(config.model).values()
+    pair = [(found.tensors[name], name) for name in (embedding, output)]
+    one, other = (stored.shape for stored, _ in pair)
+    if one != other or not all(
+        torch.equal(*(_rows(stored, name, rows).float() for stored, name in pair)) for rows in row_ranges(one)
+    ):
+        reason = f"differs from {embedding}, although the embeddings are tied"
+        fix = "tie_word_embeddings of its config.json is probably false"
+        raise ConfigError(Problem(key=output, value=found.tensors[output].file, reason=reason, fix=fix))
+
+
+SHARD_BYTES: Final = 5_000_000_000
+"""Of one file, as published checkpoints have it; a larger tensor has a file of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    files: int
+    """Of weights."""
+    tensors: int
+    bytes: int
+    """Of all weights."""
+
+
+def export_weights(
+    reader: Reader,
+    out: Path,
+    *,
+    dtype: Dtype,
+    seq_length: int,
+    beside: Beside,
+    shard_bytes: int = SHARD_BYTES,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> Exported:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` reads: whole, or not at all.
+
+    Args:
+        reader: of a checkpoint that has been verified.
+        out: does not exist, or is empty.
+        dtype: of the weights; fp32 is the masters, bit by bit.
+        seq_length: tokens of the sequences that the model was trained on.
+        beside: further files.
+        on_bytes: told how many further bytes have been written.
+
+    Raises:
+        ConfigError: the model is no Qwen3 of Hugging Face; the place has something; a weight is too large for fp16.
+        CheckpointInvalid: the checkpoint lacks a weight, or has one that is no number.
+        EnvironmentProblem: it cannot be written.
+    """
+    model, (code, name_of_type) = reader.model, DTYPES[dtype]
+    kind: torch.dtype = getattr(torch, name_of_type)
+    longest = beside.settings.get("max_position_embeddings")
+    positions = max(seq_length, longest) if isinstance(longest, int) else seq_length
+    settings = config_json(model, dtype=name_of_type, max_positions=positions)
+    sizes = {name: tensor_bytes(code, unit_shape(unit, model)) for unit, name in tensor_names(model).items()}
+    units = {name: unit for unit, name in tensor_names(model).items()}
+    shards = _shards(sizes, shard_bytes)
+    files = {name: _file(number, len(shards)) for number, names in enumerate(shards) for name in names}
+    with staged(out, key="OUT") as folder:
+        for number, names in enumerate(shards):
+            tensors = {
+                name: Buffer(
+                    dtype=code,
+                    shape=unit_shape(units[name], model),
+                    data=partial(_rounded, reader, units[name], kind, on_bytes),
+                )
+                for name in names
+            }
+            write_shard(folder / _file(number, len(shards)), tensors, metadata={"format": "pt"})
+        if len(shards) > 1:
+            total = {"total_size": sum(sizes.values())}
+            write_json_atomic(folder / INDEX, {"metadata": total, "weight_map": files})
+        write_json_atomic(folder / FILE, {**beside.settings, **settings})
+        for name, text in beside.texts.items():
+            write_text_atomic(folder / name, text)
+        for path in beside.copies:
+            copy_file(path, folder / path.name)
+    return Exported(files=len(shards), tensors=len(sizes), bytes=sum(sizes.values()))
+
+
+def _shards(sizes: Mapping[str, int], most: int) -> Sequence[Sequence[str]]:
+    """Names of the tensors of each file, in order; each has at most `most` bytes, or one tensor."""
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if shards[-1] and held + size > most:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += size
+    return shards
+
+
+def _file(number: int, count: int) -> str:
+    return WEIGHTS if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _rounded(reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
+    """A weight as the bytes of its type."""
+    for rows in row_ranges(unit_shape(unit, reader.model)):
+        data = reader.master_rows(unit, rows).to(kind)
+        if kind is torch.float16 and not bool(data.isfinite().all()):
+            reason = "has weights beyond 65,504, the largest number of fp16"
+            raise ConfigError(Problem(key="--dtype", value="fp16", reason=f"{unit} {reason}", fix="--dtype bf16"))
+        on_bytes(data.nbytes)
+        yield raw_bytes(data)
+        del data  # before the next is read
+        reader.unmap()

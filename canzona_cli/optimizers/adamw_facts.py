@@ -1,0 +1,22 @@
+"""AdamW, which updates what is no matrix, or everything."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from canzona_cli.fields import OPTIMIZER, PLAN
+
+from .facts import Algorithm, Facts, OptimizerBase, Rule, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(OptimizerBase):
+    """AdamW on every parameter, by Megatron's DistributedOptimizer."""
+
+    name: Annotated[Literal["adamw"], "The optimizer.", OPTIMIZER | PLAN]
+
+
+def _adamw(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+    return Work(elementwise=15.0 * rows * cols), Work()
+
+
+FACTS = (Facts(settings=AdamWConfig, rule=Rule(work=_adamw, fragment_bytes=28, moments=2)),)

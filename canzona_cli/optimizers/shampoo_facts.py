@@ -1,0 +1,199 @@
+"""Shampoo, SOAP and their kin without torch: settings, and what an update does."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from canzona_cli.fields import CURVE, OPTIMIZER, PLAN, Count, Epsilon, Example, Share, Side
+
+from .facts import Algorithm, Facts, OptimizerBase, RootMethod, Rule, Work
+from .muon_facts import NewtonSchulzConfig, iteration_work, product_bytes
+
+GRAFTING_BYTES = {"none": 0, "sgd": 16, "adam": 64}
+"""Bytes of memory traffic per element of Shampoo's grafting. Its update's norm 4 and the scaling 8; the gradient's norm
+4; or Adam's second moment 8 + 12, its root 8, eps 8, the quotient 12 and the norm of that 4."""
+GRAFTING_LAUNCHES = {"none": 0, "sgd": 3, "adam": 8}
+"""Kernels of the same."""
+STACKED_SQUARES = 2**22
+"""Elements of the squares that one call of a refresh takes on a GPU: small ones in stacks, to spare launches. A CPU
+gains nothing by it."""
+NEWTON_PRODUCTS = {2: 31, 1: 29}
+"""Products of an inverse root by Newton's iteration, by how many sides of a matrix have roots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KroneckerConfig(OptimizerBase):
+    """Settings of Shampoo, SOAP and their kin."""
+
+    shampoo_beta: Annotated[Share, "Decay of the Kronecker factors.", CURVE] = 0.95
+    precondition_frequency: Annotated[
+        Count,
+        "Steps between refreshes of what is derived from the factors: Shampoo's inverse roots, SOAP's eigenbases.",
+        CURVE | PLAN,
+    ] = 10
+    max_preconditioner_dim: Annotated[Side, "A side longer than this is not preconditioned.", CURVE | PLAN] = 8192
+    stagger: Annotated[
+        bool,
+        "Spread refreshes over the period, so that no step has all of them: a matrix's turn depends on the layout."
+        " false: all at the same step; any layout trains the same model.",
+        CURVE,
+    ] = True
+    tf32: Annotated[
+        bool,
+        "On GPUs, multiply in TF32; false: in full fp32, several times slower. Decompositions are always fp32.",
+        CURVE | PLAN,
+    ] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShampooConfig(KroneckerConfig):
+    """Shampoo on matrices, AdamW on the rest (Gupta et al. 2018)."""
+
+    name: Annotated[Literal["shampoo"], "The optimizer.", OPTIMIZER | PLAN]
+    grafting: Annotated[
+        Literal["none", "sgd", "adam"], "The method whose update's norm a Shampoo update is given.", CURVE | PLAN
+    ] = "adam"
+    roots: Annotated[
+        Literal["auto"] | RootMethod,
+        "How inverse roots are computed: eigh from eigenvalues, newton by products alone, which GPUs are better at;"
+        " auto: what the plan prices lower. Both to the rounding of fp32.",
+        CURVE | PLAN,
+    ] = "auto"
+    shampoo_eps: Annotated[
+        Epsilon,
+        "Added to the factors' eigenvalues, relative to the largest, besides sqrt(n) * 2^-23 of it, which is noise.",
+        Example("1e-12"),
+        CURVE,
+    ] = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoapConfig(KroneckerConfig):
+    """SOAP on matrices, AdamW on the rest (Vyas et al. 2024)."""
+
+    name: Annotated[Literal["soap"], "The optimizer.", OPTIMIZER | PLAN]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLShampooConfig(KroneckerConfig):
+    """KL-Shampoo on matrices, AdamW on the rest (Lin et al. 2025)."""
+
+    name: Annotated[Literal["kl-shampoo"], "The optimizer.", OPTIMIZER | PLAN]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoapMuonConfig(KroneckerConfig, NewtonSchulzConfig):
+    """SOAP's update, orthogonalised, on matrices; AdamW on the rest (Vyas et al. 2025)."""
+
+    name: Annotated[Literal["soap-muon"], "The optimizer.", OPTIMIZER | PLAN]
+
+
+def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+    """Per element 50 bytes of momentum, weight and casts, and grafting; of squares 12 to average a packed statistic and
+    12 to unpack a root, in 15 launches."""
+    sides = factored_sides(a, rows, cols)
+    squares = sum(side * side for side in sides)
+    step = Work(
+        products=tuple(_sided(rows, cols, sides, 1, 1)),
+        traffic=(50 + GRAFTING_BYTES[a.grafting]) * rows * cols + 24 * squares,
+        launches=8 + 15 * len(sides) + GRAFTING_LAUNCHES[a.grafting],
+    )
+    newton = a.roots == "newton"
+    count = NEWTON_PRODUCTS[len(sides)] if newton and sides else 1
+    refresh = Work(
+        products=tuple((count, side, side, side) for side in sides),
+        eigh=() if newton else sides,
+        traffic=(100 if newton else 40) * squares,
+        launches=(110 if newton else 20) * len(sides),
+    )
+    return step, refresh if sides else Work()
+
+
+def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+    """Per element 86 bytes of Adam in the eigenbasis and the weight; statistics as Shampoo."""
+    sides = factored_sides(a, rows, cols)
+    squares = sum(side * side for side in sides)
+    step = Work(
+        products=tuple(_sided(rows, cols, sides, 1, 2)),
+        traffic=86 * rows * cols + 12 * squares,
+        launches=14 + 7 * len(sides),
+    )
+    refresh = Work(
+        products=(*((1, side, side, side) for side in sides), *_sided(rows, cols, sides, 0, 2)),
+        qr=sides,
+        traffic=8 * rows * cols * len(sides) + 44 * squares,
+        launches=18 * len(sides),
+    )
+    return step, refresh if sides else Work()
+
+
+def _soap_muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+    """SOAP's, and Newton-Schulz: per element norm 4, division 4 + w, the copy back w + 4 and scaling 8 bytes."""
+    step, refresh = _soap(a, rows, cols)
+    traffic = step.traffic + (20 + 2 * product_bytes(a)) * rows * cols
+    return replace(step, traffic=traffic, launches=step.launches + 4, iteration=iteration_work(a, rows, cols)), refresh
+
+
+def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+    """Per element 42 bytes of momentum, weight and casts, 64 of whitening and eigenvalues; statistics as Shampoo."""
+    sides = factored_sides(a, rows, cols)
+    squares = sum(side * side for side in sides)
+    m, n = sorted((rows, cols))
+    both = ((1, m, m, n),) if len(sides) == 2 else ()
+    step = Work(
+        products=(*_sided(rows, cols, sides, 1, 3), *both),
+        traffic=106 * rows * cols + 12 * squares,
+        launches=14 + 18 * len(sides),
+    )
+    refresh = Work(
+        products=tuple((1, side, side, side) for side in sides),
+        qr=sides,
+        traffic=24 * squares,
+        launches=6 * len(sides),
+    )
+    return step, refresh if sides else Work()
+
+
+def factored_sides(a: Algorithm, rows: int, cols: int) -> tuple[int, ...]:
+    """Lists the lengths of those sides that have a factor."""
+    return tuple(side for side in (rows, cols) if side <= a.max_preconditioner_dim)
+
+
+def _sided(
+    rows: int, cols: int, sides: tuple[int, ...], statistics: int, applied: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Products of a preconditioned side: `statistics` times G G' or G' G, `applied` times the square and G."""
+    for side in sides:
+        other = rows * cols // side
+        if statistics:
+            yield statistics, side, other, side
+        yield applied, side, side, other
+
+
+def packed_elements(side: int) -> int:
+    """Counts the elements that are stored of a symmetric (side, side) matrix."""
+    return side * (side + 1) // 2
+
+
+FACTS = (
+    Facts(
+        settings=ShampooConfig,
+        rule=Rule(work=_shampoo, fragment_bytes=24, moments=1, packed=2),
+        update="shampoo:Shampoo",
+    ),
+    Facts(
+        settings=KLShampooConfig,
+        rule=Rule(work=_kl_shampoo, fragment_bytes=24, moments=1, packed=1, squares=1, vectors=1),
+        update="kl_shampoo:KLShampoo",
+    ),
+    Facts(
+        settings=SoapConfig,
+        rule=Rule(work=_soap, fragment_bytes=24, moments=2, packed=1, squares=1),
+        update="soap:SOAP",
+    ),
+    Facts(
+        settings=SoapMuonConfig,
+        rule=Rule(work=_soap_muon, fragment_bytes=24, moments=2, packed=1, squares=1, orthogonal=True),
+        update="soap_muon:SOAPMuon",
+    ),
+)
