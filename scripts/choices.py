@@ -26,9 +26,9 @@ from simulated_runs import mesh_label, resolved
 from canzona_cli.bench.simulated import SIZES, parse_gpus
 from canzona_cli.config.schema import BufferLayout, Form, Gathering, Layout, Mode, Reduction, RootMethod, RunConfig
 from canzona_cli.errors import DoesNotFit
+from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.measures import communication, kinds
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import make_plan
 from canzona_cli.simulate.predict import simulate_plan, with_cores
 
 GPU_PROFILES = ("a100-80g", "h100-80g", "h200", "b200")

@@ -8,14 +8,14 @@ from canzona_cli.cluster.layout_cache import Cache
 from canzona_cli.cluster.layouts import RECOMPUTE, Candidate, candidates, fill, possible_layouts
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.memory import estimate
 from canzona_cli.errors import ConfigError, DoesNotFit
-from canzona_cli.planner.memory import estimate, plan_memory
+from canzona_cli.planner.make import make_plan
+from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import make_plan
 from canzona_cli.simulate.estimate import estimated_step_seconds
-from canzona_cli.simulate.predict import simulate_run
-from canzona_cli.simulate.simulate import StrategyResult
-from canzona_cli.simulate.spent import Spent, spent
+from canzona_cli.simulate.predict import Spent, simulate_run, spent
+from canzona_cli.simulate.step import StrategyResult
 
 ALIKE = 1e-5
 """Share of a step by which layouts that differ take the same time."""

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from canzona_cli.config.schema import Form, Gathering, Layout, Mesh, NewtonSchulzConfig, Reduction, RunConfig
+from canzona_cli.costs.activations import stage_weights
+from canzona_cli.costs.buffers import element_bytes, exchange_bytes
+from canzona_cli.costs.sharing import Share, shared_bytes, shared_collectives
+from canzona_cli.costs.update import form_of, stack_of
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.activations import stage_weights
-from canzona_cli.planner.buckets import element_bytes
-from canzona_cli.planner.cost import form_of, stack_of
-from canzona_cli.planner.exchange import GroupTraffic, exchange_bytes, group_traffic
-from canzona_cli.planner.parts import Bucket, Cell, MicroGroup, Place, Share
-from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.reduction import collectives, sent_elements
-from canzona_cli.planner.rings import shares
-from canzona_cli.planner.sharing import shared_bytes, shared_collectives
+from canzona_cli.planner.exchange import GroupTraffic, group_traffic
+from canzona_cli.planner.plan import Bucket, Cell, MicroGroup, Place, Plan
+from canzona_cli.planner.reduction import collectives, sent_elements, shares
 
 
 @dataclass(frozen=True, kw_only=True)

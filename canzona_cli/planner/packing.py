@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from canzona_cli.costs.sharing import HOSTED, Share
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.parts import HOSTED, Share
 
 CLOSE_ENOUGH = 1e-3
 """A packing this close to its bound is not improved further."""

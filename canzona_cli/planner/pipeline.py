@@ -1,23 +1,6 @@
-"""An owner's micro-groups, updated by its TP group: who does what in which order, and what it takes.
+"""The time that a TP group takes for an owner's micro-groups and shared matrices, in the order of `planner.order`.
 
-A group goes through stages, with an all-to-all between each two (`planner.exchange`):
-
-    0     every rank   packs gradients
-    1     hosts        unpack gradients, update their matrices, pack the weights
-    2     every rank   unpacks weights
-
-Shared matrices follow all groups, and travel in none. Two of them take turns (`turns`): while the squares of one
-travel, the other computes.
-
-Gradients that are sent as they are set out as soon as they are reduced (`ahead`): norm, clip and AdamW hide them.
-
-Two groups are ahead in stage 0, and stage 2 follows one group after stage 1, so that there is something to do while an
-exchange is on its way: 0 of groups 0 and 1; then 1 of group 0, 0 of group 2; 1 of group 1, 0 of group 3, 2 of group 0;
-and so on. One communicator carries the exchanges in that order; each starts once all ranks of the group have packed for
-it and the one before is done.
-
-The order is `order`'s, for engine and planner alike. What it takes is told to a `Pipeline`: the planner's `Clock` adds
-it up, to compare groupings by; the simulator draws it.
+Stages are told to a `Pipeline`: the planner's `Clock` adds them up, to compare groupings; the simulator draws them.
 """
 
 from collections import defaultdict
@@ -26,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.buffers import FP32, element_bytes, exchange_bytes
+from canzona_cli.costs.links import Group, Groups, Links, Transfer
+from canzona_cli.costs.model import least_before_updates
+from canzona_cli.costs.sharing import Share, shared_exchanges, shared_transfers
+from canzona_cli.costs.update import algorithm, implementation, memory_rate, step_factor
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.buckets import FP32, element_bytes
-from canzona_cli.planner.cost import algorithm, implementation, memory_rate, step_factor
-from canzona_cli.planner.exchange import Traffic, exchange_bytes, group_traffic, senders
-from canzona_cli.planner.links import Group, Groups, Links, Transfer
-from canzona_cli.planner.norm_clip import least_before_updates
-from canzona_cli.planner.parts import Share
-from canzona_cli.planner.sharing import shared_exchanges, shared_transfers
+from canzona_cli.planner.exchange import Traffic, group_traffic, senders
+from canzona_cli.planner.order import ahead, order, turns
 
 Activity = Literal["matrix_update", "exchange"]
 
@@ -58,36 +41,6 @@ class Job:
     def received(self) -> int:
         """The elements that its host receives and updates."""
         return self.matrix.elements if self.share is None else 0
-
-
-def order(groups: int) -> Iterator[tuple[int, int]]:
-    """Yields (group, stage) pairs, as all ranks of the TP group go through them."""
-    yield from ((group, 0) for group in range(ahead(groups)))
-    for tick in range(groups + 1):
-        for stage, group in ((1, tick), (0, tick + 2), (2, tick - 1)):
-            if 0 <= group < groups:
-                yield group, stage
-
-
-LANES = 2
-"""Shared matrices that take turns, each with scratch of its own: one of an even place, one of an odd one."""
-
-
-def turns(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields (matrix, part) pairs of shared matrices, as all ranks of the TP group go through them.
-
-    Args:
-        parts: of each matrix, between which its squares travel.
-    """
-    for first in range(0, len(parts), LANES):
-        taking = range(first, min(first + LANES, len(parts)))
-        for part in range(max(parts[matrix] for matrix in taking)):
-            yield from ((matrix, part) for matrix in taking if part < parts[matrix])
-
-
-def ahead(groups: int) -> int:
-    """The number of places at the front of `order` that come before the gradients' norm is known."""
-    return min(2, groups)
 
 
 class Pipeline[Moment](Protocol):

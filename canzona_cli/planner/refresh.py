@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from canzona_cli.config.schema import KroneckerConfig, RunConfig
+from canzona_cli.costs.update import ROUNDING, algorithm, peak_seconds, seconds
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.cost import ROUNDING, algorithm, peak_seconds, seconds
-from canzona_cli.planner.parts import Cell
+from canzona_cli.planner.plan import Cell
 
 
 @dataclass(frozen=True, kw_only=True)

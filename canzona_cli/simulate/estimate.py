@@ -10,18 +10,15 @@ from typing import NamedTuple
 
 from canzona_cli.config.execution import Execution, execution_of, splitting_of
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.activations import stage_weights
+from canzona_cli.costs.buffers import element_bytes
+from canzona_cli.costs.links import Groups, Links
+from canzona_cli.costs.model import NormClip, hop, passes
+from canzona_cli.costs.sharing import HOSTED, shares
+from canzona_cli.costs.update import adamw_seconds, implementation, step_factor, update_costs
 from canzona_cli.model.matrices import matrices as matrices_of
-from canzona_cli.planner.activations import stage_weights
-from canzona_cli.planner.buckets import element_bytes
-from canzona_cli.planner.cost import adamw_seconds, implementation, step_factor
-from canzona_cli.planner.links import Groups, Links
-from canzona_cli.planner.norm_clip import NormClip
 from canzona_cli.planner.packing import simple_bound
-from canzona_cli.planner.parts import HOSTED
-from canzona_cli.planner.sharing import shares
-from canzona_cli.planner.subject import update_costs
 from canzona_cli.simulate.buffers import after_reduction
-from canzona_cli.simulate.model_time import hop, passes
 from canzona_cli.simulate.update import UpdateModel
 
 

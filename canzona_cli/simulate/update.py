@@ -15,14 +15,13 @@ from typing import Literal
 
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.buffers import FP32, exchange_bytes
+from canzona_cli.costs.links import Transfer
+from canzona_cli.costs.update import algorithm, memory_rate
+from canzona_cli.costs.work import RULES
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.buckets import FP32
-from canzona_cli.planner.cost import algorithm, memory_rate
-from canzona_cli.planner.exchange import exchange_bytes
-from canzona_cli.planner.links import Transfer
-from canzona_cli.planner.parts import Assignment, Bucket, MicroGroup
 from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Job, Pipeline
-from canzona_cli.planner.work import RULES
+from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 from canzona_cli.simulate.timeline import Ran, Timeline
 
 Segment = tuple[Literal["compute", "exchange"], str, float, float]

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.activations import stage_weights
+from canzona_cli.costs.buffers import FP32, exchange_bytes
+from canzona_cli.costs.links import Transfer
+from canzona_cli.costs.model import NormClip
+from canzona_cli.costs.update import adamw_seconds, implementation, step_factor
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.activations import stage_weights
-from canzona_cli.planner.buckets import FP32
-from canzona_cli.planner.cost import adamw_seconds, implementation, step_factor
-from canzona_cli.planner.exchange import exchange_bytes
-from canzona_cli.planner.links import Transfer
-from canzona_cli.planner.norm_clip import NormClip
-from canzona_cli.planner.parts import MicroGroup
+from canzona_cli.planner.plan import MicroGroup
 from canzona_cli.simulate.timeline import Timeline
 from canzona_cli.simulate.update import Crowded, RankUpdate, UpdateModel, Workload
 

@@ -11,7 +11,7 @@ from canzona_cli.cluster.layouts import candidates, fill
 from canzona_cli.config.execution import Execution, execution_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig, Strategy
 from canzona_cli.errors import DoesNotFit
-from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.make import make_plan
 from canzona_cli.simulate.predict import simulate_run
 from tests.sizes import Size, run
 

@@ -3,9 +3,9 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from canzona_cli.costs.sharing import Share
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.packing import RESOLUTION, lower_bound
-from canzona_cli.planner.parts import Share
 from tests.planner.planning import least_makespan
 
 UNITS = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=1, max_size=5)

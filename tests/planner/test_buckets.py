@@ -14,7 +14,7 @@ from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets, stage_parameters
-from canzona_cli.planner.parts import Assignment, Cell, PlanSettings
+from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
 from tests.planner.planning import grid, newton_schulz, transformer
 from tests.sizes import layout, model
 

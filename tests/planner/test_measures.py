@@ -8,15 +8,16 @@ import torch
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.schema import Layout, MuonConfig, Recompute, RunConfig, SoapConfig
+from canzona_cli.costs.memory import GIB, estimate
+from canzona_cli.costs.update import algorithm, form_of, seconds, stack_of
 from canzona_cli.errors import DoesNotFit
 from canzona_cli.optimizers.muon_facts import CoefficientSet
 from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, coefficients
 from canzona_cli.optimizers.shampoo_facts import packed_elements
-from canzona_cli.planner.cost import algorithm, form_of, seconds, stack_of
+from canzona_cli.planner.make import make_plan, plan_unbounded
 from canzona_cli.planner.measures import POLYNOMIAL_ERROR, balance, communication, exchange_sent, kinds
-from canzona_cli.planner.memory import GIB, estimate, plan_memory
+from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import make_plan, plan_unbounded
 from tests import sizes
 
 

@@ -9,13 +9,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.config.schema import Grouping, Layout
+from canzona_cli.costs.links import EFFICIENCY, Group, Links
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.links import EFFICIENCY, Group, Links
-from canzona_cli.planner.micro_groups import CLOSE, Grouped, check_capacity, micro_groups
-from canzona_cli.planner.parts import Assignment, Cell, MicroGroup, PlanSettings
+from canzona_cli.planner.groups import CLOSE, Grouped, check_capacity, micro_groups
 from canzona_cli.planner.pipeline import HostedPipeline, Job
+from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, PlanSettings
 from tests.planner.planning import grid, newton_schulz, transformer
 from tests.sizes import H100
 

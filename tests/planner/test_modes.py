@@ -9,19 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.config.schema import Layout, Mode, RunConfig
-from canzona_cli.planner import micro_groups
-from canzona_cli.planner.activations import stage_weights
-from canzona_cli.planner.attempt import attempt
+from canzona_cli.costs.activations import stage_weights
+from canzona_cli.costs.sharing import Share, shares
+from canzona_cli.planner import groups as micro_groups
+from canzona_cli.planner.groups import held_jobs
+from canzona_cli.planner.make import attempt, plan_unbounded, planned_matrices
 from canzona_cli.planner.measures import balance
-from canzona_cli.planner.micro_groups import held_jobs
 from canzona_cli.planner.packing import HostPacker
-from canzona_cli.planner.parts import PlanSettings, Share
 from canzona_cli.planner.pipeline import HostedPipeline, Job, Load, Loads, _Asked, planning
-from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import plan_unbounded
+from canzona_cli.planner.plan import Plan, PlanSettings
 from canzona_cli.planner.reduction import ReductionModel
-from canzona_cli.planner.sharing import shares
-from canzona_cli.planner.subject import planned_matrices
 from tests import sizes
 from tests.planner.planning import least_makespan
 from tests.sizes import layout

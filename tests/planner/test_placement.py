@@ -5,8 +5,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
+from canzona_cli.costs.memory import layerwise_placement
 from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.planner.memory import layerwise_placement
 from tests.sizes import Size, model
 
 

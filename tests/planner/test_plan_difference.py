@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.planner.parts import Assignment, Cell
-from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.plan_difference import first_difference
-from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.make import make_plan
+from canzona_cli.planner.plan import Assignment, Cell, Plan
+from canzona_cli.planner.plan_file import first_difference
 from tests import sizes
 
 

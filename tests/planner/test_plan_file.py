@@ -11,8 +11,8 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import EngineConfig, Layout, RunConfig, SoapConfig
 from canzona_cli.errors import ConfigError, DoesNotFit
+from canzona_cli.planner.make import subject
 from canzona_cli.planner.plan_file import Obtained, default_path, obtain_plan
-from canzona_cli.planner.subject import subject
 from canzona_cli.report.header import describe_plan, header_rows
 from tests import sizes
 

@@ -6,13 +6,13 @@ import pytest
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.schema import Layout, Precision, RunConfig
+from canzona_cli.costs.activations import transient
+from canzona_cli.costs.buffers import BATCH_BYTES
+from canzona_cli.costs.memory import least_step_bytes
 from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.planner.activations import transient
-from canzona_cli.planner.memory import least_step_bytes, plan_memory
-from canzona_cli.planner.parts import MicroGroup
-from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import plan_unbounded
-from canzona_cli.planner.step_buffers import BATCH_BYTES, batch_bytes, step_buffers
+from canzona_cli.planner.make import plan_unbounded
+from canzona_cli.planner.memory import batch_bytes, plan_memory, step_buffers
+from canzona_cli.planner.plan import MicroGroup, Plan
 from tests import sizes
 
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from canzona_cli.config.schema import Layout
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.buckets import cut, stage_parameters
-from canzona_cli.planner.parts import Assignment, Cell, PlanSettings
-from canzona_cli.planner.travel import few_owners, in_order_of_reductions
+from canzona_cli.planner.buckets import cut, few_owners, in_order_of_reductions, stage_parameters
+from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
 from tests.planner.planning import grid, newton_schulz, transformer
 
 PLAN = PlanSettings(strategy="canzona", layout="owner")

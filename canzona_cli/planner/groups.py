@@ -7,13 +7,17 @@ matrices, a fragment of 1 / tp of each.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from types import MappingProxyType
 
+from canzona_cli.costs.sharing import Share
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.packing import HostPacker
 from canzona_cli.planner.paper import rolled_back
-from canzona_cli.planner.parts import Assignment, MicroGroup, PlanSettings
 from canzona_cli.planner.pipeline import HostedPipeline, Job, Loads
+from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, PlanSettings
 
 _MIB = 1 << 20
 CLOSE = 0.002
@@ -211,3 +215,72 @@ def _arched(ascending: Sequence[Job], tp: int) -> list[Job]:
     queues = [[job for job in ascending if job.host == host] for host in range(tp)]
     arches = [[*queue[::2], *reversed(queue[1::2])] for queue in queues]
     return [arch[turn] for turn in range(max(map(len, arches))) for arch in arches if turn < len(arch)]
+
+
+GAIN = 0.98
+"""A stage shares matrices where its slowest owner then takes at most this share of its time without: buckets that other
+owners make may travel for longer."""
+
+
+def best_of(
+    matrices: Sequence[Matrix],
+    costs: Sequence[float],
+    hosted: Assignment,
+    balanced: Assignment,
+    possible: Mapping[int, Share],
+    tp: int,
+    grouped: Grouped,
+    memory_cap: int | None,
+) -> Assignment:
+    """Owner, host and mode of every matrix.
+
+    Args:
+        hosted: with nothing shared.
+        balanced: of whose owners each may share, or not.
+        possible: of what may be shared, by index.
+        memory_cap: elements of matrices that a cell may keep.
+    """
+    packer = HostPacker(costs, tp, possible)
+    limits: dict[int, float] = {}
+    for (stage, _), jobs in held_jobs(matrices, costs, hosted).items():
+        limits[stage] = max(limits.get(stage, 0.0), GAIN * grouped.of(jobs)[0])
+    rows: dict[int, list[tuple[int, list[Job]]]] = {}
+    late: set[int] = set()
+    for (stage, owner), jobs in held_jobs(matrices, costs, balanced).items():
+        if stage in late:
+            continue
+        ways = [way for way in _ways(jobs, packer, possible) if memory_cap is None or _fullest(way, tp) <= memory_cap]
+        # Of equally long ones the first.
+        seconds, _, best = min((grouped.of(way)[0], place, way) for place, way in enumerate(ways or [jobs]))
+        rows.setdefault(stage, []).append((owner, best))
+        if seconds > limits[stage]:
+            late.add(stage)
+    cells, shares = list(hosted.cells), {}
+    for stage, own in rows.items():
+        if stage in late:
+            continue
+        for owner, jobs in own:
+            for job in jobs:
+                cells[job.matrix.index] = Cell(owner=owner, host=job.host)
+                if job.share is not None:
+                    shares[job.matrix.index] = job.share
+    return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shares.items()))))
+
+
+def _ways(jobs: Sequence[Job], packer: HostPacker, possible: Mapping[int, Share]) -> Iterator[list[Job]]:
+    """Yields nothing shared, then what is lowest, then all."""
+    for row in sorted(packer.rows([job.matrix.index for job in jobs]), key=lambda row: sum(row.shared) > 0):
+        yield [
+            replace(job, host=host, share=possible[job.matrix.index] if shared else None)
+            for job, host, shared in zip(jobs, row.hosts, row.shared, strict=True)
+        ]
+
+
+def _fullest(jobs: Sequence[Job], tp: int) -> int:
+    held, each = [0] * tp, 0
+    for job in jobs:
+        if job.share is None:
+            held[job.host] += job.matrix.elements
+        else:
+            each += job.matrix.elements // tp
+    return each + max(held)

@@ -19,18 +19,18 @@ from canzona_cli.config.schema import (
     MomentumConfig,
     RunConfig,
 )
+from canzona_cli.costs.buffers import bucket_elements
+from canzona_cli.costs.memory import capacity, estimate
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.shapes import ModelShapes
-from canzona_cli.planner.buckets import bucket_elements
+from canzona_cli.planner.make import make_plan, plan_unbounded
 from canzona_cli.planner.measures import Balance, Communication, balance, communication, kinds
-from canzona_cli.planner.memory import PlanMemory, capacity, estimate, plan_memory
+from canzona_cli.planner.memory import PlanMemory, plan_memory
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import make_plan, plan_unbounded
 from canzona_cli.planner.refresh import Refreshes, by_rank, refreshes
 from canzona_cli.run import phases
-from canzona_cli.simulate.outlook import Outlook, outlook
-from canzona_cli.simulate.predict import layerwise, simulate_plan, simulate_strategy, with_cores
-from canzona_cli.simulate.simulate import StrategyResult, assumptions
+from canzona_cli.simulate.predict import Outlook, layerwise, outlook, simulate_plan, simulate_strategy, with_cores
+from canzona_cli.simulate.step import StrategyResult, assumptions
 
 STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 """The yardstick is shown first."""

@@ -1,4 +1,4 @@
-"""What updating one matrix costs: seconds on a hardware profile of what its rule does (`planner.work`).
+"""What updating one matrix costs: seconds on a hardware profile of what its rule does (`costs.work`).
 
 Nothing of an update is hidden under anything else, as it runs on one stream. Where the profile has measured the very
 update, the measurement counts instead.
@@ -6,7 +6,7 @@ update, the measurement counts instead.
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -28,9 +28,10 @@ from canzona_cli.config.schema import (
     RunConfig,
     ShampooConfig,
 )
+from canzona_cli.costs.work import RULES, work
+from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.facts import Algorithm, Work
 from canzona_cli.optimizers.muon_facts import MUON_AROUND, product_bytes
-from canzona_cli.planner.work import RULES, work
 from canzona_cli.run.phases import Phase
 
 Implementation = Literal["canzona", "megatron"]
@@ -209,6 +210,22 @@ def gram_scale(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> fl
 def rounded(seconds: float) -> float:
     """To `COST_DIGITS`."""
     return float(f"{seconds:.{COST_DIGITS - 1}e}")
+
+
+def update_costs(
+    config: RunConfig, members: Sequence[Matrix], implementation: Implementation = "canzona"
+) -> tuple[float, ...]:
+    """Seconds of each matrix's update, `rounded`.
+
+    Raises:
+        ConfigError: the profile has measurements that no such device could reach.
+    """
+    how = algorithm(config)
+    by_shape = {
+        shape: rounded(seconds(how, *shape, config.cluster, implementation))
+        for shape in {(matrix.rows, matrix.cols): None for matrix in members}
+    }
+    return tuple(by_shape[matrix.rows, matrix.cols] for matrix in members)
 
 
 def peak_seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:

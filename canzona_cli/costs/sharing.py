@@ -7,23 +7,43 @@ gain, and the rows are gathered between products.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, reduce
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from canzona_cli.config.execution import IN_ORDER
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
+from canzona_cli.costs.links import Group, Links, Transfer
+from canzona_cli.costs.update import GRAM_MIN_SIDE, algorithm, duration, gram_holds, gram_scale, rounded
+from canzona_cli.costs.work import RULES
+from canzona_cli.fields import Seconds
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.facts import Algorithm, Work
 from canzona_cli.optimizers.muon_facts import product_bytes, segments
-from canzona_cli.planner.cost import GRAM_MIN_SIDE, algorithm, duration, gram_holds, gram_scale, rounded
-from canzona_cli.planner.links import Group, Links, Transfer
-from canzona_cli.planner.parts import HOSTED, Share
-from canzona_cli.planner.work import RULES
 
 _TOLD = 16
 """Bytes of what fragments tell each other besides squares, at most."""
 _AROUND = (9, 9, 11)
 """Kernels of a fragment before the first segment, between two, and after the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The price of a shared matrix's update."""
+
+    fragment: tuple[Seconds, ...]
+    """Seconds of every rank of the owner's TP group: before, between and after its exchanges
+    (`sharing.shared_exchanges`)."""
+
+    @property
+    def each(self) -> float:
+        """The seconds of every rank in all."""
+        return sum(self.fragment)
+
+
+HOSTED: Mapping[int, Share] = MappingProxyType({})
+"""`Assignment.shares` where there are none."""
 
 
 def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:

@@ -1,6 +1,6 @@
 """What an update of a matrix does, by its rule: products, factorisations, passes over memory, launches; and its FLOPs.
 
-Each rule stands in the optimizer's facts; `planner.cost` says what it takes on a device.
+Each rule stands in the optimizer's facts; `costs.update` says what it takes on a device.
 """
 
 from collections.abc import Iterator, Mapping

@@ -23,20 +23,19 @@ from canzona_cli.config.execution import (
     with_strategy,
 )
 from canzona_cli.config.schema import KroneckerConfig, Layout, RunConfig
+from canzona_cli.costs.activations import stage_weights
+from canzona_cli.costs.buffers import element_bytes
+from canzona_cli.costs.links import Groups, Transfer
+from canzona_cli.costs.model import NormClip, stage_time
+from canzona_cli.costs.update import ROUNDING, implementation, memory_rate, step_factor
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.families import flops_per_token
-from canzona_cli.planner.activations import stage_weights
-from canzona_cli.planner.buckets import element_bytes
-from canzona_cli.planner.cost import ROUNDING, implementation, memory_rate, step_factor
-from canzona_cli.planner.links import Groups, Transfer
-from canzona_cli.planner.norm_clip import NormClip
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.planner.refresh import by_rank, refreshes
 from canzona_cli.run.breakdown import SimulatedEvent
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
 from canzona_cli.simulate.buffers import Buffers, Chunk, after_reduction
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
-from canzona_cli.simulate.model_time import stage_time
 from canzona_cli.simulate.timeline import Timeline, crowded
 from canzona_cli.simulate.update import Workload
 from canzona_cli.simulate.update_phase import CellUpdate, UpdatePhase
