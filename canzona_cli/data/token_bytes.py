@@ -44,8 +44,8 @@ def token_bytes(corpus: PreparedCorpus) -> TokenBytes | None:
 
 
 def bytes_by_id(tokenizer: Tokenizer) -> npt.NDArray[np.float64] | None:
-    """Returns the bytes of a byte tokenizer, or of one whose vocabulary has a letter for each byte (GPT-2's, and since then
-    most); None for others."""
+    """Returns the bytes of a byte tokenizer, or of one whose vocabulary has a letter for each byte (GPT-2's, and most
+    since then); None for others."""
     if isinstance(tokenizer, ByteTokenizer):
         values = np.ones(tokenizer.vocab_size)
         values[BYTE_VALUES:] = 0

@@ -1,4 +1,4 @@
-"""What lies beside exported weights: the tokenizer that the run's text was made with, and how to generate."""
+"""The files beside exported weights: the tokenizer that the run's text was made with, and how to generate."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,7 +17,7 @@ from canzona_cli.run.files import RunFiles
 from canzona_cli.run.words import json_text
 
 _KEPT: Final = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-"""What an imported `config.json` says that a recipe does not."""
+"""Keys of an imported `config.json` that a recipe does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,11 @@ class Beside:
     texts: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
     tokenizer: str = ""
-    """Where it is from, for people; empty where there is none."""
+    """The origin of the tokenizer, for people; empty where there is none."""
 
 
 def beside(run: RunFiles, tokenizer: Path | None) -> Beside:
-    """What there is for a run: of the folder its first weights are from, else of the text it was trained on.
+    """Collects a run's files: from the folder of its first weights, else from the text it was trained on.
 
     Args:
         tokenizer: a folder whose tokenizer to take instead.
@@ -43,30 +43,30 @@ def beside(run: RunFiles, tokenizer: Path | None) -> Beside:
     if tokenizer is not None and not (tokenizer / TOKENIZER).is_file():
         fix = f"name a folder with a {TOKENIZER}"
         raise ConfigError(Problem(key="--tokenizer", value=tokenizer, reason=f"has no {TOKENIZER}", fix=fix))
-    kept: dict[str, Path] = {}
+    copies: dict[str, Path] = {}
     settings: dict[str, object] = {}
     if run.huggingface.is_dir():
-        kept = _files(run.huggingface)
+        copies = _files(run.huggingface)
         with suppress(Unreadable):
             there = read_object(run.huggingface / FILE)
             settings = {key: there[key] for key in _KEPT if there.get(key) is not None}
     if tokenizer is not None:
-        kept = {name: path for name, path in kept.items() if name == GENERATION} | _files(tokenizer)
-    if TOKENIZER in kept:
+        copies = {name: path for name, path in copies.items() if name == GENERATION} | _files(tokenizer)
+    if TOKENIZER in copies:
         generation = {GENERATION: _generation(settings.get("eos_token_id"))}
-        found = Beside(texts=generation, tokenizer=str(kept[TOKENIZER].parent))
-    else:  # what else is kept is of another tokenizer than the text's
-        found, kept = _of_the_text(run), {}
+        files = Beside(texts=generation, tokenizer=str(copies[TOKENIZER].parent))
+    else:  # the folder's other files are of another tokenizer than the text's
+        files, copies = _of_the_text(run), {}
     return replace(
-        found,
-        copies=tuple(kept.values()),
-        texts={name: text for name, text in found.texts.items() if name not in kept},
-        settings={**settings, **found.settings},
+        files,
+        copies=tuple(copies.values()),
+        texts={name: text for name, text in files.texts.items() if name not in copies},
+        settings={**settings, **files.settings},
     )
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Those beside its weights, by name."""
+    """Lists the files beside a folder's weights, by name."""
     return {path.name: path for path in (folder / name for name in BESIDE) if path.is_file()}
 
 

@@ -30,7 +30,7 @@ BESIDE: Final = (
     *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", GENERATION),
 )
-"""What lies beside the weights and is kept with a run."""
+"""Files beside the weights that are copied into a run."""
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: Final[Mapping[Dtype, tuple[str, str]]] = {
     "bf16": ("BF16", "bfloat16"),
@@ -52,13 +52,13 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceFolder:
-    """What `open_folder` found."""
+    """The settings and tensors of a folder, as `open_folder` read them."""
 
     path: Path
     model: Mapping[str, object]
     """Settings of a recipe's model section, but for its name."""
     tensors: Mapping[str, Stored]
-    """By Hugging Face's name."""
+    """The tensors by Hugging Face's name."""
 
     @property
     def tokenizer(self) -> Path | None:
@@ -67,7 +67,7 @@ class HuggingFaceFolder:
         return path if path.is_file() else None
 
     def check(self, model: ModelConfig) -> None:
-        """Whether this is that model.
+        """Refuses a folder of another model.
 
         Raises:
             ConfigError: every setting that differs, and every tensor that is missing, is one too many, or has another
@@ -76,22 +76,22 @@ class HuggingFaceFolder:
         refuse([*self._other_settings(model), *_first(self._wrong_tensors(model))])
 
     def _other_settings(self, model: ModelConfig) -> Iterator[Problem]:
-        own = asdict(model)
+        settings = asdict(model)
         for name, value in self.model.items():
-            if own[name] != value and name != "init_std":
+            if settings[name] != value and name != "init_std":
                 shown = str(value).lower() if isinstance(value, bool) else f"{value}"
                 reason, fix = f"is {shown} in {self.path / FILE}", f"model.{name}={shown}"
-                yield Problem(key=f"model.{name}", value=own[name], reason=reason, fix=fix)
+                yield Problem(key=f"model.{name}", value=settings[name], reason=reason, fix=fix)
 
     def _wrong_tensors(self, model: ModelConfig) -> Iterator[Problem]:
         units = {name: unit for unit, name in tensor_names(model).items()}
         fix = "the folder's config.json is of another model, or its download is not complete"
         for name, unit in units.items():
-            shape, found = unit_shape(unit, model), self.tensors.get(name)
-            if found is None:
+            shape, stored = unit_shape(unit, model), self.tensors.get(name)
+            if stored is None:
                 yield Problem(key=name, reason="the folder has no such tensor", fix=fix)
-            elif found.shape != shape:
-                yield Problem(key=name, value=list(found.shape), reason=f"the model has {list(shape)} there", fix=fix)
+            elif stored.shape != shape:
+                yield Problem(key=name, value=list(stored.shape), reason=f"the model has {list(shape)} there", fix=fix)
         for name, stored in self.tensors.items():
             if name not in units and not (name == family_of(model).foreign.output and model.tied_embeddings):
                 yield Problem(key=name, reason="canzona's Qwen3 has no such tensor", fix=fix)
@@ -101,7 +101,7 @@ class HuggingFaceFolder:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether a folder is meant as one: it has a `config.json`, and nothing of a canzona run has."""
+    """Tells a Hugging Face folder by its `config.json`, which nothing of a canzona run has."""
     return (path / FILE).is_file()
 
 
@@ -147,10 +147,10 @@ def read_object(path: Path) -> Mapping[str, object]:
     Raises:
         Unreadable: it is none, or cannot be read.
     """
-    found = parse_json(read_plain(path))
-    if not isinstance(found, dict):
+    content = parse_json(read_plain(path))
+    if not isinstance(content, dict):
         raise Unreadable("is no JSON object")
-    return found
+    return content
 
 
 def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
@@ -176,12 +176,12 @@ def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
 
 def _first(problems: Iterator[Problem]) -> list[Problem]:
     """The first few, and how many more there are: of another model all tensors are wrong."""
-    found = list(problems)
-    more = [Problem(key="tensors", reason=f"and {len(found) - _MOST} more")] if len(found) > _MOST else []
-    return found[:_MOST] + more
+    listed = list(problems)
+    more = [Problem(key="tensors", reason=f"and {len(listed) - _MOST} more")] if len(listed) > _MOST else []
+    return listed[:_MOST] + more
 
 
-def recipe_of(found: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Composed:
+def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Composed:
     """The run that `overrides` ask for, with the folder's model and tokenizer where they do not say otherwise.
 
     Without a recipe among them it is the built-in one whose model has most nearly as many parameters.
@@ -190,24 +190,24 @@ def recipe_of(found: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs: 
         ConfigError: as `compose_run`.
     """
     asked = {key_of(override) for override in overrides}
-    settings = {f"model.{name}": _typed(value) for name, value in found.model.items()}
-    settings["model.name"] = text_value(found.path.resolve().name)
-    if found.tokenizer is not None and not any(key.partition(".")[0] == "data" for key in asked):
-        settings |= {"data.source": "stdlib", "data.tokenizer": text_value(str(found.path.absolute()))}
-    own = [f"{key}={value}" for key, value in settings.items() if key not in asked and "model" not in asked]
-    recipe = [] if "recipe" in asked else [f"recipe={_nearest(found)}"]
-    return compose_run([*recipe, *own, *overrides], recipes_dirs=recipes_dirs)
+    settings = {f"model.{name}": _typed(value) for name, value in folder.model.items()}
+    settings["model.name"] = text_value(folder.path.resolve().name)
+    if folder.tokenizer is not None and not any(key.partition(".")[0] == "data" for key in asked):
+        settings |= {"data.source": "stdlib", "data.tokenizer": text_value(str(folder.path.absolute()))}
+    from_folder = [f"{key}={value}" for key, value in settings.items() if key not in asked and "model" not in asked]
+    recipe = [] if "recipe" in asked else [f"recipe={_nearest(folder)}"]
+    return compose_run([*recipe, *from_folder, *overrides], recipes_dirs=recipes_dirs)
 
 
-def _nearest(found: HuggingFaceFolder) -> str:
+def _nearest(folder: HuggingFaceFolder) -> str:
     """The built-in recipe whose model is most nearly as large."""
     sizes = {
         recipe.name: parameter_count(recipe.model).total
         for recipe in list_recipes()
         if recipe.builtin and recipe.model is not None
     }
-    wanted = parameter_count(ModelConfig(name="", **found.model)).total  # type: ignore[arg-type]
-    return min(sizes, key=lambda name: abs(math.log(sizes[name]) - math.log(wanted)))
+    elements = parameter_count(ModelConfig(name="", **folder.model)).total  # type: ignore[arg-type]
+    return min(sizes, key=lambda name: abs(math.log(sizes[name]) - math.log(elements)))
 
 
 def _typed(value: object) -> str:

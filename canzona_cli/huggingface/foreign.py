@@ -39,25 +39,25 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
     """
     foreign = foreign_family(tree.get("model_type")).foreign
     problems = list(_unusable(tree, foreign))
-    found: dict[str, object] = {}
+    settings: dict[str, object] = {}
     flat = {**foreign.defaults} | {key: value for key, value in {**tree, **_rope(tree)}.items() if value is not None}
     for setting, key in (_WIDTHS | _NUMBERS).items():
         value = flat.get(key)
         kinds = int if setting in _WIDTHS else int | float
         if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
-            wanted = "a whole number" if setting in _WIDTHS else "a number"
-            problems.append(_problem(key, value, "is missing" if value is None else f"must be {wanted} above 0"))
+            number = "a whole number" if setting in _WIDTHS else "a number"
+            problems.append(_problem(key, value, "is missing" if value is None else f"must be {number} above 0"))
         else:
-            found[setting] = value if setting in _WIDTHS else float(value)
-    found["tied_embeddings"] = tree.get(_TIED, False)
-    if not isinstance(found["tied_embeddings"], bool):
+            settings[setting] = value if setting in _WIDTHS else float(value)
+    settings["tied_embeddings"] = tree.get(_TIED, False)
+    if not isinstance(settings["tied_embeddings"], bool):
         problems.append(_problem(_TIED, tree[_TIED], "is neither true nor false"))
     refuse(problems)
-    return {**found, **foreign.fixed}
+    return {**settings, **foreign.fixed}
 
 
 def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[str, object]:
-    """What a `config.json` says of a model, as the published files of Qwen3 have it.
+    """Returns the `config.json` of a model, as the published files of its family have it.
 
     Args:
         dtype: of the weights beside it: bfloat16, float16 or float32.
@@ -70,11 +70,11 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
     if not model.qk_norm:
         reason = "Hugging Face's Qwen3 normalises queries and keys, and this model does not"
         refuse([Problem(key="model.qk_norm", value=False, reason=reason, fix="only a model with qk_norm has its form")])
-    own = asdict(model)
+    settings = asdict(model)
     return {
         "architectures": [foreign.architecture],
         "model_type": foreign.model_type,
-        **{key: own[setting] for setting, key in (_WIDTHS | _NUMBERS).items()},
+        **{key: settings[setting] for setting, key in (_WIDTHS | _NUMBERS).items()},
         _TIED: model.tied_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -89,18 +89,18 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
 
 
 def _rope(tree: Mapping[str, object]) -> Mapping[str, object]:
-    """What is said of the rotary embedding, wherever it is said."""
+    """Returns the settings of the rotary embedding, wherever they are."""
     for key in ("rope_parameters", "rope_scaling"):
-        if isinstance(found := tree.get(key), Mapping):
-            return found
+        if isinstance(rope := tree.get(key), Mapping):
+            return rope
     return {}
 
 
 def _unusable(tree: Mapping[str, object], foreign: Foreign) -> Iterator[Problem]:
     for key, values in foreign.must_be.items():
         if (value := tree.get(key)) not in values:
-            wanted = "null" if values[0] is None else str(values[0]).lower()
-            yield _problem(key, value, f"canzona's Qwen3 has {wanted} there")
+            value_there = "null" if values[0] is None else str(values[0]).lower()
+            yield _problem(key, value, f"canzona's Qwen3 has {value_there} there")
     architectures = tree.get("architectures")
     if architectures not in (None, [foreign.architecture]):
         yield _problem("architectures", architectures, f"is not {foreign.architecture}")

@@ -20,7 +20,7 @@ from canzona_cli.model.families import family_of
 
 @dataclass(frozen=True, kw_only=True)
 class Choosing:
-    """How the next token is chosen."""
+    """The choice of the next token."""
 
     max_new_tokens: int
     temperature: float
@@ -32,14 +32,14 @@ class Choosing:
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
-    """What the model has written."""
+    """The text that the model has written."""
 
     text: str
-    """Behind the prompt."""
+    """The text after the prompt."""
     tokens: int
-    """Of it."""
+    """The number of its tokens."""
     ended: bool
-    """Whether the model ended the document itself."""
+    """True where the model ended the document itself."""
 
 
 class Writer:
@@ -84,7 +84,7 @@ class Writer:
         self._model.to(self._device).eval()
 
     def go_on(self, prompt: str, how: Choosing, *, aloud: bool = False) -> Generated:
-        """What the model writes behind the prompt; with none, from the beginning of a document.
+        """Continues the prompt; an empty one is the beginning of a document.
 
         Args:
             aloud: print it to standard output as it comes.
@@ -110,19 +110,19 @@ class Writer:
             **(drawn if how.temperature else {"do_sample": False}),
         )
         given = torch.tensor([ids], device=self._device)
-        found = self._model.generate(
+        tokens = self._model.generate(
             given,
             attention_mask=torch.ones_like(given),
             generation_config=settings,
             streamer=TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True) if aloud else None,
         )
-        new: list[int] = found[0, len(ids) :].tolist()
+        new: list[int] = tokens[0, len(ids) :].tolist()
         text: str = self._tokenizer.decode(new, skip_special_tokens=True)
         return Generated(text=text, tokens=len(new), ended=bool(new) and new[-1] in self._end)
 
 
 def _tokenizer(beside: Beside) -> tuple[PreTrainedTokenizerFast, list[int]]:
-    """That of a run, and the ids that end a document."""
+    """Returns a run's tokenizer, and the ids that end a document."""
     path = next((path for path in beside.copies if path.name == TOKENIZER), None)
     text = beside.texts.get(TOKENIZER, "")
     if path is None and not text:
@@ -130,8 +130,8 @@ def _tokenizer(beside: Beside) -> tuple[PreTrainedTokenizerFast, list[int]]:
         raise ConfigError(
             Problem(key="--tokenizer", reason=reason, fix="--tokenizer DIR, a folder with tokenizer.json")
         )
-    said = beside.settings.get("eos_token_id")
-    ends = [each for each in (said if isinstance(said, list) else [said]) if isinstance(each, int)]
+    end = beside.settings.get("eos_token_id")
+    ends = [each for each in (end if isinstance(end, list) else [end]) if isinstance(each, int)]
     whole = read_backend(path) if path is not None else RustTokenizer.from_str(text)
     return PreTrainedTokenizerFast(tokenizer_object=whole, clean_up_tokenization_spaces=False), ends
 

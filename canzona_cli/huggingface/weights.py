@@ -35,7 +35,7 @@ from canzona_cli.model.geometry import unit_shape
 from canzona_cli.run.files import RunFiles, sync_folder, write_json_atomic, write_text_atomic
 
 PIECE_BYTES: Final = 8 << 20
-"""Of a piece in fp32."""
+"""Bytes of a piece in fp32."""
 
 
 def row_ranges(shape: Sequence[int]) -> Iterator[range]:
@@ -63,11 +63,11 @@ _ONE_PROCESS: Final = Layout(
     recompute="none",
     sequence_parallel=False,
 )
-"""What wrote it."""
+"""The layout of the import, which one process does."""
 
 
 def import_weights(
-    found: HuggingFaceFolder, config: RunConfig, files: RunFiles, *, on_bytes: Callable[[int], None] = lambda _: None
+    source: HuggingFaceFolder, config: RunConfig, files: RunFiles, *, on_bytes: Callable[[int], None] = lambda _: None
 ) -> Path:
     """Write the checkpoint of step 0 into a run directory, and what lies beside the weights next to it.
 
@@ -85,17 +85,17 @@ def import_weights(
         SaveFailed: it cannot be written.
         OSError: what lies beside the weights cannot be copied.
     """
-    _check_tied(found, config)
+    _check_tied(source, config)
     files.huggingface.mkdir(mode=0o755, parents=True, exist_ok=True)
     for name in (FILE, *BESIDE):
         copy = files.huggingface / name
-        if (found.path / name).is_file():
+        if (source.path / name).is_file():
             copy.unlink(missing_ok=True)  # of an import that was killed
-            copy_file(found.path / name, copy)
+            copy_file(source.path / name, copy)
     sync_folder(files.huggingface)
     parts: dict[Path, dict[str, Buffer]] = defaultdict(dict)
     for unit, name in tensor_names(config.model).items():
-        stored = found.tensors[name]
+        stored = source.tensors[name]
         read = partial(_masters, stored, name, on_bytes)
         parts[stored.file][f"{unit}/{MASTER}"] = Buffer(dtype="F32", shape=stored.shape, data=read)
     folder = begin(files.checkpoints, 0)
@@ -134,42 +134,42 @@ def _masters(stored: Stored, name: str, on_bytes: Callable[[int], None]) -> Iter
 def _rows(stored: Stored, name: str, rows: range) -> torch.Tensor:
     try:
         with safe_open(stored.file, framework="pt") as file:  # anew: what a mapped file was read of counts as memory
-            found: torch.Tensor = file.get_slice(name)[rows.start : rows.stop]
+            data: torch.Tensor = file.get_slice(name)[rows.start : rows.stop]
     except SafetensorError as error:  # of a header that only we can read, or that has just changed
         reason = f"safetensors cannot read it: {error}"
         raise ConfigError(Problem(key=name, value=stored.file, reason=reason, fix="download it again")) from None
-    return found
+    return data
 
 
-def _check_tied(found: HuggingFaceFolder, config: RunConfig) -> None:
+def _check_tied(folder: HuggingFaceFolder, config: RunConfig) -> None:
     """Some files have the output layer of tied embeddings a second time; transformers ignores it."""
     output = family_of(config.model).foreign.output
-    if not config.model.tied_embeddings or output not in found.tensors:
+    if not config.model.tied_embeddings or output not in folder.tensors:
         return
     [embedding, *_] = tensor_names(config.model).values()
-    pair = [(found.tensors[name], name) for name in (embedding, output)]
+    pair = [(folder.tensors[name], name) for name in (embedding, output)]
     one, other = (stored.shape for stored, _ in pair)
     if one != other or not all(
         torch.equal(*(_rows(stored, name, rows).float() for stored, name in pair)) for rows in row_ranges(one)
     ):
         reason = f"differs from {embedding}, although the embeddings are tied"
         fix = "tie_word_embeddings of its config.json is probably false"
-        raise ConfigError(Problem(key=output, value=found.tensors[output].file, reason=reason, fix=fix))
+        raise ConfigError(Problem(key=output, value=folder.tensors[output].file, reason=reason, fix=fix))
 
 
 SHARD_BYTES: Final = 5_000_000_000
-"""Of one file, as published checkpoints have it; a larger tensor has a file of its own."""
+"""Bytes of one file, as published checkpoints have it; a larger tensor has a file of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written."""
+    """The numbers of an export."""
 
     files: int
-    """Of weights."""
+    """Files of weights."""
     tensors: int
     bytes: int
-    """Of all weights."""
+    """Bytes of all weights."""
 
 
 def export_weights(

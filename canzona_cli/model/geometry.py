@@ -38,8 +38,8 @@ def weight_of(name: str, model: ModelConfig) -> Weight | None:
         vocabulary = Band("other", model.vocab_size)
         return Weight(name=unit, kind="other", parts=(vocabulary,), cols=model.hidden_size, cut="parts")
     part = _layer_of(name)[1]
-    found = next((weight for weight in family_of(model).weights(model) if weight.name == part), None)
-    return found and replace(found, name=name)
+    weight = next((weight for weight in family_of(model).weights(model) if weight.name == part), None)
+    return weight and replace(weight, name=name)
 
 
 # ------------------------------------------------------------------------------------------- in model space
@@ -59,7 +59,7 @@ class Block:
 
 
 def fragment_blocks(name: str, shape: Sequence[int], model: ModelConfig, *, tp: int, rank: int) -> tuple[Block, ...]:
-    """Where the fragment of a parameter on one tensor-parallel rank lies in model space.
+    """Locates the fragment of a parameter on one tensor-parallel rank in model space.
 
     Args:
         name: Megatron's, in the whole model.
@@ -74,24 +74,24 @@ def fragment_blocks(name: str, shape: Sequence[int], model: ModelConfig, *, tp: 
 
 
 def matrix_blocks(matrix: Matrix, model: ModelConfig, *, tp: int, rank: int) -> tuple[Block, ...]:
-    """Where a matrix's fragment on one tensor-parallel rank, 2-D in `in_parameter`'s order, lies in model space."""
+    """Locates a matrix's fragment on one tensor-parallel rank, 2-D in `in_parameter`'s order, in model space."""
     units = {block.unit for block in stored_blocks(matrix.name, matrix.shape, model)}
-    found: list[Block] = []
+    blocks: list[Block] = []
     row = 0
     for block in fragment_blocks(matrix.parameter, (), model, tp=tp, rank=rank):
         if block.unit not in units:
             continue
-        last = found[-1] if found else None
+        last = blocks[-1] if blocks else None
         if last is not None and (last.unit, last.unit_row + last.rows) == (block.unit, block.unit_row):
-            found[-1] = replace(last, rows=last.rows + block.rows)
+            blocks[-1] = replace(last, rows=last.rows + block.rows)
         else:
-            found.append(replace(block, row=row))
+            blocks.append(replace(block, row=row))
         row += block.rows
-    return tuple(found)
+    return tuple(blocks)
 
 
 def stored_blocks(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[Block, ...]:
-    """Where a stored tensor, a unit or a whole matrix of any splitting, lies in model space.
+    """Locates a stored tensor, a unit or a whole matrix of any splitting, in model space.
 
     Args:
         name: layers.3.q, layers.3.q.5 (a head), layers.3.qkv, layers.3.fc1, or any other unit's.
@@ -186,7 +186,7 @@ def in_parameter(matrix: Matrix, model: ModelConfig, tp: int) -> View:
 
 
 def in_whole(matrix: Matrix, model: ModelConfig, tp: int, rank: int) -> View:
-    """Where the fragment of TP rank `rank` goes in the whole matrix, in the shape that `in_parameter` has."""
+    """Locates the fragment of TP rank `rank` in the whole matrix, in the shape that `in_parameter` has."""
     everything = slice(None)
     if head_of(matrix) is not None:  # a head lies whole on one rank
         return View((matrix.rows, matrix.cols), (everything,))
@@ -219,7 +219,7 @@ def interleaved_kinds(model: ModelConfig) -> frozenset[Kind]:
 
 
 def head_of(matrix: Matrix) -> int | None:
-    """Which head the matrix is, 5 of `layers.3.q.5`; None where it has all of them."""
+    """Returns the number of a matrix's head, 5 of `layers.3.q.5`; None where it has all heads."""
     match = _HEAD.fullmatch(_layer_of(matrix.name)[1])
     return int(match[2]) if match else None
 
@@ -233,7 +233,7 @@ def _weight_with(matrix: Matrix, model: ModelConfig) -> Weight | None:
 
 
 def _parts_of(matrix: Matrix, whole: Weight) -> tuple[int, int]:
-    """First part that a matrix has of its parameter, and the one behind its last."""
+    """Returns the first part of its parameter that a matrix has, and the part after its last."""
     if matrix.kind == whole.kind:
         return 0, len(whole.parts)
     [number] = [number for number, part in enumerate(whole.parts) if part.kind == matrix.kind]

@@ -22,7 +22,7 @@ class LayerMatrix:
     """One matrix of one layer, before it is numbered."""
 
     name: str
-    """gate, or q.3 for the fourth head's."""
+    """The matrix's name in its layer: gate, or q.3 for the fourth head's."""
     kind: Kind
     rows: int
     cols: int
@@ -77,7 +77,7 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
         *pipeline_problems(layers, layout.pp, layout.vpp),
     ]
     refuse(problems)
-    found: list[Matrix] = []
+    matrices: list[Matrix] = []
     layer = unit = 0
     per_chunk = layers // (layout.pp * layout.vpp)
     for block in blocks:
@@ -86,9 +86,9 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
             chunk, stage = divmod(layer // per_chunk, layout.pp)
             for matrix in block.matrices:
                 dealt = matrix.slices > 0 and layout.tp > 1
-                found.append(
+                matrices.append(
                     Matrix(
-                        index=len(found),
+                        index=len(matrices),
                         name=f"layers.{layer}.{matrix.name}",
                         kind=matrix.kind,
                         layer=layer,
@@ -103,7 +103,7 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
                     )
                 )
             layer, unit = layer + 1, unit + units
-    return tuple(found)
+    return tuple(matrices)
 
 
 @lru_cache(maxsize=64)
@@ -113,7 +113,7 @@ def layer_shapes(model: ModelConfig, splitting: Splitting) -> tuple[tuple[int, i
 
 
 def stage_matrices(matrices: Sequence[Matrix], stage: int) -> tuple[Matrix, ...]:
-    """Those of one pipeline stage, in order."""
+    """Selects the matrices of one pipeline stage, in order."""
     return tuple(matrix for matrix in matrices if matrix.stage == stage)
 
 
@@ -128,7 +128,7 @@ _SPLIT: Mapping[Splitting, Container[Kind]] = {
 
 def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatrix, ...]:
     """One layer's, in registration order."""
-    found: list[LayerMatrix] = []
+    matrices: list[LayerMatrix] = []
     unit = 0
     for parameter in family_of(model).weights(model):
         split = parameter.kind in _SPLIT[splitting]
@@ -136,7 +136,7 @@ def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatri
         for kind, rows in (parts if split else {parameter.kind: parameter.rows}).items():
             heads = rows // model.head_dim if splitting == "per_head" and parameter.kind == "qkv" else 0
             for head in range(heads or 1):
-                found.append(
+                matrices.append(
                     LayerMatrix(
                         name=f"{kind}.{head}" if heads else kind,
                         kind=kind,
@@ -152,11 +152,11 @@ def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatri
             # Parts that repeat lie interleaved in one range of the buffer, so they share a unit.
             unit += parameter.cut != "repeats"
         unit += parameter.cut == "repeats"
-    return tuple(found)
+    return tuple(matrices)
 
 
 def _cut_by_tp(matrices: Iterable[LayerMatrix]) -> Iterator[tuple[int, str]]:
-    """How many of what tensor parallelism deals out evenly: rows, columns, or whole heads."""
+    """Counts what tensor parallelism deals out evenly: rows, columns, or whole heads."""
     for matrix in matrices:
         name = matrix.name.partition(".")[0]
         if matrix.slices:

@@ -15,7 +15,7 @@ class Matrix:
     index: CountOrZero
     """Position in the plan's list."""
     name: str
-    """layers.3.gate; layers are numbered over the whole model."""
+    """The name, as layers.3.gate; layers are numbered over the whole model."""
     kind: Kind
     layer: CountOrZero
     stage: CountOrZero
@@ -43,12 +43,12 @@ class Matrix:
 
     @property
     def replicated(self) -> bool:
-        """Whether every TP rank holds the whole of it."""
+        """True where every TP rank holds the whole of it."""
         return self.shard_dim is None and self.home is None
 
     @property
     def cut_long(self) -> bool:
-        """Whether tensor parallelism cuts it along its long side (a square's either), so that fragments have all of the
+        """True where tensor parallelism cuts its long side (of a square either), so that fragments have all of the
         other."""
         return self.shard_dim is not None and self.shape[self.shard_dim] >= self.shape[1 - self.shard_dim]
 

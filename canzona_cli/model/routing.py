@@ -17,29 +17,29 @@ _LAYER = "decoder.layers.*."
 
 @dataclass(frozen=True, kw_only=True)
 class Routed:
-    """What has one name but for its numbers."""
+    """Parameters or matrices whose names differ only in their numbers."""
 
     pattern: str
-    """Of matrices layers.*.q, or layers.*.q.* where each head is one; else Megatron's name of a parameter."""
+    """The name of matrices, layers.*.q, or layers.*.q.* where each head is one; else Megatron's name of a parameter."""
     count: int
     elements: int
-    """Of all together."""
+    """Elements of all together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Of a whole model."""
+    """The routing of a whole model."""
 
     VERSION: ClassVar[int] = 1
     optimizer: OptimizerName
     matrices: tuple[Routed, ...]
-    """What `optimizer` updates whole; nothing where that is AdamW."""
+    """Matrices that `optimizer` updates whole; none where that is AdamW."""
     adamw: tuple[Routed, ...]
-    """What AdamW updates element by element."""
+    """Parameters that AdamW updates element by element."""
 
 
 def routing(config: RunConfig) -> Routing:
-    """Of a run; `tests/dist/test_initial_weights.py` holds it against Megatron's model.
+    """Routes a run's parameters; `tests/dist/test_initial_weights.py` compares it with Megatron's model.
 
     Raises:
         ConfigError: a matrix optimizer would have no matrix.
@@ -75,4 +75,4 @@ def _matrices(config: RunConfig) -> tuple[Routed, ...]:
         pattern = "layers.*." + re.sub(r"\.\d+$", ".*", matrix.name)
         counts[pattern] += model.num_layers
         elements[pattern] += model.num_layers * matrix.rows * matrix.cols
-    return tuple(Routed(pattern=one, count=counts[one], elements=elements[one]) for one in counts)
+    return tuple(Routed(pattern=pattern, count=counts[pattern], elements=elements[pattern]) for pattern in counts)

@@ -43,7 +43,7 @@ _MOST = 2048
 _MOST_MATRICES = 500_000
 """A plan of so many takes a minute."""
 _HEAD_DIM = 128
-"""For a model that does not give one."""
+"""The width of a head in a model that does not give one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class ModelShapes:
     head_dim: int
     blocks: tuple[LayerBlock, ...]
     others: tuple[int, ...]
-    """By block: elements of one layer that AdamW updates."""
+    """Elements of one layer that AdamW updates, by block."""
 
     @property
     def layers(self) -> int:
@@ -77,7 +77,7 @@ class ModelShapes:
         return hashlib.sha256(json.dumps(asdict(replace(self, name="")), sort_keys=True).encode()).hexdigest()
 
     def matrices(self, layout: Layout) -> tuple[Matrix, ...]:
-        """In the file's order, layer by layer.
+        """Lists the matrices in the file's order, layer by layer.
 
         Raises:
             ConfigError: as `canzona_cli.model.matrices.matrices`.

@@ -41,9 +41,9 @@ class Prediction:
     profile: str
     """Name of the cluster profile."""
     calibrated: bool
-    """Whether that profile was measured by `canzona calibrate`."""
+    """True for a profile that `canzona calibrate` measured."""
     mismatches: tuple[str, ...] = ()
-    """Why a calibrated profile may not hold on this machine."""
+    """Reasons why a calibrated profile may not hold on this machine."""
     cores: int | None = None
     """Processor cores that the ranks of one machine share; None where each rank has a device of its own."""
     iteration_s: float
@@ -52,9 +52,9 @@ class Prediction:
     phases: Mapping[str, float]
     """Mean over ranks; the phases of a step add up to `iteration_s`, totals are listed with them."""
     load_balance: float
-    """Of matrix updates, max over mean of the ranks; 1.0 is perfect, and the value where there are none."""
+    """The ranks' matrix updates, max over mean; 1.0 is perfect, and the value where there are none."""
     memory_bytes: int
-    """Of the fullest rank."""
+    """Bytes on the fullest rank."""
     events: tuple[SimulatedEvent, ...] = ()
     """Timelines of the slowest rank and of the one that has least to update."""
 
@@ -79,7 +79,7 @@ def load_prediction(run_dir: Path) -> Prediction | None:
 NEGLIGIBLE = 0.05
 """Share of the step: where no phase differs by more, the step is as planned."""
 _APART = 1.25
-"""How many times the mean a rank's time must be before the rank is named."""
+"""A rank is named when its time is so many times the mean."""
 _WAITS = (*COMMUNICATION, "norm_clip", "pipeline")
 """Phases in which ranks wait for the one that comes last, which itself waits least."""
 
@@ -143,7 +143,7 @@ class PhaseTime(OverRanks):
     share: float
     """`mean_s` over the step's `mean_s`."""
     in_step: bool = True
-    """Whether it is one of the phases that add up to the step."""
+    """True for the phases that add up to the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ class Breakdown(MeasuredBreakdown):
     """A measured step next to its prediction."""
 
     planned: Prediction | None = None
-    """None where the run left no prediction, or none that can be read."""
+    """The prediction; None where the run left none that can be read."""
 
     @property
     def why(self) -> Why | None:

@@ -1,4 +1,4 @@
-"""How a run's records get to disk and back: frozen dataclasses on both sides, JSON between them, one word for damage.
+"""Writing and reading a run's records: frozen dataclasses on both sides, JSON between them, one word for damage.
 
 A class with a number `VERSION` has it in its file, first of all, and is read only from files of that version. Reading
 checks every type; what a record does not know is ignored, so that newer versions may add to it. A .jsonl file has a

@@ -19,7 +19,7 @@ _NO_DIFFERENCE = ("run.dir", "run.root")
 """Settings in which any two runs differ."""
 
 FIGURES = ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "load_balance", "peak_memory_bytes")
-"""What of a breakdown is compared besides its phases; the load balance is that of matrix updates."""
+"""The numbers of a breakdown that are compared besides its phases; the load balance is that of matrix updates."""
 
 Pair = tuple[float | None, float | None]
 
@@ -48,9 +48,9 @@ class Compared:
     settings: Mapping[str, tuple[object, object]]
     """Resolved settings that differ, by key; None where a run has no such setting."""
     first: Loss | None
-    """At the first step that both logged."""
+    """The losses at the first step that both logged."""
     last: Loss | None
-    """At the last one."""
+    """The losses at the last step that both logged."""
 
     @property
     def best_validation(self) -> Pair:
@@ -70,7 +70,7 @@ class Compared:
         return {name: (a.get(name), b.get(name)) for name in FIGURES}
 
     def as_json(self) -> dict[str, object]:
-        """What `--json` prints; additions keep `version`, anything else raises it."""
+        """The output of `--json`; additions keep `version`, anything else raises it."""
         runs = zip("ab", (self.a, self.b), self.plans, strict=True)
         return {
             "version": VERSION,
@@ -104,7 +104,7 @@ class Several:
 
     @property
     def best(self) -> RunSummary | None:
-        """Of the runs that are done, the one with the lowest validation loss, else the lowest last loss; None where
+        """The finished run with the lowest validation loss, else with the lowest last loss; None where
         none of them has any."""
         done = [run for run in self.runs if run.status == "done"]
         validated = [(run.best_validation, place) for place, run in enumerate(done) if run.best_validation is not None]
@@ -112,7 +112,7 @@ class Several:
         return done[min(validated or trained)[1]] if validated or trained else None
 
     def as_json(self) -> dict[str, object]:
-        """What `--json` prints of three runs or more; additions keep `version`, anything else raises it."""
+        """The output of `--json` for three runs or more; additions keep `version`, anything else raises it."""
         return {
             "version": VERSION,
             "best": None if self.best is None else str(self.best.run_dir),
@@ -145,7 +145,7 @@ def several_runs(run_dirs: Sequence[Path]) -> Several:
 
 
 def compared(several: Several) -> Compared:
-    """Of two runs that have been read, all that is told of them."""
+    """Compares two runs that have been read."""
     a, b = several.runs
     common = sorted(dict(a.losses).keys() & dict(b.losses).keys())
     losses = [Loss(step=step, a=dict(a.losses)[step], b=dict(b.losses)[step]) for step in common]
@@ -170,8 +170,8 @@ def run_figures(run: RunSummary) -> Mapping[str, float | None]:
 
 
 def _plan_hash(run_dir: Path) -> str | None:
-    found = (read_json(RunFiles(run_dir).plan) or {}).get("hash")
-    return found if isinstance(found, str) else None
+    plan_hash = (read_json(RunFiles(run_dir).plan) or {}).get("hash")
+    return plan_hash if isinstance(plan_hash, str) else None
 
 
 def _differences(configs: Sequence[RunConfig | None]) -> dict[str, tuple[object, ...]]:
@@ -179,16 +179,16 @@ def _differences(configs: Sequence[RunConfig | None]) -> dict[str, tuple[object,
     flat = [dict(leaves(asdict(config))) for config in configs if config is not None]
     if len(flat) < len(configs):
         return {}
-    keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in _NO_DIFFERENCE]
-    values = {key: tuple(one.get(key) for one in flat) for key in keys}
-    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+    keys = [key for key in dict.fromkeys(key for settings in flat for key in settings) if key not in _NO_DIFFERENCE]
+    values = {key: tuple(settings.get(key) for settings in flat) for key in keys}
+    return {key: differing for key, differing in values.items() if any(value != differing[0] for value in differing)}
 
 
 def _means(breakdown: Breakdown | None) -> dict[str, float]:
     if breakdown is None:
         return {}
-    found = {name: phase.mean_s for name, phase in breakdown.phases.items() if phase is not None}
-    return {**found, "step": breakdown.step.mean_s}
+    seconds = {name: phase.mean_s for name, phase in breakdown.phases.items() if phase is not None}
+    return {**seconds, "step": breakdown.step.mean_s}
 
 
 def _figures(breakdown: Breakdown | None) -> dict[str, float | None]:

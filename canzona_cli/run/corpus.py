@@ -15,7 +15,7 @@ MOST_EPOCHS: Final = 4
 """Up to here repeated tokens are worth nearly as much as new ones (Muennighoff et al. 2023, arXiv 2305.16264, sec. 6);
 beyond it ever less, and the loss on them says ever less about other text."""
 _STDLIB_TOKENS: Final = {"byte": 11_300_000}
-"""To train on, of the Python standard library's sources (11.5 MB in 3.12) ..."""
+"""Tokens of the Python standard library's sources to train on (11.5 MB in 3.12) ..."""
 _STDLIB_WORDS: Final = 2_900_000
 """... and with a vocabulary of words, at some four bytes a token."""
 
@@ -25,10 +25,10 @@ class PreparedSet:
     """A pair that is ready to train on."""
 
     name: str
-    """Of a blend's, its own; the last part of its path where that tells it from the others."""
+    """The set's name in a blend: the last part of its path where that tells it from the others."""
     prefix: Path
     share: float = 1.0
-    """Of the samples; 1 for all sets together."""
+    """The share of the samples; 1 for all sets together."""
     tokens: int
     documents: int
     train_tokens: int
@@ -46,28 +46,28 @@ class PreparedCorpus:
     """One more than the largest id the tokenizer can produce or, if it is unknown, the largest id found."""
     max_token_id: int
     eod: int | None
-    """None for a pair that another tool made: its files do not name an end-of-document token."""
+    """The end-of-document token; None for a pair that another tool made, whose files do not name one."""
 
     @property
     def prefix(self) -> Path:
-        """Of the first set; the tokenizer beside it is that of all."""
+        """The prefix of the first set; the tokenizer beside it is that of all."""
         return self.sets[0].prefix
 
     @property
     def tokens(self) -> int:
-        return sum(one.tokens for one in self.sets)
+        return sum(part.tokens for part in self.sets)
 
     @property
     def documents(self) -> int:
-        return sum(one.documents for one in self.sets)
+        return sum(part.documents for part in self.sets)
 
     @property
     def train_tokens(self) -> int:
-        return sum(one.train_tokens for one in self.sets)
+        return sum(part.train_tokens for part in self.sets)
 
     @property
     def validation_tokens(self) -> int:
-        return sum(one.validation_tokens for one in self.sets)
+        return sum(part.validation_tokens for part in self.sets)
 
 
 def read_corpus(files: RunFiles) -> PreparedCorpus:
@@ -85,22 +85,22 @@ class Supply:
     """The tokens that a run wants against those that there are."""
 
     wanted: int
-    """In all its steps."""
+    """Tokens that the run reads in all its steps."""
     there: int
-    """To train on, without what is held out."""
+    """Tokens to train on, without the held-out ones."""
     about: bool = False
-    """Whether `there` is an estimate: the built-in corpus has not been prepared yet."""
+    """True where `there` is an estimate: the built-in corpus has not been prepared yet."""
     sets: Mapping[str, "Supply"] = field(default_factory=dict)
-    """Of a blend, by name, what each of its sets has to give."""
+    """The supply of each set of a blend, by name."""
 
     @property
     def epochs(self) -> float:
-        """How often the run reads its data, or the set of a blend that it reads most often."""
+        """The number of times the run reads its data, or the set of a blend that it reads most often."""
         return max((each.epochs for each in self.sets.values()), default=self.wanted / max(1, self.there))
 
     @property
     def too_often(self) -> bool:
-        """Whether a person should know before it starts."""
+        """True where a person should know before the run starts."""
         return self.epochs > MOST_EPOCHS
 
     @property
@@ -124,7 +124,7 @@ def tokens_wanted(config: RunConfig, layout: Layout, *, steps: int | None = None
 
 
 def supply(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = None) -> Supply | None:
-    """How far a run's data goes.
+    """Compares the data that a run reads with the data there is.
 
     Args:
         corpus: of the run. Without it the built-in corpus is estimated, so that nothing needs to be read.
@@ -143,7 +143,7 @@ def supply(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = No
 
 
 def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = None) -> Iterator[str]:
-    """What will run and is hardly what somebody wants: a corpus read too often, an embedding that nothing trains."""
+    """Lists what will run but is hardly intended: a corpus read too often, an embedding that nothing trains."""
     read, demonstration = supply(config, layout, corpus), config.data.source == "stdlib"
     if read is not None and read.too_often and demonstration:
         yield (
@@ -168,7 +168,7 @@ def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | No
 
 
 def _token_ids(config: RunConfig, corpus: PreparedCorpus | None) -> int | None:
-    """How many ids the tokenizer has; None for a file that is not open."""
+    """The number of ids the tokenizer has; None for a file that is not open."""
     if corpus is not None:
         return corpus.vocab_size
     if config.data.source == "stdlib":

@@ -28,7 +28,7 @@ def sweep_root(root: Path | str, name: str) -> Path:
 
 
 class RunFiles:
-    """Where everything of one run lies."""
+    """The paths of everything in one run directory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -37,14 +37,14 @@ class RunFiles:
         self.config = root / "config.yaml"
         self.layout = root / "layout.json"
         self.resume = root / "resume.json"
-        """What this launch goes on from; absent where it starts at the first step."""
+        """The checkpoint that this launch resumes from; absent where it starts at the first step."""
         self.corpus = root / "corpus.json"
         self.plan = root / "plan.json"
-        """What strategies canzona, paper and asc execute; the others have none."""
+        """The plan that strategies canzona, paper and asc execute; the others have none."""
         self.routing = root / "routing.json"
-        """Which parameters the optimizer updates as matrices, and which AdamW updates."""
+        """The parameters that the optimizer updates as matrices, and those that AdamW updates."""
         self.kernels = root / "kernels.json"
-        """What multiplies to symmetric results."""
+        """The kernels that multiply to symmetric results."""
         self.command = root / "command.txt"
         self.environment = root / "environment.json"
         self.metrics = root / "metrics.jsonl"
@@ -52,7 +52,7 @@ class RunFiles:
         self.events = root / "events.jsonl"
         self.breakdown = root / "breakdown.json"
         self.predicted = root / "predicted.json"
-        """What the step was predicted to take, written before it was measured."""
+        """The predicted step time, written before it was measured."""
         self.timelines = root / "timeline"
         """A few steps of every rank, moment by moment."""
         self.trace = root / "trace.json"
@@ -62,13 +62,13 @@ class RunFiles:
         self.result = root / "result.json"
         self.ranks = root / "ranks"
         self.trackers = root / "trackers"
-        """How far each tracker is."""
+        """The progress of each tracker."""
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
         self.huggingface = root / "huggingface"
         """Settings and tokenizer of the folder that the run's first weights are from; absent where they are random."""
         self.attempts = root / "attempts"
-        """What earlier launches in this directory left: attempts/1 and so on."""
+        """The files of earlier launches in this directory: attempts/1 and so on."""
         self.stop = root / "stop"
         """Exists once somebody asked the run to stop at its next step boundary."""
 
@@ -85,14 +85,14 @@ class RunFiles:
         return self.trackers / f"{name}.json"
 
     def tracker_log(self, name: str) -> Path:
-        """What the tracker's process printed, its package's output included."""
+        """The output of the tracker's process, its package's included."""
         return self.logs / f"{name}.log"
 
     def request_stop(self, reason: StopReason = "interrupted") -> None:
         """Ask the workers to stop after the step they are in.
 
         Args:
-            reason: what the run's end is called: preempted where somebody will start it again.
+            reason: the name of the run's end: preempted where somebody will start it again.
         """
         try:
             write_json_atomic(self.stop, {"reason": reason})
@@ -100,15 +100,15 @@ class RunFiles:
             self.stop.touch()
 
     def stop_reason(self) -> StopReason:
-        """Why the workers shall stop; where the file does not say so, because somebody asked."""
+        """Reads why the workers shall stop; a file without a reason means that somebody asked."""
         return "preempted" if (read_json(self.stop) or {}).get("reason") == "preempted" else "interrupted"
 
     def stop_requested(self) -> bool:
-        """What rank 0 looks at between two steps (one `stat`, about a microsecond) and tells the other ranks."""
+        """Looks for the stop file. Rank 0 asks between two steps (about a microsecond) and tells the other ranks."""
         return self.stop.exists()
 
     def node_logs(self, node_rank: int | str) -> Path:
-        """What torchrun of one machine writes, its workers' output included."""
+        """The folder that torchrun of one machine writes to, its workers' output included."""
         return self.logs / f"node-{node_rank}"
 
     def agent_log(self, node_rank: int) -> Path:
@@ -120,8 +120,8 @@ class RunFiles:
 
         torchrun puts it under `<run id>_<random>/attempt_0/<local rank>/`.
         """
-        found = self.node_logs(node_rank).glob(f"*/attempt_*/{local_rank}/stderr.log")
-        return max(found, key=lambda log: log.stat().st_mtime, default=None)
+        logs = self.node_logs(node_rank).glob(f"*/attempt_*/{local_rank}/stderr.log")
+        return max(logs, key=lambda log: log.stat().st_mtime, default=None)
 
 
 def write_text_atomic(path: Path, text: str) -> None:

@@ -28,10 +28,10 @@ BEAT_S: Final = 0.5
 STACKS_SIGNAL: Final = signal.SIGQUIT
 """Makes a worker write the Python stacks of all its threads to its log; it goes on."""
 PATIENCE: Final = 3
-"""How many times longer than `run.hang_timeout_s` everything may take but a step after the first."""
+"""Everything but a step after the first may take so many times `run.hang_timeout_s`."""
 Stage = Literal["start workers", "build model", "build data", "load", "train", "validate", "save", "finish"]
 STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
-"""What a rank can be at, in the words of its journal."""
+"""The stages that a rank goes through, in the words of its journal."""
 
 # One 8-byte number each: written in one piece, so that the reader never sees half of one.
 _PID, _STEP, _STEPS, _STAGE, _PHASE, _WAITING, _PROGRESS, _BEAT, _ENDED = range(9)
@@ -40,7 +40,7 @@ _BYTES: Final = 8 * 9
 
 @dataclass(frozen=True, kw_only=True)
 class Sign:
-    """What a rank last said of itself."""
+    """The last sign of life of a rank."""
 
     rank: int
     pid: int
@@ -52,11 +52,11 @@ class Sign:
     where: str
     """`build data`, `train/forward`, `validate/other`."""
     waiting: bool
-    """It waits for other ranks, in a collective."""
+    """True while it waits for other ranks, in a collective."""
     progress: float
-    """When its training thread last went on, seconds of the monotonic clock."""
+    """The time at which its training thread last went on, seconds of the monotonic clock."""
     beat: float
-    """When the process last ran at all."""
+    """The time at which the process last ran at all."""
     ended: bool
 
 
@@ -89,7 +89,7 @@ class Heart:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what ends only when other ranks have come as far."""
+        """Marks a block that ends only when other ranks have come as far."""
         self.waits(True)
         try:
             yield
@@ -106,7 +106,7 @@ class Heart:
         self._numbers[_PROGRESS] = time.monotonic()
 
     def end(self) -> None:
-        """Nothing more will come, and nobody should wait for it."""
+        """Says that no further sign will come, so that nobody waits for one."""
         self._numbers[_ENDED] = 1
 
     def _beat(self) -> None:
@@ -149,7 +149,7 @@ class Heartbeats:
         raise EnvironmentProblem(Problem(key="run.hang_timeout_s", reason=reason, fix=fix))
 
     def signs(self) -> list[Sign]:
-        """What each rank last said, in rank order."""
+        """The last sign of each rank, in rank order."""
         return [_sign(rank, self._memory[rank]) for rank in self._ranks]
 
     def close(self) -> None:
@@ -159,19 +159,19 @@ class Heartbeats:
 
 def _sign(rank: int, memory: mmap.mmap) -> Sign:
     with memoryview(memory) as data, data.cast("d") as numbers:
-        found = numbers.tolist()
-    stage = STAGES[int(found[_STAGE])]
+        values = numbers.tolist()
+    stage = STAGES[int(values[_STAGE])]
     in_step = stage in ("train", "validate")
     return Sign(
         rank=rank,
-        pid=int(found[_PID]),
-        step=int(found[_STEP]),
-        steps=int(found[_STEPS]),
-        where=f"{stage}/{IN_STEP[int(found[_PHASE])]}" if in_step else stage,
-        waiting=bool(found[_WAITING]),
-        progress=found[_PROGRESS],
-        beat=found[_BEAT],
-        ended=bool(found[_ENDED]),
+        pid=int(values[_PID]),
+        step=int(values[_STEP]),
+        steps=int(values[_STEPS]),
+        where=f"{stage}/{IN_STEP[int(values[_PHASE])]}" if in_step else stage,
+        waiting=bool(values[_WAITING]),
+        progress=values[_PROGRESS],
+        beat=values[_BEAT],
+        ended=bool(values[_ENDED]),
     )
 
 
@@ -187,7 +187,7 @@ def _create(path: Path) -> mmap.mmap:
 
 
 def _own_memory(rank: int) -> mmap.mmap | bytearray:
-    """What the launcher of this rank reads; memory that nobody reads where there is none."""
+    """Maps the memory that this rank's launcher reads; memory that nobody reads where there is no launcher."""
     folder = os.environ.get(VARIABLE)
     if folder is None:
         return bytearray(_BYTES)

@@ -42,7 +42,7 @@ def _ask_kernel(parent: int) -> None:
 
 
 def _watch(agent: int, launcher: int) -> None:
-    """Where the kernel cannot tell us, look every second (macOS)."""
+    """Looks every second whether the parents live, where the kernel cannot tell us (macOS)."""
     while os.getppid() == agent:
         try:
             os.kill(launcher, 0)
@@ -60,8 +60,8 @@ def _become(launcher: int, command: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         _ask_kernel(launcher)
-    own = {AGENT_VARIABLE: str(os.getpid()), LAUNCHER_VARIABLE: str(launcher), "PET_SIGNALS_TO_HANDLE": "SIGQUIT"}
-    environment = os.environ | own
+    variables = {AGENT_VARIABLE: str(os.getpid()), LAUNCHER_VARIABLE: str(launcher), "PET_SIGNALS_TO_HANDLE": "SIGQUIT"}
+    environment = os.environ | variables
     os.execvpe(command[0], command, environment)  # keeps the process id and the request to the kernel
 
 

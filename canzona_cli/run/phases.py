@@ -29,31 +29,31 @@ TotalPhase = Literal["grad_reduce_total", "exchange_total", "param_gather_total"
 """Communication in flight, hidden under other work or not."""
 
 IN_STEP: tuple[Phase, ...] = get_args(Phase)
-"""In the order of the breakdown; they add up to the step."""
+"""The phases that add up to the step, in the order of the breakdown."""
 COMMUNICATION: tuple[Phase, ...] = ("grad_reduce", "exchange", "param_gather")
 """Phases in which a step waits for data of other ranks; each has a `_total`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ink:
-    """How a part of a bar is drawn."""
+    """The look of a part of a bar."""
 
     letter: str
-    """In a terminal without colour."""
+    """The character in a terminal without colour."""
     style: str
     """Its colour in a terminal, in rich's words."""
     colour: str
-    """In pages."""
+    """The colour in pages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseLook(Ink):
-    """How a phase is written and drawn."""
+    """The words and the look of a phase."""
 
     name: str
-    """In tables."""
+    """The name in tables."""
     subject: str
-    """As the subject of a sentence: `the matrix update` took 3 ms."""
+    """The subject of a sentence: `the matrix update` took 3 ms."""
 
 
 PHASES: Final[Mapping[str, PhaseLook]] = MappingProxyType(
@@ -74,7 +74,7 @@ PHASES: Final[Mapping[str, PhaseLook]] = MappingProxyType(
         )
     }
 )
-"""In the order of the step."""
+"""All phases, in the order of the step."""
 
 
 def _labels() -> dict[str, str]:
@@ -94,12 +94,12 @@ Stream = Literal["compute", "data", "exchange"]
 STREAMS: Final[Mapping[Stream, str]] = MappingProxyType(
     {"compute": "compute", "data": "DP traffic", "exchange": "exchange"}
 )
-"""What a rank does at the same time, in simulated timelines."""
+"""The streams of a rank that run at the same time, in simulated timelines."""
 
 STRATEGIES: Final[tuple["Strategy | Literal['adamw']", ...]] = (
     "canzona", "paper", "asc", "layerwise", "sc", "adamw",
 )  # fmt: skip
-"""In the order in which they run and are shown: ours, what it is compared with, the yardstick."""
+"""The strategies in the order in which they run and are shown: ours, its rivals, the yardstick."""
 
 
 class Interval(NamedTuple):
@@ -118,10 +118,10 @@ class StepTimeline:
     """One step of this rank, moment by moment."""
 
     number: int
-    """From 1."""
+    """The step's number, from 1."""
     start_s: float
     end_s: float
     phases: tuple[Interval, ...]
-    """One after another without gaps, from `start_s` to `end_s`."""
+    """The phases, one after another without gaps, from `start_s` to `end_s`."""
     transfers: tuple[Interval, ...]
-    """By start; they may overlap one another, and the next step."""
+    """Events sorted by start; they may overlap one another, and the next step."""

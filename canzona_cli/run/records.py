@@ -1,4 +1,4 @@
-"""What the ranks and the launcher of a run leave, one type for whoever writes it and whoever reads it.
+"""The records that the ranks and the launcher of a run leave, one type for their writers and their readers.
 
 Files whose readers go on without them have defaults for what an older or an interrupted writer may have left out.
 """
@@ -20,9 +20,9 @@ from canzona_cli.run.phases import StepTimeline
 from canzona_cli.run.words import clean, size, step_time
 
 Ending = Literal["done", "interrupted", "preempted"]
-"""How a rank's work ended where nothing went wrong."""
+"""The end of a rank's work where nothing went wrong."""
 Failure = Literal["failed", "diverged"]
-"""How it ended where something did: by itself the training went wrong, or anything else."""
+"""The end where something did: the training itself diverged, or anything else failed."""
 RunStatus = Literal[Ending, Failure]
 FAILURES: Final[tuple[Failure, ...]] = get_args(Failure)
 Level = Literal["info", "warning"]
@@ -42,7 +42,7 @@ class RankError:
     problems: tuple[Problem, ...] = ()
     """The content of such an error."""
     since: int | None = None
-    """Of a run that diverged, the first step of it."""
+    """The first diverged step, where the run diverged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +55,14 @@ class RankResult:
     exit_code: int | None = None
     step: int = 0
     loss: float | None = None
-    """Of that step; None where it is not finite, and before the first."""
+    """The loss of that step; None where it is not finite, and before the first."""
     checkpoint: str | None = None
     """Name of the checkpoint that the run ended with; one that a stop caused has been read back."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """Lines of the run's files that it could not write, by file."""
     error: RankError | None = None
     time: float = 0.0
-    """When it was written, seconds since 1970."""
+    """The time of writing, seconds since 1970."""
 
 
 def read_rank(files: RunFiles, rank: int) -> RankResult:
@@ -83,17 +83,17 @@ class RunResult:
     rank: int | None = None
     """The rank that failed first."""
     log: Path | None = None
-    """That rank's own output."""
+    """The output of that rank."""
     last_good: str | None = None
-    """Of a run that diverged, the newest checkpoint from before it did."""
+    """The newest checkpoint from before the run diverged."""
     restarts: int = 0
-    """How often its launch had started it again after a failure."""
+    """The number of restarts after a failure, in this launch."""
     go_on: str | None = None
-    """What to type to go on in this directory; None for a run that is done, or whose settings have to change first."""
+    """The command that resumes the run; None where it is done, or its settings have to change first."""
 
     @property
     def failed(self) -> bool:
-        """Whether something went wrong."""
+        """True where something went wrong."""
         return self.status in FAILURES
 
 
@@ -102,7 +102,7 @@ class TrackerState:
     """trackers/NAME.json: how far a tracker is, so that the next launch goes on with the same curve."""
 
     id: str | None = None
-    """As the tracker names the run; None before it did."""
+    """The tracker's name of the run; None before it has one."""
     taken: Mapping[str, int] = field(default_factory=dict)
     """The last step it took, by what its names begin with: nothing for metrics.jsonl, else `validation_`."""
 
@@ -115,9 +115,9 @@ class ResumePoint:
     """Path."""
     step: int
     validate: bool
-    """Whether to validate before the first step."""
+    """True where validation comes before the first step."""
     validation: "ValidationLoss | None" = None
-    """Of the checkpoint's step, where it was made: after the save, so the checkpoint does not know of it."""
+    """The validation of the checkpoint's step: made after the save, so the checkpoint does not have it."""
     asked: str
     """`checkpoint.resume` of the launch."""
     weights_only: bool = False
@@ -143,9 +143,9 @@ class StepMetrics:
     """Mean over the global batch, nats per token; None in the file where it is not finite."""
     lr: float | None = None
     grad_norm: float | None = None
-    """Before clipping; None where it is not finite."""
+    """The norm before clipping; None where it is not finite."""
     tokens_per_s: float | None = None
-    """Of the whole job."""
+    """Throughput of the whole job."""
     step_s: float | None = None
     tokens: int | None = None
     """Trained on so far."""
@@ -154,7 +154,7 @@ class StepMetrics:
     fallbacks: int = 0
     """Matrix updates so far that were replaced by what their optimizer does when it fails."""
     time: float | None = None
-    """When it was written, seconds since 1970."""
+    """The time of writing, seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +163,9 @@ class ValidationLoss:
 
     step: int
     loss: float | None = None
-    """None in the file where it is not finite. Of a blend, the mean of its sets by their shares in training."""
+    """The loss, of a blend the mean of its sets by their training shares; None in the file where it is not finite."""
     sets: Mapping[str, float | None] = field(default_factory=dict)
-    """Of a blend, the loss of each set by its name."""
+    """The loss of each set of a blend, by its name."""
     time: float | None = None
 
 
@@ -191,9 +191,9 @@ class CheckpointEvent:
     event: Literal["checkpoint"] = "checkpoint"
     step: int
     seconds: float
-    """From the copy in memory to the whole checkpoint on the disk."""
+    """Seconds from the copy in memory to the whole checkpoint on the disk."""
     stall_s: float
-    """Of it, training waited."""
+    """Seconds of these that training waited."""
     bytes: int
     path: str = ""
     """Relative to the run directory."""
@@ -213,7 +213,7 @@ class Incident:
     """Numbers and names, for programs; in the file they are fields of the line itself."""
 
     def line(self) -> dict[str, object]:
-        """As it is written."""
+        """The line of the file."""
         fixed = plain(self)
         facts = {key: value for key, value in fixed.items() if key not in ("facts", "level")} | dict(self.facts)
         return facts | ({} if self.level is None else {"level": self.level})
@@ -228,7 +228,7 @@ class Note:
 
     text: str
     warning: bool = False
-    """Whether somebody should look at it; else it is shown quietly."""
+    """True where somebody should look at it; else it is shown quietly."""
 
 
 def event_of(line: Mapping[str, object]) -> Event | None:
@@ -251,7 +251,7 @@ def describe(event: Event) -> Note | None:
 
 
 Documents = Literal["held-out", "all"]
-"""Which of a corpus are read: those that a run of these settings does not train on, or all."""
+"""The documents of a corpus that are read: those that a run of these settings does not train on, or all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,17 +270,17 @@ class Evaluation:
     batches: int
     """Global ones."""
     tokens: int
-    """That were predicted; some of them several times where `epochs` is above 1."""
+    """Predicted tokens; some of them several times where `epochs` is above 1."""
     epochs: float
-    """How often the documents were read."""
+    """The number of times the documents were read."""
     text_bytes: float | None
-    """Of text that the tokens stand for; None where their tokenizer is not known."""
+    """Bytes of the text that the tokens stand for; None where their tokenizer is not known."""
     bytes_counted: bool
-    """Token by token; else from the mean of the whole corpus, for its tokenizer does not tell."""
+    """True for bytes counted token by token; else they follow from the mean of the whole corpus."""
     loss: float | None
     """Mean, nats per token; None where it is not finite. Of a blend, as the bytes, by the shares of its sets."""
     sets: Mapping[str, float | None] = field(default_factory=dict)
-    """Of a blend, the loss of each set by its name."""
+    """The loss of each set of a blend, by its name."""
 
     @property
     def perplexity(self) -> float | None:
@@ -289,7 +289,7 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """What all tokens took over the bytes of their text: the one number to compare tokenizers by."""
+        """The bits of all tokens over the bytes of their text: the only number that compares tokenizers."""
         if self.loss is None or not self.text_bytes:
             return None
         return self.loss * self.tokens / self.text_bytes / math.log(2)
@@ -297,8 +297,8 @@ class Evaluation:
     def as_json(self) -> dict[str, object]:
         """The stable form of `canzona eval --json`."""
         places = {"checkpoint": str(self.checkpoint), "data": str(self.data)}
-        found = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
-        return {"version": self.VERSION, **asdict(self), **places, **found}
+        derived = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return {"version": self.VERSION, **asdict(self), **places, **derived}
 
 
 def evaluation_file(files: RunFiles) -> Path:
@@ -306,7 +306,7 @@ def evaluation_file(files: RunFiles) -> Path:
 
 
 def read_evaluation(files: RunFiles) -> Evaluation:
-    """What the ranks have found.
+    """Reads what the ranks have measured.
 
     Raises:
         ConfigError: it is damaged.
@@ -316,9 +316,9 @@ def read_evaluation(files: RunFiles) -> Evaluation:
 
 
 PLAIN: Final = "plain"
-"""As any product: cuBLAS, or oneDNN on CPUs."""
+"""The kernel of any product: cuBLAS, or oneDNN on CPUs."""
 STRIPS: Final = "strips"
-"""On CPUs: the lower triangle by strips of rows, and its mirror image."""
+"""The kernel on CPUs that computes the lower triangle by strips of rows, and mirrors it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,26 +327,26 @@ class KernelTrial:
 
     kernel: str
     seconds: float | None = None
-    """Of a product, on the slowest rank; None where it could not be used."""
+    """Seconds of a product on the slowest rank; None where the kernel could not be used."""
     refused: str = ""
-    """Why it was not chosen; empty for the one that was."""
+    """The reason why it was not chosen; empty for the chosen kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelChoice:
-    """What (side, long) by (long, side) is multiplied by."""
+    """The kernel that multiplies (side, long) by (long, side)."""
 
     side: int
     long: int
     dtype: Literal["bf16", "fp16"] = "bf16"
     kernel: str
     trials: tuple[KernelTrial, ...] = ()
-    """Of GPUs alone: elsewhere it is known beforehand."""
+    """The trials, on GPUs alone: elsewhere the choice is known beforehand."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """kernels.json: of every shape that the run's updates multiply, smallest first."""
+    """kernels.json: the choice for every shape that the run's updates multiply, smallest first."""
 
     VERSION: ClassVar[int] = 1
 
@@ -367,7 +367,7 @@ class RankTimeline:
 
 
 def write_timeline(files: RunFiles, rank: int, steps: Sequence[StepTimeline]) -> None:
-    """Nothing where no step was kept; a warning in the log where it cannot be written."""
+    """Writes the recorded steps, if there are any; logs a warning where the file cannot be written."""
     if not steps:
         return
     timeline = RankTimeline(rank=rank, host=socket.gethostname(), clock=clock_name(), steps=tuple(steps))
@@ -379,15 +379,15 @@ def write_timeline(files: RunFiles, rank: int, steps: Sequence[StepTimeline]) ->
 
 
 def load_timelines(files: RunFiles) -> list[RankTimeline]:
-    """By rank; empty where there are none.
+    """Reads all ranks' timelines, by rank; empty where there are none.
 
     Raises:
         ConfigError: with every file that is damaged or of another version.
     """
-    found: list[RankTimeline] = []
+    timelines: list[RankTimeline] = []
     problems: list[Problem] = []
     for path in sorted(files.timelines.glob("rank-*.json")):
         with gathered(problems):
-            found.append(load(path, RankTimeline, key="timeline", fix="remove the file, or train again"))
+            timelines.append(load(path, RankTimeline, key="timeline", fix="remove the file, or train again"))
     refuse(problems)
-    return sorted(found, key=lambda timeline: timeline.rank)
+    return sorted(timelines, key=lambda timeline: timeline.rank)

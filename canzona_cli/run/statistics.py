@@ -32,12 +32,12 @@ class Quartiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup:
-    """How many times longer one strategy takes than another, measured in turns in one session."""
+    """The ratio of two strategies' times, measured in turns in one session."""
 
     ratio: Quartiles
-    """Of the ratios round by round."""
+    """Quartiles of the ratios round by round."""
     distinct: bool
-    """Whether the interquartile ranges of the two times are apart; where they are not, no speed-up may be claimed."""
+    """True where the interquartile ranges of the two times are apart; else no speed-up may be claimed."""
 
     @classmethod
     def of(cls, slower: Sequence[float], faster: Sequence[float]) -> "Speedup":
@@ -56,7 +56,7 @@ class OverRanks:
 
     @classmethod
     def of(cls, by_rank: Sequence[float]) -> "OverRanks":
-        """From each rank's seconds, at least one."""
+        """Summarises each rank's seconds, at least one."""
         return cls(min_s=min(by_rank), mean_s=statistics.fmean(by_rank), max_s=max(by_rank))
 
 
@@ -67,7 +67,7 @@ def mean_phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def by_phase(ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """From each rank's phases to each phase's seconds by rank; 0 for a rank without the phase."""
+    """Turns each rank's phases into each phase's seconds by rank; 0 for a rank without the phase."""
     names = dict.fromkeys(name for phases in ranks for name in phases)
     return {name: [phases.get(name, 0.0) for phases in ranks] for name in names}
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _PATIENCE_S: Final = 5.0
-"""How long a run waits for a reader that has stopped reading: a pager, a terminal stopped by Ctrl-S."""
+"""Seconds that a run waits for a reader that has stopped reading: a pager, a terminal stopped by Ctrl-S."""
 _GONE: Final = (errno.EPIPE, errno.EIO)
 """The reader has seen what it wanted, or its terminal was closed."""
 
@@ -25,13 +25,13 @@ class _Stream(io.FileIO):
     """A file descriptor; what cannot be written to it is lost, and writing says that all is well."""
 
     patience_s: ClassVar[float | None] = None
-    """How long to wait until it can be written to; None: for ever."""
+    """Seconds to wait until it can be written to; None: for ever."""
     lost: ClassVar[OSError | None] = None
-    """Why something was lost, the first time."""
+    """The error of the first loss."""
     _stuck = False
     before: TextIO | None = None
-    """What wrote to it until now. It stays: when it goes, it may close the descriptor, and the next file that is opened
-    would be the output."""
+    """The object that wrote to it until now. It stays: when it goes, it may close the descriptor, and the next file
+    that is opened would be the output."""
 
     def write(self, data: "ReadableBuffer", /) -> int:
         text, done = memoryview(data).cast("B"), 0
@@ -66,7 +66,7 @@ def unattended() -> None:
 
 
 def unheard() -> OSError | None:
-    """Why somebody did not get what was printed, where that counts: not where nobody reads any more."""
+    """Returns why output was lost, where that counts: not where nobody reads any more."""
     sys.stdout.flush()
     sys.stderr.flush()
     lost = _Stream.lost

@@ -31,15 +31,15 @@ Record = StepMetrics | ValidationLoss | Event
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Where the time went from the first record of the first launch to the last one of the last; seconds."""
+    """The use of the time from the first record of the first launch to the last one of the last; seconds."""
 
     wall_s: float
     kept_s: float
-    """In steps whose result the run still has."""
+    """Seconds in steps whose result the run still has."""
     redone_s: float
-    """In steps behind the checkpoint that a later launch went on from."""
+    """Seconds in steps after the checkpoint that a later launch resumed from."""
     between_s: float
-    """Between two launches: nobody had started the run again, or it waited in a queue."""
+    """Seconds between two launches: nobody had started the run again, or it waited in a queue."""
 
     @property
     def share(self) -> float:
@@ -56,13 +56,13 @@ class Goodput:
 
 
 def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
-    """From the records of all launches; None before a step is logged.
+    """Computes the goodput from the records of all launches; None before a step is logged.
 
     Args:
         events: of every launch in the directory.
     """
-    kept, redone = read_lines(files.metrics, StepMetrics)[0], []
-    records: list[Record] = [*kept, *events]
+    lasting, redone = read_lines(files.metrics, StepMetrics)[0], []
+    records: list[Record] = [*lasting, *events]
     for folder in _launches(files):
         lost = read_lines(folder.metrics, StepMetrics)[0]
         redone.append(_seconds(lost))
@@ -71,10 +71,10 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
         records += read_lines(folder.validation, ValidationLoss)[0]
     moments = [record.time for record in records if record.time is not None]
     trained_s = time_in_launches(records)
-    if not kept or trained_s is None or (wall_s := max(moments) - min(moments)) <= 0:
+    if not lasting or trained_s is None or (wall_s := max(moments) - min(moments)) <= 0:
         return None
     return Goodput(
-        wall_s=wall_s, kept_s=_seconds(kept), redone_s=math.fsum(redone), between_s=max(0.0, wall_s - trained_s)
+        wall_s=wall_s, kept_s=_seconds(lasting), redone_s=math.fsum(redone), between_s=max(0.0, wall_s - trained_s)
     )
 
 
@@ -92,26 +92,26 @@ def time_in_launches(records: Sequence[Record]) -> float | None:
 
 
 def earlier_events(files: RunFiles) -> list[Event]:
-    """Of all launches in the directory before the newest one."""
+    """Reads the events of all launches in the directory before the newest one."""
     return [event for folder in _launches(files) for event in events_of(folder)]
 
 
 def events_of(files: RunFiles) -> list[Event]:
-    """Of the newest launch in the directory."""
+    """Reads the events of the newest launch in the directory."""
     return [event for line in JsonLines(files.events).read() if (event := event_of(line)) is not None]
 
 
 def _launches(files: RunFiles) -> list[RunFiles]:
-    """What was put away of the earlier launches, oldest first."""
+    """Lists the folders of the earlier launches, oldest first."""
     try:
-        found = [path for path in files.attempts.iterdir() if path.name.isdecimal()]
+        folders = [path for path in files.attempts.iterdir() if path.name.isdecimal()]
     except OSError:
         return []
-    return [RunFiles(path) for path in sorted(found, key=lambda path: int(path.name))]
+    return [RunFiles(path) for path in sorted(folders, key=lambda path: int(path.name))]
 
 
 def _seconds(lines: Sequence[StepMetrics]) -> float:
-    """In the steps that these lines stand for: a line is the last of those since the one before."""
+    """Adds up the seconds of the steps that these lines stand for: a line is the last step since the line before."""
     gaps = [line.step - before.step for before, line in pairwise(lines)]
     steps = [min(gaps, default=1), *gaps][: len(lines)]
     return math.fsum(count * (line.step_s or 0.0) for count, line in zip(steps, lines, strict=True))
@@ -134,35 +134,35 @@ class RunSummary:
     metrics: tuple[StepMetrics, ...] = ()
     """Every logged step."""
     events: tuple[Event, ...] = ()
-    """Of all launches."""
+    """The events of all launches."""
     step: int
     """The last step known."""
     validations: tuple[tuple[int, float | None], ...]
     """(step, loss); None where it was not finite."""
     set_validations: Mapping[str, tuple[tuple[int, float | None], ...]]
-    """Of a blend, the same of each set by its name."""
+    """The validations of each set of a blend, by its name."""
     skipped: int
     """Steps that changed nothing because their gradients were not finite."""
     fallbacks: int
     """Matrix updates that were replaced by what their optimizer does when it fails."""
     elapsed_s: float | None
-    """From the first to the last record of every launch; what lies between launches is no training."""
+    """Seconds from the first to the last record of every launch; the time between launches is no training."""
     errors: tuple[RankResult, ...]
-    """In the order in which they happened."""
+    """The ranks' errors in the order in which they happened."""
     breakdown: Breakdown | None
     config: RunConfig | None
     go_on: str | None = None
-    """What to type to go on with it."""
+    """The command that resumes it."""
     restarts: int = 0
-    """How often its last launch had started it again."""
+    """The number of restarts in its last launch."""
     goodput: Goodput | None = None
-    """Over all launches in the directory; None before the first step."""
+    """The goodput over all launches in the directory; None before the first step."""
     supply: Supply | None = None
     """The tokens that the whole run wants, and those that there are; None where that is not known."""
     warnings: tuple[str, ...] = field(default=())
     """The warnings it gave while it ran: slow ranks, spikes of the loss, saves that failed."""
     notes: tuple[str, ...] = field(default=())
-    """What is missing or damaged, and why that is so."""
+    """Remarks on what is missing or damaged, and why."""
 
     @property
     def name(self) -> str | None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from canzona_cli.config.schema import Layout
 
 MISSING = "-"
-"""What stands where there is no number."""
+"""The text in place of a missing number."""
 
 
 def clean(value: object, *, newlines: bool = False) -> str:
@@ -46,13 +46,13 @@ def real(value: object) -> float | None:
 
 
 def guarded(skipped: int, fallbacks: int) -> list[str]:
-    """What the guards had to do over a run so far, in a person's words; nothing where they had nothing to do."""
-    said = []
+    """Describes what the guards had to do in a run so far; empty where they had nothing to do."""
+    sentences = []
     if skipped:
-        said.append(f"{plural(skipped, 'step')} skipped: gradients not finite")
+        sentences.append(f"{plural(skipped, 'step')} skipped: gradients not finite")
     if fallbacks:
-        said.append(f"{plural(fallbacks, 'matrix update')} replaced: see logs")
-    return said
+        sentences.append(f"{plural(fallbacks, 'matrix update')} replaced: see logs")
+    return sentences
 
 
 def duration(seconds: object) -> str:
@@ -82,7 +82,7 @@ def milliseconds(seconds: object) -> str:
 
 
 def overhead(share: object, *, digits: int = 1) -> str:
-    """How much longer something takes, in per cent: 0.012 as `+1.2%`."""
+    """Formats a relative overhead in per cent: 0.012 as `+1.2%`."""
     value = real(share)
     return MISSING if value is None else f"{100 * value:+.{digits}f}%"
 

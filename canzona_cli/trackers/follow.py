@@ -50,14 +50,14 @@ class Follower:
             "validation_": JsonLines(files.validation),
             _SAMPLE: JsonLines(files.events),
         }
-        """The prefixes of the names of a file's values; of events, only samples of text."""
+        """The records by the prefix of a file's values; of events, samples of text alone."""
         self._state = load_if_sound(files.tracker(name), TrackerState) or TrackerState()
         begin = {kind: min(self._state.taken.get(kind, -1), start) for kind in self._records}
         self._state = replace(self._state, taken=begin)
         self._waiting = deque((kind, point) for kind, point in self._read() if point.step > begin[kind])
         self._tracker: Tracker | None = None
         self._failures = 0
-        """The number of failures since it last worked."""
+        """Since it last worked."""
         self._not_before = 0.0
 
     def look(self, *, last: bool = False) -> None:
@@ -137,9 +137,9 @@ class Follower:
             self._files.trackers.mkdir(exist_ok=True)
             save(self._files.tracker(self._name), self._state)
 
-    def _tell(self, said: str, level: Level) -> None:
-        print(said, file=sys.stderr, flush=True)
-        incident = Incident(time=time.time(), event="tracker", detail=said, level=level)
+    def _tell(self, text: str, level: Level) -> None:
+        print(text, file=sys.stderr, flush=True)
+        incident = Incident(time=time.time(), event="tracker", detail=text, level=level)
         try_append_json_line(self._files.events, incident.line())
 
 
@@ -153,7 +153,7 @@ def _numbers(line: Mapping[str, object], before: str) -> Iterator[tuple[str, flo
 
 
 def follow(run_dir: Path, name: TrackerName, start: int) -> None:
-    """Follows a run until this process's input is closed."""
+    """Until this process's input is closed."""
     follower = Follower(RunFiles(run_dir), name, start=start)
     while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         follower.look()

@@ -1,4 +1,4 @@
-"""Trackers, which take a run's curves besides its files: TensorBoard, Weights & Biases, MLflow, behind one interface.
+"""Trackers that take a run's curves besides its files: TensorBoard, Weights & Biases, MLflow, with one interface.
 
 Each has the names and steps of metrics.jsonl. Where it sends them, and with which key, its own environment variables
 say (`WANDB_API_KEY`, `WANDB_MODE`, `WANDB_PROJECT`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`, ...). Without
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _PROJECT = "canzona"
 """The project of Weights & Biases, and the experiment of MLflow, where the environment names none."""
 _MOST_PARAMETERS = 100
-"""That MLflow takes at once."""
+"""Values that MLflow takes at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,9 @@ class Point:
     time: float
     """Seconds since 1970."""
     values: Mapping[str, float]
-    """The finite values by name."""
+    """Finite numbers by name."""
     texts: Mapping[str, str] = field(default_factory=dict)
-    """The texts by name. MLflow, whose runs have none with a step, leaves them out."""
+    """Texts by name. MLflow, whose runs have none with a step, leaves them out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +46,11 @@ class Tracked:
 
     run_dir: Path
     settings: Mapping[str, object]
-    """The settings of the whole run, by dotted key."""
+    """Settings of the whole run, by dotted key."""
     id: str | None
-    """The tracker's name for the run; None if it does not know it yet."""
+    """The tracker's name of the run; None where it does not have one yet."""
     first_step: int
-    """The first step that will be added: whatever the tracker has of this step and later ones will be repeated."""
+    """The first step that will be added: the tracker's values of this step and later ones are of steps done again."""
 
 
 class Tracker(Protocol):
@@ -58,13 +58,13 @@ class Tracker(Protocol):
 
     @property
     def id(self) -> str:
-        """The tracker's name for the run: `Tracked.id` when the run continues."""
+        """The tracker's name of the run, which is `Tracked.id` when the run goes on."""
 
     def add(self, points: Sequence[Point]) -> None:
         """Points in the order of their file; afterwards they are the tracker's to keep."""
 
     def close(self, status: RunStatus | None) -> None:
-        """Nothing more comes.
+        """Ends the run: nothing more comes.
 
         Args:
             status: how the run ended; None where that is not known.
