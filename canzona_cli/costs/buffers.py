@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from canzona_cli.config.schema import Layout, RunConfig
 
 BATCH_BYTES = 256 << 20
-"""With tp = 1 the engine works an owner's matrices through in batches of no more fp32 scratch than this."""
+"""The most fp32 scratch of a batch of an owner's matrices, where tp = 1."""
 FP32 = 4
 """Bytes of an element of masters, optimizer state and scratch."""
 ALIGNMENT = 64
@@ -43,7 +43,7 @@ def align(position: int, to: int = ALIGNMENT) -> int:
 
 
 def bucket_end(position: int, shards: int) -> int:
-    """Where a bucket that ends at `position` is padded to: divisible by the ranks, and the next one starts aligned."""
+    """Pads a bucket that ends at `position`: divisible by the ranks, and the next one starts aligned."""
     return align(position, math.lcm(shards, ALIGNMENT))
 
 
@@ -99,7 +99,7 @@ def _largest_first(sizes: Sequence[int], chunk: Sequence[int], shards: int) -> P
 
 
 def shard_elements(fullest: int, shards: int) -> int:
-    """Of equal shards that hold `fullest` elements: their bucket ends on Megatron's alignment."""
+    """Pads equal shards that hold `fullest` elements, so that their bucket ends on Megatron's alignment."""
     return align(fullest, math.lcm(ALIGNMENT, math.lcm(shards, _SHARD_ALIGNMENT) // shards))
 
 

@@ -64,12 +64,13 @@ class MemoryEstimate(Memory):
 
     @property
     def forward(self) -> int:
-        """What a model that nothing trains takes."""
+        """The bytes of a model that is not trained."""
         return sum(self.parts[part] for part in ("weights", "activations", "logits"))
 
     @property
     def state(self) -> int:
-        """What stays from step to step: weights, gradient buffers, optimizer state and the engine's own buffers."""
+        """The bytes that stay from step to step: weights, gradient buffers, optimizer state and the engine's own
+        buffers."""
         return sum(self.parts[part] for part in ("weights", "gradients", "optimizer", "exchange"))
 
 
@@ -80,7 +81,7 @@ class Placement:
     worst: int
     """Elements of the matrices on the rank that holds most."""
     worst_shapes: Mapping[Shape, int]
-    """How many matrices of each (rows, columns) that rank holds; empty where shapes do not matter."""
+    """The number of matrices of each (rows, columns) on that rank; empty where shapes do not matter."""
     padded: int
     """Elements of the buffer that stores all matrices, padding included; 0 when it is not padded."""
 
@@ -144,7 +145,7 @@ def _bounded_state(config: RunConfig, layout: Layout, weights: StageWeights, hel
 
 
 def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None:
-    """Who holds the matrices' optimizer state on a stage, as far as that can be said before there is a plan.
+    """Finds who holds the matrices' optimizer state on a stage, as far as that can be said before there is a plan.
 
     None where it is not divided by whole matrices. layerwise: Megatron's own packing of TP fragments over D * c ranks,
     padding included. canzona: whole matrices over the D * c * t cells of the grid, balanced by state. asc: the same
@@ -257,7 +258,8 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Of a checkpoint's tensors, whatever the layout: fp32 masters and state, each once. Weights are not stored."""
+    """Counts the bytes of a checkpoint's tensors, whatever the layout: fp32 masters and state, each once. Weights are
+    not stored."""
     how, count = algorithm(config), parameter_count(config.model)
     adamw = 3 * FP32
     if execution_of(config) is Execution.ADAMW:
@@ -268,7 +270,8 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
-    """Of `step_buffers`, what no plan can do without: groups of one matrix a host; with tp = 1 no plan has a choice."""
+    """Returns the part of `step_buffers` that every plan needs: groups of one matrix a host; with tp = 1 no plan has a
+    choice."""
     return _least_workspace(config) + _least_buffers(config, layout, stage)
 
 
@@ -300,7 +303,8 @@ def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def _gathered_elements(config: RunConfig, layout: Layout) -> int:
-    """Of sc by the engine, which gathers one matrix at a time: its fragment, all ranks' fragments, the whole they make.
+    """Counts the elements of sc by the engine, which gathers one matrix at a time: its fragment, all ranks' fragments,
+    the whole they make.
 
     With tp = 1 only what does not lie whole in the gradient buffer is copied: all of it if reduced in bf16, else q, k
     and v where they are matrices.

@@ -60,7 +60,7 @@ class Module:
     """Over the whole model; the embedding is before layer 0, the output layer after the last."""
     forward_s: float
     backward_s: float
-    """Without what recomputation repeats."""
+    """The seconds of the backward without what recomputation repeats."""
     again_s: float
     """Forward work that the backward repeats (activation recomputation)."""
     weights: int
@@ -79,16 +79,16 @@ class StageTime:
     hop: Transfer
     """Handing the residual stream to the next stage."""
     pass_s: float
-    """What a pass takes besides its modules."""
+    """The seconds of a pass besides its modules."""
 
     @cached_property
     def modules(self) -> tuple[Module, ...]:
-        """Of all chunks; a module's place is its number here."""
+        """The modules of all chunks; a module's place is its number here."""
         return tuple(module for chunk in self.chunks for module in chunk)
 
     @cached_property
     def places(self) -> tuple[range, ...]:
-        """Of the modules of each chunk."""
+        """The places of the modules of each chunk."""
         ends = list(accumulate(map(len, self.chunks)))
         return tuple(range(end - len(chunk), end) for chunk, end in zip(self.chunks, ends, strict=True))
 
@@ -324,7 +324,7 @@ def _forward(cluster: ClusterConfig, layout: Layout, seconds: float, starts: flo
 
 
 def _backward(cluster: ClusterConfig, layout: Layout, seconds: float, starts: float = 1.0) -> float:
-    """The same of the backward pass."""
+    """Returns the same of the backward pass."""
     computed_s = slowest(cluster, layout.world_size) * seconds * cluster.backward_factor
     return computed_s + 1e-6 * cluster.backward_module_us * starts
 
@@ -393,11 +393,11 @@ class NormClip:
     """Seconds, on ranks with a device each."""
 
     read_s: float
-    """Of each element a rank has reduced."""
+    """The seconds for each element a rank has reduced."""
     agree_s: float
-    """Of all ranks' agreement on a few numbers."""
+    """The seconds of all ranks' agreement on a few numbers."""
     scaled_s: float
-    """Of each element that is clipped in a pass of its own."""
+    """The seconds for each element that is clipped in a pass of its own."""
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> "NormClip":
@@ -410,7 +410,7 @@ class NormClip:
         )
 
     def seconds(self, elements: float, clipped: float) -> float:
-        """From a rank's reduced gradients to clipped ones, at least: others may be later."""
+        """Times a rank from its reduced gradients to clipped ones, at least: others may be later."""
         return elements * self.read_s + self.agree_s + clipped * self.scaled_s
 
 

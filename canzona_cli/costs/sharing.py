@@ -78,7 +78,7 @@ def share_of(a: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterConfig
 
 
 def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Work]:
-    """Of every rank, in each part.
+    """Lists the work of every rank, in each part.
 
     Bytes: those of a tp-th of each square; parts of a sum are read once.
     """
@@ -103,16 +103,16 @@ Exchange = Literal["all_reduce", "all_to_all", "all_gather"]
 
 
 class Behind(NamedTuple):
-    """What sets out behind a part of an update by rows."""
+    """The exchanges that start after a part of an update by rows."""
 
     exchanges: tuple[Exchange, ...] = ()
     under: int = 0
-    """How many parts go on without it."""
+    """The number of parts that go on without it."""
 
 
 def shared_exchanges(steps: int) -> tuple[Behind, ...]:
-    """Behind each part of one matrix's update but the last: norms and what to trust, Gram matrices, and products' rows
-    (`optimizers.shared_rows`). Each product of squares is a part."""
+    """Lists the exchanges after each part of one update but the last: norms and what to trust, Gram matrices, and
+    products' rows (`optimizers.shared_rows`). Each product of squares is a part."""
     told, summed = Behind(("all_reduce",)), Behind(("all_reduce", "all_to_all"))
     gathered, hidden = Behind(("all_gather",)), Behind(("all_gather",), 1)
     found = [told]
@@ -125,7 +125,7 @@ def shared_exchanges(steps: int) -> tuple[Behind, ...]:
 
 
 def shared_collectives(steps: int) -> Mapping[Exchange, int]:
-    """Of one matrix's update."""
+    """Counts the collectives of one matrix's update."""
     return Counter(one for behind in shared_exchanges(steps) for one in behind.exchanges)
 
 
@@ -150,7 +150,7 @@ def shared_transfers(side: int, steps: int, width: int, links: Links, group: Gro
 
 
 class _Around(NamedTuple):
-    """What a rank does on its fragment."""
+    """The work of a rank on its fragment."""
 
     before: Work
     contributed: Work

@@ -115,5 +115,5 @@ def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:
 
 
 def keeps_workspace(config: RunConfig) -> bool:
-    """Whether the matrices' optimizers are canzona's own."""
+    """True where the matrices' optimizers are canzona's own."""
     return execution_of(config).ours and config.optimizer.name != "custom"

@@ -91,7 +91,7 @@ class _Stage:
     costs: Sequence[float]
     """Seconds, of each by its host."""
     together: Sequence[float]
-    """Of all ranks in all, shared where it may be."""
+    """The seconds of all ranks together, each matrix shared where it may be."""
     shares: Mapping[int, Share]
     buckets: Sequence[Sequence[Parameter]]
     units: Mapping[int, tuple[int, ...]]
@@ -133,7 +133,7 @@ class _Stage:
 
     @cached_property
     def parts(self) -> list[list[Part]]:
-        """Of each bucket, in its order."""
+        """The parts of each bucket, in its order."""
         return [[part for parameter in bucket for part in parameter.parts] for bucket in self.buckets]
 
     def cost(self, unit: int) -> float:

@@ -35,7 +35,7 @@ class Part:
     matrices: tuple[int, ...]
     """Indices in the plan's list."""
     elements: int
-    """On one TP rank."""
+    """The elements on one TP rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Parameter:
 
     @property
     def elements(self) -> int:
-        """On one TP rank."""
+        """The elements on one TP rank."""
         return sum(part.elements for part in self.parts)
 
     @property
@@ -270,7 +270,7 @@ def _extend(ranges: list[Range], start: int, end: int, owner: int, matrices: tup
 
 
 Seat = tuple[tuple[Cell, Share | None], ...]
-"""Of a unit: the cell of each of its matrices, and how they are shared."""
+"""A unit's place: the cell of each of its matrices, and how they are shared."""
 
 
 def few_owners(
@@ -362,7 +362,7 @@ def _most_useful(
 def slowest(
     matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment, grouped: Grouped
 ) -> dict[int, float]:
-    """By stage: seconds of the owner that is done last, by the planner's clock."""
+    """Returns, by stage, the seconds of the owner that is done last, by the planner's clock."""
     found: dict[int, float] = defaultdict(float)
     for (stage, _), jobs in held_jobs(matrices, costs, assignment).items():
         found[stage] = max(found[stage], grouped.of(jobs)[0])

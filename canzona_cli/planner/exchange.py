@@ -1,4 +1,4 @@
-"""What each TP rank sends and receives for one micro-group: the one account that everybody asks.
+"""The messages that each TP rank sends and receives for one micro-group: the one account that everybody asks.
 
 How a matrix travels depends on who stores it:
 
@@ -108,11 +108,11 @@ class Route:
     """Elements by peer."""
     receive_splits: tuple[int, ...]
     send_flags: tuple[tuple[int, ...], ...] = ()
-    """By peer: where the flags of what this rank hosts lie, behind the fragments."""
+    """The place, by peer, where the flags of what this rank hosts lie, behind the fragments."""
     receive_flags: tuple[tuple[Matrix, int], ...] = ()
     """A matrix hosted elsewhere, and where its flag lies."""
     travels: bool
-    """Whether anything moves between any two ranks: with nothing to move no rank takes part."""
+    """True where anything moves between any two ranks: with nothing to move no rank takes part."""
 
     @property
     def sent(self) -> int:

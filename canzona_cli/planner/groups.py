@@ -56,7 +56,7 @@ def micro_groups(
 def held_jobs(
     matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment
 ) -> dict[tuple[int, int], list[Job]]:
-    """Of every stage's owners."""
+    """Groups matrices by stage and owner."""
     held: dict[tuple[int, int], list[Job]] = {}
     for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True):
         job = Job(matrix=matrix, host=cell.host, seconds=cost, share=assignment.shares.get(matrix.index))
@@ -72,7 +72,7 @@ class Grouped:
         self._known: dict[Hashable, tuple[float, list[tuple[int, ...]]]] = {}
 
     def of(self, jobs: Sequence[Job]) -> tuple[float, list[Group]]:
-        """What they take by the planner's clock, in seconds, and the groups."""
+        """Returns the seconds they take by the planner's clock, and the groups."""
         key = tuple(
             (job.host, job.seconds, job.matrix.elements, job.matrix.home, job.matrix.replicated, job.share)
             for job in jobs
@@ -113,7 +113,7 @@ def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, 
 def _groups(
     jobs: Sequence[Job], settings: PlanSettings, bytes_per_element: int, pipeline: HostedPipeline
 ) -> tuple[float, list[list[Job]]]:
-    """What they take, and the groups."""
+    """Returns the groups and the seconds they take."""
     capacity, tp = settings.capacity(bytes_per_element), pipeline.tp
     if settings.grouping == "auto" and tp > 1:
         return _quickest(_searched(jobs, tp, capacity), pipeline)

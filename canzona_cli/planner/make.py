@@ -1,4 +1,4 @@
-"""From a run to its `Plan`: attempts, until every rank has the memory.
+"""The way from a run to its `Plan`: attempts, until every rank has the memory.
 
 An attempt balances whole matrices and shares some where that is faster; of equally fast assignments it keeps the one
 with less communication. Buckets and micro-groups follow. No torch, no clock, no chance.
@@ -38,7 +38,7 @@ SHARING_GAIN = 1.03
 """Nothing is shared where the busiest rank without it is busy for at most this times what any plan takes."""
 
 ALIKE = 0.001
-"""Of assignments whose steps are longer by at most this part the one is taken whose buckets travel for least."""
+"""The share of a step by which assignments may be longer and still be preferred for less communication."""
 
 
 def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
@@ -72,7 +72,7 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
 
 
 def settings(config: RunConfig) -> PlanSettings:
-    """What the planner is asked for. sc and layerwise have no plans; they are compared with canzona's."""
+    """Reads what a run asks of the planner. sc and layerwise have no plans; they are compared with canzona's."""
     engine = config.engine
     asked = PlanSettings(
         strategy=engine.strategy if engine.strategy in PLANNED else "canzona",
@@ -89,7 +89,7 @@ def settings(config: RunConfig) -> PlanSettings:
 
 
 def planned_matrices(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> tuple[Matrix, ...]:
-    """What a plan of the run assigns, in its order."""
+    """Lists the matrices that a plan of the run assigns, in its order."""
     if shapes is not None:
         return shapes.matrices(layout)
     return matrices_of(config.model, layout, config.engine.splitting)
@@ -124,7 +124,7 @@ def lower_bounds(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -
 
 
 def _possible(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
-    """What may be shared."""
+    """Returns the prices of the matrices that may be shared."""
     return HOSTED if config.engine.mode == "hosted" else shares(config, layout, members)
 
 
@@ -164,7 +164,7 @@ class _Attempt:
         )
 
     def seconds(self) -> float:
-        """What nothing hides of the plan, without sharing."""
+        """Prices the part of the plan that nothing hides, without sharing."""
         return self._price(self._balanced)[0]
 
     @cached_property
@@ -173,7 +173,7 @@ class _Attempt:
         return self._assigned(self._asked, self._possible if self._asked.mode == "shared" else HOSTED, self._memory_cap)
 
     def _shared_where_sooner(self, hosted: Assignment) -> Assignment:
-        """Where modes are free and whole matrices leave ranks idle: some of them shared."""
+        """Shares some matrices where modes are free and whole matrices leave ranks idle."""
         if self._asked.mode != "auto" or not self._possible or not self._leaves_idle(hosted):
             return hosted
         members, costs, layout = self._members, self._costs, self._layout
@@ -188,7 +188,7 @@ class _Attempt:
         return found if sooner else hosted
 
     def _that_travels_least(self, assignment: Assignment) -> Assignment:
-        """The same balance with other owners, or natural order, where buckets then travel for less."""
+        """Keeps the balance but changes owners, or takes natural order, where buckets then travel for less."""
         asked, layout = self._asked, self._layout
         if not (asked.strategy == "canzona" and asked.layout == "owner" and asked.alpha == 1 and layout.owners > 1):
             return assignment
@@ -321,7 +321,7 @@ def _attempts(
 
 
 def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
-    """As `make_plan`, whatever memory it takes: for comparisons, and where there is enough.
+    """Makes a plan whatever memory it takes: for comparisons, and where there is enough.
 
     The last few are kept: but for its subject it is the same for every `Layout.bare`.
     """

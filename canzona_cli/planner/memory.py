@@ -1,4 +1,4 @@
-"""What the engine and its optimizers hold on each rank of a plan, next to state and Megatron's own buffers.
+"""The memory that engine and optimizers hold on each rank of a plan, next to state and Megatron's own buffers.
 
 The engine allocates its buffers once, and they stay. With tp > 1 a micro-group's gradients and weights travel in
 messages, two sets of each because two groups are in flight (one where an owner has one group), each as large as the
@@ -37,7 +37,7 @@ from canzona_cli.planner.reduction import GATHERED_AHEAD, gathering_bytes, scrat
 
 @dataclass(frozen=True, kw_only=True)
 class StepBuffers:
-    """What the engine holds on one rank next to state and Megatron's buffers."""
+    """The buffers that the engine holds on one rank, next to state and Megatron's buffers."""
 
     exchange: int = 0
     """Messages: gradients and weights, sent and received."""
@@ -46,9 +46,9 @@ class StepBuffers:
     workspace: int = 0
     """Scratch that the optimizers keep."""
     reduction: int = 0
-    """For gradients on their way; unlike the rest it comes and goes under the backward pass."""
+    """Bytes for gradients on their way; unlike the rest it comes and goes under the backward pass."""
     gathering: int = 0
-    """For weights of buckets on their way; it comes and goes under the forward pass."""
+    """Bytes for weights of buckets on their way; it comes and goes under the forward pass."""
 
     @property
     def lasting(self) -> int:
@@ -86,7 +86,7 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
 
 
 def _alike(matrix: Matrix) -> Hashable:
-    """What its buffers depend on."""
+    """Returns what a matrix's buffers depend on."""
     return matrix.shape, matrix.kind, matrix.shard_dim, matrix.home, _is_head(matrix)
 
 
@@ -99,7 +99,7 @@ class _Placed(NamedTuple):
 
 
 def _owners_buffers(config: RunConfig, groups: Sequence[Sequence[_Placed]], tp: int) -> Iterator[StepBuffers]:
-    """Of one owner's ranks, by host: what does not depend on buckets.
+    """Yields the buffers of one owner's ranks, by host, as far as they do not depend on buckets.
 
     Args:
         groups: its micro-groups.
@@ -205,7 +205,7 @@ class PlanMemory(Memory):
     What is never alive together counts once, see `activations.Transient`. `exchange` is `buffers.lasting`."""
     worst: Place
     buffers: StepBuffers
-    """Of that rank."""
+    """The buffers of that rank."""
 
 
 def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:

@@ -26,7 +26,7 @@ NODES = 1500
 SEARCHED = 100
 """Distinct costs up to which a packing is searched; with more, largest first has sizes for every gap."""
 Pattern = tuple[int, ...]
-"""How many items of each distinct cost one bin holds."""
+"""The number of items of each distinct cost in one bin."""
 RESOLUTION = 1e-6
 """Share of a bound by which bisection leaves it below what it could prove."""
 _TINY = 1e-9
@@ -315,7 +315,7 @@ def simple_bound(costs: Sequence[float], bins: int) -> float:
 
 
 def _coarse(counts: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """At most `_KINDS` distinct costs, ascending: neighbours become their least, which only lowers the optimum."""
+    """Reduces costs to at most `_KINDS`, ascending: neighbours become their least, which only lowers the optimum."""
     width = -(-len(counts) // _KINDS)
     chunks = [counts[start : start + width] for start in range(0, len(counts), width)]
     return [(chunk[0][0], sum(count for _, count in chunk)) for chunk in chunks]
@@ -354,7 +354,7 @@ def _u(k: int, x: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """How an owner's matrices are updated, in some order of them."""
+    """A packing of an owner's matrices, in some order of them."""
 
     hosts: tuple[int, ...]
     """TP ranks."""
@@ -405,7 +405,7 @@ class HostPacker:
         return order, self._known[key]
 
     def _packed(self, items: Sequence[tuple[float, Share | None]]) -> Iterator[Row]:
-        """Of an owner's matrices by falling cost, the costliest that may be are shared first."""
+        """Packs an owner's matrices by falling cost; the costliest that may be are shared first."""
         possible = [place for place, (_, share) in enumerate(items) if share is not None]
         counts = [len(possible)] if self._all else sorted({*range(min(len(possible), 2 * self._tp) + 1), len(possible)})
 

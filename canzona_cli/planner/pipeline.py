@@ -28,9 +28,9 @@ class Job:
     matrix: Matrix
     host: int
     seconds: float
-    """Of its update by one rank."""
+    """The seconds of its update by one rank."""
     share: Share | None = None
-    """Where the TP group updates it together."""
+    """The price where the TP group updates it together."""
 
     @property
     def busy(self) -> float:
@@ -44,7 +44,7 @@ class Job:
 
 
 class Pipeline[Moment](Protocol):
-    """What the ranks of a TP group do in the update phase, in order; a moment is when an exchange has landed."""
+    """The work of a TP group's ranks in the update phase, in order; a moment is when an exchange has landed."""
 
     def work(self, host: int, phase: Activity, seconds: float) -> None: ...
 
@@ -55,13 +55,13 @@ class Pipeline[Moment](Protocol):
         ...
 
     def norm(self) -> None:
-        """What is ahead of the gradients' norm is behind them; norm, clip and AdamW follow."""
+        """Tells that all exchanges have started that may start before the gradient norm is known."""
         ...
 
 
 class Clock:
-    """When each rank of a TP group is done, where every rank has a device of its own. Seconds since its gradients were
-    reduced.
+    """The time at which each rank of a TP group is done, where every rank has a device of its own. Seconds since its
+    gradients were reduced.
 
     Args:
         norm_s: of norm, clip and AdamW.
@@ -70,7 +70,7 @@ class Clock:
     def __init__(self, tp: int, norm_s: float = 0.0) -> None:
         self.now = [0.0] * tp
         self.begun = 0.0
-        """When all that comes before the updates is done."""
+        """The time at which the updates begin."""
         self._free, self._norm_s = 0.0, norm_s
 
     def work(self, host: int, phase: Activity, seconds: float) -> None:
@@ -90,7 +90,7 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class HostedPipeline:
-    """What a TP group's steps take."""
+    """The prices of a TP group's steps."""
 
     tp: int
     links: Links
@@ -98,13 +98,13 @@ class HostedPipeline:
     width: int = 2
     """Bytes of an element of a weight."""
     grad: int = FP32
-    """Of a gradient on its way."""
+    """Bytes of an element of a gradient on its way."""
     buffer: int = FP32
-    """Of a gradient where it was reduced."""
+    """Bytes of an element of a gradient where it was reduced."""
     taken: int = 0
     """Bytes of memory traffic per element of a weight behind its exchange."""
     own: int = 0
-    """And where its host stores it, besides its rounded copy, which is a part of the update."""
+    """Bytes per element where its host stores it, besides its rounded copy, which is a part of the update."""
     byte_s: float = 0.0
     """Seconds of memory traffic for each byte that is packed or unpacked."""
     launch_s: float = 0.0
@@ -112,12 +112,12 @@ class HostedPipeline:
     replay_s: float = 0.0
     """Seconds to launch a micro-group's updates as one graph; 0 where each operation has its own launch."""
     steps: int = 0
-    """Of Newton-Schulz."""
+    """The steps of Newton-Schulz."""
     updating: float = 1.0
     exchanging: float = 1.0
     """Measured time of whole steps over that of their parts, of updates and of exchanges."""
     norm_s: float = 0.0
-    """Of norm, clip and AdamW, at least; they hide the first exchanges."""
+    """Seconds of norm, clip and AdamW, at least; they hide the first exchanges."""
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> "HostedPipeline":
@@ -158,11 +158,11 @@ class HostedPipeline:
 
     @property
     def _received(self) -> int:
-        """And behind it."""
+        """Bytes of memory traffic per element of a gradient after its exchange."""
         return self.grad + FP32
 
     def seconds(self, groups: Sequence[Sequence[Job]], known: "Loads | None" = None) -> float:
-        """From the first step to the last without norm, clip and AdamW, for an owner's groups in this order.
+        """Times an owner's groups in this order, from the first step to the last, without norm, clip and AdamW.
 
         Args:
             known: what groups of the very same jobs came to before; found ones are added.
@@ -255,20 +255,20 @@ class HostedPipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one micro-group comes to."""
+    """The work and exchanges of one micro-group."""
 
     work: tuple[tuple[tuple[tuple[Activity, float], ...], ...], ...]
-    """By stage and host: seconds of each thing it does, in order."""
+    """The seconds of each thing a host does, in order, by stage and host."""
     exchanges: tuple[Transfer, ...]
-    """By stage but the last: what travels behind it."""
+    """The exchange after each stage but the last."""
 
 
 Loads = dict[tuple[int, ...], Load]
-"""By the group's matrices, for jobs that have the same hosts and shares every time."""
+"""Known loads by the group's matrices, for jobs that have the same hosts and shares every time."""
 
 
 class _Asked:
-    """What one micro-group asks of each TP rank: elements, matrices, and seconds."""
+    """The elements, matrices and seconds that one micro-group asks of each TP rank."""
 
     def __init__(self, pipeline: HostedPipeline, group: Sequence[Job]) -> None:
         tp = pipeline.tp

@@ -41,7 +41,7 @@ class Cell:
     """TP rank of the owner's TP group."""
 
     def held(self, matrix: Matrix, tp: int, *, shared: bool) -> Iterator[tuple["Cell", int]]:
-        """Who keeps a matrix of this cell's, and how many elements of it: the cell all of it, or each of its row a
+        """Yields who keeps a matrix of this cell, and how many elements of it: the cell all of it, or each of its row a
         fragment."""
         if not shared:
             yield self, matrix.elements
@@ -56,7 +56,7 @@ class Assignment:
 
     cells: tuple[Cell, ...]
     shares: Mapping[int, Share] = HOSTED
-    """Of shared matrices, by index."""
+    """The prices of shared matrices, by index."""
 
     def loads(self, matrices: Sequence[Matrix], costs: Sequence[float], stage: int, dp: int, tp: int) -> list[float]:
         """Seconds of update per cell of a stage, index `owner * tp + host`."""
@@ -92,14 +92,14 @@ class Bucket:
     index: CountOrZero
     stage: CountOrZero
     elements: CountOrZero
-    """Of the buffer, padding included."""
+    """The elements of the buffer, padding included."""
     padding: CountOrZero
     reduction: Reduction = "reduce"
-    """How its gradients get to their owners."""
+    """The way its gradients get to their owners."""
     gathering: Gathering = "broadcast"
-    """How its weights come back from them."""
+    """The way its weights come back from them."""
     parameters: tuple[str, ...]
-    """In buffer order."""
+    """The parameters in buffer order."""
     ranges: tuple[Range, ...]
     """Ascending; what lies between two is padding. An owner may have none, or several."""
 
@@ -117,7 +117,7 @@ class MicroGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """What the planner was asked for."""
+    """The settings that the planner was given."""
 
     strategy: Strategy
     layout: BufferLayout = "owner"
@@ -127,9 +127,9 @@ class PlanSettings:
     """Largest fused exchange of one rank; null: chosen by `auto`."""
     grouping: Grouping = "auto"
     reduction: Reduction | None = None
-    """Of every bucket; null: chosen for each, see `planner.reduction`."""
+    """The way of every bucket; null: chosen for each, see `planner.reduction`."""
     exchange_dtype: Precision = "fp32"
-    """What gradients travel in between TP ranks."""
+    """The type in which gradients travel between TP ranks."""
     mode: Literal["auto"] | Mode = "auto"
 
     def capacity(self, bytes_per_element: int) -> int | None:
@@ -159,7 +159,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a plan is for and was computed from; runs with equal subjects get equal plans."""
+    """The inputs of a plan; runs with equal subjects get equal plans."""
 
     model: Mapping[str, Scalar]
     """Shapes, not names: two models of the same shapes share a plan."""
@@ -196,7 +196,7 @@ class Plan:
     """Seconds of one update by one rank, by matrix."""
     assignment: Assignment
     buckets: tuple[Bucket, ...]
-    """Of the matrices; AdamW's parameters stay in Megatron's own buffers."""
+    """The matrices' buckets; AdamW's parameters stay in Megatron's own buffers."""
     groups: tuple[MicroGroup, ...]
     lower_bounds: tuple[float, ...]
     """Seconds, by stage: no assignment updates a stage's matrices in less."""
@@ -213,7 +213,7 @@ class Plan:
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """By matrix."""
+        """The mode of each matrix."""
         return tuple("shared" if matrix.index in self.assignment.shares else "hosted" for matrix in self.matrices)
 
     def loads(self, stage: int) -> list[float]:
@@ -314,7 +314,7 @@ class _MatrixEntry(Matrix):
 
 @dataclass(frozen=True, kw_only=True)
 class _Content:
-    """What `Plan.content` writes."""
+    """A plan's content as `Plan.content` writes it."""
 
     version: int
     subject: Subject
@@ -325,7 +325,7 @@ class _Content:
 
 
 def _check(plan: Plan) -> None:
-    """What the engine relies on: every matrix once in the list, in the grid, in one range of a bucket and in one
+    """Checks what the engine relies on: every matrix once in the list, in the grid, in one range of a bucket and in one
     micro-group of its owner.
     """
     mesh, cells = plan.subject.layout, plan.assignment.cells

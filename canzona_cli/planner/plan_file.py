@@ -22,7 +22,7 @@ _IDENTITY: Mapping[str, tuple[str, ...]] = {
     "buckets": ("stage", "index"),
     "micro_groups": ("stage", "owner", "index"),
 }
-"""What identifies an entry of a part."""
+"""The fields that identify an entry of a part."""
 
 
 def differences(had: Subject, want: Subject) -> list[Difference]:
@@ -155,7 +155,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def _written(path: Path) -> tuple[float, str]:
-    """When, and under which name; a link that leads nowhere long ago."""
+    """Returns when it was written, and its name; a link that leads nowhere long ago."""
     try:
         return path.stat().st_mtime, path.name
     except OSError:

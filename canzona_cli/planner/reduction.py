@@ -37,7 +37,7 @@ class Segment(NamedTuple):
 
 
 Run = tuple[Segment, ...]
-"""Of one rank's part: adjoining segments, each of a later owner than the one before."""
+"""A run of one rank's part: adjoining segments, each of a later owner than the one before."""
 
 
 def shares(bucket: Bucket) -> dict[int, int]:
@@ -70,7 +70,8 @@ def _handovers(ranges: tuple[Range, ...], elements: int, ranks: int) -> tuple[tu
 
 
 def handed(bucket: Bucket, ranks: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Of each of `handovers`: elements that every rank hands over of its part, and is handed of its share."""
+    """Counts, for each of `handovers`, the elements that every rank hands over of its part, and is handed of its
+    share."""
     return _handed(bucket.ranges, bucket.elements, ranks)
 
 
@@ -120,7 +121,7 @@ def _runs(part: Sequence[Segment]) -> list[Run]:
 Native = Literal["reduce_scatter", "all_gather"]
 
 GATHERED: Mapping[Reduction, Gathering] = MappingProxyType({"reduce": "broadcast", "ring": "ring"})
-"""How weights come back where a way was asked for; else it is chosen apart."""
+"""The way weights come back where a way was asked for; else it is chosen apart."""
 GATHERED_AHEAD = 4
 """Buckets whose weights are on their way at the same time: what the first forward needs first starts with the end of
 the updates, and whoever waits for one starts the one so many places behind it. With one, as Megatron has it, the second
@@ -136,7 +137,7 @@ def scratch_bytes(bucket: Bucket, owners: int, grad_bytes: int) -> dict[int, int
 
 
 def gathering_bytes(bucket: Bucket, owners: int, weight_bytes: int) -> dict[int, int]:
-    """The same while its weights travel: in a ring, one's own share in the order in which it is handed over."""
+    """Returns the same while its weights travel: in a ring, a rank's share in the order in which it is handed over."""
     return _shares_in_ring(bucket, owners, weight_bytes) if bucket.gathering == "ring" else {}
 
 
@@ -147,7 +148,7 @@ def _shares_in_ring(bucket: Bucket, owners: int, width: int) -> dict[int, int]:
 
 
 def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
-    """How many a rank takes part in: to reduce the bucket's gradients, to gather its weights."""
+    """Counts the collectives that a rank takes part in: to reduce the bucket's gradients, to gather its weights."""
     if owners == 1:
         return 0, 0
     each: Mapping[Reduction | Gathering, int] = {
@@ -159,7 +160,8 @@ def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
 
 
 def sent_elements(bucket: Bucket, way: Reduction | Gathering, owners: int) -> float:
-    """What a rank sends of a bucket; in a ring, what ranks hand over in addition is an n-th, in the mean."""
+    """Returns the elements that a rank sends of a bucket; in a ring, what ranks hand over in addition is an n-th, in
+    the mean."""
     return bucket.elements * (1 if way == "ring" and owners > 1 else (owners - 1) / owners)
 
 
@@ -268,7 +270,7 @@ class ReductionModel:
         return collective(elements * self._bytes(kind), self._group)
 
     def _bytes(self, kind: Native) -> int:
-        """Of an element on its way."""
+        """Returns the bytes of an element on its way."""
         return self._grad if kind == "reduce_scatter" else self._width
 
 

@@ -1,4 +1,4 @@
-"""What data parallelism moves: the chunks of a stage's gradient buffers, as Megatron fills and sends them.
+"""The traffic of data parallelism: the chunks of a stage's gradient buffers, as Megatron fills and sends them.
 
 A chunk is a bucket as the simulator needs it: how long its reduction and its gathering take, and which module of the
 stage completes its gradients (the first one of the forward pass that has a parameter in it) and needs its parameters.

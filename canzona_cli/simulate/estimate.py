@@ -95,9 +95,9 @@ class _Layer(NamedTuple):
     """Seconds of one layer's updates."""
 
     whole_s: float
-    """On a rank that does them all, and gathers them first."""
+    """The seconds on a rank that does them all, and gathers them first."""
     all_s: float
-    """On all ranks together, hosted matrices' packing included."""
+    """The seconds on all ranks together, hosted matrices' packing included."""
     pieces: tuple[float, ...]
     """Each matrix, on its host or on a rank of the TP group that shares it."""
 

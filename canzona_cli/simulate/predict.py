@@ -1,4 +1,4 @@
-"""How long a run's step is predicted to take: the entry to the simulator for everyone who has a run."""
+"""The prediction of a run's step: the entry to the simulator for everyone who has a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -90,7 +90,7 @@ def simulate_strategy(
 def layerwise(
     matrices: Sequence[Matrix], layout: Layout, bucket_elements: int | None = None
 ) -> tuple[Assignment, tuple[Bucket, ...]]:
-    """Where `LayerWiseDistributedOptimizer` of megatron-core 0.19 puts every matrix, and its buckets.
+    """Places matrices and buckets as `LayerWiseDistributedOptimizer` of megatron-core 0.19 does.
 
     Whole parameters are packed into equal padded shards by elements (`lay_out`). Hosts mean nothing: every TP rank of
     an owner updates its matrices.
@@ -130,7 +130,7 @@ def with_cores(config: RunConfig) -> RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """Of a run without pauses."""
+    """The outlook of a run without pauses."""
 
     tokens_per_s: float
     tokens_per_s_per_gpu: float
@@ -139,15 +139,16 @@ class Outlook:
     training_s: float
     """All steps; without start, saves and validation."""
     checkpoint_bytes: int
-    """Of one checkpoint."""
+    """The bytes of one checkpoint."""
     checkpoints_kept: int
-    """At the end, where the run is long enough for all that are to be kept."""
+    """The checkpoints kept at the end, where the run is long enough for all that are to be kept."""
     host_bytes: int
-    """Of each machine's own memory that saves keep from the first one on, on average: copies of what its ranks save."""
+    """The bytes of each machine's own memory that saves keep from the first one on, on average: copies of what its
+    ranks save."""
 
 
 def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
-    """Of a resolved run whose step takes `iteration_s`."""
+    """Looks ahead at a resolved run whose step takes `iteration_s`."""
     train, keep = config.train, config.checkpoint
     tokens_per_s = layout.global_batch_size * train.seq_length / iteration_s
     per_gpu, saved = tokens_per_s / layout.world_size, checkpoint_bytes(config)
@@ -173,7 +174,7 @@ LABELS: Final = {
     "update_s": "updates",
     "other_s": "other",
 }
-"""Of `Spent`'s fields, in words."""
+"""The names of `Spent`'s fields for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,9 +189,9 @@ class Spent:
     pipeline_s: float
     """Waiting for other stages."""
     reduce_s: float
-    """Of gradients, as far as no backward hides it."""
+    """The reduction of gradients, as far as no backward hides it."""
     gather_s: float
-    """Of parameters, as far as no forward hides it."""
+    """The gathering of parameters, as far as no forward hides it."""
     update_s: float
     """Norm and clipping, exchange, matrix update and AdamW."""
     other_s: float
@@ -203,7 +204,7 @@ class Spent:
 
 
 def spent(config: RunConfig, layout: Layout, result: StrategyResult) -> Spent:
-    """What the slowest rank of a simulated iteration does with its time."""
+    """Divides the time of a simulated iteration's slowest rank."""
     phases = result.phases
     stage = stage_time(config, layout, result.slowest_rank // (layout.tp * layout.owners))
     count = layout.num_microbatches
