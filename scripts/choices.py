@@ -17,7 +17,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
@@ -26,9 +26,9 @@ from simulated_runs import mesh_label, resolved
 from canzona_cli.bench.simulated import SIZES, parse_gpus
 from canzona_cli.config.schema import BufferLayout, Form, Gathering, Layout, Mode, Reduction, RootMethod, RunConfig
 from canzona_cli.errors import DoesNotFit
+from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.measures import communication, kinds
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import make_plan
 from canzona_cli.simulate.predict import simulate_plan, with_cores
 
 GPU_PROFILES = ("a100-80g", "h100-80g", "h200", "b200")
@@ -42,7 +42,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "gradients": get_args(Reduction),
     "weights": get_args(Gathering),
     "mode": get_args(Mode),
-    "groups": ("one", "registration", "costliest first", "cheapest first", "mixed"),
+    "groups": ("one", "costliest first", "cheapest first", "mixed"),
     "form": get_args(Form),
     "updates": ("alone", "stacked"),
     "products": ("plain", "symmetric"),
@@ -104,8 +104,6 @@ def _orders(plan: Plan) -> Iterator[str]:
         groups = [group.matrices for group in owned]
         if len(groups) == 1:
             yield "one"
-        elif all(max(before) < min(after) for before, after in pairwise(groups)):
-            yield "registration"
         elif _monotonous(plan, groups, falling=True):
             yield "costliest first"
         elif _monotonous(plan, groups, falling=False):

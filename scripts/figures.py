@@ -24,11 +24,11 @@ from canzona_cli.cluster.search import Tried, fastest_with
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Layout, MomentumConfig, RunConfig
-from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.make import make_plan
 from canzona_cli.run.words import MISSING, layout_words, milliseconds, overhead, step_time
+from canzona_cli.simulate.compare import Study, study_run
 from canzona_cli.simulate.predict import simulate_plan, simulate_strategy
-from canzona_cli.simulate.simulate import StrategyResult
-from canzona_cli.simulate.study import Study, study_run
+from canzona_cli.simulate.step import StrategyResult
 
 ROOT = Path(__file__).parents[1]
 README, MANUAL = ROOT / "README.md", ROOT / "canzona_cli" / "bench" / "README.md"

@@ -31,7 +31,7 @@ from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.megatron import parallel
 from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.make import make_plan
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.statistics import Quartiles
 from canzona_cli.training.assemble import assemble, join

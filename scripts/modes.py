@@ -23,10 +23,10 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Form, Layout, Mode, MomentumConfig, RunConfig
 from canzona_cli.model.shapes import ModelShapes, load_shapes
+from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.planner.measures import Balance, balance
-from canzona_cli.planner.planner import plan_unbounded
+from canzona_cli.simulate.compare import with_shapes
 from canzona_cli.simulate.predict import simulate_plan, simulate_strategy
-from canzona_cli.simulate.study import with_shapes
 
 SHAPES = Path(__file__).parent / "shapes"
 GOALS = (1.6, 3.0)

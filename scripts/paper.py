@@ -18,11 +18,12 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.memory import GIB
+from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.planner.measures import balance, communication
-from canzona_cli.planner.memory import GIB, plan_memory
-from canzona_cli.planner.planner import plan_unbounded
+from canzona_cli.planner.memory import plan_memory
+from canzona_cli.simulate.compare import ALPHAS, Study, study_run
 from canzona_cli.simulate.predict import simulate_plan
-from canzona_cli.simulate.study import ALPHAS, Study, study_run
 
 POINTS: Mapping[str, tuple[str, ...]] = {
     "the recipe's batch": (),

@@ -29,9 +29,9 @@ from canzona_cli.bench.published import (
     orders,
     run_of,
 )
+from canzona_cli.costs import model as model_time
 from canzona_cli.errors import CanzonaError
 from canzona_cli.report.html.bench import published_page
-from canzona_cli.simulate import model_time
 
 GOALS = {"MAPE": 0.04, "worst layout": 0.08, "left out": 0.06, "memory": 0.07}
 STEP = 0.03

@@ -23,6 +23,7 @@ LAYERS = (
     ("cluster",),
     ("simulate",),
     ("planner", "data"),
+    ("costs",),
     ("model", "run"),
     ("config",),
     ("optimizers",),

@@ -14,8 +14,8 @@ from canzona_cli.cluster.layouts import candidates, fill
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
+from canzona_cli.costs.memory import estimate
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.planner.memory import estimate
 from canzona_cli.run.codec import Damaged, parse
 from canzona_cli.simulate.predict import simulate_run
 

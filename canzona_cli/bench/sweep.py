@@ -14,9 +14,9 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.activations import matrix_shapes
+from canzona_cli.costs.buffers import exchange_bytes
 from canzona_cli.errors import ConfigError, Problem, gathered, refuse
-from canzona_cli.planner.activations import matrix_shapes
-from canzona_cli.planner.exchange import exchange_bytes
 
 _KEYS: Mapping[SweepKind, str] = {
     "alpha": "engine.alpha",

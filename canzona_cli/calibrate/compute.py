@@ -13,11 +13,11 @@ from megatron.core.distributed import DistributedDataParallel
 
 from canzona_cli.calibrate.measurement import Effort, Measurement, Quantity, Recorder
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.costs.update import COPY_EFFICIENCY
 from canzona_cli.megatron import model, optimizer
 from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.parallel import World
 from canzona_cli.optimizers.matrix_optimizer import ProductPrecision, products
-from canzona_cli.planner.cost import COPY_EFFICIENCY
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,9 @@ from canzona_cli.config.schema import (
     ShampooConfig,
     SoapConfig,
 )
-from canzona_cli.planner.links import EFFICIENCY
+from canzona_cli.costs.links import EFFICIENCY
+from canzona_cli.costs.model import stage_time
 from canzona_cli.run.machine import cores
-from canzona_cli.simulate.model_time import stage_time
 
 MODEL_LAYERS = 2
 

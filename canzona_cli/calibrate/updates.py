@@ -15,6 +15,7 @@ from canzona_cli.calibrate.compute import Team, repeat, timed
 from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
 from canzona_cli.calibrate.profile import measured_runs
 from canzona_cli.config.schema import MomentumConfig, MuonConfig, RunConfig, Splitting
+from canzona_cli.costs.update import algorithm, label, peak_seconds, seconds
 from canzona_cli.engine.build import optimizer_factory
 from canzona_cli.engine.wire import Write, write_finite
 from canzona_cli.megatron.optimizer import megatron_adam, megatron_muon
@@ -22,7 +23,6 @@ from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.kronecker import SIDES, KroneckerOptimizer
 from canzona_cli.optimizers.packed import pack, unpack
-from canzona_cli.planner.cost import algorithm, label, peak_seconds, seconds
 
 SPLITTINGS: tuple[Splitting, ...] = ("qkv", "split")
 ADAMW_ELEMENTS = 4 << 20

@@ -11,9 +11,9 @@ from canzona_cli.cluster.search import search
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig, Strategy
 from canzona_cli.config.settings import problem_with
+from canzona_cli.costs.memory import GIB, estimate
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.model.routing import routing
-from canzona_cli.planner.memory import GIB, estimate
 
 H200_GIB = 140.4
 """Memory of the next larger GPU, for `suggestions`; the built-in h200 profile has it."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ASKED: Final = ("gpus", "model", "train", "optimizer", "engine", "cluster", "parallel")
 """The parts of a run that a layout may depend on."""
-CODE: Final = ("config", "model", "planner", "simulate", "cluster")
+CODE: Final = ("config", "model", "costs", "planner", "simulate", "cluster")
 """The folders whose code may."""
 KEPT: Final = 500
 """Files; the oldest go."""

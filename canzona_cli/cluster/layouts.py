@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
 from canzona_cli.config.schema import Layout, Recompute, RunConfig
 from canzona_cli.config.settings import problem_with
+from canzona_cli.costs.memory import MemoryEstimate, estimate
 from canzona_cli.errors import ConfigError, Problem, refuse
-from canzona_cli.planner.memory import MemoryEstimate, estimate
 
 BATCH_TOLERANCE = 0.125
 """The share by which a chosen batch may differ from `train.batch_tokens`: no GPU count changes the job silently."""

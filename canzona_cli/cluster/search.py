@@ -1,5 +1,5 @@
-"""The fastest layouts of a run: simulated one by one, in the order of what each takes at least, until nothing that is
-left can be faster than what was found. All legal layouts are compared, few are simulated."""
+"""The fastest layouts of a run: simulated one by one in the order of a plain estimate, until that is longer for all
+others than what was simulated. All legal layouts are compared, few are simulated."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,20 +8,22 @@ from canzona_cli.cluster.layout_cache import Cache
 from canzona_cli.cluster.layouts import RECOMPUTE, Candidate, candidates, fill, possible_layouts
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.memory import estimate
 from canzona_cli.errors import ConfigError, DoesNotFit
-from canzona_cli.planner.memory import estimate, plan_memory
+from canzona_cli.planner.make import make_plan
+from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import make_plan
-from canzona_cli.simulate.bound import least_step_seconds
-from canzona_cli.simulate.predict import simulate_run
-from canzona_cli.simulate.simulate import StrategyResult
-from canzona_cli.simulate.spent import Spent, spent
+from canzona_cli.simulate.estimate import estimated_step_seconds
+from canzona_cli.simulate.predict import Spent, simulate_run, spent
+from canzona_cli.simulate.step import StrategyResult
 
 ALIKE = 1e-5
 """Share of a step by which layouts that differ take the same time."""
 
+MARGIN = 1.005
+"""Layouts are simulated up to this many times the shortest simulated step: estimates are hardly ever longer."""
 EXHAUSTIVE_RANKS = 1024
-"""Up to which the search goes on until nothing can be faster."""
+"""Ranks up to which every layout within `MARGIN` is simulated."""
 MOST_BEYOND = 10
 """Simulations with more ranks, of the layouts that may be the fastest: there one takes a second and proves little."""
 
@@ -55,8 +57,6 @@ class Found:
     """How many layouts were compared."""
     simulated: int
     """Of how many of them that took a simulation."""
-    proven: bool
-    """Whether all the others take longer than the last of `best`; else they only seem to."""
 
 
 def search(config: RunConfig, count: int = 1) -> Found:
@@ -76,7 +76,7 @@ def search(config: RunConfig, count: int = 1) -> Found:
 def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> Tried | None:
     """The run under another strategy, in the layout that is fastest for that one; None where none fits.
 
-    The layout that was planned takes part too: a search that is cut short (`Found.proven`) may miss it.
+    The layout that was planned takes part too: a search that is cut short may miss it.
     """
     other = with_strategy(config, strategy)
     here = Candidate(layout=planned, memory=estimate(other, planned))
@@ -94,25 +94,23 @@ def _holds(config: RunConfig, remembered: Found) -> bool:
 
 def _search(config: RunConfig, count: int) -> Found:
     fitting = [candidate for candidate in candidates(config) if candidate.fits]
-    bounded = ((_least(config, candidate), candidate) for candidate in fitting)
-    waiting = sorted(bounded, key=lambda pair: (pair[0], _plain(pair[1].layout)))
+    estimated = ((_estimate(config, candidate), candidate) for candidate in fitting)
+    waiting = sorted(estimated, key=lambda pair: (pair[0], _plain(pair[1].layout)))
     best: dict[float, _Simulated] = {}
     known: set[tuple[Layout, float, float]] = set()
     repeating: dict[Layout, float] = {}
     """What a layout takes that repeats less of its forward passes: one that repeats more takes no less."""
-    simulated, proven = 0, True
-    for least, candidate in waiting:
+    simulated = 0
+    for estimate_s, candidate in waiting:
         slowest = max(sorted(best)[:count]) * (1 + ALIKE) if len(best) >= count else math.inf
-        if least > slowest:
-            break
-        proven = simulated < max(count, MOST_BEYOND) or not best or config.gpus <= EXHAUSTIVE_RANKS
-        if not proven:
+        enough = config.gpus > EXHAUSTIVE_RANKS and best and simulated >= max(count, MOST_BEYOND)
+        if estimate_s > MARGIN * slowest or enough:
             break
         # Slicing sequences and putting more of them into a micro-batch leaves tokens, messages and owners as they were:
         # where attention takes no longer for it, nothing does.
         layout = candidate.layout
         unsliced = replace(layout, cp=1, dp=layout.owners, micro_batch_size=1)
-        same = (unsliced, layout.micro_batch_size / layout.cp, least)
+        same = (unsliced, layout.micro_batch_size / layout.cp, estimate_s)
         plain = replace(layout, recompute="none")
         if same in known or repeating.get(plain, 0.0) > slowest:
             continue
@@ -124,11 +122,11 @@ def _search(config: RunConfig, count: int) -> Found:
             seconds = repeating[plain] = float(f"{one.result.iteration_s / candidate.layout.global_batch_size:.5e}")
             best[seconds] = min(one, best.get(seconds, one), key=lambda either: _plain(either.candidate.layout))
     fastest = tuple(best[seconds].told() for seconds in sorted(best)[:count])
-    return Found(best=fastest, legal=len(fitting), simulated=simulated, proven=proven)
+    return Found(best=fastest, legal=len(fitting), simulated=simulated)
 
 
-def _least(config: RunConfig, candidate: Candidate) -> float:
-    return least_step_seconds(config, candidate.layout) / candidate.layout.global_batch_size
+def _estimate(config: RunConfig, candidate: Candidate) -> float:
+    return estimated_step_seconds(config, candidate.layout) / candidate.layout.global_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)

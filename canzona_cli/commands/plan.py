@@ -73,8 +73,8 @@ def plan(
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
     from canzona_cli.model.shapes import load_shapes
-    from canzona_cli.planner.planner import plannable
-    from canzona_cli.simulate.study import study_run, with_shapes
+    from canzona_cli.planner.make import plannable
+    from canzona_cli.simulate.compare import study_run, with_shapes
 
     try:
         composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)

@@ -18,6 +18,7 @@ from canzona_cli.commands.output import checked_inputs, progress, show, tell, te
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.overrides import parse_overrides
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.memory import estimate
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CanzonaError, ConfigError, ExitCode
 from canzona_cli.huggingface.folder import is_hugging_face, open_folder, recipe_of
@@ -35,7 +36,6 @@ from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.tracking import tracked
 from canzona_cli.launch.view import TrainView
 from canzona_cli.model.routing import routing
-from canzona_cli.planner.memory import estimate
 from canzona_cli.planner.plan_file import Obtained, obtain_plan
 from canzona_cli.report.errors import show_failure
 from canzona_cli.report.run import BreakdownView
@@ -46,7 +46,7 @@ from canzona_cli.run.breakdown import Prediction, load_breakdown
 from canzona_cli.run.corpus import PreparedCorpus, data_warnings
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.words import plural
-from canzona_cli.simulate.outlook import outlook
+from canzona_cli.simulate.predict import outlook
 
 
 def run(

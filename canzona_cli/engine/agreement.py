@@ -11,7 +11,7 @@ from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.parallel import World
 from canzona_cli.optimizers.registry import UnusableOptimizer
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.plan_difference import first_difference
+from canzona_cli.planner.plan_file import first_difference
 
 
 class PlanRefused(ConfigError):

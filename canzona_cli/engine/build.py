@@ -15,6 +15,8 @@ from canzona_cli.config.schema import (
     OptimizerBase,
     RunConfig,
 )
+from canzona_cli.costs.buffers import BATCH_BYTES
+from canzona_cli.costs.update import algorithm, form_of, stack_of
 from canzona_cli.engine.agreement import agree_on_optimizer
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters, runs, scratch_elements
@@ -34,11 +36,9 @@ from canzona_cli.optimizers.facts import known
 from canzona_cli.optimizers.matrix_optimizer import OnFallback
 from canzona_cli.optimizers.registry import load_class, probe
 from canzona_cli.optimizers.workspace import Workspace
-from canzona_cli.planner.cost import algorithm, form_of, stack_of
 from canzona_cli.planner.exchange import Route, from_hosts, to_hosts
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.refresh import by_rank, refreshes
-from canzona_cli.planner.step_buffers import BATCH_BYTES
 
 _OURS = __name__.partition(".")[0]
 """This package: its optimizers need no consent."""

@@ -13,14 +13,14 @@ import torch
 
 from canzona_cli.config.execution import execution_of
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.costs.activations import matrix_shapes
+from canzona_cli.costs.update import algorithm, form_of
+from canzona_cli.costs.work import RULES
 from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.owner_bucket_group import device_seconds
 from canzona_cli.optimizers import symmetric
 from canzona_cli.optimizers.gram_form import products_type
 from canzona_cli.optimizers.symmetric import Kernel, Shape
-from canzona_cli.planner.activations import matrix_shapes
-from canzona_cli.planner.cost import algorithm, form_of
-from canzona_cli.planner.work import RULES
 from canzona_cli.run.records import PLAIN, STRIPS, KernelChoice, Kernels, KernelTrial
 
 Seconds = Callable[[Callable[[], None]], float]

@@ -15,7 +15,7 @@ from canzona_cli.engine.wire import Wiring
 from canzona_cli.megatron.optimizer import adamw_settings
 from canzona_cli.megatron.owner_bucket_group import gathering_order, matrix_groups
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.pipeline import ahead, order
+from canzona_cli.planner.order import ahead, order
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class PlannedOptimizer(MasterOptimizer):
 
     def _update(self) -> None:
         """Updates group i while messages of the groups before and after it travel; what is packed and written for them
-        is done aside. `planner.pipeline.order` says what comes when."""
+        is done aside. `planner.order.order` says what comes when."""
         self._run(None)
         self._begun = 0
         if self._sharing is not None:

@@ -15,7 +15,7 @@ from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.shared_muon import SharedMuon
 from canzona_cli.optimizers.shared_rows import Together, Turns, Wait
 from canzona_cli.optimizers.workspace import Workspace
-from canzona_cli.planner.pipeline import LANES, turns
+from canzona_cli.planner.order import LANES, turns
 
 _log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class Sharing:
 
     @torch.no_grad()
     def update(self, scale: float) -> None:
-        """Update all matrices, in the order of `planner.pipeline.turns`. Collective."""
+        """Update all matrices, in the order of `planner.order.turns`. Collective."""
         running: dict[int, Turns[None]] = {}
         landing: dict[int, Sequence[Wait] | None] = {}
         for place, part in turns(self._parts):

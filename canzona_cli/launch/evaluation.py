@@ -13,12 +13,12 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
+from canzona_cli.costs.memory import GIB
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CheckpointInvalid, ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.run_ranks import run_ranks
 from canzona_cli.launch.view import TrainView
-from canzona_cli.planner.memory import GIB
 from canzona_cli.run.codec import save
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.records import Documents, Evaluation, Note, ResumePoint, StageEvent, read_evaluation

@@ -10,9 +10,9 @@ from canzona_cli.cluster.gpu_needs import backend_problem, driver_problem, fused
 from canzona_cli.cluster.machine import LOOPBACK, LOOPBACK_FIX, loopback_problem, visible_gpus
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
+from canzona_cli.costs.memory import GIB, estimate
 from canzona_cli.errors import EnvironmentProblem, Problem, refuse
 from canzona_cli.launch.torchrun import node_count, on_one_machine, ranks_per_node, taken, worker_environment
-from canzona_cli.planner.memory import GIB, estimate
 
 
 def check_machine(config: RunConfig, layout: Layout, *, training: bool = True) -> None:

@@ -14,13 +14,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout
 
 from canzona_cli.config.schema import Mesh
+from canzona_cli.costs.buffers import align
 from canzona_cli.megatron.model import global_names
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.geometry import stored_shape
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.buckets import align, stage_parameters
-from canzona_cli.planner.parts import Bucket
-from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.buckets import stage_parameters
+from canzona_cli.planner.plan import Bucket, Plan
 
 TAG = "is_managed_by_layer_wise_optimizer"
 """The parameter attribute by which Megatron separates buffers."""

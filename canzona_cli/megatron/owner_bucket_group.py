@@ -17,8 +17,7 @@ from canzona_cli.megatron.matrix_buffers import TAG, PlanMismatch, global_parame
 from canzona_cli.megatron.owner_collectives import gathering, reduce_each, reducing
 from canzona_cli.megatron.timers import Waitable
 from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.planner.parts import Bucket, Range
-from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.plan import Bucket, Plan, Range
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 
 

@@ -1,6 +1,6 @@
 """The ways of a bucket's gradients to owners and of its weights back: a class for each way that a plan may choose.
 
-What the ways move, and in which order, is `planner.rings` and `planner.reduction`; which one is chosen, the plan's.
+What the ways move, and in which order, is `planner.reduction`; which one is chosen, the plan's.
 NCCL runs a communicator's collectives in the order of their launches, so one may use what another leaves. gloo runs
 them in threads: there the second one is launched once the first has been waited for.
 """
@@ -13,8 +13,8 @@ import torch
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from canzona_cli.planner.parts import Bucket
-from canzona_cli.planner.rings import Run, handovers
+from canzona_cli.planner.plan import Bucket
+from canzona_cli.planner.reduction import Run, handovers
 
 Collective = Callable[[torch.Tensor, int, ProcessGroup], Work]
 """A collective of a tensor, to or from one rank of a group."""

@@ -14,7 +14,7 @@ from canzona_cli.model.matrix import Kind
 Part = Literal["embedding", "qkv", "proj", "fc1", "fc2", "output"]
 """A module of the model that has one 2-D weight."""
 Copies = Literal["data", "tp"]
-"""A group whose ranks hold copies of one tensor and add up its gradients (`canzona_cli.planner.links.Groups`)."""
+"""A group whose ranks hold copies of one tensor and add up its gradients (`canzona_cli.costs.links.Groups`)."""
 
 
 @dataclass(frozen=True, slots=True)

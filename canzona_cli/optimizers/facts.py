@@ -72,7 +72,7 @@ class Algorithm:
     """A user's own: measurements are looked up under its own label."""
     ns_steps: int = 5
     form: Literal["auto"] | Form = "standard"
-    """Muon's form: how Newton-Schulz is worked out; auto: `cost.form_of` says it for each shape."""
+    """Muon's form: how Newton-Schulz is worked out; auto: `costs.update.form_of` says it for each shape."""
     refresh_period: int = 10
     """Shampoo and SOAP: steps between refreshes of roots or eigenbases."""
     max_preconditioner_dim: int = 8192
@@ -86,7 +86,7 @@ class Algorithm:
     tf32: bool = True
     """Shampoo and SOAP: in TF32 where there is any, but for refreshes."""
     stack: Literal["auto"] | bool = False
-    """Muon: matrices of one shape in batched products; auto: `cost.stack_of` says it for each shape."""
+    """Muon: matrices of one shape in batched products; auto: `costs.update.stack_of` says it for each shape."""
     graph: bool = False
     """Muon: a micro-group's updates are replayed as one CUDA graph."""
 
@@ -152,7 +152,7 @@ class Rule:
     orthogonal: bool = False
     """Newton-Schulz iterations, with scratch for them."""
     shared: bool = False
-    """True where fragments can be updated together (`planner.sharing`)."""
+    """True where fragments can be updated together (`costs.sharing`)."""
     packed: int = 0
     """Symmetric squares for each side that has a factor, kept by half."""
     squares: int = 0

@@ -23,13 +23,14 @@ from itertools import product
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout
+from canzona_cli.costs.sharing import HOSTED, Share
+from canzona_cli.costs.update import rounded
 from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import Parameter, Part, cut, stage_parameters, stages
-from canzona_cli.planner.cost import rounded
 from canzona_cli.planner.packing import CLOSE_ENOUGH, HostPacker, lower_bound, pack
 from canzona_cli.planner.paper import balanced_cuts, even_start, greedy_hosts
-from canzona_cli.planner.parts import HOSTED, Assignment, Cell, PlanSettings, Share
+from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
 
 BLENDS = (0.0, 0.25, 0.5, 0.75)
 """Weights of compute against bytes that are tried where alpha < 1, besides compute alone."""
@@ -90,7 +91,7 @@ class _Stage:
     costs: Sequence[float]
     """Seconds, of each by its host."""
     together: Sequence[float]
-    """Of all ranks in all, shared where it may be."""
+    """The seconds of all ranks together, each matrix shared where it may be."""
     shares: Mapping[int, Share]
     buckets: Sequence[Sequence[Parameter]]
     units: Mapping[int, tuple[int, ...]]
@@ -132,7 +133,7 @@ class _Stage:
 
     @cached_property
     def parts(self) -> list[list[Part]]:
-        """Of each bucket, in its order."""
+        """The parts of each bucket, in its order."""
         return [[part for parameter in bucket for part in parameter.parts] for bucket in self.buckets]
 
     def cost(self, unit: int) -> float:

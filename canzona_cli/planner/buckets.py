@@ -12,42 +12,19 @@ owners are known, `buckets` orders the parameters inside each bucket:
       owner                  | 0: qkv.1 gate.1 | 1: up.1 | 2: fc2.1 |     one range for each owner, no padding
 """
 
-import heapq
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
+from types import MappingProxyType
 
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import Layout
+from canzona_cli.costs.buffers import align, bucket_end, shard_elements
+from canzona_cli.costs.sharing import Share
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.parts import Assignment, Bucket, PlanSettings, Range
-
-FP32 = 4
-"""Bytes of an element of masters, optimizer state and scratch."""
-ALIGNMENT = 64
-"""Elements a parameter's start is a multiple of (Megatron's `pad_param_start`)."""
-_SHARD_ALIGNMENT = 128
-"""Megatron pads bucket ends to multiples of the ranks and of this."""
-_PADDING_FLOOR = 0.9
-"""Megatron extends a bucket of equal shards until a dominant parameter fills at least this part of them."""
-
-
-def element_bytes(config: RunConfig) -> tuple[int, int]:
-    """(weight, gradient buffer) bytes of a parameter."""
-    width = 2 if config.train.precision == "bf16" else FP32
-    return width, FP32 if config.train.grad_reduce_dtype == "fp32" else width
-
-
-def default_bucket_elements(owners: int) -> int:
-    """Size at which Megatron closes a bucket by default (`DistributedDataParallel`, 0.19)."""
-    return max(40_000_000, 1_000_000 * owners)
-
-
-def bucket_elements(config: RunConfig, layout: Layout) -> int | None:
-    """Size at which Megatron closes a bucket of the first stage; None where all buffers are one bucket."""
-    if not config.parallel.overlap_grad_reduce:
-        return None
-    return config.parallel.bucket_elements or default_bucket_elements(layout.owners)
+from canzona_cli.planner.groups import Grouped, held_jobs
+from canzona_cli.planner.plan import Assignment, Bucket, Cell, PlanSettings, Range
+from canzona_cli.planner.reduction import ReductionModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +35,7 @@ class Part:
     matrices: tuple[int, ...]
     """Indices in the plan's list."""
     elements: int
-    """On one TP rank."""
+    """The elements on one TP rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +49,7 @@ class Parameter:
 
     @property
     def elements(self) -> int:
-        """On one TP rank."""
+        """The elements on one TP rank."""
         return sum(part.elements for part in self.parts)
 
     @property
@@ -132,16 +109,6 @@ def _cut(parameters: Sequence[Parameter], limit: int | None) -> list[list[Parame
             found.append(bucket)
             bucket, filled = [], 0
     return [*found, bucket] if bucket else found
-
-
-def align(position: int, to: int = ALIGNMENT) -> int:
-    """The next multiple of `to`."""
-    return -(-position // to) * to
-
-
-def bucket_end(position: int, shards: int) -> int:
-    """Where a bucket that ends at `position` is padded to: divisible by the ranks, and the next one starts aligned."""
-    return align(position, math.lcm(shards, ALIGNMENT))
 
 
 def buckets(
@@ -272,7 +239,7 @@ def even_bucket(held: Sequence[Sequence[Parameter]], stage: int, index: int) -> 
     for owner, parameters in enumerate(held):
         for parameter in parameters:
             lengths[owner] = align(lengths[owner]) + parameter.elements
-    shard = _shard_elements(max(lengths), len(held))
+    shard = shard_elements(max(lengths), len(held))
     ranges: list[Range] = []
     used = 0
     for owner, parameters in enumerate(held):
@@ -302,57 +269,111 @@ def _extend(ranges: list[Range], start: int, end: int, owner: int, matrices: tup
     ranges.append(Range(start=start, end=end, owner=owner, matrices=matrices))
 
 
-@dataclass(frozen=True, kw_only=True)
-class PaddedBucket:
-    """A bucket of `shards` equal shards that whole parameters were packed into."""
-
-    shard_elements: int
-    """Length of one shard, padding included."""
-    shards: tuple[tuple[int, ...], ...]
-    """Parameters of each shard in buffer order, as positions in the list of sizes."""
-
-    @property
-    def elements(self) -> int:
-        return self.shard_elements * len(self.shards)
+Seat = tuple[tuple[Cell, Share | None], ...]
+"""A unit's place: the cell of each of its matrices, and how they are shared."""
 
 
-def lay_out(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[PaddedBucket]:
-    """`LayerWiseDistributedOptimizer._compute_per_buffer_param_layout` of megatron-core 0.19.
+def few_owners(
+    matrices: Sequence[Matrix],
+    costs: Sequence[float],
+    assignment: Assignment,
+    layout: Layout,
+    bucket_elements: int | None,
+) -> Assignment:
+    """Units of one kind changed round, so that buckets have few owners: the last one of a stage first.
 
-    Walks parameters of `sizes` elements (creation order) backwards, cuts a bucket at `bucket` elements (None: one
-    bucket) or once the largest parameter no longer dominates, packs each bucket into `shards` by largest first onto
-    the least loaded, and pads every shard to the fullest.
+    Every cell keeps as many of each kind, so that its updates take as long as before.
     """
-    for chunk in _chunks(sizes, shards, bucket):
-        yield _largest_first(sizes, chunk, shards)
+    cells, shares = list(assignment.cells), dict(assignment.shares)
+    for stage in stages(matrices):
+        parameters = stage_parameters(matrices, stage, layout.tp)
+        buckets = [
+            [part for parameter in bucket for part in parameter.parts]
+            for bucket in cut(parameters, bucket_elements, stage=stage)
+        ]
+
+        def kind(part: Part) -> Hashable:
+            return tuple(
+                (costs[index], matrix.shape, matrix.shard_dim, matrix.home, index in assignment.shares)
+                for index in part.matrices
+                for matrix in (matrices[index],)
+            )
+
+        free: dict[Hashable, dict[int, list[Seat]]] = defaultdict(dict)
+        for part in (part for bucket in buckets for part in bucket):
+            seat = tuple((assignment.cells[index], assignment.shares.get(index)) for index in part.matrices)
+            free[kind(part)].setdefault(seat[0][0].owner, []).append(seat)
+        for bucket in reversed(buckets):
+            wanted: dict[Hashable, list[Part]] = defaultdict(list)
+            for part in bucket:
+                wanted[kind(part)].append(part)
+            while wanted:
+                owner = _most_useful(wanted, free)
+                for each in [each for each in wanted if owner in free[each]]:
+                    seats = free[each][owner]
+                    while wanted[each] and seats:
+                        for index, (cell, share) in zip(wanted[each].pop().matrices, seats.pop(), strict=True):
+                            cells[index] = cell
+                            if share is not None:
+                                shares[index] = share
+                    if not seats:
+                        del free[each][owner]
+                    if not wanted[each]:
+                        del wanted[each]
+    return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shares.items()))))
 
 
-def _chunks(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[list[int]]:
-    """Cuts parameters into buckets, last created first."""
-    chunk: list[int] = []
-    chunk_total = chunk_max = 0
-    for parameter in reversed(range(len(sizes))):
-        size = sizes[parameter]
-        chunk.append(parameter)
-        chunk_total, chunk_max = chunk_total + size, max(chunk_max, size)
-        if bucket is not None and chunk_total >= max(bucket, int(shards * chunk_max * _PADDING_FLOOR)):
-            yield chunk
-            chunk, chunk_total, chunk_max = [], 0, 0
-    if chunk:
-        yield chunk
+def in_order_of_reductions(
+    matrices: Sequence[Matrix], assignment: Assignment, layout: Layout, bucket_elements: int | None
+) -> Assignment:
+    """Numbers the owners of every stage in the order in which its buckets are reduced to them.
+
+    The chain of ranks of one reduction then overlaps the next one's. Of the owners that a bucket adds, the one that is
+    needed longest gets the highest number, because it comes first in a bucket that follows. Gatherings go the other
+    way and overlap less, but nothing hides the last reductions, which wait for the end of the backward pass.
+    """
+    number: dict[tuple[int, int], int] = {}
+    for stage in stages(matrices):
+        owners = [
+            [assignment.cells[part.matrices[0]].owner for parameter in bucket for part in parameter.parts]
+            for bucket in cut(stage_parameters(matrices, stage, layout.tp), bucket_elements, stage=stage)
+        ]
+        last = {owner: place for place, held in enumerate(owners) for owner in held}
+        first = dict.fromkeys(owner for held in owners for owner in sorted(held, key=last.__getitem__))
+        number.update({(stage, owner): place for place, owner in enumerate(first)})
+    cells = tuple(
+        replace(cell, owner=number[matrix.stage, cell.owner])
+        for matrix, cell in zip(matrices, assignment.cells, strict=True)
+    )
+    return replace(assignment, cells=cells)
 
 
-def _largest_first(sizes: Sequence[int], chunk: Sequence[int], shards: int) -> PaddedBucket:
-    heap = [(0, shard) for shard in range(shards)]
-    held: list[list[int]] = [[] for _ in range(shards)]
-    for parameter in sorted(chunk, key=lambda p: -sizes[p]):
-        cursor, shard = heap[0]
-        heapq.heapreplace(heap, (align(cursor) + sizes[parameter], shard))
-        held[shard].append(parameter)
-    fullest = max(cursor for cursor, _ in heap)
-    return PaddedBucket(shard_elements=_shard_elements(fullest, shards), shards=tuple(map(tuple, held)))
+def _most_useful(
+    wanted: Mapping[Hashable, Sequence[Part]], free: Mapping[Hashable, Mapping[int, Sequence[Seat]]]
+) -> int:
+    """The owner that can take most elements of what a bucket still wants, of equal ones the first."""
+    takes: dict[int, int] = defaultdict(int)
+    for kind, parts in wanted.items():
+        for owner, seats in free[kind].items():
+            takes[owner] += min(len(parts), len(seats)) * parts[0].elements
+    return min(takes, key=lambda owner: (-takes[owner], owner))
 
 
-def _shard_elements(fullest: int, shards: int) -> int:
-    """Of equal shards that hold `fullest` elements: their bucket ends on Megatron's alignment."""
-    return align(fullest, math.lcm(ALIGNMENT, math.lcm(shards, _SHARD_ALIGNMENT) // shards))
+def slowest(
+    matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment, grouped: Grouped
+) -> dict[int, float]:
+    """Returns, by stage, the seconds of the owner that is done last, by the planner's clock."""
+    found: dict[int, float] = defaultdict(float)
+    for (stage, _), jobs in held_jobs(matrices, costs, assignment).items():
+        found[stage] = max(found[stage], grouped.of(jobs)[0])
+    return found
+
+
+def travel(buckets: Iterable[Bucket], model: ReductionModel) -> tuple[dict[int, float], float]:
+    """Seconds of each stage's last bucket, there and back, and of all buckets."""
+    last, whole = dict[int, float](), 0.0
+    for stage, held in groupby(buckets, key=lambda bucket: bucket.stage):
+        for reduced, gathered in model.in_turn(list(held)):
+            last[stage] = reduced.seconds + gathered.seconds
+            whole += last[stage] - reduced.fill_s - gathered.fill_s
+    return last, whole

@@ -1,4 +1,4 @@
-"""What each TP rank sends and receives for one micro-group: the one account that everybody asks.
+"""The messages that each TP rank sends and receives for one micro-group: the one account that everybody asks.
 
 How a matrix travels depends on who stores it:
 
@@ -20,9 +20,7 @@ in elements. No torch.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from canzona_cli.config.schema import RunConfig
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.buckets import FP32, element_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +50,6 @@ class GroupTraffic:
     def collectives(self) -> int:
         """All-to-alls in which something moves."""
         return sum(any(traffic.sent) for traffic in (self.gradients, self.weights))
-
-
-def exchange_bytes(config: RunConfig) -> tuple[int, int]:
-    """(weight, gradient) bytes of an element that travels between TP ranks; C_max limits the larger."""
-    return element_bytes(config)[0], 2 if config.engine.exchange_dtype == "bf16" else FP32
 
 
 def group_traffic(matrices: Sequence[Matrix], hosts: Sequence[int], tp: int) -> GroupTraffic:
@@ -115,11 +108,11 @@ class Route:
     """Elements by peer."""
     receive_splits: tuple[int, ...]
     send_flags: tuple[tuple[int, ...], ...] = ()
-    """By peer: where the flags of what this rank hosts lie, behind the fragments."""
+    """The place, by peer, where the flags of what this rank hosts lie, behind the fragments."""
     receive_flags: tuple[tuple[Matrix, int], ...] = ()
     """A matrix hosted elsewhere, and where its flag lies."""
     travels: bool
-    """Whether anything moves between any two ranks: with nothing to move no rank takes part."""
+    """True where anything moves between any two ranks: with nothing to move no rank takes part."""
 
     @property
     def sent(self) -> int:

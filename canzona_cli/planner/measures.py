@@ -1,4 +1,4 @@
-"""What a plan comes to without simulating it: load balance and its bound, bytes moved, memory of the fullest rank."""
+"""A plan's figures without a simulation: load balance and its bound, bytes moved, memory of the fullest rank."""
 
 import math
 from collections import Counter
@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from canzona_cli.config.schema import Form, Gathering, Layout, Mesh, NewtonSchulzConfig, Reduction, RunConfig
+from canzona_cli.costs.activations import stage_weights
+from canzona_cli.costs.buffers import element_bytes, exchange_bytes
+from canzona_cli.costs.sharing import Share, shared_bytes, shared_collectives
+from canzona_cli.costs.update import form_of, stack_of
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.activations import stage_weights
-from canzona_cli.planner.buckets import element_bytes
-from canzona_cli.planner.cost import form_of, stack_of
-from canzona_cli.planner.exchange import GroupTraffic, exchange_bytes, group_traffic
-from canzona_cli.planner.parts import Bucket, Cell, MicroGroup, Place, Share
-from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.reduction import collectives, sent_elements
-from canzona_cli.planner.rings import shares
-from canzona_cli.planner.sharing import shared_bytes, shared_collectives
+from canzona_cli.planner.exchange import GroupTraffic, group_traffic
+from canzona_cli.planner.plan import Bucket, Cell, MicroGroup, Place, Plan
+from canzona_cli.planner.reduction import collectives, sent_elements, shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,7 @@ class Balance:
 
     @property
     def gap(self) -> float:
-        """How far the plan is above its bound; 0.01 is one per cent."""
+        """The distance of the plan from its bound; 0.01 is one per cent."""
         return self.grid / self.lower_bound - 1
 
 
@@ -58,9 +56,9 @@ class Communication:
     dp_gathers: int
     """Collectives that gather their weights."""
     reduced_by: Mapping[Reduction, int]
-    """How many buckets' gradients travel each way, the most usual first; empty where nothing travels."""
+    """The number of buckets whose gradients travel each way, the most usual first; empty where nothing travels."""
     gathered_by: Mapping[Gathering, int]
-    """The same of weights."""
+    """The number of buckets whose weights travel each way."""
     tp_exchanges: int
     """All-to-alls of the micro-groups, two each, and collectives of shared matrices."""
     dp_byte_balance: float
@@ -78,17 +76,17 @@ class UpdateKind:
     cols: int
     matrices: int
     seconds: float
-    """Of one of them by one rank."""
+    """The seconds of one of them by one rank."""
     shared: int
-    """How many of them their owners' TP groups update together, in Gram form."""
+    """The number of them that their owners' TP groups update together, in Gram form."""
     fragment_s: float
     """Then: of every rank, for one of them; 0 where none is."""
     form: Form | None
     """None where nothing is orthogonalised."""
     products: Literal["plain", "symmetric"]
-    """Whether those with a symmetric result are priced as symmetric kernels' (`cluster.symmetric_factor`)."""
+    """True where products with a symmetric result are priced as symmetric kernels' (`cluster.symmetric_factor`)."""
     together: int
-    """How many a host updates at once at most, in batched products; 1: one by one."""
+    """The most that a host updates at once, in batched products; 1: one by one."""
     error: float | None
     """Root mean square of |s - 1| over singular values s of the update that were 0.007 to 1 of the largest, in exact
     arithmetic; rounding adds less than 0.01 in either form, in bf16 or fp16. None where that is not known."""
@@ -106,7 +104,7 @@ POLYNOMIAL_ERROR = {
 
 
 def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
-    """How each shape of the plan is updated, the one that takes longest in all first."""
+    """Describes how each shape of the plan is updated, the one that takes longest in all first."""
     how, optimizer = plan.subject.optimizer, config.optimizer
     orthogonal = isinstance(optimizer, NewtonSchulzConfig)
     counted = Counter((m.rows, m.cols, cost) for m, cost in zip(plan.matrices, plan.costs, strict=True))
@@ -161,7 +159,7 @@ def _balance(loads: Sequence[float], bound: float, mesh: Mesh, stage: int) -> Ba
 
 
 def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communication:
-    """What moves in one step besides the forward and backward pass's own traffic."""
+    """The traffic of one step besides the forward and backward pass's own traffic."""
     mesh = plan.subject.layout
     width, grad = element_bytes(config)
     reduced = [

@@ -1,84 +1,203 @@
-"""Memory of a run's fullest GPU: what it keeps from step to step, what it needs while it computes, what it may use.
+"""The memory that engine and optimizers hold on each rank of a plan, next to state and Megatron's own buffers.
 
-Asked twice in the same terms. `estimate` needs no plan and bounds it from shapes alone: it ranks layouts, and is all
-there is for strategies without a plan. `plan_memory` knows every rank's matrices, micro-groups and buckets. Both add
-the same parts; they differ in who holds which matrices (`placement`, or the plan) and in the size of the engine's
-buffers (`least_step_bytes`, or `step_buffers`). State follows from how Megatron-core 0.19 keeps it.
+The engine allocates its buffers once, and they stay. With tp > 1 a micro-group's gradients and weights travel in
+messages, two sets of each because two groups are in flight (one where an owner has one group), each as large as the
+rank's largest group: fragments out and in, weights the other way round. A host puts the whole gradients of one group
+together in fp32. Shared matrices need an fp32 gradient of one fragment that does not lie so, and have their squares in
+scratch, where two take turns.
 
-Buffers of the communication library are no tensors: they are in the profile's `reserved_gib`.
+With tp = 1 nothing travels, and gradients are used where they lie, if they lie whole and in fp32. q, k and v do not,
+for they are interleaved in their parameter, and nothing does where gradients are reduced in bf16. An owner's group is
+then worked through in batches that need no more than `BATCH_BYTES`, or one matrix. The matrices' optimizers keep
+scratch of their own (`workspace`). Besides, some ways of reducing gradients and gathering weights need memory while
+the backward and the forward pass run (`reduction`).
 
-Everything is bytes on one rank; (t, p, c, D) are tp, pp, cp and dp.
+Everything is bytes on one rank.
 """
 
-import heapq
-import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from types import MappingProxyType
+from typing import NamedTuple
 
-from canzona_cli.config.execution import IN_ORDER, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.model.families import family_of, parameter_count
-from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.optimizers.facts import Algorithm
-from canzona_cli.optimizers.shampoo_facts import factored_sides, packed_elements
-from canzona_cli.planner.activations import StageWeights, matrix_shapes, stage_weights, transient
-from canzona_cli.planner.buckets import FP32, bucket_elements, element_bytes, lay_out
-from canzona_cli.planner.cost import algorithm
-from canzona_cli.planner.exchange import exchange_bytes
-from canzona_cli.planner.parts import Place
-from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.step_buffers import BATCH_BYTES, StepBuffers, step_buffers
-from canzona_cli.planner.work import RULES
-from canzona_cli.planner.workspace import Shape, workspace_bytes
-
-GIB = 1 << 30
+from canzona_cli.costs.activations import stage_weights, transient
+from canzona_cli.costs.buffers import BATCH_BYTES, FP32, element_bytes, exchange_bytes
+from canzona_cli.costs.memory import Memory, capacity, factor_bytes, optimizer_state
+from canzona_cli.costs.sharing import Share
+from canzona_cli.costs.workspace import workspace_bytes
+from canzona_cli.model.geometry import interleaved_kinds
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.exchange import group_traffic
+from canzona_cli.planner.order import LANES
+from canzona_cli.planner.plan import Place, Plan
+from canzona_cli.planner.reduction import GATHERED_AHEAD, gathering_bytes, scratch_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Memory:
-    """Bytes on the rank that needs most, by part, and what its GPU has."""
+class StepBuffers:
+    """The buffers that the engine holds on one rank, next to state and Megatron's buffers."""
 
-    parts: Mapping[str, int]
-    capacity: int
-    """Memory of the cluster profile's GPU less what it reserves."""
+    exchange: int = 0
+    """Messages: gradients and weights, sent and received."""
+    gradients: int = 0
+    """Whole fp32 gradients of a group or batch, and of one shared fragment."""
+    workspace: int = 0
+    """Scratch that the optimizers keep."""
+    reduction: int = 0
+    """Bytes for gradients on their way; unlike the rest it comes and goes under the backward pass."""
+    gathering: int = 0
+    """Bytes for weights of buckets on their way; it comes and goes under the forward pass."""
 
     @property
-    def total(self) -> int:
-        return sum(self.parts.values())
+    def lasting(self) -> int:
+        return self.exchange + self.gradients + self.workspace
 
-    @property
-    def fits(self) -> bool:
-        return self.total <= self.capacity
+
+def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]:
+    """Buffers of a stage's cells, index `owner * tp + host`."""
+    mesh = plan.subject.layout
+    by_owner: dict[int, list[tuple[int, ...]]] = {}
+    for group in sorted(plan.groups, key=lambda group: group.index):
+        if group.stage == stage:
+            by_owner.setdefault(group.owner, []).append(group.matrices)
+    reduced, gathered = _travelling(config, plan, stage)
+    known: dict[Hashable, list[StepBuffers]] = {}
+    found: list[StepBuffers] = []
+    for owner in range(mesh.owners):
+        groups = [
+            [
+                _Placed(plan.matrices[index], plan.assignment.cells[index].host, plan.assignment.shares.get(index))
+                for index in group
+            ]
+            for group in by_owner.get(owner, ())
+        ]
+        travelling = reduced.get(owner, 0), gathered.get(owner, 0)
+        # Of thousands of owners few have different matrices.
+        key = (travelling, tuple(tuple((_alike(one.matrix), one.host, one.share) for one in group) for group in groups))
+        if key not in known:
+            known[key] = [
+                replace(own, reduction=travelling[0], gathering=travelling[1])
+                for own in _owners_buffers(config, groups, mesh.tp)
+            ]
+        found += known[key]
+    return found
+
+
+def _alike(matrix: Matrix) -> Hashable:
+    """Returns what a matrix's buffers depend on."""
+    return matrix.shape, matrix.kind, matrix.shard_dim, matrix.home, _is_head(matrix)
+
+
+class _Placed(NamedTuple):
+    """A matrix of a micro-group."""
+
+    matrix: Matrix
+    host: int
+    share: Share | None
+
+
+def _owners_buffers(config: RunConfig, groups: Sequence[Sequence[_Placed]], tp: int) -> Iterator[StepBuffers]:
+    """Yields the buffers of one owner's ranks, by host, as far as they do not depend on buckets.
+
+    Args:
+        groups: its micro-groups.
+    """
+    if tp == 1:
+        own = [one.matrix for group in groups for one in group]
+        copied = [_copied(config, matrix, 1, 0) for matrix in own]
+        together = [[own[place].shape for place in batch] for batch in _batches(copied)]
+        yield StepBuffers(gradients=batch_bytes(copied), workspace=workspace_bytes(config, together))
+        return
+    widths = exchange_bytes(config)
+    shared = [one.matrix for group in groups for one in group if one.share is not None]
+    groups = [[one for one in group if one.share is None] for group in groups]
+    moved = [group_traffic([one.matrix for one in group], [one.host for one in group], tp) for group in groups]
+    in_order = _most(FP32 * _fragment_copied(config, matrix, tp) for matrix in shared)
+    cut = [(matrix.elements // tp, min(matrix.shape) ** 2) for matrix in shared]
+    for rank in range(tp):
+        exchange = 0
+        for width, sides in zip(
+            widths, ([one.weights for one in moved], [one.gradients for one in moved]), strict=True
+        ):
+            sets = min(2, len(groups))
+            exchange += sets * width * _most(side.sent[rank] for side in sides)
+            exchange += sets * width * _most(side.received[rank] for side in sides)
+        hosted = [[one.matrix for one in group if one.host == rank] for group in groups]
+        copied_most = _most(sum(_copied(config, matrix, tp, rank) for matrix in group) for group in hosted)
+        yield StepBuffers(
+            exchange=exchange,
+            gradients=FP32 * copied_most + in_order,
+            workspace=workspace_bytes(
+                config, [[matrix.shape for matrix in group] for group in hosted], cut[::LANES], cut[1::LANES]
+            ),
+        )
+
+
+def batch_bytes(elements: Sequence[int]) -> int:
+    """fp32 bytes for the largest of `_batches`."""
+    return FP32 * _most(sum(elements[place] for place in batch) for batch in _batches(elements))
+
+
+def _batches(elements: Sequence[int]) -> list[list[int]]:
+    """Places of consecutive matrices that go within `BATCH_BYTES` of fp32, or of one that alone exceeds it."""
+    found: list[list[int]] = []
+    filled = 0
+    for place, size in enumerate(elements):
+        if not found or filled + size > BATCH_BYTES // FP32:
+            found.append([])
+            filled = 0
+        found[-1].append(place)
+        filled += size
+    return found
+
+
+def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
+    """Elements of a matrix's whole gradient where its host does not have it whole, contiguous and in fp32."""
+    interleaved = matrix.kind in interleaved_kinds(config.model) and not _is_head(matrix)
+    here = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
+    return 0 if here and not interleaved and element_bytes(config)[1] == FP32 else matrix.elements
+
+
+def _fragment_copied(config: RunConfig, matrix: Matrix, tp: int) -> int:
+    """Elements of a fragment's gradient where that does not lie contiguous and in fp32."""
+    contiguous = matrix.kind not in interleaved_kinds(config.model) and element_bytes(config)[1] == FP32
+    return 0 if contiguous else matrix.elements // tp
+
+
+def _is_head(matrix: Matrix) -> bool:
+    return matrix.name.rpartition(".")[2].isdigit()
+
+
+def _travelling(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    """Bytes for gradients and for weights, by rank that needs any.
+
+    Any number of buckets' gradients travel at a time; of weights the largest count, as many as travel at a time and
+    one more, which is put where it belongs meanwhile.
+    """
+    width, grad = element_bytes(config)
+    buckets, owners = [bucket for bucket in plan.buckets if bucket.stage == stage], plan.subject.layout.owners
+    reduced = Counter[int]()
+    for bucket in buckets:
+        reduced.update(scratch_bytes(bucket, owners, grad))
+    return reduced, _largest(GATHERED_AHEAD + 1, (gathering_bytes(bucket, owners, width) for bucket in buckets))
+
+
+def _largest(count: int, needed: Iterable[Mapping[int, int]]) -> Mapping[int, int]:
+    held: dict[int, list[int]] = {}
+    for of_bucket in needed:
+        for owner, size in of_bucket.items():
+            held.setdefault(owner, []).append(size)
+    return {owner: sum(sorted(sizes)[-count:]) for owner, sizes in held.items()}
+
+
+def _most(sizes: Iterable[int]) -> int:
+    return max(sizes, default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryEstimate(_Memory):
-    """Bytes on the rank that needs most, and what its GPU has."""
-
-    parts: Mapping[str, int]
-    """weights, gradients, optimizer, activations, logits, workspace, exchange. What is never alive together counts
-    once: `workspace` is only what it needs beyond the memory that logits or activations have freed by then. `exchange`
-    is the least of the engine's own buffers and its optimizers' lasting scratch; how much more a plan takes is known
-    once there is one."""
-    worst_rank: str
-    """Which rank that is: `every rank`, or `pp stage 0`."""
-
-    @property
-    def forward(self) -> int:
-        """What a model that nothing trains takes."""
-        return sum(self.parts[part] for part in ("weights", "activations", "logits"))
-
-    @property
-    def state(self) -> int:
-        """What stays from step to step: weights, gradient buffers, optimizer state and the engine's own buffers."""
-        return sum(self.parts[part] for part in ("weights", "gradients", "optimizer", "exchange"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanMemory(_Memory):
+class PlanMemory(Memory):
     """Bytes on the rank that needs most."""
 
     parts: Mapping[str, int]
@@ -86,201 +205,7 @@ class PlanMemory(_Memory):
     What is never alive together counts once, see `activations.Transient`. `exchange` is `buffers.lasting`."""
     worst: Place
     buffers: StepBuffers
-    """Of that rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """The load of the worst rank."""
-
-    worst: int
-    """Elements of the matrices on the rank that holds most."""
-    worst_shapes: Mapping[Shape, int]
-    """How many matrices of each (rows, columns) that rank holds; empty where shapes do not matter."""
-    padded: int
-    """Elements of the buffer that stores all matrices, padding included; 0 when it is not padded."""
-
-
-def capacity(config: RunConfig) -> int:
-    """Bytes of one GPU a run may use."""
-    return int((config.cluster.memory_gib - config.cluster.reserved_gib) * GIB)
-
-
-def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
-    """Memory of the worst rank of `layout`.
-
-    Only the first and the last stage can be the worst: the first has the embedding and the most micro-batches in
-    flight, the last the output layer and the logits.
-    """
-    candidates = {stage: _stage_parts(config, layout, stage) for stage in sorted({0, layout.pp - 1})}
-    stage = max(candidates, key=lambda s: sum(candidates[s].values()))
-    return MemoryEstimate(
-        parts=MappingProxyType(candidates[stage]),
-        worst_rank="every rank" if layout.pp == 1 else f"pp stage {stage}",
-        capacity=capacity(config),
-    )
-
-
-def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int]:
-    weights, gradients, optimizer, exchange = _lasting(config, layout.bare, stage)
-    return {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        **transient(config, layout, stage).parts(),
-        "exchange": exchange,
-    }
-
-
-@lru_cache(maxsize=4096)
-def _lasting(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int, int, int]:
-    """Weights, gradients, optimizer and exchange."""
-    weights, held = stage_weights(config, layout, stage), placement(config, layout, stage)
-    # Megatron pads its layer-wise buffers until whole parameters fit equal shards, and every rank stores them.
-    stored = weights.others + (weights.matrices if held is None else max(weights.matrices, held.padded))
-    width, grad = element_bytes(config)
-    state = sum(_bounded_state(config, layout, weights, held).values())
-    return width * stored, grad * stored, state, least_step_bytes(config, layout, stage)
-
-
-def _bounded_state(config: RunConfig, layout: Layout, weights: StageWeights, held: Placement | None) -> dict[str, int]:
-    """State of the fullest rank by `placement`; with None, every rank keeps the state of all matrices it stores."""
-    execution = execution_of(config)
-    if execution is Execution.ADAMW:
-        return optimizer_state(config, layout, weights.matrices + weights.others, 0, 0)
-    if held is None:
-        layers = config.model.num_layers // layout.pp
-        counts: Mapping[Shape, int] = Counter(matrix_shapes(config) * layers)
-        whole = weights.matrices * (layout.tp if execution is Execution.REDUNDANT else 1)
-    else:
-        counts, whole = held.worst_shapes, held.worst
-    how = algorithm(config)
-    factors = sum(count * factor_bytes(how, rows, cols) for (rows, cols), count in counts.items())
-    return optimizer_state(config, layout, weights.others, whole, factors)
-
-
-def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None:
-    """Who holds the matrices' optimizer state on a stage, as far as that can be said before there is a plan.
-
-    None where it is not divided by whole matrices. layerwise: Megatron's own packing of TP fragments over D * c ranks,
-    padding included. canzona: whole matrices over the D * c * t cells of the grid, balanced by state. asc: the same
-    cells in natural order, unbalanced.
-    """
-    execution = execution_of(config)
-    if not execution.has_owners:
-        return None
-    shards, layers = layout.owners, config.model.num_layers // layout.pp
-    if execution is Execution.LAYERWISE:
-        sizes = tuple(rows * cols // layout.tp for rows, cols in layer_shapes(config.model, "fused"))
-        # Megatron cuts the first stage's buffers only.
-        limit = bucket_elements(config, layout) if stage == 0 else None
-        held = layerwise_placement(sizes, layers // layout.vpp, shards, limit)
-        return replace(held, worst=held.worst * layout.vpp, padded=held.padded * layout.vpp)
-    in_order = config.engine.strategy in IN_ORDER
-    return balanced_placement(matrix_shapes(config), layers, shards * layout.tp, in_order=in_order)
-
-
-@lru_cache(maxsize=4096)
-def layerwise_placement(sizes: tuple[int, ...], layers: int, shards: int, bucket: int | None) -> Placement:
-    """Load and padding of `lay_out` for `layers` times `sizes` (elements of one layer's parameters)."""
-    loads = [0] * shards
-    padded = 0
-    everything = sizes * layers
-    for laid_out in lay_out(everything, shards, bucket):
-        padded += laid_out.elements
-        for shard, held in enumerate(laid_out.shards):
-            loads[shard] += sum(everything[parameter] for parameter in held)
-    return Placement(worst=max(loads), worst_shapes=MappingProxyType({}), padded=padded)
-
-
-@lru_cache(maxsize=4096)
-def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in_order: bool) -> Placement:
-    """`layers` times `shapes` over `cells`: largest first onto the least loaded, or cut in natural order.
-
-    In natural order a cell is closed once it has reached the mean, so the worst holds up to a matrix more.
-    """
-    everything = [shape for _ in range(layers) for shape in shapes]
-    held: list[dict[Shape, int]] = [{} for _ in range(cells)]
-    loads = [0] * cells
-    if in_order:
-        mean = sum(math.prod(shape) for shape in everything) / cells
-        done = 0
-        for shape in everything:
-            cell = min(cells - 1, int(done / mean))
-            _add(held[cell], shape)
-            loads[cell] += math.prod(shape)
-            done += math.prod(shape)
-    else:
-        heap = [(0, cell) for cell in range(cells)]
-        for shape in sorted(everything, key=lambda s: (-math.prod(s), s)):
-            load, cell = heap[0]
-            heapq.heapreplace(heap, (load + math.prod(shape), cell))
-            _add(held[cell], shape)
-        for load, cell in heap:
-            loads[cell] = load
-    worst = max(range(cells), key=loads.__getitem__)
-    return Placement(worst=loads[worst], worst_shapes=MappingProxyType(held[worst]), padded=0)
-
-
-def _add(counts: dict[Shape, int], shape: Shape) -> None:
-    counts[shape] = counts.get(shape, 0) + 1
-
-
-def optimizer_state(config: RunConfig, layout: Layout, others: int, whole: int, factors: int) -> dict[str, int]:
-    """Bytes of masters, matrix_state and adamw_state on a rank.
-
-    AdamW keeps an fp32 master and two moments, 12 bytes a parameter (8 with fp32 weights, which are their own
-    masters), sharded over D * c by `DistributedOptimizer`. A matrix optimizer keeps a master, 4 bytes (0), its moments
-    and its factors, see `moment_bytes` and `factor_bytes`:
-    - sc: `Float16OptimizerWithFloat16Params` without any sharding, for matrices and AdamW parameters alike; where the
-      engine does it, matrices are whole, with masters at fp32 weights too;
-    - layerwise, asc, canzona: whole matrices on some rank, the AdamW parameters sharded. What asc and canzona host has
-      a master with fp32 weights too: nowhere else is the matrix whole.
-
-    Args:
-        others: elements that AdamW updates, of all that a TP rank of the stage stores.
-        whole: elements of the matrices whose state the rank keeps.
-        factors: bytes of those matrices' preconditioners.
-    """
-    execution = execution_of(config)
-    master = FP32 if config.train.precision == "bf16" else 0
-    share = others if execution.everywhere else math.ceil(others / layout.owners)
-    return {
-        "masters": (FP32 if execution.ours else master) * whole + master * share,
-        "matrix_state": moment_bytes(algorithm(config)) * whole + factors,
-        "adamw_state": 2 * FP32 * share,
-    }
-
-
-def moment_bytes(algorithm: Algorithm) -> int:
-    """Bytes of fp32 state per element of a matrix.
-
-    Muon: momentum. Shampoo: momentum, and with Adam grafting its second moment. SOAP and AdamW: two moments.
-    """
-    return FP32 * (RULES[algorithm.name].moments + (algorithm.grafting == "adam"))
-
-
-def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
-    """Bytes of a matrix's other fp32 state.
-
-    Shampoo and SOAP: for each side that has them a statistic, packed, and Shampoo's root, packed, or SOAP's basis, a
-    square; KL-Shampoo also its eigenvalues. NorMuon: a number for each row.
-    """
-    rule = RULES[algorithm.name]
-    sides = factored_sides(algorithm, rows, cols)
-    own = sum(rule.packed * packed_elements(side) + rule.squares * side**2 + rule.vectors * side for side in sides)
-    return FP32 * (rule.row_vectors * rows + own)
-
-
-def checkpoint_bytes(config: RunConfig) -> int:
-    """Of a checkpoint's tensors, whatever the layout: fp32 masters and state, each once. Weights are not stored."""
-    how, count = algorithm(config), parameter_count(config.model)
-    adamw = 3 * FP32
-    if execution_of(config) is Execution.ADAMW:
-        return adamw * count.total
-    factors = config.model.num_layers * sum(factor_bytes(how, *shape) for shape in matrix_shapes(config))
-    others = count.total - count.layer_matrices
-    return (FP32 + moment_bytes(how)) * count.layer_matrices + factors + adamw * others
+    """The buffers of that rank."""
 
 
 def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
@@ -328,52 +253,3 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
         capacity=capacity(config),
         buffers=buffers[worst],
     )
-
-
-def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
-    """Of `step_buffers`, what no plan can do without: groups of one matrix a host; with tp = 1 no plan has a choice."""
-    return _least_workspace(config) + _least_buffers(config, layout, stage)
-
-
-@lru_cache(maxsize=64)
-def _least_workspace(config: RunConfig) -> int:
-    return workspace_bytes(config, [(shape,) for shape in matrix_shapes(config)])
-
-
-def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
-    if execution_of(config) is Execution.REDUNDANT:
-        return FP32 * _gathered_elements(config, layout)
-    held = placement(config, layout, stage)
-    if held is None or execution_of(config) is not Execution.PLANNED:
-        return 0
-    shapes = matrix_shapes(config)
-    largest = max(math.prod(shape) for shape in shapes)
-    if layout.tp > 1:
-        travels = largest * (layout.tp - 1) // layout.tp  # out and in, as gradients and as weights, in two sets
-        return 2 * 2 * sum(exchange_bytes(config)) * travels + FP32 * largest
-    batch = min(FP32 * held.worst, max(BATCH_BYTES, FP32 * largest))
-    if element_bytes(config)[1] != FP32:
-        return batch
-    if config.engine.splitting in ("fused", "per_head"):
-        return 0
-    weights = family_of(config.model).weights(config.model)
-    interleaved = sum(weight.elements for weight in weights if weight.cut == "repeats")
-    share = interleaved / sum(math.prod(shape) for shape in shapes)
-    return min(int(FP32 * held.worst * share), batch)
-
-
-def _gathered_elements(config: RunConfig, layout: Layout) -> int:
-    """Of sc by the engine, which gathers one matrix at a time: its fragment, all ranks' fragments, the whole they make.
-
-    With tp = 1 only what does not lie whole in the gradient buffer is copied: all of it if reduced in bf16, else q, k
-    and v where they are matrices.
-    """
-    largest = max(math.prod(shape) for shape in matrix_shapes(config))
-    if layout.tp > 1:
-        return largest // layout.tp + 2 * largest
-    if element_bytes(config)[1] != FP32:
-        return largest
-    if config.engine.splitting not in ("qkv", "split"):
-        return 0
-    interleaved = [weight for weight in family_of(config.model).weights(config.model) if weight.cut == "repeats"]
-    return max(weight.repeats * part.rows * weight.cols for weight in interleaved for part in weight.parts)

@@ -13,10 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 
+from canzona_cli.costs.sharing import HOSTED, Share
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.parts import HOSTED, Share
 
 CLOSE_ENOUGH = 1e-3
 """A packing this close to its bound is not improved further."""
@@ -27,7 +26,7 @@ NODES = 1500
 SEARCHED = 100
 """Distinct costs up to which a packing is searched; with more, largest first has sizes for every gap."""
 Pattern = tuple[int, ...]
-"""How many items of each distinct cost one bin holds."""
+"""The number of items of each distinct cost in one bin."""
 RESOLUTION = 1e-6
 """Share of a bound by which bisection leaves it below what it could prove."""
 _TINY = 1e-9
@@ -36,10 +35,6 @@ _FINEST = 24
 _BISECTIONS = 30
 _KINDS = 24
 """Distinct costs the functions are summed over."""
-_MOST_IN_A_BIN = 8
-"""Costs of which more fit into one bin are not lifted."""
-_ORDERS = 4
-"""Orders of lifting that are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,9 +278,7 @@ def packing_bound(costs: Sequence[float], bins: int) -> float:
       smallest of them;
     - *dual feasible functions* (Lueker 1983; Fekete and Schepers 2001): f on [0, 1] with sum f(x_i) <= 1 whenever
       sum x_i <= 1. Were every bin at most T high, then x_i = cost_i / T would add up to at most 1 in each, hence
-      sum f(x_i) <= bins over all items. Where that fails, every packing is higher than T. `_mass` has the functions;
-    - *lifted weights*: likewise for any weights of the items under which no set that fits below T weighs more than 1,
-      see `_lifted`.
+      sum f(x_i) <= bins over all items. Where that fails, every packing is higher than T. `_mass` has the functions.
 
     T is bisected between the bound so far and twice that. Whatever the bisection
     meets, its lower end has been proven too low for any packing.
@@ -301,7 +294,7 @@ def _packing_bound(costs: tuple[float, ...], bins: int) -> float:
     low, high = bound, 2 * bound
     for _ in range(_BISECTIONS):
         height = (low + high) / 2
-        if any(mass > bins * (1 + _TINY) for mass in chain(_mass(counts, height), _lifted(counts, height))):
+        if any(mass > bins * (1 + _TINY) for mass in _mass(counts, height)):
             low = height
         else:
             high = height
@@ -322,7 +315,7 @@ def simple_bound(costs: Sequence[float], bins: int) -> float:
 
 
 def _coarse(counts: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """At most `_KINDS` distinct costs, ascending: neighbours become their least, which only lowers the optimum."""
+    """Reduces costs to at most `_KINDS`, ascending: neighbours become their least, which only lowers the optimum."""
     width = -(-len(counts) // _KINDS)
     chunks = [counts[start : start + width] for start in range(0, len(counts), width)]
     return [(chunk[0][0], sum(count for _, count in chunk)) for chunk in chunks]
@@ -359,40 +352,9 @@ def _u(k: int, x: float) -> float:
     return math.floor(scaled) / k
 
 
-def _lifted(counts: Sequence[tuple[float, int]], height: float) -> Iterator[float]:
-    """Total weight of all items, for several feasible weightings found by sequential lifting (Padberg 1975).
-
-    Costs are weighted one after another: as much as leaves every set that fits under `height` at 1 or less, given the
-    weights so far and zero for the rest, over all ways to fill a bin. Hence every set weighs at most 1 in the end,
-    whatever the order; each cost is tried as the first, the others follow from the largest down. Costs of which many
-    fit into a bin keep weight zero, so that there are few ways to fill it.
-    """
-    coarse = [(cost, count) for cost, count in reversed(counts) if cost * (_MOST_IN_A_BIN + 1) > height * (1 + _TINY)]
-    for first in range(min(len(coarse), _ORDERS)):
-        order = [coarse[first], *coarse[:first], *coarse[first + 1 :]]
-        weights: list[float] = []
-        for number, (cost, count) in enumerate(order):
-            room = [height * (1 + _TINY) - taken * cost for taken in range(1, count + 1)]
-            fits = [(taken, left) for taken, left in enumerate(room, start=1) if left >= 0]
-            known = order[:number]
-            weights.append(min((1 - _heaviest(known, weights, left)) / taken for taken, left in fits) if fits else 0.0)
-        yield sum(weight * count for weight, (_, count) in zip(weights, order, strict=True))
-
-
-def _heaviest(items: Sequence[tuple[float, int]], weights: Sequence[float], room: float) -> float:
-    """Largest weight of a set of `items` that fits into `room`: all of them are tried."""
-    if not items:
-        return 0.0
-    (cost, count), weight = items[0], weights[0]
-    if weight == 0:
-        return _heaviest(items[1:], weights[1:], room)
-    most = min(count, int(room / cost))
-    return max(taken * weight + _heaviest(items[1:], weights[1:], room - taken * cost) for taken in range(most + 1))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """How an owner's matrices are updated, in some order of them."""
+    """A packing of an owner's matrices, in some order of them."""
 
     hosts: tuple[int, ...]
     """TP ranks."""
@@ -443,7 +405,7 @@ class HostPacker:
         return order, self._known[key]
 
     def _packed(self, items: Sequence[tuple[float, Share | None]]) -> Iterator[Row]:
-        """Of an owner's matrices by falling cost, the costliest that may be are shared first."""
+        """Packs an owner's matrices by falling cost; the costliest that may be are shared first."""
         possible = [place for place, (_, share) in enumerate(items) if share is not None]
         counts = [len(possible)] if self._all else sorted({*range(min(len(possible), 2 * self._tp) + 1), len(possible)})
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from itertools import accumulate
 
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.parts import PlanSettings
 from canzona_cli.planner.pipeline import Job
+from canzona_cli.planner.plan import PlanSettings
 
 TIMES = (8, 4, 2, 1)
 """Capacities that are tried where none is asked for, in largest matrices."""

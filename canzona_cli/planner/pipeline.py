@@ -1,23 +1,6 @@
-"""An owner's micro-groups, updated by its TP group: who does what in which order, and what it takes.
+"""The time that a TP group takes for an owner's micro-groups and shared matrices, in the order of `planner.order`.
 
-A group goes through stages, with an all-to-all between each two (`planner.exchange`):
-
-    0     every rank   packs gradients
-    1     hosts        unpack gradients, update their matrices, pack the weights
-    2     every rank   unpacks weights
-
-Shared matrices follow all groups, and travel in none. Two of them take turns (`turns`): while the squares of one
-travel, the other computes.
-
-Gradients that are sent as they are set out as soon as they are reduced (`ahead`): norm, clip and AdamW hide them.
-
-Two groups are ahead in stage 0, and stage 2 follows one group after stage 1, so that there is something to do while an
-exchange is on its way: 0 of groups 0 and 1; then 1 of group 0, 0 of group 2; 1 of group 1, 0 of group 3, 2 of group 0;
-and so on. One communicator carries the exchanges in that order; each starts once all ranks of the group have packed for
-it and the one before is done.
-
-The order is `order`'s, for engine and planner alike. What it takes is told to a `Pipeline`: the planner's `Clock` adds
-it up, to compare groupings by; the simulator draws it.
+Stages are told to a `Pipeline`: the planner's `Clock` adds them up, to compare groupings; the simulator draws them.
 """
 
 from collections import defaultdict
@@ -26,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.buffers import FP32, element_bytes, exchange_bytes
+from canzona_cli.costs.links import Group, Groups, Links, Transfer
+from canzona_cli.costs.model import least_before_updates
+from canzona_cli.costs.sharing import Share, shared_exchanges, shared_transfers
+from canzona_cli.costs.update import algorithm, implementation, memory_rate, step_factor
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.buckets import FP32, element_bytes
-from canzona_cli.planner.cost import algorithm, implementation, memory_rate, step_factor
-from canzona_cli.planner.exchange import Traffic, exchange_bytes, group_traffic, senders
-from canzona_cli.planner.links import Group, Groups, Links, Transfer
-from canzona_cli.planner.norm_clip import least_before_updates
-from canzona_cli.planner.parts import Share
-from canzona_cli.planner.sharing import shared_exchanges, shared_transfers
+from canzona_cli.planner.exchange import Traffic, group_traffic, senders
+from canzona_cli.planner.order import ahead, order, turns
 
 Activity = Literal["matrix_update", "exchange"]
 
@@ -45,9 +28,9 @@ class Job:
     matrix: Matrix
     host: int
     seconds: float
-    """Of its update by one rank."""
+    """The seconds of its update by one rank."""
     share: Share | None = None
-    """Where the TP group updates it together."""
+    """The price where the TP group updates it together."""
 
     @property
     def busy(self) -> float:
@@ -60,38 +43,8 @@ class Job:
         return self.matrix.elements if self.share is None else 0
 
 
-def order(groups: int) -> Iterator[tuple[int, int]]:
-    """Yields (group, stage) pairs, as all ranks of the TP group go through them."""
-    yield from ((group, 0) for group in range(ahead(groups)))
-    for tick in range(groups + 1):
-        for stage, group in ((1, tick), (0, tick + 2), (2, tick - 1)):
-            if 0 <= group < groups:
-                yield group, stage
-
-
-LANES = 2
-"""Shared matrices that take turns, each with scratch of its own: one of an even place, one of an odd one."""
-
-
-def turns(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields (matrix, part) pairs of shared matrices, as all ranks of the TP group go through them.
-
-    Args:
-        parts: of each matrix, between which its squares travel.
-    """
-    for first in range(0, len(parts), LANES):
-        taking = range(first, min(first + LANES, len(parts)))
-        for part in range(max(parts[matrix] for matrix in taking)):
-            yield from ((matrix, part) for matrix in taking if part < parts[matrix])
-
-
-def ahead(groups: int) -> int:
-    """The number of places at the front of `order` that come before the gradients' norm is known."""
-    return min(2, groups)
-
-
 class Pipeline[Moment](Protocol):
-    """What the ranks of a TP group do in the update phase, in order; a moment is when an exchange has landed."""
+    """The work of a TP group's ranks in the update phase, in order; a moment is when an exchange has landed."""
 
     def work(self, host: int, phase: Activity, seconds: float) -> None: ...
 
@@ -102,13 +55,13 @@ class Pipeline[Moment](Protocol):
         ...
 
     def norm(self) -> None:
-        """What is ahead of the gradients' norm is behind them; norm, clip and AdamW follow."""
+        """Tells that all exchanges have started that may start before the gradient norm is known."""
         ...
 
 
 class Clock:
-    """When each rank of a TP group is done, where every rank has a device of its own. Seconds since its gradients were
-    reduced.
+    """The time at which each rank of a TP group is done, where every rank has a device of its own. Seconds since its
+    gradients were reduced.
 
     Args:
         norm_s: of norm, clip and AdamW.
@@ -117,7 +70,7 @@ class Clock:
     def __init__(self, tp: int, norm_s: float = 0.0) -> None:
         self.now = [0.0] * tp
         self.begun = 0.0
-        """When all that comes before the updates is done."""
+        """The time at which the updates begin."""
         self._free, self._norm_s = 0.0, norm_s
 
     def work(self, host: int, phase: Activity, seconds: float) -> None:
@@ -137,7 +90,7 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class HostedPipeline:
-    """What a TP group's steps take."""
+    """The prices of a TP group's steps."""
 
     tp: int
     links: Links
@@ -145,13 +98,13 @@ class HostedPipeline:
     width: int = 2
     """Bytes of an element of a weight."""
     grad: int = FP32
-    """Of a gradient on its way."""
+    """Bytes of an element of a gradient on its way."""
     buffer: int = FP32
-    """Of a gradient where it was reduced."""
+    """Bytes of an element of a gradient where it was reduced."""
     taken: int = 0
     """Bytes of memory traffic per element of a weight behind its exchange."""
     own: int = 0
-    """And where its host stores it, besides its rounded copy, which is a part of the update."""
+    """Bytes per element where its host stores it, besides its rounded copy, which is a part of the update."""
     byte_s: float = 0.0
     """Seconds of memory traffic for each byte that is packed or unpacked."""
     launch_s: float = 0.0
@@ -159,12 +112,12 @@ class HostedPipeline:
     replay_s: float = 0.0
     """Seconds to launch a micro-group's updates as one graph; 0 where each operation has its own launch."""
     steps: int = 0
-    """Of Newton-Schulz."""
+    """The steps of Newton-Schulz."""
     updating: float = 1.0
     exchanging: float = 1.0
     """Measured time of whole steps over that of their parts, of updates and of exchanges."""
     norm_s: float = 0.0
-    """Of norm, clip and AdamW, at least; they hide the first exchanges."""
+    """Seconds of norm, clip and AdamW, at least; they hide the first exchanges."""
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> "HostedPipeline":
@@ -205,11 +158,11 @@ class HostedPipeline:
 
     @property
     def _received(self) -> int:
-        """And behind it."""
+        """Bytes of memory traffic per element of a gradient after its exchange."""
         return self.grad + FP32
 
     def seconds(self, groups: Sequence[Sequence[Job]], known: "Loads | None" = None) -> float:
-        """From the first step to the last without norm, clip and AdamW, for an owner's groups in this order.
+        """Times an owner's groups in this order, from the first step to the last, without norm, clip and AdamW.
 
         Args:
             known: what groups of the very same jobs came to before; found ones are added.
@@ -302,20 +255,20 @@ class HostedPipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one micro-group comes to."""
+    """The work and exchanges of one micro-group."""
 
     work: tuple[tuple[tuple[tuple[Activity, float], ...], ...], ...]
-    """By stage and host: seconds of each thing it does, in order."""
+    """The seconds of each thing a host does, in order, by stage and host."""
     exchanges: tuple[Transfer, ...]
-    """By stage but the last: what travels behind it."""
+    """The exchange after each stage but the last."""
 
 
 Loads = dict[tuple[int, ...], Load]
-"""By the group's matrices, for jobs that have the same hosts and shares every time."""
+"""Known loads by the group's matrices, for jobs that have the same hosts and shares every time."""
 
 
 class _Asked:
-    """What one micro-group asks of each TP rank: elements, matrices, and seconds."""
+    """The elements, matrices and seconds that one micro-group asks of each TP rank."""
 
     def __init__(self, pipeline: HostedPipeline, group: Sequence[Job]) -> None:
         tp = pipeline.tp

@@ -1,18 +1,82 @@
-"""Plan files: their default place, and reading one back for the run it was made for and no other."""
+"""Plan files: finds or makes the plan of a run, reads stored plans, and tells in what two plans differ."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.reading import Unreadable, parse_json, read_plain
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.sharing import shares
+from canzona_cli.costs.update import update_costs
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.shapes import ModelShapes
-from canzona_cli.planner.plan import VERSION, Plan, content_hash
-from canzona_cli.planner.plan_difference import differences
-from canzona_cli.planner.planner import make_plan
-from canzona_cli.planner.sharing import shares
-from canzona_cli.planner.subject import planned_matrices, subject, update_costs
+from canzona_cli.planner.make import make_plan, planned_matrices, subject
+from canzona_cli.planner.plan import VERSION, Plan, Subject, content_hash
+
+Difference = tuple[str, object, object]
+"""Key, value in one, value in the other."""
+_IDENTITY: Mapping[str, tuple[str, ...]] = {
+    "matrices": ("name",),
+    "buckets": ("stage", "index"),
+    "micro_groups": ("stage", "owner", "index"),
+}
+"""The fields that identify an entry of a part."""
+
+
+def differences(had: Subject, want: Subject) -> list[Difference]:
+    """(key, value in `had`, value in `want`) of everything in which two subjects differ."""
+    first, second = had.flat(), want.flat()
+    return [
+        (key, first.get(key), second.get(key))
+        for key in dict.fromkeys([*first, *second])
+        if first.get(key) != second.get(key)
+    ]
+
+
+def first_difference(plan: Plan, other: Plan) -> Difference | None:
+    """(key, value in `plan`, value in `other`); None where their hashes are equal.
+
+    What comes first causes what follows, as far as that is so: what they were computed from (`layout.tp`), matrices
+    (`matrices[layers.3.gate].owner`), buckets (`buckets[stage 0, index 2].reduction`), micro-groups, bounds. A value
+    that only one of them has is None in the other.
+    """
+    if plan.hash == other.hash:
+        return None
+    if plan.version != other.version:
+        return "version", plan.version, other.version
+    subjects = differences(plan.subject, other.subject)
+    if subjects:
+        return subjects[0]
+    mine, theirs = plan.content(), other.content()
+    for part, names in _IDENTITY.items():
+        found = _compared(part, _named(mine[part], names), _named(theirs[part], names))
+        if found is not None:
+            return found
+    return _compared("lower_bounds", mine["lower_bounds"], theirs["lower_bounds"])
+
+
+def _named(rows: object, names: Sequence[str]) -> dict[str, object]:
+    assert isinstance(rows, list)
+    label = "{0}" if len(names) == 1 else ", ".join(f"{name} {{{place}}}" for place, name in enumerate(names))
+    return {
+        f"[{label.format(*(row[name] for name in names))}]": {f".{key}": value for key, value in row.items()}
+        for row in rows
+    }
+
+
+def _compared(key: str, mine: object, theirs: object) -> Difference | None:
+    if mine == theirs:
+        return None
+    pairs: Sequence[tuple[str, object, object]] = ()
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        pairs = [(name, mine.get(name), theirs.get(name)) for name in dict.fromkeys([*mine, *theirs])]
+    elif isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
+        pairs = [(f"[{place}]", a, b) for place, (a, b) in enumerate(zip_longest(mine, theirs))]
+    found = (_compared(key + name, a, b) for name, a, b in pairs)
+    return next((one for one in found if one is not None), (key, mine, theirs))
+
 
 FOLDER = Path("plans")
 _MAKE_ANEW = "make a new one with `canzona plan`"
@@ -91,7 +155,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def _written(path: Path) -> tuple[float, str]:
-    """When, and under which name; a link that leads nowhere long ago."""
+    """Returns when it was written, and its name; a link that leads nowhere long ago."""
     try:
         return path.stat().st_mtime, path.name
     except OSError:

@@ -1,24 +1,127 @@
-"""How a bucket's gradients get to their owners and its weights back: what every way takes, and which one is chosen."""
+"""A bucket's uneven shares in native collectives of equal parts: who has what of it, and hands it to whom.
+
+A reduce-scatter and an all-gather give every rank as much as any other; owners' shares are not alike:
+
+    ranges of a bucket | 0: aaaaaa | 1: b | 2: cc |
+    equal parts        | aaa | aaa | bcc |     Megatron's buffer as it lies: rank 1 still has to hand its part to 0, and
+                                               rank 2 b to 1
+
+An all-to-all after the reduce-scatter (before the all-gather) hands over what is not where it belongs. Its messages lie
+in the order of ranks, so parts are cut into runs of ascending owners with an all-to-all each; one is usual. Only
+owners' own shares are copied. Where every part is its owner's, nothing is handed over: it
+is Megatron's own collective.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import groupby, pairwise
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import Gathering, Layout, Reduction, RunConfig
+from canzona_cli.costs.buffers import element_bytes
+from canzona_cli.costs.links import Groups, Links, Transfer
+from canzona_cli.costs.update import memory_rate
 from canzona_cli.model.families import matrix_copies
-from canzona_cli.planner.buckets import element_bytes
-from canzona_cli.planner.cost import memory_rate
-from canzona_cli.planner.links import Groups, Links, Transfer
-from canzona_cli.planner.parts import Bucket, PlanSettings
-from canzona_cli.planner.rings import handed, handovers, shares
+from canzona_cli.planner.plan import Bucket, PlanSettings, Range
+
+
+class Segment(NamedTuple):
+    """Consecutive elements of a bucket on one rank's part, of one owner; alignment behind a range belongs to it."""
+
+    owner: int
+    start: int
+    end: int
+
+
+Run = tuple[Segment, ...]
+"""A run of one rank's part: adjoining segments, each of a later owner than the one before."""
+
+
+def shares(bucket: Bucket) -> dict[int, int]:
+    """Elements of each owner that has any, alignment inside its ranges included."""
+    found: dict[int, int] = {}
+    for part in bucket.ranges:
+        found[part.owner] = found.get(part.owner, 0) + part.end - part.start
+    return found
+
+
+def handovers(bucket: Bucket, ranks: int) -> tuple[tuple[Run, ...], ...]:
+    """All-to-alls of a ring, in order: of each rank, the run of its part that it hands over (is handed).
+
+    Together they are the whole bucket, in which each rank's part is `bucket.elements / ranks`; none where every part is
+    its owner's.
+    """
+    return _handovers(bucket.ranges, bucket.elements, ranks)
+
+
+@lru_cache(maxsize=1024)
+def _handovers(ranges: tuple[Range, ...], elements: int, ranks: int) -> tuple[tuple[Run, ...], ...]:
+    parts = _parts(ranges, elements, ranks)
+    if all(segment.owner == rank for rank, part in enumerate(parts) for segment in part):
+        return ()
+    runs = [_runs(part) for part in parts]
+    return tuple(
+        tuple(of_part[number] if number < len(of_part) else () for of_part in runs)
+        for number in range(max(map(len, runs)))
+    )
+
+
+def handed(bucket: Bucket, ranks: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """Counts, for each of `handovers`, the elements that every rank hands over of its part, and is handed of its
+    share."""
+    return _handed(bucket.ranges, bucket.elements, ranks)
+
+
+@lru_cache(maxsize=1024)
+def _handed(
+    ranges: tuple[Range, ...], elements: int, ranks: int
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    found = []
+    for runs in _handovers(ranges, elements, ranks):
+        there, owned = [0] * ranks, [0] * ranks
+        for rank, run in enumerate(runs):
+            for owner, start, end in run:
+                if owner != rank:
+                    there[rank] += end - start
+                    owned[owner] += end - start
+        found.append((tuple(there), tuple(owned)))
+    return tuple(found)
+
+
+def _parts(ranges: Sequence[Range], elements: int, ranks: int) -> list[list[Segment]]:
+    """Segments of each rank's part, ascending."""
+    part = elements // ranks
+    found: list[list[Segment]] = [[] for _ in range(ranks)]
+    borders = [0, *(later.start for later in ranges[1:]), elements]
+    for held, (start, end) in zip(ranges, pairwise(borders), strict=True):
+        while start < end:
+            rank = start // part
+            stop = min(end, (rank + 1) * part)
+            # A part that only pads the bucket stays where it is.
+            found[rank].append(Segment(held.owner if start < held.end else rank, start, stop))
+            start = stop
+    return found
+
+
+def _runs(part: Sequence[Segment]) -> list[Run]:
+    runs: list[list[Segment]] = []
+    for segment in part:
+        if not runs or segment.owner < runs[-1][-1].owner:
+            runs.append([segment])
+        elif segment.owner == runs[-1][-1].owner:
+            runs[-1][-1] = runs[-1][-1]._replace(end=segment.end)
+        else:
+            runs[-1].append(segment)
+    return [tuple(run) for run in runs]
+
 
 Native = Literal["reduce_scatter", "all_gather"]
 
 GATHERED: Mapping[Reduction, Gathering] = MappingProxyType({"reduce": "broadcast", "ring": "ring"})
-"""How weights come back where a way was asked for; else it is chosen apart."""
+"""The way weights come back where a way was asked for; else it is chosen apart."""
 GATHERED_AHEAD = 4
 """Buckets whose weights are on their way at the same time: what the first forward needs first starts with the end of
 the updates, and whoever waits for one starts the one so many places behind it. With one, as Megatron has it, the second
@@ -34,7 +137,7 @@ def scratch_bytes(bucket: Bucket, owners: int, grad_bytes: int) -> dict[int, int
 
 
 def gathering_bytes(bucket: Bucket, owners: int, weight_bytes: int) -> dict[int, int]:
-    """The same while its weights travel: in a ring, one's own share in the order in which it is handed over."""
+    """Returns the same while its weights travel: in a ring, a rank's share in the order in which it is handed over."""
     return _shares_in_ring(bucket, owners, weight_bytes) if bucket.gathering == "ring" else {}
 
 
@@ -45,7 +148,7 @@ def _shares_in_ring(bucket: Bucket, owners: int, width: int) -> dict[int, int]:
 
 
 def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
-    """How many a rank takes part in: to reduce the bucket's gradients, to gather its weights."""
+    """Counts the collectives that a rank takes part in: to reduce the bucket's gradients, to gather its weights."""
     if owners == 1:
         return 0, 0
     each: Mapping[Reduction | Gathering, int] = {
@@ -57,7 +160,8 @@ def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
 
 
 def sent_elements(bucket: Bucket, way: Reduction | Gathering, owners: int) -> float:
-    """What a rank sends of a bucket; in a ring, what ranks hand over in addition is an n-th, in the mean."""
+    """Returns the elements that a rank sends of a bucket; in a ring, what ranks hand over in addition is an n-th, in
+    the mean."""
     return bucket.elements * (1 if way == "ring" and owners > 1 else (owners - 1) / owners)
 
 
@@ -166,7 +270,7 @@ class ReductionModel:
         return collective(elements * self._bytes(kind), self._group)
 
     def _bytes(self, kind: Native) -> int:
-        """Of an element on its way."""
+        """Returns the bytes of an element on its way."""
         return self._grad if kind == "reduce_scatter" else self._width
 
 

@@ -1,4 +1,4 @@
-"""When each matrix renews its preconditioner (Shampoo, SOAP and their kin), and what that makes of a period's steps.
+"""The steps in which matrices renew their preconditioners (Shampoo, SOAP and their kin), and how long steps get.
 
 A refresh takes as long as many plain updates, and in every step all ranks wait for the slowest. So refreshes take
 turns: those of one rank are spread over the period, and steps that are full on one rank are full on all.
@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from canzona_cli.config.schema import KroneckerConfig, RunConfig
+from canzona_cli.costs.update import ROUNDING, algorithm, peak_seconds, seconds
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.cost import ROUNDING, algorithm, peak_seconds, seconds
-from canzona_cli.planner.parts import Cell
+from canzona_cli.planner.plan import Cell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,25 +19,25 @@ class RankWork:
     """A rank's matrix updates."""
 
     every_s: float
-    """Of every step, without refreshes."""
+    """The seconds of every step, without refreshes."""
     refreshes_s: Sequence[float]
-    """Of each matrix."""
+    """The seconds of each matrix's refresh."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refreshes:
-    """Who refreshes when."""
+    """The steps in which matrices refresh."""
 
     turns: dict[int, int]
-    """By matrix: it refreshes when the steps it has made and this add up to a multiple of the period."""
+    """The turn of each matrix: it refreshes when the steps it has made and this add up to a multiple of the period."""
     steps_s: tuple[float, ...]
-    """Of matrix updates on the slowest rank, by turn."""
+    """The seconds of matrix updates on the slowest rank, by turn."""
     most_s: float
-    """The same in a mean step of the rank that has most to do in a period."""
+    """The seconds in a mean step of the rank that has most to do in a period."""
 
     @property
     def mean_s(self) -> float:
-        """Of matrix updates in a mean step, each as long as on its slowest rank."""
+        """The seconds of matrix updates in a mean step, each as long as on its slowest rank."""
         return sum(self.steps_s) / len(self.steps_s)
 
 
@@ -63,7 +63,7 @@ def refreshes(config: RunConfig, chosen: KroneckerConfig, ranks: Iterable[Sequen
 
 
 def by_rank(matrices: Sequence[Matrix], cells: Sequence[Cell] | None) -> list[list[Matrix]]:
-    """What each rank updates: each cell of a stage, or, without cells, each stage."""
+    """Lists what each rank updates: each cell of a stage, or, without cells, each stage."""
     found: dict[tuple[int, Cell | None], list[Matrix]] = {}
     for matrix in matrices:
         found.setdefault((matrix.stage, None if cells is None else cells[matrix.index]), []).append(matrix)

@@ -28,7 +28,7 @@ from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.statistics import Quartiles, Speedup
 from canzona_cli.run.words import MISSING, clean, layout_code, milliseconds, number, overhead
-from canzona_cli.simulate.study import Study
+from canzona_cli.simulate.compare import Study
 
 TITLES: Mapping[SweepKind, str] = {
     "alpha": "Balance communication (0) or compute (1) over data-parallel ranks",

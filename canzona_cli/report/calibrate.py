@@ -13,9 +13,9 @@ from canzona_cli.calibrate.measurement import Measurement, Quantity
 from canzona_cli.calibrate.profile import measured_runs
 from canzona_cli.config.recipes import shown
 from canzona_cli.config.schema import ClusterConfig, RunConfig
+from canzona_cli.costs.links import Group, Links
+from canzona_cli.costs.update import Implementation, adamw_seconds, algorithm, label, matmul_rate, seconds
 from canzona_cli.launch.view import TrainView
-from canzona_cli.planner.cost import Implementation, adamw_seconds, algorithm, label, matmul_rate, seconds
-from canzona_cli.planner.links import Group, Links
 from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.report.tables import Table
 from canzona_cli.run.records import StageEvent

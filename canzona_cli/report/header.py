@@ -9,7 +9,7 @@ from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.words import clean, count, duration, layout_code, layout_words, plural, size, step_time
-from canzona_cli.simulate.outlook import Outlook
+from canzona_cli.simulate.predict import Outlook
 
 if TYPE_CHECKING:
     from canzona_cli.launch.view import Earlier  # and with it all records of a run, which plans do without

@@ -8,9 +8,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.config.schema import Gathering, Reduction
+from canzona_cli.costs.memory import GIB
+from canzona_cli.costs.work import RULES
 from canzona_cli.planner.measures import UpdateKind, kinds
-from canzona_cli.planner.memory import GIB
-from canzona_cli.planner.work import RULES
 from canzona_cli.report.charts import MEMORY, heat_map, legend, owners_a_column, stacked
 from canzona_cli.report.header import describe_batch, describe_layout, outlook_rows, rank_word
 from canzona_cli.report.page import Page, Screen, Wrapped, headed, items, labelled, note, wrapped
@@ -19,8 +19,8 @@ from canzona_cli.run.breakdown import SimulatedEvent
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.phases import LABELS, PHASES, STREAMS
 from canzona_cli.run.words import MISSING, clean, count, milliseconds, overhead, plural, size, step_time, traffic
-from canzona_cli.simulate.simulate import StrategyResult
-from canzona_cli.simulate.study import STRATEGIES, Study, Variant
+from canzona_cli.simulate.compare import STRATEGIES, Study, Variant
+from canzona_cli.simulate.step import StrategyResult
 
 _NO_GAP = 1e-6
 """A smaller difference between plan and bound is rounding."""

@@ -12,16 +12,15 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.search import Found, Tried, search
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.costs.memory import GIB, capacity
 from canzona_cli.errors import DoesNotFit
-from canzona_cli.planner.memory import GIB, capacity
-from canzona_cli.planner.planner import make_plan, plannable
+from canzona_cli.planner.make import make_plan, plannable
 from canzona_cli.report.header import layout_name, optimizer_words, rank_word
 from canzona_cli.report.page import Page, Screen, headed, note, wrapped
 from canzona_cli.report.tables import GroupedTable, Table, columns
 from canzona_cli.run.words import clean, count, layout_code, number, overhead, plural, step_time
-from canzona_cli.simulate.outlook import Outlook, outlook
-from canzona_cli.simulate.spent import LABELS
-from canzona_cli.simulate.study import Study, study_run
+from canzona_cli.simulate.compare import Study, study_run
+from canzona_cli.simulate.predict import LABELS, Outlook, outlook
 
 VERSION = 2
 """The version of what `--json` prints; additions keep it."""
@@ -167,7 +166,7 @@ class FastestLayouts(Page):
         yield wrapped(self._why())
         yield wrapped(
             f"{self.found.legal:,} layouts are possible and fit; {self.found.simulated:,} were simulated, and the "
-            + ("others take longer than these by a proven bound." if self.found.proven else "others seem slower."),
+            "others seem slower.",
             "dim",
         )
 

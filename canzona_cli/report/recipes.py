@@ -8,9 +8,9 @@ from rich.console import RenderableType
 from canzona_cli.cluster import fit
 from canzona_cli.cluster.layouts import Candidate, candidates
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.costs.memory import GIB, capacity
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.families import family_of, parameter_count
-from canzona_cli.planner.memory import GIB, capacity
 from canzona_cli.report.header import optimizer_words
 from canzona_cli.report.page import Page, Screen, headed, wrapped
 from canzona_cli.report.tables import Table

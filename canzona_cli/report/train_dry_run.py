@@ -9,6 +9,7 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.secrets import redacted, shown_value
+from canzona_cli.costs.memory import GIB, MemoryEstimate
 from canzona_cli.errors import CanzonaError
 from canzona_cli.launch.torchrun import (
     ENDPOINT_PLACEHOLDER,
@@ -19,7 +20,6 @@ from canzona_cli.launch.torchrun import (
 )
 from canzona_cli.model.routing import routing
 from canzona_cli.planner.measures import balance
-from canzona_cli.planner.memory import GIB, MemoryEstimate
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.report.header import (
     describe_batch,
@@ -33,7 +33,7 @@ from canzona_cli.report.header import (
 from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.words import clean, plural
-from canzona_cli.simulate.outlook import Outlook
+from canzona_cli.simulate.predict import Outlook
 
 VERSION = 1
 

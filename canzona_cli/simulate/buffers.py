@@ -1,4 +1,4 @@
-"""What data parallelism moves: the chunks of a stage's gradient buffers, as Megatron fills and sends them.
+"""The traffic of data parallelism: the chunks of a stage's gradient buffers, as Megatron fills and sends them.
 
 A chunk is a bucket as the simulator needs it: how long its reduction and its gathering take, and which module of the
 stage completes its gradients (the first one of the forward pass that has a parameter in it) and needs its parameters.
@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.buffers import bucket_elements, element_bytes
+from canzona_cli.costs.links import Groups, Links, Transfer, strided
+from canzona_cli.costs.model import StageTime
 from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Part
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.buckets import bucket_elements, element_bytes
-from canzona_cli.planner.links import Groups, Links, Transfer, strided
-from canzona_cli.planner.parts import Bucket
+from canzona_cli.planner.plan import Bucket
 from canzona_cli.planner.reduction import ReductionModel
-from canzona_cli.simulate.model_time import StageTime
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from itertools import chain, islice, zip_longest
 from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import Layout
-from canzona_cli.planner.activations import forwards_ahead
-from canzona_cli.planner.links import Transfer
+from canzona_cli.costs.activations import forwards_ahead
+from canzona_cli.costs.links import Transfer
+from canzona_cli.costs.model import Module, StageTime
 from canzona_cli.simulate.buffers import Chunk
-from canzona_cli.simulate.model_time import Module, StageTime
 from canzona_cli.simulate.timeline import Ran, Timeline
 
 Direction = Literal["forward", "backward"]
@@ -33,33 +33,33 @@ class _Pass(NamedTuple):
     chunk: int
     micro: int
     waits: bool = True
-    """Whether the rank goes on only once what it has computed has arrived. Megatron's p2p communication does, but for
-    the backward transfers between model chunks while both directions take turns: one behind the next pass."""
+    """True where the rank goes on only once what it has computed has arrived. Megatron's p2p communication does, but
+    for the backward transfers between model chunks while both directions take turns: one behind the next pass."""
     gathers: int | None = None
     """The model chunk that an aligned gathering starts with right before this pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """What the rank of one pipeline stage does up to reduced gradients."""
+    """The work of one pipeline stage's rank up to reduced gradients."""
 
     time: StageTime
     chunks: Sequence[Chunk]
-    """In the order of the gradient buffers: last registered parameters first."""
+    """The chunks in the order of the gradient buffers: last registered parameters first."""
     begin_s: float
     """Before the first forward."""
     tail_s: float
-    """What follows the gradient reduction before its result is complete."""
+    """The seconds after the gradient reduction until its result is complete."""
     early: Sequence[int] = ()
     """Chunks that the last step has started gathering, in this order."""
     chain: Sequence[int] | None = None
     """In which order others follow: behind one that was waited for, the one `ahead` places behind it here; None for
     all, the last one first."""
     aligned: bool = False
-    """Whether gatherings start by whole model chunks instead, as Megatron-LM's `align_param_gather` has them: the first
-    two before the first pass, each other one when the chunk before it begins on the first stage."""
+    """True where gatherings start by whole model chunks instead, as Megatron-LM's `align_param_gather` has them: the
+    first two before the first pass, each other one when the chunk before it begins on the first stage."""
     meets: bool = False
-    """Whether it waits in there for the other stage with a copy of a tied embedding, to sum their gradients."""
+    """True where it waits in there for the other stage with a copy of a tied embedding, to sum their gradients."""
 
 
 class IterationTimeline:
@@ -87,9 +87,9 @@ class IterationTimeline:
         self._ahead, self._timeline = ahead, timeline
         self._last = [0] * len(stages)
         self._gathered: list[dict[int, int]] = [{} for _ in stages]
-        """By stage: the task that gathers a chunk of its buffers."""
+        """The tasks that gather a chunk of a stage's buffers, by stage."""
         self._reducing: list[list[int]] = [[] for _ in stages]
-        """By stage: the tasks that reduce chunks."""
+        """The tasks that reduce chunks, by stage."""
         for stage, work in enumerate(stages):
             self._compute_task(stage, "other", work.begin_s)
             for number in work.early:
@@ -101,7 +101,7 @@ class IterationTimeline:
         self._asked: dict[_Message, int] = {}
         """The task behind which the rank that a message is for asks for it."""
         self._leaving: list[int | None] = [None] * len(stages)
-        """By stage: the message that its rank has not waited for."""
+        """The message that a stage's rank has not waited for, by stage."""
         self._build()
         ran = self._timeline.run()
         if units:
@@ -117,7 +117,7 @@ class IterationTimeline:
         self.reduced_s = [
             (max(end, met) if work.meets else end) + work.tail_s for end, work in zip(reduced, stages, strict=True)
         ]
-        """By stage: when its gradients are reduced."""
+        """The time at which a stage's gradients are reduced, by stage."""
 
     def phases(self, stage: int) -> dict[str, float]:
         """Seconds of the stage's rank up to reduced gradients, waits under what was waited for; and totals."""

@@ -1,21 +1,24 @@
-"""How long a run's step is predicted to take: the entry to the simulator for everyone who has a run."""
+"""The prediction of a run's step: the entry to the simulator for everyone who has a run."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from typing import Final
 
 from canzona_cli.config.execution import AnyStrategy, splitting_of, strategy_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.buffers import bucket_elements, lay_out
+from canzona_cli.costs.memory import checkpoint_bytes, estimate
+from canzona_cli.costs.model import stage_time
+from canzona_cli.costs.update import implementation, update_costs
+from canzona_cli.model.families import flops_per_token
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.buckets import bucket_elements, even_bucket, lay_out, stage_parameters, stages
-from canzona_cli.planner.cost import implementation
-from canzona_cli.planner.memory import estimate, plan_memory
-from canzona_cli.planner.parts import Assignment, Bucket, Cell
-from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.subject import update_costs
+from canzona_cli.planner.buckets import even_bucket, stage_parameters, stages
+from canzona_cli.planner.memory import plan_memory
+from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan
 from canzona_cli.run.breakdown import Prediction
 from canzona_cli.run.machine import cores
-from canzona_cli.simulate.simulate import StrategyResult, simulate
+from canzona_cli.simulate.step import StrategyResult, simulate
 from canzona_cli.simulate.update import Workload
 
 
@@ -87,7 +90,7 @@ def simulate_strategy(
 def layerwise(
     matrices: Sequence[Matrix], layout: Layout, bucket_elements: int | None = None
 ) -> tuple[Assignment, tuple[Bucket, ...]]:
-    """Where `LayerWiseDistributedOptimizer` of megatron-core 0.19 puts every matrix, and its buckets.
+    """Places matrices and buckets as `LayerWiseDistributedOptimizer` of megatron-core 0.19 does.
 
     Whole parameters are packed into equal padded shards by elements (`lay_out`). Hosts mean nothing: every TP rank of
     an owner updates its matrices.
@@ -123,3 +126,96 @@ def with_cores(config: RunConfig) -> RunConfig:
     if cluster.device != "cpu" or cluster.cores is not None:
         return config
     return replace(config, cluster=replace(cluster, cores=cores()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """The outlook of a run without pauses."""
+
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float
+    """Model FLOPs over the profile's bf16 peak, as runs measure it."""
+    training_s: float
+    """All steps; without start, saves and validation."""
+    checkpoint_bytes: int
+    """The bytes of one checkpoint."""
+    checkpoints_kept: int
+    """The checkpoints kept at the end, where the run is long enough for all that are to be kept."""
+    host_bytes: int
+    """The bytes of each machine's own memory that saves keep from the first one on, on average: copies of what its
+    ranks save."""
+
+
+def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
+    """Looks ahead at a resolved run whose step takes `iteration_s`."""
+    train, keep = config.train, config.checkpoint
+    tokens_per_s = layout.global_batch_size * train.seq_length / iteration_s
+    per_gpu, saved = tokens_per_s / layout.world_size, checkpoint_bytes(config)
+    machines = config.cluster.nodes or -(-layout.world_size // config.cluster.gpus_per_node)
+    return Outlook(
+        tokens_per_s=tokens_per_s,
+        tokens_per_s_per_gpu=per_gpu,
+        mfu=per_gpu * flops_per_token(config.model, train.seq_length) / (config.cluster.bf16_tflops * 1e12),
+        training_s=train.steps * iteration_s,
+        checkpoint_bytes=saved,
+        checkpoints_kept=keep.keep + (train.steps // keep.keep_every if keep.keep_every else 0),
+        host_bytes=round(saved / machines),
+    )
+
+
+LABELS: Final = {
+    "compute_s": "compute",
+    "recompute_s": "recomputation",
+    "tensor_s": "TP and CP exchanges",
+    "pipeline_s": "pipeline",
+    "reduce_s": "gradient reduction",
+    "gather_s": "parameter gathering",
+    "update_s": "updates",
+    "other_s": "other",
+}
+"""The names of `Spent`'s fields for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """Seconds of the slowest rank; they add up to the iteration."""
+
+    compute_s: float
+    """Forward and backward."""
+    recompute_s: float
+    tensor_s: float
+    """Tensor-parallel exchanges in forward and backward, and what slices of a sequence tell one another."""
+    pipeline_s: float
+    """Waiting for other stages."""
+    reduce_s: float
+    """The reduction of gradients, as far as no backward hides it."""
+    gather_s: float
+    """The gathering of parameters, as far as no forward hides it."""
+    update_s: float
+    """Norm and clipping, exchange, matrix update and AdamW."""
+    other_s: float
+
+    @property
+    def limits(self) -> list[tuple[str, float]]:
+        """(label, seconds) of all but compute, the most first."""
+        found = [(LABELS[field.name], getattr(self, field.name)) for field in fields(self)[1:]]
+        return sorted(found, key=lambda limit: -limit[1])
+
+
+def spent(config: RunConfig, layout: Layout, result: StrategyResult) -> Spent:
+    """Divides the time of a simulated iteration's slowest rank."""
+    phases = result.phases
+    stage = stage_time(config, layout, result.slowest_rank // (layout.tp * layout.owners))
+    count = layout.num_microbatches
+    again_s = count * sum(module.again_s for module in stage.modules)
+    tensor_s = count * sum(transfer.seconds for module in stage.modules for transfer in module.moves)
+    compute_s = phases["forward"] + phases["backward"] - again_s - tensor_s
+    known = {
+        "pipeline_s": phases["pipeline"],
+        "reduce_s": phases["grad_reduce"],
+        "gather_s": phases["param_gather"],
+        "update_s": sum(phases[name] for name in ("norm_clip", "exchange", "matrix_update", "adamw_update")),
+    }
+    other_s = result.iteration_s - compute_s - again_s - tensor_s - sum(known.values())
+    return Spent(compute_s=compute_s, recompute_s=again_s, tensor_s=tensor_s, other_s=max(0.0, other_s), **known)

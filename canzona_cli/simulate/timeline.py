@@ -31,18 +31,18 @@ class Task(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """When a task ran, and what held it up."""
+    """The times of a task, and what held it up."""
 
     start: float
     end: float
     ready: float
-    """When its stream was free for it; `start - ready` is the wait."""
+    """The time at which its stream was free for it; `start - ready` is the wait."""
     held_by: int | None
     """The task of another stream it waited for last; None where it did not wait."""
 
 
 _PROCESSOR = ("processor",)
-"""What tasks that keep cores busy share, in the place of a link."""
+"""The cores that tasks share, in the place of a link."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class _Shared:
     cores: float | None = None
     """None for a link."""
     crowding: float = 1.0
-    """How many times longer than even shares tasks take that want twice the cores there are, or more."""
+    """The number of times longer than even shares tasks take that want twice the cores there are, or more."""
     wanted: float = 0.0
     """Cores that active tasks would keep busy."""
     served: float = 0.0
@@ -62,7 +62,7 @@ class _Shared:
 
     @property
     def rate(self) -> float:
-        """Of each active task, as a share of full."""
+        """The rate of each active task, as a share of full."""
         if self.cores is None:
             return 1.0 / len(self.active)
         return 1.0 if self.wanted <= self.cores else 1.0 / crowded(self.wanted / self.cores, self.crowding)
@@ -81,7 +81,8 @@ class _Shared:
 
 
 def crowded(wanted: float, crowding: float) -> float:
-    """How many times longer a task takes than alone where `wanted` times the cores are wanted that there are."""
+    """Returns how many times longer a task takes than alone where `wanted` times the cores are wanted that there
+    are."""
     if wanted <= 1.0:
         return 1.0
     return wanted * (1.0 + (crowding - 1.0) * min(1.0, wanted - 1.0))

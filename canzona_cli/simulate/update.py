@@ -15,14 +15,13 @@ from typing import Literal
 
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.buffers import FP32, exchange_bytes
+from canzona_cli.costs.links import Transfer
+from canzona_cli.costs.update import algorithm, memory_rate
+from canzona_cli.costs.work import RULES
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.buckets import FP32
-from canzona_cli.planner.cost import algorithm, memory_rate
-from canzona_cli.planner.exchange import exchange_bytes
-from canzona_cli.planner.links import Transfer
-from canzona_cli.planner.parts import Assignment, Bucket, MicroGroup
 from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Job, Pipeline
-from canzona_cli.planner.work import RULES
+from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 from canzona_cli.simulate.timeline import Ran, Timeline
 
 Segment = tuple[Literal["compute", "exchange"], str, float, float]
@@ -31,7 +30,7 @@ Segment = tuple[Literal["compute", "exchange"], str, float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a strategy updates: who, where and when."""
+    """The matrices that a strategy updates: who, where and when."""
 
     strategy: AnyStrategy
     matrices: Sequence[Matrix] = ()
@@ -40,7 +39,7 @@ class Workload:
     assignment: Assignment | None = None
     """Owners and hosts; layerwise uses owners alone; None for sc and adamw, which have neither."""
     buckets: Sequence[Bucket] = ()
-    """Of the matrices' buffer; layerwise's have equal padded shards. Empty for sc and adamw."""
+    """The buckets of the matrices' buffer; layerwise's have equal padded shards. Empty for sc and adamw."""
     groups: Sequence[MicroGroup] = ()
     """Micro-groups, for canzona, paper and asc."""
 
@@ -53,12 +52,12 @@ class RankUpdate:
     exchange_s: float
     """Exposed: waiting for an exchange, packing and unpacking."""
     exchange_total_s: float
-    """In flight, packing and unpacking included."""
+    """The seconds in flight, packing and unpacking included."""
     segments: tuple[Segment, ...]
     packed_s: float = 0.0
-    """What it packs ahead of the norm: no part of `exchange_s`, but of the total."""
+    """The seconds it packs before the norm: no part of `exchange_s`, but of the total."""
     begun_s: float = 0.0
-    """From reduced gradients to the beginning."""
+    """The seconds from reduced gradients to the beginning."""
 
     @property
     def seconds(self) -> float:
@@ -174,7 +173,7 @@ class Crowded:
     ) -> None:
         self._timeline, self._name, self._copies, self._alike = timeline, name, copies, alike
         self.begin, self._norm_s, self._adamw_s = list(after), norm_s, adamw_s
-        """By host, the task that the update begins behind."""
+        """The task, by host, that the update begins behind."""
         self._first, self._last = list(after), list(after)
         self._waits: list[list[int]] = [[number] for number in after]
         self._own: list[list[int]] = [[] for _ in range(hosts)]
@@ -211,7 +210,7 @@ class Crowded:
         return self._task(host, "other", 0.0)
 
     def results(self, ran: Sequence[Ran]) -> tuple[RankUpdate, ...]:
-        """By host, from the end of what it began behind."""
+        """Returns results by host, from the end of what it began behind."""
         found = []
         for own, first, begin, last in zip(self._own, self._first, self.begin, self._last, strict=True):
             zero = ran[first].end

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.activations import stage_weights
+from canzona_cli.costs.buffers import FP32, exchange_bytes
+from canzona_cli.costs.links import Transfer
+from canzona_cli.costs.model import NormClip
+from canzona_cli.costs.update import adamw_seconds, implementation, step_factor
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.activations import stage_weights
-from canzona_cli.planner.buckets import FP32
-from canzona_cli.planner.cost import adamw_seconds, implementation, step_factor
-from canzona_cli.planner.exchange import exchange_bytes
-from canzona_cli.planner.links import Transfer
-from canzona_cli.planner.norm_clip import NormClip
-from canzona_cli.planner.parts import MicroGroup
+from canzona_cli.planner.plan import MicroGroup
 from canzona_cli.simulate.timeline import Timeline
 from canzona_cli.simulate.update import Crowded, RankUpdate, UpdateModel, Workload
 
@@ -25,9 +24,9 @@ class Team:
     stage: int
     owner: int
     hosts: int
-    """How many of its ranks have work of their own; the others do the same as one of them."""
+    """The number of its ranks that have work of their own; the others do the same as one of them."""
     ranks: int
-    """How many ranks one host stands for, those of later owners that do the same among them."""
+    """The number of ranks one host stands for, those of later owners that do the same among them."""
     elements: int
     """Gradient elements each holds reduced."""
     clipped: int
@@ -49,12 +48,12 @@ class CellUpdate:
 
     @property
     def seconds(self) -> float:
-        """From clipped gradients to the last updated weight."""
+        """The seconds from clipped gradients to the last updated weight."""
         return self.adamw_s + self.update.seconds
 
 
 class UpdatePhase:
-    """What a strategy's ranks do between clipped gradients and updated weights, by rank.
+    """The work of a strategy's ranks between clipped gradients and updated weights, by rank.
 
     Args:
         cores: that all ranks share; None where each has a device of its own.
@@ -64,7 +63,7 @@ class UpdatePhase:
         self._config, self._layout, self._execution = config, layout, execution_of(config)
         self._workload, self._model = workload, UpdateModel(config, layout, workload.matrices, workload.costs)
         self._hosts = workload.assignment if self._execution is Execution.PLANNED else None
-        """Of strategies that have hosts."""
+        """The pipeline of strategies that have hosts."""
         self._cores, self._norm_clip = cores, NormClip.of(config, layout)
         self._adamw_factor = step_factor(config.cluster, "adamw_update", implementation(config))
 
@@ -142,7 +141,8 @@ class UpdatePhase:
         ]
 
     def _scaled_on_its_way(self, matrix: Matrix) -> bool:
-        """Whether the copies that put a whole gradient together multiply it (`engine.hosted`), in its own precision."""
+        """True where the copies that put a whole gradient together multiply it (`engine.hosted`), in its own
+        precision."""
         travels = self._hosts is not None and self._layout.tp > 1 and not matrix.replicated
         shared = self._hosts is not None and matrix.index in self._hosts.shares
         return travels and not shared and exchange_bytes(self._config)[1] == FP32
@@ -229,7 +229,7 @@ class UpdatePhase:
         return cells, windows
 
     def _adamw_s(self, stage: int) -> float:
-        """Of one rank's share of what AdamW updates."""
+        """Returns the seconds of one rank's share of what AdamW updates."""
         weights = stage_weights(self._config, self._layout, stage)
         elements = weights.others + (weights.matrices if self._execution is Execution.ADAMW else 0)
         shares = 1 if self._execution.everywhere else self._layout.owners

@@ -11,8 +11,8 @@ from canzona_cli.bench.session import Session, prepare
 from canzona_cli.bench.sweep import prepare_sweep
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import MuonConfig
+from canzona_cli.costs.memory import GIB
 from canzona_cli.errors import ConfigError
-from canzona_cli.planner.memory import GIB
 
 TINY = ("recipe=tiny", "gpus=4", "parallel.tp=2")
 

@@ -15,14 +15,14 @@ from canzona_cli.bench.simulated import MOST_GPUS, Simulation, parse_gpus, run_s
 from canzona_cli.bench.sweep import simulate_sweep
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
+from canzona_cli.costs.memory import estimate
 from canzona_cli.errors import ConfigError
-from canzona_cli.planner.memory import estimate
 from canzona_cli.report.bench_sweep import SimulatedSweepView, SimulationView
 from canzona_cli.report.html.bench import simulation_page
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import MISSING, json_text, layout_code
-from canzona_cli.simulate.simulate import assumptions
-from canzona_cli.simulate.study import Study, study_run
+from canzona_cli.simulate.compare import Study, study_run
+from canzona_cli.simulate.step import assumptions
 from tests.report.html_page import read_page
 from tests.report.test_bench import line_of, shown
 

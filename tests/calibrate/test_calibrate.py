@@ -10,12 +10,12 @@ from canzona_cli.calibrate.measurement import FULL, Recorder, parts, read_record
 from canzona_cli.calibrate.profile import profile_of, shortened
 from canzona_cli.cluster.machine import processor_name, torch_version
 from canzona_cli.config.compose import compose_run
+from canzona_cli.costs.links import Group, Links
+from canzona_cli.costs.model import stage_time
+from canzona_cli.costs.update import memory_rate
 from canzona_cli.errors import ConfigError
-from canzona_cli.planner.cost import memory_rate
-from canzona_cli.planner.links import Group, Links
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.machine import cores
-from canzona_cli.simulate.model_time import stage_time
 from tests.calibrate.calibrations import ALL, MEASUREMENTS, RECORD, calibration, cut_off, number, profile, run
 
 

@@ -12,10 +12,10 @@ from canzona_cli.calibrate.measurement import FULL, QUICK, Orders
 from canzona_cli.calibrate.updates import Group, expected, shapes, variants
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import MuonConfig
+from canzona_cli.costs.update import algorithm, label
 from canzona_cli.megatron.optimizer import megatron_adam, megatron_muon
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.optimizers.muon import Muon
-from canzona_cli.planner.cost import algorithm, label
 from canzona_cli.run.files import RunFiles
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
 

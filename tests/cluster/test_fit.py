@@ -10,8 +10,8 @@ from canzona_cli.cluster import fit
 from canzona_cli.cluster.layouts import BATCH_TOLERANCE, candidates
 from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.schema import Layout, ParallelConfig, RunConfig
+from canzona_cli.costs.memory import estimate
 from canzona_cli.errors import ConfigError, DoesNotFit
-from canzona_cli.planner.memory import estimate
 from tests.sizes import Size, run
 
 SIZES: tuple[Size, ...] = ("tiny", "0.6b", "1.7b", "4b", "8b", "14b", "32b")

@@ -11,7 +11,7 @@ from canzona_cli.cluster.layouts import candidates, fill
 from canzona_cli.config.execution import Execution, execution_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig, Strategy
 from canzona_cli.errors import DoesNotFit
-from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.make import make_plan
 from canzona_cli.simulate.predict import simulate_run
 from tests.sizes import Size, run
 
@@ -41,7 +41,7 @@ def test_another_strategy_is_never_slower_at_its_best_than_in_the_layout_that_wa
     assert best is not None
     assert best.layout == fit.resolve(with_strategy(config, "adamw"))[1]
     slow = replace(best, layout=replace(best.layout, tp=8, dp=1), iteration_s=2 * best.iteration_s)
-    monkeypatch.setattr(search, "search", lambda *_: search.Found(best=(slow,), legal=2, simulated=1, proven=False))
+    monkeypatch.setattr(search, "search", lambda *_: search.Found(best=(slow,), legal=2, simulated=1))
     assert search.fastest_with(config, "adamw", best.layout) == best
     assert search.fastest_with(run("32b", 8), "adamw", best.layout) == slow, "the planned one does not fit"
 
@@ -80,15 +80,13 @@ def test_few_of_a_thousand_gpus_layouts_are_simulated() -> None:
     found = search.search(run("32b", 1024, strategy="canzona"))
     assert found.legal > 1000
     assert found.simulated <= 60
-    assert found.proven
 
 
 @pytest.mark.sweep
 def test_beyond_a_thousand_gpus_the_most_promising_are_simulated() -> None:
-    found = search.search(run("14b", 2048, strategy="canzona"))  # of 32b ten happen to be enough for a proof
+    found = search.search(run("14b", 2048, strategy="canzona"))  # of 32b ten happen to be all within the margin
     assert found.best
     assert found.simulated == search.MOST_BEYOND < found.legal
-    assert not found.proven
 
 
 def test_shards_that_need_more_memory_than_there_is_are_not_chosen() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.launch.run_dir import prediction_here
-from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.make import make_plan
 from canzona_cli.run.codec import read_lines, save
 from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
 from canzona_cli.run.records import Incident, RankError, RankResult, StageEvent, StepMetrics

@@ -11,7 +11,7 @@ from canzona_cli.run.codec import read_lines
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.records import StepMetrics, read_rank
 from canzona_cli.simulate import predict
-from canzona_cli.simulate.simulate import StrategyResult
+from canzona_cli.simulate.step import StrategyResult
 from tests.commands.support import canzona, importable
 from tests.waiting import PATIENCE_S
 

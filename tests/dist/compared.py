@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.megatron.parallel import World
-from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.make import make_plan
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.data import Batch, BatchStream
 from canzona_cli.training.step import train_step, validate

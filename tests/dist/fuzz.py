@@ -209,7 +209,7 @@ def _half(
         f"engine.strategy={strategy}",
         f"engine.layout={dice.choice(('contiguous', 'owner'))}",
         f"engine.alpha={dice.choice((0, 0.5, 1))}",
-        f"engine.grouping={dice.choice(('registration', 'balanced', 'greedy', 'auto'))}",
+        f"engine.grouping={dice.choice(('greedy', 'auto'))}",
         f"engine.c_max_mib={dice.choice((room, 'null'))}",
         f"engine.reduction={dice.choice(('null', 'reduce', 'ring'))}",
     )

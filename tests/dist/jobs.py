@@ -16,8 +16,8 @@ from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import StepTiming
 from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import make_plan
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.assemble import join

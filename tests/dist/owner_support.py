@@ -25,9 +25,8 @@ from canzona_cli.megatron.matrix_buffers import (
 from canzona_cli.megatron.model import build_model
 from canzona_cli.megatron.owner_bucket_group import adamw_groups, install, matrix_groups
 from canzona_cli.megatron.parallel import World
-from canzona_cli.planner.parts import Assignment, Range
-from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.make import make_plan
+from canzona_cli.planner.plan import Assignment, Plan, Range
 from canzona_cli.planner.reduction import GATHERED
 from tests.dist.jobs import SMALL
 

@@ -8,10 +8,10 @@ import torch
 
 from canzona_cli.cluster import fit
 from canzona_cli.config.schema import Layout, Precision, Recompute, RunConfig
+from canzona_cli.costs.memory import estimate
 from canzona_cli.megatron import parallel
 from canzona_cli.megatron.model import build_model
 from canzona_cli.megatron.parallel import World
-from canzona_cli.planner.memory import estimate
 from tests.dist.ranks import run_ranks
 from tests.sizes import run
 

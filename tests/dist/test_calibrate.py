@@ -22,8 +22,8 @@ from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.cluster.profile_warnings import profile_warnings
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import SoapConfig
+from canzona_cli.costs.update import algorithm, seconds
 from canzona_cli.optimizers import cpu_products
-from canzona_cli.planner.cost import algorithm, seconds
 from canzona_cli.report.calibrate import Progress
 from canzona_cli.run.files import RunFiles
 from tests.commands.support import importable

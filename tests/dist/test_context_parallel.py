@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.simulate.model_time import CUT_STARTS
+from canzona_cli.costs.model import CUT_STARTS
 from tests.dist import compared, jobs
 from tests.dist.compared import Found
 from tests.dist.ranks import run_ranks

@@ -20,8 +20,8 @@ from canzona_cli.engine.wire import Aside
 from canzona_cli.megatron import owner_bucket_group
 from canzona_cli.megatron.timers import CONNECTIONS, StepTiming
 from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import make_plan
 from canzona_cli.planner.reduction import GATHERED
 from canzona_cli.run.phases import StepTimeline
 from canzona_cli.training.assemble import assemble, join

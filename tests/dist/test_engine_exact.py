@@ -23,13 +23,13 @@ from canzona_cli.config.schema import (
     SoapConfig,
     SoapMuonConfig,
 )
+from canzona_cli.costs.update import algorithm, form_of
 from canzona_cli.optimizers.kl_shampoo import KLShampoo
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.optimizers.soap_muon import SOAPMuon
-from canzona_cli.planner.cost import algorithm, form_of
 from tests.dist import jobs
 from tests.dist.jobs import SMALL, Runs, planned
 from tests.dist.synthetic import (

@@ -15,8 +15,8 @@ from canzona_cli.errors import ExitCode, WorkerCrashed
 from canzona_cli.megatron import model as models
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import make_plan
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.step import train_step
 from tests.dist.engine_support import batches, custom, engine_of, resolve

@@ -21,8 +21,8 @@ from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.optimizers.soap_muon import SOAPMuon
+from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.memory import plan_memory
-from canzona_cli.planner.planner import make_plan
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import hosted_bytes, resolve, tensor_bytes
 from tests.dist.jobs import Runs, build, on_ranks

@@ -12,8 +12,8 @@ from canzona_cli.engine.wire import AllToAll, Aside, Fragments, Messages, Wiring
 from canzona_cli.megatron.timers import PhaseTimer, watcher_for
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.exchange import from_hosts, group_traffic, to_hosts
+from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.measures import exchange_sent
-from canzona_cli.planner.planner import make_plan
 from tests import sizes
 from tests.dist.engine_support import SMALL_GROUPS, engine_of, resolve
 from tests.dist.jobs import build

@@ -18,8 +18,7 @@ from canzona_cli.megatron.owner_bucket_group import OwnerBucketGroup, adamw_grou
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.reduction import GATHERED_AHEAD
-from canzona_cli.planner.rings import handovers
+from canzona_cli.planner.reduction import GATHERED_AHEAD, handovers
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.jobs import Runs, on_ranks, ranks_of
 from tests.dist.owner_support import (

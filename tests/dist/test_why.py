@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from canzona_cli.launch.run_dir import prediction_here
-from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.make import make_plan
 from canzona_cli.run.breakdown import load_breakdown
 from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles

@@ -11,11 +11,11 @@ from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import CustomConfig
+from canzona_cli.costs.update import algorithm, peak_seconds, seconds
 from canzona_cli.engine.build import optimizer_factory
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.matrices import matrices
-from canzona_cli.planner.cost import algorithm, peak_seconds, seconds
-from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.refresh import by_rank
 from tests.sizes import layout
 

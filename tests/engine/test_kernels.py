@@ -15,12 +15,12 @@ from emerging_optimizers.triton_kernels import syrk
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.costs.activations import matrix_shapes
+from canzona_cli.costs.update import algorithm, form_of
 from canzona_cli.engine import kernels
 from canzona_cli.engine.kernels import choose_kernels, product_shapes
 from canzona_cli.optimizers import symmetric
 from canzona_cli.optimizers.symmetric import Kernel, plain
-from canzona_cli.planner.activations import matrix_shapes
-from canzona_cli.planner.cost import algorithm, form_of
 from canzona_cli.run.records import KernelChoice
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
 from tests.dist.ranks import run_ranks

@@ -15,7 +15,7 @@ from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.outcome import Outcome, judge
 from canzona_cli.launch.run_dir import RunDirectory
-from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.make import make_plan
 from canzona_cli.run.codec import save
 from canzona_cli.training import data
 from canzona_cli.training.data import Batch

@@ -9,7 +9,7 @@ import pytest
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import AdamWConfig, MuonConfig, OptimizerConfig, Strategy
 from canzona_cli.launch.run_dir import prediction_here
-from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.make import make_plan
 from canzona_cli.run.breakdown import load_prediction
 from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles

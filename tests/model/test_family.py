@@ -8,11 +8,11 @@ from canzona_cli.bench.published import load_published
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.costs.model import stage_time
 from canzona_cli.model.families import family_of, parameter_count
 from canzona_cli.model.geometry import fragment_blocks, unit_shape
 from canzona_cli.model.routing import routing
-from canzona_cli.planner.planner import make_plan
-from canzona_cli.simulate.model_time import stage_time
+from canzona_cli.planner.make import make_plan
 from canzona_cli.simulate.predict import predict
 
 PUBLISHED_ELEMENTS = 8_030_261_248

@@ -14,14 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from canzona_cli.config import schema
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Form
+from canzona_cli.costs.update import algorithm
+from canzona_cli.costs.work import flops, work
 from canzona_cli.errors import ConfigError
 from canzona_cli.optimizers import Muon, NorMuon, Workspace, gram_form, muon, muon_facts
 from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.optimizers.muon_facts import MUON_AROUND, STANDARD_ONLY, CoefficientSet, iteration_work, segments
 from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, coefficients, newton_schulz
-from canzona_cli.planner.cost import algorithm
-from canzona_cli.planner.work import flops, work
 
 from . import reference
 from .adversarial import KINDS, adversarial

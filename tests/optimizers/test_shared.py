@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from canzona_cli.costs.sharing import Exchange, shared_exchanges, shared_works
 from canzona_cli.optimizers import Muon, Workspace
 from canzona_cli.optimizers.facts import known
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
@@ -20,7 +21,6 @@ from canzona_cli.optimizers.muon_facts import CoefficientSet
 from canzona_cli.optimizers.newton_schulz import coefficients
 from canzona_cli.optimizers.shared_muon import SharedMuon
 from canzona_cli.optimizers.shared_rows import Shape, Together, Turns, Wait
-from canzona_cli.planner.sharing import Exchange, shared_exchanges, shared_works
 
 LR = 0.05
 SHAPES: tuple[Shape, ...] = ((48, 256), (256, 48), (64, 80), (64, 64))

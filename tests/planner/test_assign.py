@@ -21,12 +21,12 @@ from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets, stage_parameters
+from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.measures import balance, communication, padding_fraction
 from canzona_cli.planner.packing import lower_bound
-from canzona_cli.planner.parts import Assignment, PlanSettings
-from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.plan import Assignment, PlanSettings
+from canzona_cli.simulate.compare import ALPHAS
 from canzona_cli.simulate.predict import layerwise
-from canzona_cli.simulate.study import ALPHAS
 from tests.planner.planning import grid, least_makespan, newton_schulz, transformer
 from tests.sizes import Size, run
 
@@ -216,7 +216,7 @@ def test_contiguous_owners_ascend_in_every_bucket() -> None:
 _DIGEST = """
 import hashlib
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.parts import PlanSettings
+from canzona_cli.planner.plan import PlanSettings
 from tests.planner.planning import grid, newton_schulz, transformer
 matrices = transformer(9, 256, 704, 32)
 found = assign(matrices, newton_schulz(matrices), grid(2, 5), PlanSettings(strategy="canzona", alpha=0.6))

@@ -13,24 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.config.schema import Layout, Precision, RunConfig
+from canzona_cli.costs.buffers import exchange_bytes
+from canzona_cli.costs.links import Groups, Links, Transfer
+from canzona_cli.costs.sharing import Share, shared_bytes, shared_exchanges, shared_transfers
 from canzona_cli.engine.wire import Messages
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.exchange import (
-    Route,
-    exchange_bytes,
-    from_hosts,
-    group_traffic,
-    senders,
-    to_hosts,
-)
-from canzona_cli.planner.links import Groups, Links, Transfer
+from canzona_cli.planner.exchange import Route, from_hosts, group_traffic, senders, to_hosts
+from canzona_cli.planner.make import subject
 from canzona_cli.planner.measures import communication, exchange_sent
-from canzona_cli.planner.parts import Assignment, Cell, MicroGroup, Share
-from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.sharing import shared_bytes, shared_exchanges, shared_transfers
-from canzona_cli.planner.step_buffers import step_buffers
-from canzona_cli.planner.subject import subject
+from canzona_cli.planner.memory import step_buffers
+from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, Plan
 from canzona_cli.simulate.update import UpdateModel
 from tests import sizes
 from tests.sizes import layout, model

@@ -1,11 +1,19 @@
 """Packings are complete, close to the best there is, and never below what is proven impossible."""
 
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
-from canzona_cli.planner.packing import pack, packing_bound
-from tests.planner.planning import least_height
+from canzona_cli.costs.memory import layerwise_placement
+from canzona_cli.costs.sharing import Share
+from canzona_cli.model.matrices import layer_shapes
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.packing import RESOLUTION, lower_bound, pack, packing_bound
+from tests.planner.planning import least_height, least_makespan
+from tests.sizes import Size, model
 
 COSTS = st.lists(st.integers(min_value=1, max_value=30), min_size=1, max_size=9)
 REPEATED = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4)
@@ -40,9 +48,7 @@ def test_every_item_is_in_one_bin_and_the_height_is_theirs(kinds: list[tuple[int
         ([3.0] * 4, 3, 6.0),
         # Largest first ends at 11; {5, 4}, {5, 4}, {3, 3, 3} is level.
         ([5.0, 5, 4, 4, 3, 3, 3], 3, 9.0),
-        # Qwen3-8B over 64 cells: no bin of less than 34 holds more than {14, 14}, {14, 6, 6, 6} or {6} * 5.
-        ([14.0] * 108 + [6.0] * 72, 64, 34.0),
-        # Over 128: below 20 a 14 keeps its cell to itself, and 20 cells of three 6 are too few for 72.
+        # Qwen3-8B over 128 cells: below 20 a 14 keeps its cell to itself, and 20 cells of three 6 are too few for 72.
         ([14.0] * 108 + [6.0] * 72, 128, 20.0),
     ],
 )
@@ -62,3 +68,89 @@ def test_a_thousand_different_costs_are_packed_without_a_search() -> None:
     packing = pack(costs, 96)
     assert sorted(item for held in packing.bins for item in held) == list(range(1500))
     assert packing.height <= packing_bound(costs, 96) * 1.05
+
+
+UNITS = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=1, max_size=5)
+
+
+def _matrices(units: list[list[int]]) -> tuple[tuple[Matrix, ...], list[float]]:
+    owned = [(unit, cost) for unit, costs in enumerate(units) for cost in costs]
+    return tuple(
+        Matrix(
+            index=index,
+            name=str(index),
+            kind="other",
+            layer=0,
+            stage=0,
+            rows=1,
+            cols=cost,
+            shard_dim=None,
+            parameter=str(unit),
+            unit=unit,
+        )
+        for index, (unit, cost) in enumerate(owned)
+    ), [float(cost) for _, cost in owned]
+
+
+@given(units=UNITS, dp=st.integers(1, 3), tp=st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_bound_is_at_most_the_exact_optimum(units: list[list[int]], dp: int, tp: int) -> None:
+    matrices, costs = _matrices(units)
+    assert lower_bound(matrices, costs, 0, dp, tp) <= least_makespan(units, dp, tp) * (1 + 1e-9)
+
+
+@given(
+    units=st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=2), min_size=1, max_size=3),
+    shares=st.dictionaries(st.integers(1, 8), st.integers(1, 10), max_size=4),
+    dp=st.integers(1, 2),
+    tp=st.integers(2, 3),
+)
+@settings(max_examples=150, deadline=None)
+@example(units=[[3, 3], [3, 6], [8]], shares={1: 1, 2: 1, 4: 1, 8: 7}, dp=1, tp=3)
+def test_bound_is_at_most_the_exact_optimum_of_hosted_and_shared_matrices(
+    units: list[list[int]], shares: dict[int, int], dp: int, tp: int
+) -> None:
+    matrices, costs = _matrices(units)
+    may = {
+        matrix.index: Share(fragment=(0.5, shares[matrix.cols] - 0.5)) for matrix in matrices if matrix.cols in shares
+    }
+    least = least_makespan(units, dp, tp, shares)  # type: ignore[arg-type]
+    bound = lower_bound(matrices, costs, 0, dp, tp, may)
+    assert bound <= least * (1 + 1e-9)
+    hosted = lower_bound(matrices, costs, 0, dp, tp)
+    assert bound <= hosted * (1 + RESOLUTION), "sharing only adds possibilities"
+
+
+def test_units_raise_the_bound_where_one_cell_is_an_owner() -> None:
+    matrices, costs = _matrices([[5, 1, 1], [4]])
+    assert lower_bound(matrices, costs, 0, 2, 1) == 7.0
+
+
+def test_a_stage_without_matrices_needs_no_time() -> None:
+    matrices, costs = _matrices([[5]])
+    assert lower_bound(matrices, costs, 1, 2, 2) == 0.0
+
+
+@pytest.mark.parametrize("bucket", [None, 40_000_000])
+@pytest.mark.parametrize(("size", "tp", "shards"), [("0.6b", 1, 8), ("8b", 1, 32), ("8b", 2, 64), ("32b", 8, 32)])
+def test_layerwise_counts_what_megatron_lays_out(size: Size, tp: int, shards: int, bucket: int | None) -> None:
+    shape = model(size)
+    sizes = tuple(rows * cols // tp for rows, cols in layer_shapes(shape, "fused"))
+    params = [
+        torch.nn.Parameter(torch.empty(rows // tp, cols, device="meta"))
+        for _ in range(shape.num_layers)
+        for rows, cols in layer_shapes(shape, "fused")
+    ]
+    laid_out = LayerWiseDistributedOptimizer._compute_per_buffer_param_layout(
+        params, bucket, shards, DistributedDataParallelConfig()
+    )
+    buckets = laid_out.bucket_indices
+    loads = [0] * shards
+    for start, end, bucket_id in laid_out.param_index_map.values():
+        first, last = buckets[bucket_id]
+        loads[(start - first) * shards // (last - first)] += end - start
+
+    held = layerwise_placement(sizes, shape.num_layers, shards, bucket)
+
+    assert held.padded == buckets[-1][1]
+    assert held.worst == max(loads)

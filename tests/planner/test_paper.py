@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from canzona_cli.cluster.fit import resolve
+from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.planner.paper import balanced_cuts, even_start, rolled_back
 from canzona_cli.planner.pipeline import Job
-from canzona_cli.planner.planner import plan_unbounded
 from tests.planner.planning import transformer
 from tests.sizes import Size, run
 

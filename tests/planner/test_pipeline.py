@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from canzona_cli.planner.pipeline import LANES, order, turns
+from canzona_cli.planner.order import LANES, order, turns
 
 
 def test_hosted_groups_by_hand() -> None:

@@ -13,17 +13,14 @@ import pytest
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.layouts import fill
 from canzona_cli.config.schema import Layout, MuonConfig, RunConfig
+from canzona_cli.costs.sharing import Share
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.shapes import load_shapes
-from canzona_cli.planner import planner
-from canzona_cli.planner.attempt import attempt
-from canzona_cli.planner.parts import Share
+from canzona_cli.planner import make as planner
+from canzona_cli.planner.make import attempt, make_plan, plannable, planned_matrices, subject
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.plan_difference import differences
-from canzona_cli.planner.plan_file import default_path, find_plan, load_plan, read_plan
-from canzona_cli.planner.planner import make_plan, plannable
-from canzona_cli.planner.subject import planned_matrices, subject
-from canzona_cli.simulate.study import study_run, with_shapes
+from canzona_cli.planner.plan_file import default_path, differences, find_plan, load_plan, read_plan
+from canzona_cli.simulate.compare import study_run, with_shapes
 from tests import sizes
 from tests.commands.support import importable
 from tests.waiting import PATIENCE_S
@@ -114,7 +111,7 @@ def test_what_is_written_beside_the_content_does_not_change_the_hash(written: Pa
 def test_every_process_computes_the_same_hash(planned: tuple[RunConfig, Layout, Plan], seed: str) -> None:
     script = (
         "from tests.planner.test_plan import resolved\n"
-        "from canzona_cli.planner.planner import make_plan\n"
+        "from canzona_cli.planner.make import make_plan\n"
         "print(make_plan(*resolved()).hash)"
     )
     root = Path(__file__).resolve().parents[2]

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import EngineConfig, Layout, RunConfig, SoapConfig
 from canzona_cli.errors import ConfigError, DoesNotFit
-from canzona_cli.planner.plan_file import Obtained, default_path, obtain_plan
-from canzona_cli.planner.subject import subject
+from canzona_cli.planner.make import make_plan, subject
+from canzona_cli.planner.plan import Assignment, Cell, Plan
+from canzona_cli.planner.plan_file import Obtained, default_path, first_difference, obtain_plan
 from canzona_cli.report.header import describe_plan, header_rows
 from tests import sizes
 
@@ -122,9 +124,60 @@ def test_the_header_names_the_plan_its_balance_and_its_file(written: Path, tmp_p
 
 def test_only_engine_settings_that_shape_a_plan_change_its_hash(tmp_path: Path) -> None:
     fields = {name for name in EngineConfig.__dataclass_fields__ if name not in ("plan", "strategy")}
-    other = {"layout": "contiguous", "splitting": "fused", "alpha": 0.5, "grouping": "registration", "c_max_mib": 64.0}
+    other = {"layout": "contiguous", "splitting": "fused", "alpha": 0.5, "grouping": "greedy", "c_max_mib": 64.0}
     other |= {"reduction": "reduce", "exchange_dtype": "bf16", "mode": "hosted"}
     assert fields == other.keys(), "a new setting: does it change the plan?"
     plain = obtained(*resolved(), tmp_path).plan.hash
     for name, value in other.items():
         assert obtained(*resolved(**{name: value}), tmp_path).plan.hash != plain, name
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(*resolve(sizes.run("tiny", 8, strategy="canzona", tp=2)))
+
+
+def test_equal_plans_have_no_difference(plan: Plan) -> None:
+    assert first_difference(plan, Plan.from_content(plan.content())) is None
+
+
+def test_what_plans_were_computed_from_comes_first(plan: Plan) -> None:
+    other = make_plan(*resolve(sizes.run("tiny", 4, strategy="canzona", tp=1)))
+    assert first_difference(plan, other) == ("layout.tp", 2, 1)
+    assert first_difference(other, plan) == ("layout.tp", 1, 2)
+
+
+def _moved(plan: Plan) -> Plan:
+    cells = list(plan.assignment.cells)
+    cells[4] = Cell(owner=cells[4].owner, host=1 - cells[4].host)
+    return replace(plan, assignment=Assignment(cells=tuple(cells)))
+
+
+def _wider(plan: Plan) -> Plan:
+    first = plan.buckets[0]
+    ranges = (first.ranges[0]._replace(end=first.ranges[0].end - 1), *first.ranges[1:])
+    return replace(plan, buckets=(replace(first, ranges=ranges), *plan.buckets[1:]))
+
+
+CHANGES: dict[str, Callable[[Plan], Plan]] = {
+    "version": lambda plan: replace(plan, version=99),
+    "matrices[layers.0.proj].seconds": lambda plan: replace(plan, costs=(1.0, *plan.costs[1:])),
+    "matrices[layers.0.gate].host": _moved,
+    "buckets[stage 0, index 0].reduction": lambda plan: replace(
+        plan, buckets=(replace(plan.buckets[0], reduction="ring"), *plan.buckets[1:])
+    ),
+    "buckets[stage 0, index 0].ranges[0][1]": _wider,
+    "micro_groups[stage 0, owner 0, index 0]": lambda plan: replace(plan, groups=plan.groups[1:]),
+    "lower_bounds[0]": lambda plan: replace(plan, lower_bounds=(2.0,)),
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_the_first_difference_is_named_with_both_values(plan: Plan, key: str) -> None:
+    other = CHANGES[key](plan)
+    found = first_difference(plan, other)
+    assert found is not None
+    assert found[0] == key
+    assert found[1] != found[2]
+    back = first_difference(other, plan)
+    assert back == (key, found[2], found[1])

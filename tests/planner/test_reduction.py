@@ -10,18 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canzona_cli.config.schema import ClusterConfig, Gathering, Reduction
-from canzona_cli.planner.buckets import bucket_end
-from canzona_cli.planner.links import Group, Links
-from canzona_cli.planner.parts import Bucket, PlanSettings, Range
+from canzona_cli.costs.buffers import bucket_end
+from canzona_cli.costs.links import Group, Links
+from canzona_cli.planner.plan import Bucket, PlanSettings, Range
 from canzona_cli.planner.reduction import (
     WORTH,
     ReductionModel,
+    Segment,
     collectives,
     gathering_bytes,
+    handovers,
     scratch_bytes,
     sent_elements,
 )
-from canzona_cli.planner.rings import Segment, handovers
 from tests.sizes import H100, layout, run
 
 CANZONA = PlanSettings(strategy="canzona")

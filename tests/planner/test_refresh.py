@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import KroneckerConfig
-from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.refresh import RankWork, by_rank, one_by_one, refreshes, slowest, step_by_step, take_turns
 
 WORKS = st.builds(

@@ -6,13 +6,13 @@ import pytest
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.schema import Layout, Precision, RunConfig
+from canzona_cli.costs.activations import transient
+from canzona_cli.costs.buffers import BATCH_BYTES
+from canzona_cli.costs.memory import least_step_bytes
 from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.planner.activations import transient
-from canzona_cli.planner.memory import least_step_bytes, plan_memory
-from canzona_cli.planner.parts import MicroGroup
-from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import plan_unbounded
-from canzona_cli.planner.step_buffers import BATCH_BYTES, batch_bytes, step_buffers
+from canzona_cli.planner.make import plan_unbounded
+from canzona_cli.planner.memory import batch_bytes, plan_memory, step_buffers
+from canzona_cli.planner.plan import MicroGroup, Plan
 from tests import sizes
 
 
@@ -24,7 +24,7 @@ def planned(size: sizes.Size, gpus: int, tp: int, **engine: object) -> tuple[Run
 
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2)])
 def test_messages_are_two_sets_as_large_as_the_largest_group(dtype: Precision, width: int) -> None:
-    config, _, plan = planned("tiny", 2, 2, exchange_dtype=dtype, grouping="registration", c_max_mib=0.75)
+    config, _, plan = planned("tiny", 2, 2, exchange_dtype=dtype, grouping="greedy", c_max_mib=0.75)
     assert len(plan.groups) > 2
     cells = plan.assignment.cells
     groups = [[(plan.matrices[i].elements, cells[i].host) for i in group.matrices] for group in plan.groups]

@@ -9,8 +9,8 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import OPTIMIZERS, Layout, RunConfig
 from canzona_cli.config.settings import Setting, settings
 from canzona_cli.fields import PLAN
-from canzona_cli.planner.parts import Subject
-from canzona_cli.planner.subject import subject
+from canzona_cli.planner.make import subject
+from canzona_cli.planner.plan import Subject
 
 OWN = ("optimizer.source=torch.optim:SGD", "optimizer.allow=[torch]")
 BASE: dict[str, RunConfig] = {

@@ -85,7 +85,7 @@ def test_the_report_of_a_study_fits_its_terminal() -> None:
 
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.report.plan import PlanView
-    from canzona_cli.simulate.study import study_run
+    from canzona_cli.simulate.compare import study_run
     from tests import sizes
 
     config = sizes.run("tiny", 8, strategy="canzona", tp=2)
@@ -107,7 +107,7 @@ def test_a_users_own_optimizer_is_called_custom_with_whose_price_it_has() -> Non
     from canzona_cli.config.schema import CustomConfig
     from canzona_cli.report.header import describe_optimizer
     from canzona_cli.report.plan import PlanView
-    from canzona_cli.simulate.study import study_run
+    from canzona_cli.simulate.compare import study_run
     from tests import sizes
 
     own = CustomConfig(name="custom", lr=1e-3, source="own.py:Own", cost_like="soap")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from canzona_cli.errors import ConfigError
 from canzona_cli.launch.run_dir import prediction_here
-from canzona_cli.planner.planner import make_plan
+from canzona_cli.planner.make import make_plan
 from canzona_cli.report.run_trace import lanes, write_trace
 from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles, write_json_atomic

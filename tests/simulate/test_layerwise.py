@@ -9,13 +9,14 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from canzona_cli.cluster.fit import resolve
+from canzona_cli.costs.activations import stage_weights
+from canzona_cli.costs.buffers import align, default_bucket_elements
+from canzona_cli.costs.links import Groups, Links
+from canzona_cli.costs.memory import GIB, estimate
 from canzona_cli.model.matrices import matrices as matrices_of
-from canzona_cli.planner.activations import stage_weights
-from canzona_cli.planner.buckets import Parameter, align, default_bucket_elements, stage_parameters
-from canzona_cli.planner.links import Groups, Links
-from canzona_cli.planner.memory import GIB, estimate
+from canzona_cli.planner.buckets import Parameter, stage_parameters
 from canzona_cli.planner.paper import balanced_cuts, even_start
-from canzona_cli.planner.parts import Assignment, Bucket
+from canzona_cli.planner.plan import Assignment, Bucket
 from canzona_cli.simulate.predict import layerwise, simulate_strategy
 from tests.planner.planning import grid, transformer
 from tests.sizes import layout, run

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from canzona_cli.planner.cost import MEGATRON_HOST_S, algorithm, matmul_rate, seconds
-from canzona_cli.planner.links import Transfer
+from canzona_cli.costs.links import Transfer
+from canzona_cli.costs.model import QK_NORM_PASSES, Module, StageTime, slowest, stage_time
+from canzona_cli.costs.update import MEGATRON_HOST_S, algorithm, matmul_rate, seconds
 from canzona_cli.simulate.buffers import Chunk
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
-from canzona_cli.simulate.model_time import QK_NORM_PASSES, Module, StageTime, slowest, stage_time
-from canzona_cli.simulate.simulate import _units
+from canzona_cli.simulate.step import _units
 from canzona_cli.simulate.timeline import Timeline
 from tests.sizes import CPU, H100, layout, run
 

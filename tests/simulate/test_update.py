@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from canzona_cli.config.schema import ClusterConfig
+from canzona_cli.costs.sharing import Share, shared_bytes, shared_exchanges
+from canzona_cli.costs.work import RULES
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.parts import Assignment, Cell, MicroGroup, Share
-from canzona_cli.planner.sharing import shared_bytes, shared_exchanges
-from canzona_cli.planner.work import RULES
+from canzona_cli.planner.plan import Assignment, Cell, MicroGroup
 from canzona_cli.simulate.update import RankUpdate, UpdateModel
 from tests.sizes import H100, layout, run
 

@@ -32,7 +32,7 @@ from canzona_cli.fields import (
 Strategy = Literal["canzona", "paper", "asc", "layerwise", "sc"]
 BufferLayout = Literal["contiguous", "owner"]
 Splitting = Literal["fused", "qkv", "split", "per_head"]
-Grouping = Literal["registration", "balanced", "greedy", "auto"]
+Grouping = Literal["greedy", "auto"]
 Mode = Literal["hosted", "shared"]
 """Of a matrix: updated whole by its host, or by the owner's TP group together."""
 Reduction = Literal["reduce", "ring"]
@@ -76,7 +76,7 @@ class EngineConfig:
     ] = 1.0
     grouping: Annotated[
         Grouping,
-        "How micro-groups are cut: registration order, balanced, greedy with rollback (the paper's), auto (searched).",
+        "How micro-groups are cut: greedy with rollback (the paper's), auto (searched).",
         SPREAD | PLAN,
     ] = "auto"
     mode: Annotated[

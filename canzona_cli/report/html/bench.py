@@ -36,7 +36,7 @@ from canzona_cli.report.html.views import SCREEN, sections, words_table
 from canzona_cli.report.page import Page
 from canzona_cli.run.phases import IN_STEP, STRATEGIES
 from canzona_cli.run.words import number, step_time
-from canzona_cli.simulate.study import Study
+from canzona_cli.simulate.compare import Study
 
 
 def bench_page(view: BenchView) -> Document:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from canzona_cli.planner.memory import GIB
+from canzona_cli.costs.memory import GIB
 from canzona_cli.report.html.charts import (
     MEMORY_PARTS,
     PHASE_PARTS,
@@ -21,7 +21,7 @@ from canzona_cli.report.html.views import SCREEN, sections
 from canzona_cli.report.plan import CUT, PlanView
 from canzona_cli.run.phases import PHASES, STREAMS, Interval
 from canzona_cli.run.words import milliseconds, size, step_time
-from canzona_cli.simulate.study import STRATEGIES, Study
+from canzona_cli.simulate.compare import STRATEGIES, Study
 
 _LOADS = "Update time of every rank"
 

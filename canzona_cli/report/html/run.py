@@ -9,8 +9,9 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import leaves
+from canzona_cli.costs.memory import GIB, estimate
 from canzona_cli.errors import ConfigError
-from canzona_cli.planner.memory import GIB, estimate, plan_memory
+from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.plan_file import read_plan
 from canzona_cli.report.compare import COLUMNS, ComparedView, SeveralView, run_names

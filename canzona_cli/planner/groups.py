@@ -7,13 +7,17 @@ matrices, a fragment of 1 / tp of each.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from types import MappingProxyType
 
+from canzona_cli.costs.sharing import Share
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner.packing import HostPacker
 from canzona_cli.planner.paper import rolled_back
-from canzona_cli.planner.parts import Assignment, MicroGroup, PlanSettings
 from canzona_cli.planner.pipeline import HostedPipeline, Job, Loads
+from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, PlanSettings
 
 _MIB = 1 << 20
 CLOSE = 0.002
@@ -31,8 +35,6 @@ def micro_groups(
 ) -> tuple[MicroGroup, ...]:
     """Micro-groups of every owner in order of execution.
 
-    - registration: in registration order, a group closed when the next matrix would overfill a host;
-    - balanced: every host's next costliest matrices together, so that hosts are busy equally long in each group;
     - greedy: the paper's, see `paper.rolled_back`; `assign` gives matrices its hosts;
     - auto: see `_searched`; the fewest groups of those that take no more than `CLOSE` above the shortest.
 
@@ -54,7 +56,7 @@ def micro_groups(
 def held_jobs(
     matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment
 ) -> dict[tuple[int, int], list[Job]]:
-    """Of every stage's owners."""
+    """Groups matrices by stage and owner."""
     held: dict[tuple[int, int], list[Job]] = {}
     for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True):
         job = Job(matrix=matrix, host=cell.host, seconds=cost, share=assignment.shares.get(matrix.index))
@@ -70,7 +72,7 @@ class Grouped:
         self._known: dict[Hashable, tuple[float, list[tuple[int, ...]]]] = {}
 
     def of(self, jobs: Sequence[Job]) -> tuple[float, list[Group]]:
-        """What they take by the planner's clock, in seconds, and the groups."""
+        """Returns the seconds they take by the planner's clock, and the groups."""
         key = tuple(
             (job.host, job.seconds, job.matrix.elements, job.matrix.home, job.matrix.replicated, job.share)
             for job in jobs
@@ -111,21 +113,17 @@ def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, 
 def _groups(
     jobs: Sequence[Job], settings: PlanSettings, bytes_per_element: int, pipeline: HostedPipeline
 ) -> tuple[float, list[list[Job]]]:
-    """What they take, and the groups."""
+    """Returns the groups and the seconds they take."""
     capacity, tp = settings.capacity(bytes_per_element), pipeline.tp
     if settings.grouping == "auto" and tp > 1:
         return _quickest(_searched(jobs, tp, capacity), pipeline)
-    if tp == 1:
-        chosen = [list(jobs)]
-    elif settings.grouping == "greedy":
-        groups = rolled_back(jobs, tp, capacity)
+    chosen = [list(jobs)]
+    if tp > 1:
+        chosen = rolled_back(jobs, tp, capacity)
         # A memory cap may have moved hosts away from the greedy choice; groups are then cut for the hosts there are.
-        kept = {job.matrix.index: job.host for group in groups for job in group}
-        chosen = groups if kept == {job.matrix.index: job.host for job in jobs} else _cut(jobs, tp, capacity)
-    elif settings.grouping == "registration":
-        chosen = _cut(jobs, tp, capacity)
-    else:
-        chosen = _cut(_rounds(jobs, tp, descending=True), tp, capacity)
+        hosts = {job.matrix.index: job.host for group in chosen for job in group}
+        if hosts != {job.matrix.index: job.host for job in jobs}:
+            chosen = _cut(jobs, tp, capacity)
     return pipeline.seconds(chosen), chosen
 
 
@@ -142,7 +140,7 @@ def _quickest(candidates: Iterable[list[list[Job]]], pipeline: HostedPipeline) -
 
 
 def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[list[list[Job]]]:
-    """Candidates of `auto`: four orders, each at capacities from the largest matrix doubling up to C_max.
+    """Candidates of `auto`: three orders, each at capacities from the largest matrix doubling up to C_max.
 
     And the same with groups of their own for what nothing hides: every host's first matrix, and the last one of every
     host, or of those hosts alone that are busy longer than the mean.
@@ -160,7 +158,6 @@ def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[li
     late = {host for host in range(tp) if busy[host] * tp > sum(busy)}
     rising = _rounds(jobs, tp, descending=False)
     orders = (
-        list(jobs),
         _rounds(jobs, tp, descending=True),
         rising,
         # Little to wait for at both ends: something small to start with, something small to finish on.
@@ -218,3 +215,72 @@ def _arched(ascending: Sequence[Job], tp: int) -> list[Job]:
     queues = [[job for job in ascending if job.host == host] for host in range(tp)]
     arches = [[*queue[::2], *reversed(queue[1::2])] for queue in queues]
     return [arch[turn] for turn in range(max(map(len, arches))) for arch in arches if turn < len(arch)]
+
+
+GAIN = 0.98
+"""A stage shares matrices where its slowest owner then takes at most this share of its time without: buckets that other
+owners make may travel for longer."""
+
+
+def best_of(
+    matrices: Sequence[Matrix],
+    costs: Sequence[float],
+    hosted: Assignment,
+    balanced: Assignment,
+    possible: Mapping[int, Share],
+    tp: int,
+    grouped: Grouped,
+    memory_cap: int | None,
+) -> Assignment:
+    """Owner, host and mode of every matrix.
+
+    Args:
+        hosted: with nothing shared.
+        balanced: of whose owners each may share, or not.
+        possible: of what may be shared, by index.
+        memory_cap: elements of matrices that a cell may keep.
+    """
+    packer = HostPacker(costs, tp, possible)
+    limits: dict[int, float] = {}
+    for (stage, _), jobs in held_jobs(matrices, costs, hosted).items():
+        limits[stage] = max(limits.get(stage, 0.0), GAIN * grouped.of(jobs)[0])
+    rows: dict[int, list[tuple[int, list[Job]]]] = {}
+    late: set[int] = set()
+    for (stage, owner), jobs in held_jobs(matrices, costs, balanced).items():
+        if stage in late:
+            continue
+        ways = [way for way in _ways(jobs, packer, possible) if memory_cap is None or _fullest(way, tp) <= memory_cap]
+        # Of equally long ones the first.
+        seconds, _, best = min((grouped.of(way)[0], place, way) for place, way in enumerate(ways or [jobs]))
+        rows.setdefault(stage, []).append((owner, best))
+        if seconds > limits[stage]:
+            late.add(stage)
+    cells, shares = list(hosted.cells), {}
+    for stage, own in rows.items():
+        if stage in late:
+            continue
+        for owner, jobs in own:
+            for job in jobs:
+                cells[job.matrix.index] = Cell(owner=owner, host=job.host)
+                if job.share is not None:
+                    shares[job.matrix.index] = job.share
+    return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shares.items()))))
+
+
+def _ways(jobs: Sequence[Job], packer: HostPacker, possible: Mapping[int, Share]) -> Iterator[list[Job]]:
+    """Yields nothing shared, then what is lowest, then all."""
+    for row in sorted(packer.rows([job.matrix.index for job in jobs]), key=lambda row: sum(row.shared) > 0):
+        yield [
+            replace(job, host=host, share=possible[job.matrix.index] if shared else None)
+            for job, host, shared in zip(jobs, row.hosts, row.shared, strict=True)
+        ]
+
+
+def _fullest(jobs: Sequence[Job], tp: int) -> int:
+    held, each = [0] * tp, 0
+    for job in jobs:
+        if job.share is None:
+            held[job.host] += job.matrix.elements
+        else:
+            each += job.matrix.elements // tp
+    return each + max(held)

@@ -7,23 +7,43 @@ gain, and the rows are gathered between products.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, reduce
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from canzona_cli.config.execution import IN_ORDER
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
+from canzona_cli.costs.links import Group, Links, Transfer
+from canzona_cli.costs.update import GRAM_MIN_SIDE, algorithm, duration, gram_holds, gram_scale, rounded
+from canzona_cli.costs.work import RULES
+from canzona_cli.fields import Seconds
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.facts import Algorithm, Work
 from canzona_cli.optimizers.muon_facts import product_bytes, segments
-from canzona_cli.planner.cost import GRAM_MIN_SIDE, algorithm, duration, gram_holds, gram_scale, rounded
-from canzona_cli.planner.links import Group, Links, Transfer
-from canzona_cli.planner.parts import HOSTED, Share
-from canzona_cli.planner.work import RULES
 
 _TOLD = 16
 """Bytes of what fragments tell each other besides squares, at most."""
 _AROUND = (9, 9, 11)
 """Kernels of a fragment before the first segment, between two, and after the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The price of a shared matrix's update."""
+
+    fragment: tuple[Seconds, ...]
+    """Seconds of every rank of the owner's TP group: before, between and after its exchanges
+    (`sharing.shared_exchanges`)."""
+
+    @property
+    def each(self) -> float:
+        """The seconds of every rank in all."""
+        return sum(self.fragment)
+
+
+HOSTED: Mapping[int, Share] = MappingProxyType({})
+"""`Assignment.shares` where there are none."""
 
 
 def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
@@ -58,7 +78,7 @@ def share_of(a: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterConfig
 
 
 def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Work]:
-    """Of every rank, in each part.
+    """Lists the work of every rank, in each part.
 
     Bytes: those of a tp-th of each square; parts of a sum are read once.
     """
@@ -83,16 +103,16 @@ Exchange = Literal["all_reduce", "all_to_all", "all_gather"]
 
 
 class Behind(NamedTuple):
-    """What sets out behind a part of an update by rows."""
+    """The exchanges that start after a part of an update by rows."""
 
     exchanges: tuple[Exchange, ...] = ()
     under: int = 0
-    """How many parts go on without it."""
+    """The number of parts that go on without it."""
 
 
 def shared_exchanges(steps: int) -> tuple[Behind, ...]:
-    """Behind each part of one matrix's update but the last: norms and what to trust, Gram matrices, and products' rows
-    (`optimizers.shared_rows`). Each product of squares is a part."""
+    """Lists the exchanges after each part of one update but the last: norms and what to trust, Gram matrices, and
+    products' rows (`optimizers.shared_rows`). Each product of squares is a part."""
     told, summed = Behind(("all_reduce",)), Behind(("all_reduce", "all_to_all"))
     gathered, hidden = Behind(("all_gather",)), Behind(("all_gather",), 1)
     found = [told]
@@ -105,7 +125,7 @@ def shared_exchanges(steps: int) -> tuple[Behind, ...]:
 
 
 def shared_collectives(steps: int) -> Mapping[Exchange, int]:
-    """Of one matrix's update."""
+    """Counts the collectives of one matrix's update."""
     return Counter(one for behind in shared_exchanges(steps) for one in behind.exchanges)
 
 
@@ -130,7 +150,7 @@ def shared_transfers(side: int, steps: int, width: int, links: Links, group: Gro
 
 
 class _Around(NamedTuple):
-    """What a rank does on its fragment."""
+    """The work of a rank on its fragment."""
 
     before: Work
     contributed: Work

@@ -11,25 +11,26 @@ from hypothesis import strategies as st
 
 from canzona_cli.config.execution import AnyStrategy, with_strategy
 from canzona_cli.config.schema import ClusterConfig, Layout, Precision, RunConfig, SoapConfig, Splitting
+from canzona_cli.costs.buffers import bucket_elements
+from canzona_cli.costs.links import Transfer
+from canzona_cli.costs.model import Module, StageTime, passes, stage_time
+from canzona_cli.costs.update import algorithm, memory_rate, seconds
+from canzona_cli.costs.work import flops
 from canzona_cli.model.matrices import matrices
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.buckets import bucket_elements, buckets
-from canzona_cli.planner.cost import algorithm, memory_rate, seconds
-from canzona_cli.planner.links import Transfer
-from canzona_cli.planner.micro_groups import Grouped, micro_groups
-from canzona_cli.planner.parts import PlanSettings
+from canzona_cli.planner.buckets import buckets
+from canzona_cli.planner.groups import Grouped, micro_groups
+from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.planner.pipeline import HostedPipeline
-from canzona_cli.planner.planner import plan_unbounded
+from canzona_cli.planner.plan import PlanSettings
 from canzona_cli.planner.refresh import by_rank, refreshes
-from canzona_cli.planner.work import flops
 from canzona_cli.run.phases import IN_STEP
-from canzona_cli.simulate import simulate as simulate_module
+from canzona_cli.simulate import step as simulate_module
 from canzona_cli.simulate.buffers import Chunk
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
-from canzona_cli.simulate.model_time import Module, StageTime, passes, stage_time
 from canzona_cli.simulate.predict import layerwise, simulate_plan
-from canzona_cli.simulate.simulate import StrategyResult, assumptions, simulate
+from canzona_cli.simulate.step import StrategyResult, assumptions, simulate
 from canzona_cli.simulate.timeline import Timeline
 from canzona_cli.simulate.update import Workload
 from canzona_cli.simulate.update_phase import Team, UpdatePhase

@@ -13,15 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig, UpdateName
-from canzona_cli.model.matrices import matrices
-from canzona_cli.optimizers.facts import Algorithm
-from canzona_cli.optimizers.gram_form import gram_newton_schulz
-from canzona_cli.optimizers.kl_shampoo import KLShampoo
-from canzona_cli.optimizers.newton_schulz import coefficients
-from canzona_cli.optimizers.soap import SOAP as OurSOAP
-from canzona_cli.optimizers.soap_muon import SOAPMuon
-from canzona_cli.optimizers.workspace import Workspace
-from canzona_cli.planner.cost import (
+from canzona_cli.costs.update import (
     MEMORY_EFFICIENCY,
     PRICED_STACK,
     STACK_BYTES,
@@ -36,7 +28,15 @@ from canzona_cli.planner.cost import (
     seconds,
     stack_of,
 )
-from canzona_cli.planner.work import flops, work
+from canzona_cli.costs.work import flops, work
+from canzona_cli.model.matrices import matrices
+from canzona_cli.optimizers.facts import Algorithm
+from canzona_cli.optimizers.gram_form import gram_newton_schulz
+from canzona_cli.optimizers.kl_shampoo import KLShampoo
+from canzona_cli.optimizers.newton_schulz import coefficients
+from canzona_cli.optimizers.soap import SOAP as OurSOAP
+from canzona_cli.optimizers.soap_muon import SOAPMuon
+from canzona_cli.optimizers.workspace import Workspace
 from tests.sizes import CPU, H100, layout, model, run
 
 MUON = STANDARD = Algorithm(name="muon")

@@ -12,12 +12,19 @@ from itertools import accumulate
 from statistics import NormalDist
 
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
+from canzona_cli.costs.activations import micro_batch_tokens, stage_weights, stream_elements
+from canzona_cli.costs.buffers import element_bytes
+from canzona_cli.costs.links import Groups, Links, Transfer
+from canzona_cli.costs.update import (
+    adamw_seconds,
+    implementation,
+    matmul_rate,
+    matmul_seconds,
+    memory_rate,
+    step_factor,
+)
 from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Attention, Part, Work
-from canzona_cli.planner.activations import micro_batch_tokens, stream_elements
-from canzona_cli.planner.buckets import element_bytes
-from canzona_cli.planner.cost import matmul_rate, matmul_seconds, memory_rate
-from canzona_cli.planner.links import Groups, Links, Transfer
 
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.55, 0.45
 """Share of the bf16 peak that a causal flash kernel reaches with heads of 128 at 4k tokens on Hopper: Shah et al. 2024
@@ -53,7 +60,7 @@ class Module:
     """Over the whole model; the embedding is before layer 0, the output layer after the last."""
     forward_s: float
     backward_s: float
-    """Without what recomputation repeats."""
+    """The seconds of the backward without what recomputation repeats."""
     again_s: float
     """Forward work that the backward repeats (activation recomputation)."""
     weights: int
@@ -72,16 +79,16 @@ class StageTime:
     hop: Transfer
     """Handing the residual stream to the next stage."""
     pass_s: float
-    """What a pass takes besides its modules."""
+    """The seconds of a pass besides its modules."""
 
     @cached_property
     def modules(self) -> tuple[Module, ...]:
-        """Of all chunks; a module's place is its number here."""
+        """The modules of all chunks; a module's place is its number here."""
         return tuple(module for chunk in self.chunks for module in chunk)
 
     @cached_property
     def places(self) -> tuple[range, ...]:
-        """Of the modules of each chunk."""
+        """The places of the modules of each chunk."""
         ends = list(accumulate(map(len, self.chunks)))
         return tuple(range(end - len(chunk), end) for chunk, end in zip(self.chunks, ends, strict=True))
 
@@ -317,7 +324,7 @@ def _forward(cluster: ClusterConfig, layout: Layout, seconds: float, starts: flo
 
 
 def _backward(cluster: ClusterConfig, layout: Layout, seconds: float, starts: float = 1.0) -> float:
-    """The same of the backward pass."""
+    """Returns the same of the backward pass."""
     computed_s = slowest(cluster, layout.world_size) * seconds * cluster.backward_factor
     return computed_s + 1e-6 * cluster.backward_module_us * starts
 
@@ -375,3 +382,41 @@ def hop(config: RunConfig, layout: Layout) -> Transfer:
     width, _ = element_bytes(config)
     crosses = Groups.of(layout, config.cluster).stage_crosses
     return Links(cluster=config.cluster).point_to_point(stream_elements(config, layout) * width, crosses=crosses)
+
+
+NORM_BYTES, CLIP_BYTES = 4, 8
+"""Memory traffic per fp32 gradient element: read for the norm; read and written by the clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormClip:
+    """Seconds, on ranks with a device each."""
+
+    read_s: float
+    """The seconds for each element a rank has reduced."""
+    agree_s: float
+    """The seconds of all ranks' agreement on a few numbers."""
+    scaled_s: float
+    """The seconds for each element that is clipped in a pass of its own."""
+
+    @classmethod
+    def of(cls, config: RunConfig, layout: Layout) -> "NormClip":
+        world = Groups.of(layout, config.cluster).world
+        each = step_factor(config.cluster, "norm_clip", implementation(config)) / memory_rate(config.cluster)
+        return cls(
+            read_s=NORM_BYTES * each,
+            agree_s=Links(cluster=config.cluster).all_reduce(8.0, world).seconds if world.size > 1 else 0.0,
+            scaled_s=CLIP_BYTES * each,
+        )
+
+    def seconds(self, elements: float, clipped: float) -> float:
+        """Times a rank from its reduced gradients to clipped ones, at least: others may be later."""
+        return elements * self.read_s + self.agree_s + clipped * self.scaled_s
+
+
+def least_before_updates(config: RunConfig, layout: Layout) -> float:
+    """Seconds of norm, clip and AdamW on a mean owner's ranks, in a stage that has least: in the middle."""
+    weights, own = stage_weights(config, layout, layout.pp // 2), implementation(config)
+    others = weights.others / layout.owners
+    update_s = step_factor(config.cluster, "adamw_update", own) * adamw_seconds(others, config.cluster)
+    return NormClip.of(config, layout).seconds(weights.matrices / layout.owners + others, others) + update_s

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 
 from canzona_cli.config.execution import execution_of
 from canzona_cli.config.schema import MomentumConfig, NorMuonConfig, RunConfig
+from canzona_cli.costs.buffers import FP32, element_bytes
+from canzona_cli.costs.update import algorithm, form_of, stack_of
+from canzona_cli.costs.work import RULES
 from canzona_cli.optimizers.muon_facts import BLOCK
 from canzona_cli.optimizers.shampoo_facts import STACKED_SQUARES, factored_sides
-from canzona_cli.planner.buckets import FP32, element_bytes
-from canzona_cli.planner.cost import algorithm, form_of, stack_of
-from canzona_cli.planner.work import RULES
 
 Shape = tuple[int, int]
 """(rows, columns)."""
@@ -115,5 +115,5 @@ def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:
 
 
 def keeps_workspace(config: RunConfig) -> bool:
-    """Whether the matrices' optimizers are canzona's own."""
+    """True where the matrices' optimizers are canzona's own."""
     return execution_of(config).ours and config.optimizer.name != "custom"

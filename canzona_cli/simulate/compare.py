@@ -19,18 +19,18 @@ from canzona_cli.config.schema import (
     MomentumConfig,
     RunConfig,
 )
+from canzona_cli.costs.buffers import bucket_elements
+from canzona_cli.costs.memory import capacity, estimate
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.shapes import ModelShapes
-from canzona_cli.planner.buckets import bucket_elements
+from canzona_cli.planner.make import make_plan, plan_unbounded
 from canzona_cli.planner.measures import Balance, Communication, balance, communication, kinds
-from canzona_cli.planner.memory import PlanMemory, capacity, estimate, plan_memory
+from canzona_cli.planner.memory import PlanMemory, plan_memory
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.planner import make_plan, plan_unbounded
 from canzona_cli.planner.refresh import Refreshes, by_rank, refreshes
 from canzona_cli.run import phases
-from canzona_cli.simulate.outlook import Outlook, outlook
-from canzona_cli.simulate.predict import layerwise, simulate_plan, simulate_strategy, with_cores
-from canzona_cli.simulate.simulate import StrategyResult, assumptions
+from canzona_cli.simulate.predict import Outlook, layerwise, outlook, simulate_plan, simulate_strategy, with_cores
+from canzona_cli.simulate.step import StrategyResult, assumptions
 
 STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 """The yardstick is shown first."""
@@ -38,7 +38,7 @@ Comparison = Literal["strategies", "alpha", "form"]
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 FORMS: tuple[Literal["auto"] | Form, ...] = ("standard", "gram", "auto")
 VERSION = 3
-"""Of what `--json` prints; additions keep it."""
+"""The version of what `--json` prints; additions keep it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,8 @@ class Compared:
 
     result: StrategyResult
     memory_bytes: int
-    """Of the fullest rank; a strategy that does not fit is simulated all the same, but nothing is compared with it."""
+    """The bytes on the fullest rank; a strategy that does not fit is simulated all the same, but nothing is compared
+    with it."""
     fits: bool
     loads: tuple[float, ...] | None
     """Seconds of update per cell of the slowest stage, where the strategy has a grid."""
@@ -55,7 +56,7 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """The same run planned with other settings."""
+    """The run planned with other settings."""
 
     name: str
     balance: Balance
@@ -78,7 +79,7 @@ class Study:
     assumptions: tuple[str, ...]
     planning_s: float
     variants: tuple[Variant, ...] = ()
-    """What `--compare` alpha or form tried."""
+    """The plans that `--compare` alpha or form tried."""
 
     @property
     def strategy(self) -> str:
@@ -98,17 +99,17 @@ class Study:
         return self.strategies[strategy].result
 
     def optimizer_speedup(self, over: str) -> float | None:
-        """How many times shorter the planned strategy's optimizer step is than that of `over`; None unless that fits
-        into memory in this layout."""
+        """Returns how many times shorter the planned strategy's optimizer step is than that of `over`; None unless that
+        fits into memory in this layout."""
         return self._ratio(over, self.strategy, lambda result: result.optimizer_s)
 
     def iteration_speedup(self, over: str) -> float | None:
-        """The same of the whole iteration."""
+        """Returns the same of the whole iteration."""
         return self._ratio(over, self.strategy, lambda result: result.iteration_s)
 
     def overhead(self, of: str) -> float | None:
-        """How much longer the iteration of a strategy is than AdamW's in this layout; 0.01 is one per cent. None unless
-        both fit into memory."""
+        """Returns how much longer the iteration of a strategy is than AdamW's in this layout; 0.01 is one per cent.
+        None unless both fit into memory."""
         ratio = self._ratio(of, "adamw", lambda result: result.iteration_s)
         return None if ratio is None else ratio - 1
 
@@ -119,12 +120,12 @@ class Study:
 
     @property
     def outlook(self) -> Outlook:
-        """What the planned iteration comes to over the run."""
+        """The planned iteration over the whole run."""
         return outlook(self.config, self.layout, self.planned.result.iteration_s)
 
     @cached_property
     def refreshes(self) -> Refreshes | None:
-        """Of the planned strategy, with an optimizer that has any."""
+        """The refreshes of the planned strategy, with an optimizer that has any."""
         plan, chosen = self.plan, self.config.optimizer
         if not isinstance(chosen, KroneckerConfig):
             return None
@@ -142,7 +143,7 @@ class Study:
         }
 
     def as_json(self) -> dict[str, object]:
-        """What `--json` prints."""
+        """Returns what `--json` prints."""
         mesh, buffers, others = self.plan.subject.layout, self.memory.buffers, ("sc", "layerwise", "asc", "paper")
         balanced = {name: value for name, value in vars(self.balance).items() if name != "slowest"}
         return {

@@ -9,12 +9,8 @@ from hypothesis import strategies as st
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig, MuonConfig, Splitting
-from canzona_cli.model.families import parameter_count
-from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.optimizers.facts import Algorithm
-from canzona_cli.planner.activations import matrix_shapes, stage_weights
-from canzona_cli.planner.cost import STACK_BYTES, algorithm
-from canzona_cli.planner.memory import (
+from canzona_cli.costs.activations import matrix_shapes, stage_weights
+from canzona_cli.costs.memory import (
     GIB,
     MemoryEstimate,
     balanced_placement,
@@ -25,7 +21,11 @@ from canzona_cli.planner.memory import (
     moment_bytes,
     placement,
 )
-from canzona_cli.planner.workspace import workspace_bytes
+from canzona_cli.costs.update import STACK_BYTES, algorithm
+from canzona_cli.costs.workspace import workspace_bytes
+from canzona_cli.model.families import parameter_count
+from canzona_cli.model.matrices import layer_shapes
+from canzona_cli.optimizers.facts import Algorithm
 from tests.sizes import H100, layout, model, run
 
 N = 596_049_920

@@ -1,4 +1,4 @@
-"""How long a transfer takes on a cluster profile: latency plus bytes over the bandwidth of the busiest link.
+"""The time that a transfer takes on a cluster profile: latency plus bytes over the bandwidth of the busiest link.
 
 Every GPU has two links: one to its peers inside a machine and one to other machines. A collective is given the
 geometry of its group (`Group`) and comes to a `Transfer`: a latency that nothing shares and a time on one link at its
@@ -56,14 +56,14 @@ class Transfer:
         return self.latency_s + self.link_s
 
     def times(self, factor: float) -> "Transfer":
-        """The same transfer, taking `factor` times as long."""
+        """Returns the transfer, taking `factor` times as long."""
         if factor == 1.0:
             return self
         latency_s, link_s, fill_s = (factor * seconds for seconds in (self.latency_s, self.link_s, self.fill_s))
         return replace(self, latency_s=latency_s, link_s=link_s, fill_s=fill_s)
 
     def delayed(self, seconds: float) -> "Transfer":
-        """The same transfer with work on the ranks around it, which keeps no link busy."""
+        """Returns the transfer with work on the ranks around it, which keeps no link busy."""
         return replace(self, latency_s=self.latency_s + seconds) if seconds else self
 
     def then(self, other: "Transfer") -> "Transfer":
@@ -103,7 +103,7 @@ class Groups:
     data: Group
     """dp * cp: over which gradients are reduced."""
     stage_crosses: bool
-    """Whether neighbouring pipeline stages are on different machines."""
+    """True where neighbouring pipeline stages are on different machines."""
     world: Group
 
     @classmethod
@@ -273,7 +273,8 @@ class Links:
         return found and replace(found, cores=found.cores * mean / busiest)
 
     def _measured(self, kind: Collective, size: float, group: Group) -> Transfer | None:
-        """From the profile's table: linear in bytes between two rows, and beyond the last as between the last two."""
+        """Interpolates the profile's table: linear in bytes between two rows, and beyond the last as between the last
+        two."""
         if group.machines > 1 or group.size == 1 or not self.cluster.collectives:
             return None
         rows = _rows(self.cluster.collectives, kind, group.size)

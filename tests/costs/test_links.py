@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from canzona_cli.costs.links import EFFICIENCY, Group, Groups, Links
 from canzona_cli.model.families import parameter_count
-from canzona_cli.planner.links import EFFICIENCY, Group, Groups, Links
 from tests.sizes import H100, layout, model
 
 IDEAL = replace(H100, intra_node_latency_us=0.0, inter_node_latency_us=0.0)

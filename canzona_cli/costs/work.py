@@ -1,6 +1,6 @@
-"""What an update of a matrix does, by its rule: products, factorisations, passes over memory, launches; and its FLOPs.
+"""The work of a matrix's update, by its rule: products, factorisations, passes over memory, launches; and its FLOPs.
 
-Each rule stands in the optimizer's facts; `planner.cost` says what it takes on a device.
+Each rule stands in the optimizer's facts; `costs.update` says what it takes on a device.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ RULES: Mapping[str, Rule] = {name: facts.rule for name, facts in known().items()
 
 @lru_cache(maxsize=4096)
 def work(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """What every update of a (rows, cols) matrix does, and what one with a refresh does on top."""
+    """Returns the work of every update of a (rows, cols) matrix, and what a refresh adds."""
     return RULES[a.name].work(a, rows, cols)
 
 
@@ -40,6 +40,6 @@ def flops(a: Algorithm, rows: int, cols: int) -> float:
 
 
 def _works(a: Algorithm, rows: int, cols: int) -> Iterator[tuple[Work, Work]]:
-    """Of each form that it may have."""
+    """Yields the work of each form that it may have."""
     for form in get_args(Form) if a.form == "auto" else (a.form,):
         yield work(replace(a, form=form), rows, cols)

@@ -10,10 +10,10 @@ from functools import lru_cache
 
 from canzona_cli.config.execution import Execution, execution_of, splitting_of
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
+from canzona_cli.costs.buffers import FP32, element_bytes
+from canzona_cli.costs.workspace import momentary_bytes
 from canzona_cli.model.families import family_of, norm_parameters
 from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.planner.buckets import FP32, element_bytes
-from canzona_cli.planner.workspace import momentary_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class StageWeights:
 
 
 def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights:
-    """What a rank of `stage` stores. A tied output layer is a second copy of the embedding when p > 1."""
+    """Counts what a rank of `stage` stores. A tied output layer is a second copy of the embedding when p > 1."""
     return _stage_weights(config.model, layout.tp, layout.pp, stage)
 
 
@@ -84,14 +84,14 @@ class Transient:
     activations: int
     logits: int
     working: int
-    """What one layer's backward pass needs on top of activations; logits are gone by then."""
+    """The bytes that one layer's backward pass needs on top of activations; logits are gone by then."""
     update: int
-    """What the optimizer step needs, when activations and logits are gone."""
+    """The bytes that the optimizer step needs, when activations and logits are gone."""
     adamw: int = 0
-    """What AdamW's update needs where it comes before the matrices'."""
+    """The bytes that AdamW's update needs where it comes before the matrices'."""
 
     def parts(self, *, reduction: int = 0, gathering: int = 0) -> dict[str, int]:
-        """What is never alive together counts once: the later ones only beyond what has been freed by then.
+        """Counts once what is never alive together: the later ones only beyond what has been freed by then.
 
         Args:
             reduction: what gradients on their way hold under the backward pass.
@@ -118,7 +118,7 @@ def forwards_ahead(layout: Layout, stage: int) -> int:
 
 
 def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
-    """What a rank of `stage` needs while it computes."""
+    """Returns the bytes that a rank of `stage` needs while it computes."""
     model, width, t = config.model, element_bytes(config)[0], layout.tp
     weights = stage_weights(config, layout, stage)
     tokens, layers = micro_batch_tokens(config, layout), model.num_layers // (layout.pp * layout.vpp)
@@ -158,11 +158,11 @@ def _scratch(config: RunConfig, layout: Layout, weights: StageWeights) -> tuple[
 
 
 def stream_elements(config: RunConfig, layout: Layout) -> int:
-    """Of one micro-batch's residual stream, as one rank holds it."""
+    """Counts the elements of one micro-batch's residual stream on one rank."""
     held = micro_batch_tokens(config, layout) * config.model.hidden_size
     return held // (layout.tp if layout.sequence_parallel else 1)
 
 
 def micro_batch_tokens(config: RunConfig, layout: Layout) -> int:
-    """Of a micro-batch on one rank."""
+    """Counts the tokens of a micro-batch on one rank."""
     return layout.micro_batch_size * config.train.seq_length // layout.cp

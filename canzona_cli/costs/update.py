@@ -1,4 +1,4 @@
-"""What updating one matrix costs: seconds on a hardware profile of what its rule does (`planner.work`).
+"""The price of updating one matrix: seconds on a hardware profile of what its rule does (`costs.work`).
 
 Nothing of an update is hidden under anything else, as it runs on one stream. Where the profile has measured the very
 update, the measurement counts instead.
@@ -6,7 +6,7 @@ update, the measurement counts instead.
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -28,15 +28,16 @@ from canzona_cli.config.schema import (
     RunConfig,
     ShampooConfig,
 )
+from canzona_cli.costs.work import RULES, work
+from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.facts import Algorithm, Work
 from canzona_cli.optimizers.muon_facts import MUON_AROUND, product_bytes
-from canzona_cli.planner.work import RULES, work
 from canzona_cli.run.phases import Phase
 
 Implementation = Literal["canzona", "megatron"]
-"""Whose code runs an update."""
+"""The code that runs an update."""
 Unit = Literal["bf16", "tf32", "fp32"]
-"""What a product runs on."""
+"""The unit that a product runs on."""
 
 COPY_EFFICIENCY = 0.9
 """Share of the memory bandwidth that a plain copy reaches: 3.0 of an H100's 3.35 TB/s."""
@@ -73,7 +74,7 @@ ROUNDING = 1e-9
 
 
 def algorithm(config: RunConfig) -> Algorithm:
-    """What a run's update costs depend on."""
+    """Returns what a run's update costs depend on."""
     how = _algorithm(config.optimizer, config.train.precision)
     if isinstance(config.optimizer, MomentumConfig):
         replayed = config.cluster.device == "cuda" and implementation(config) == "canzona"
@@ -84,7 +85,7 @@ def algorithm(config: RunConfig) -> Algorithm:
 
 
 def _roots(chosen: Literal["auto"] | RootMethod, how: Algorithm, cluster: ClusterConfig) -> RootMethod:
-    """As the run says or, by itself, what this device does faster: of sides of 1024, for all are alike."""
+    """Chooses as the run says, or else what this device does faster with sides of 1024, for all are alike."""
     if chosen != "auto":
         return chosen
     side = min(1024, how.max_preconditioner_dim)
@@ -112,13 +113,13 @@ def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
 
 
 def implementation(config: RunConfig) -> Implementation:
-    """Whose code runs a run's strategy."""
+    """Tells whose code runs a run's strategy."""
     return "canzona" if execution_of(config).ours else "megatron"
 
 
 @lru_cache(maxsize=1024)
 def stack_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
-    """How many (rows, cols) matrices a host updates together at most; 1: one by one.
+    """Returns the most (rows, cols) matrices that a host updates together; 1: one by one.
 
     As `form_of`, it depends on the shape and the profile alone. By itself it goes by two measurements, or else on GPUs
     by the model. On CPUs batched products are not always quicker, and strips of large ones (`optimizers.symmetric`)
@@ -146,7 +147,7 @@ def _fitting(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
 
 
 def label(a: Algorithm) -> str:
-    """What a measurement of an algorithm is filed under: muon/gram/5, muon/standard/5/stacked, soap, shampoo,
+    """Names the measurements of an algorithm: muon/gram/5, muon/standard/5/stacked, soap, shampoo,
     shampoo/newton, custom."""
     if a.custom:
         return "custom"
@@ -177,7 +178,7 @@ def seconds(
 
 @lru_cache(maxsize=1024)
 def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
-    """How a (rows, cols) matrix is orthogonalised: as the run says or, by itself, what this device does faster.
+    """Chooses how a (rows, cols) matrix is orthogonalised: as the run says, or else what this device does faster.
 
     It depends on the shape and the profile alone, so a matrix has one form whoever updates it.
     """
@@ -191,7 +192,7 @@ def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
 
 
 def gram_holds(a: Algorithm, cluster: ClusterConfig) -> bool:
-    """Whether the Gram form can be trusted with momentum as training has it, on this device and in this precision.
+    """True where the Gram form can be trusted with momentum as training has it, on this device and in this precision.
 
     Where half precision is bf16, as on CPUs with instructions for it, it cannot: of qwen3-tiny's 28 momenta it doubted
     all in the first thirty steps and half after 300, which are then in standard form all the same. In fp16, which GPUs
@@ -201,14 +202,30 @@ def gram_holds(a: Algorithm, cluster: ClusterConfig) -> bool:
 
 
 def gram_scale(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """What whole updates in Gram form take by the profile's measurements, over what they take by the model."""
+    """Divides what whole updates in Gram form take by the profile's measurements, over what they take by the model."""
     a = replace(a, form="gram", stack=False)
     return _seconds(a, rows, cols, cluster) / _modelled(a, rows, cols, cluster)[0]
 
 
 def rounded(seconds: float) -> float:
-    """To `COST_DIGITS`."""
+    """Rounds to `COST_DIGITS`."""
     return float(f"{seconds:.{COST_DIGITS - 1}e}")
+
+
+def update_costs(
+    config: RunConfig, members: Sequence[Matrix], implementation: Implementation = "canzona"
+) -> tuple[float, ...]:
+    """Seconds of each matrix's update, `rounded`.
+
+    Raises:
+        ConfigError: the profile has measurements that no such device could reach.
+    """
+    how = algorithm(config)
+    by_shape = {
+        shape: rounded(seconds(how, *shape, config.cluster, implementation))
+        for shape in {(matrix.rows, matrix.cols): None for matrix in members}
+    }
+    return tuple(by_shape[matrix.rows, matrix.cols] for matrix in members)
 
 
 def peak_seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
@@ -226,7 +243,7 @@ def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
 
 
 def step_factor(cluster: ClusterConfig, phase: Phase, implementation: Implementation) -> float:
-    """What a phase takes in whole steps over what its parts take alone, as the profile has measured it; else 1.
+    """Divides what a phase takes in whole steps by what its parts take alone, as the profile has measured it; else 1.
 
     Between other work caches are cold, memory is fresh and ranks come late; a loop over one operation shows none of it.
     """
@@ -271,13 +288,13 @@ def matmul_seconds(cluster: ClusterConfig, m: float, k: float, n: float, unit: U
 
 
 def _as_run(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Algorithm:
-    """With a (rows, cols) matrix's form, and stacked or not."""
+    """Returns the algorithm with a (rows, cols) matrix's form, stacked or not."""
     form, stack = form_of(a, rows, cols, cluster), stack_of(a, rows, cols, cluster) > 1
     return replace(a, form=form, stack=stack)
 
 
 def _seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Of one form: measured, or else modelled; where only another form was measured, scaled as the model's are."""
+    """Prices one form: measured, or else modelled; where only another form was measured, scaled as the model's are."""
     own, modelled = _measured(a, rows, cols, cluster), _modelled(a, rows, cols, cluster)[0]
     if own is not None:
         return own
@@ -321,8 +338,8 @@ def _unit(a: Algorithm) -> Unit:
 
 
 def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) -> float:
-    """Of one of `together` stacked matrices: a batch is multiplied as fast as one product of its volume, launched once,
-    and never by a symmetric kernel."""
+    """Prices one of `together` stacked matrices: a batch is multiplied as fast as one product of its volume, launched
+    once, and never by a symmetric kernel."""
 
     def product(m: int, k: int, n: int) -> float:
         return matmul_seconds(cluster, together * m, k, n, unit) / together

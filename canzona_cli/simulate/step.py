@@ -23,20 +23,19 @@ from canzona_cli.config.execution import (
     with_strategy,
 )
 from canzona_cli.config.schema import KroneckerConfig, Layout, RunConfig
+from canzona_cli.costs.activations import stage_weights
+from canzona_cli.costs.buffers import element_bytes
+from canzona_cli.costs.links import Groups, Transfer
+from canzona_cli.costs.model import NormClip, stage_time
+from canzona_cli.costs.update import ROUNDING, implementation, memory_rate, step_factor
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.families import flops_per_token
-from canzona_cli.planner.activations import stage_weights
-from canzona_cli.planner.buckets import element_bytes
-from canzona_cli.planner.cost import ROUNDING, implementation, memory_rate, step_factor
-from canzona_cli.planner.links import Groups, Transfer
-from canzona_cli.planner.norm_clip import NormClip
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.planner.refresh import by_rank, refreshes
 from canzona_cli.run.breakdown import SimulatedEvent
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
 from canzona_cli.simulate.buffers import Buffers, Chunk, after_reduction
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
-from canzona_cli.simulate.model_time import stage_time
 from canzona_cli.simulate.timeline import Timeline, crowded
 from canzona_cli.simulate.update import Workload
 from canzona_cli.simulate.update_phase import CellUpdate, UpdatePhase
@@ -49,12 +48,12 @@ class StrategyResult:
     strategy: AnyStrategy
     iteration_s: float
     optimizer_s: float
-    """From reduced gradients to the next forward, as the iteration waits for it: norm and clip, AdamW's update, matrix
-    updates, the exchange that no update hides, and what the forward waits for gathered parameters."""
+    """The seconds from reduced gradients to the next forward, as the iteration waits for it: norm and clip, AdamW's
+    update, matrix updates, the exchange that no update hides, and what the forward waits for gathered parameters."""
     phases: Mapping[str, float]
     """Seconds of the slowest rank: `IN_STEP` adds up to `iteration_s`; the `_total`s ran (partly) under others."""
     mean_phases: Mapping[str, float]
-    """The same, averaged over all ranks; who is done earlier waits in `other`."""
+    """The phases averaged over all ranks; who is done earlier waits in `other`."""
     slowest_rank: int
     update_balance: float
     """Seconds of matrix updates, max over mean of all ranks; 1.0 is perfect, and where there are none."""
@@ -89,27 +88,27 @@ def simulate(config: RunConfig, layout: Layout, workload: Workload) -> StrategyR
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """When every cell's ranks are done with what. Seconds from the first forward."""
+    """The times at which every cell's ranks are done. Seconds from the first forward."""
 
     iteration: IterationTimeline
     cells: Sequence[CellUpdate]
     clipped: Sequence[float]
-    """By cell: when its gradients are clipped."""
+    """The time at which a cell's gradients are clipped."""
     gather_s: Sequence[float]
-    """By stage: gathering that starts once its slowest rank is done."""
+    """The gathering that starts once a stage's slowest rank is done."""
     early_s: Sequence[float]
-    """By stage: gathering that ran under the updates."""
+    """The gathering of a stage that ran under the updates."""
     agree_s: float
     """The synchronisation of all ranks at the end."""
 
     @cached_property
     def updated(self) -> list[float]:
-        """By cell: when its last matrix is updated."""
+        """The time at which a cell's last matrix is updated."""
         return [end + cell.seconds for end, cell in zip(self.clipped, self.cells, strict=True)]
 
     @cached_property
     def done(self) -> list[float]:
-        """By stage: when its last rank has finished its updates and what it gathers behind them."""
+        """The time, by stage, at which its last rank has finished its updates and what it gathers behind them."""
         last = [0.0] * len(self.gather_s)
         for cell, end in zip(self.cells, self.updated, strict=True):
             last[cell.team.stage] = max(last[cell.team.stage], end)
@@ -121,7 +120,7 @@ class _Step:
 
     @cached_property
     def phases(self) -> list[dict[str, float]]:
-        """By cell: seconds of each phase."""
+        """The seconds of each phase, by cell."""
         before = [self.iteration.phases(stage) for stage in range(len(self.gather_s))]
         return [self._phases(number, before[cell.team.stage]) for number, cell in enumerate(self.cells)]
 
@@ -151,7 +150,7 @@ class _Step:
         return min(range(len(self.cells)), key=lambda number: (self.updated[number], number))
 
     def optimizer_s(self) -> float:
-        """How long the iteration waits for the optimizer.
+        """The seconds for which the iteration waits for the optimizer.
 
         Waiting for another stage's backward is measured under norm_clip, where both ends of a pipeline have a tied
         embedding under grad_reduce, and no part of it. The rank that waits longest in all decides: another stage may
@@ -176,7 +175,7 @@ class _Simulation:
         machines = Groups.of(layout, cluster).world.machines
         self._cores = None if cluster.cores is None else float(cluster.cores * machines)
         self._crowd = 1.0 if self._cores is None else crowded(layout.world_size / self._cores, cluster.crowding)
-        """How much longer takes what all ranks do at the same time, where cores are few."""
+        """The factor by which work that all ranks do at the same time takes longer, where cores are few."""
         self._updates = UpdatePhase(config, layout, workload, cores=self._cores)
 
     def result(self) -> StrategyResult:
@@ -247,7 +246,8 @@ class _Simulation:
         )
 
     def _chunks(self, stage: int) -> list[Chunk]:
-        """In the order of Megatron's buffers: AdamW's own first, for the embedding is the first parameter."""
+        """Lists chunks in the order of Megatron's buffers: AdamW's own first, for the embedding is the first
+        parameter."""
         buffers = Buffers(self._config, self._layout, stage, stage_time(self._config, self._layout, stage))
         if not self._execution.has_owners:
             found = buffers.everything(sharded=not self._execution.everywhere)
@@ -318,7 +318,7 @@ class _Simulation:
 
 
 def assumptions() -> tuple[str, ...]:
-    """What the simulated times rest on, one sentence each."""
+    """Lists what the simulated times rest on, one sentence each."""
     return (
         "Achieved rates and bandwidths are the cluster profile's; large collectives reach 80% of the link inside a "
         "machine and 90% between machines, each hop adds the profile's latency.",
@@ -375,9 +375,9 @@ class _Order:
     """In which order an owner's plan has a stage's chunks gathered: what the forward needs first comes first."""
 
     under: Sequence[int] = ()
-    """Under the updates: of AdamW's parameters those of the first model chunk."""
+    """The chunks gathered under the updates: of AdamW's parameters those of the first model chunk."""
     behind: Sequence[int] = ()
-    """Behind the updates."""
+    """The chunks gathered after the updates."""
 
     @property
     def early(self) -> list[int]:
@@ -417,7 +417,7 @@ def _gathered(chunks: Sequence[Chunk]) -> float:
 
 
 def _ordered(phases: Mapping[str, float]) -> dict[str, float]:
-    """In the breakdown's order, totals behind what they belong to."""
+    """Puts phases into the breakdown's order, totals behind what they belong to."""
     names = [name for phase in IN_STEP for name in (phase, f"{phase}_total")]
     return {name: phases[name] for name in names if name in phases}
 
@@ -425,7 +425,7 @@ def _ordered(phases: Mapping[str, float]) -> dict[str, float]:
 def _merged(
     segments: Sequence[tuple[Stream, str, float, float]],
 ) -> list[tuple[Stream, str, float, float]]:
-    """By start; neighbours of one stream and phase that touch become one."""
+    """Sorts segments by start; neighbours of one stream and phase that touch become one."""
     merged: list[tuple[Stream, str, float, float]] = []
     last: dict[Stream, int] = {}
     for stream, phase, start, end in sorted(segments, key=lambda s: (s[2], s[3], s[0])):

@@ -1,0 +1,277 @@
+"""Micro-groups hold every matrix once, keep C_max, and auto is never slower than what it chose among."""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import get_args
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from canzona_cli.config.schema import Grouping, Layout, Mode, RunConfig
+from canzona_cli.costs.activations import stage_weights
+from canzona_cli.costs.links import EFFICIENCY, Group, Links
+from canzona_cli.costs.sharing import Share, shares
+from canzona_cli.errors import ConfigError
+from canzona_cli.model.matrix import Matrix
+from canzona_cli.planner import groups as groups_module
+from canzona_cli.planner.assign import assign
+from canzona_cli.planner.groups import CLOSE, Grouped, check_capacity, held_jobs, micro_groups
+from canzona_cli.planner.make import attempt, plan_unbounded, planned_matrices
+from canzona_cli.planner.measures import balance
+from canzona_cli.planner.packing import HostPacker
+from canzona_cli.planner.pipeline import HostedPipeline, Job, Load, Loads, _Asked, planning
+from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, Plan, PlanSettings
+from canzona_cli.planner.reduction import ReductionModel
+from tests import sizes
+from tests.planner.planning import grid, least_makespan, newton_schulz, transformer
+from tests.sizes import H100, layout
+
+MODELS = st.builds(
+    transformer,
+    layers=st.integers(1, 8),
+    hidden=st.sampled_from([64, 128, 192]),
+    ffn=st.sampled_from([64, 192, 384]),
+    kv=st.sampled_from([4, 16, 64]),
+    fused_fc1=st.booleans(),
+)
+GRIDS = st.builds(grid, tp=st.sampled_from([1, 2, 4]), dp=st.integers(1, 4))
+
+
+def link(tp: int, bytes_per_s: float = 1e9, latency_s: float = 1e-6, width: int = 4) -> HostedPipeline:
+    """A TP group whose exchanges take the same both ways, and whose copies take no time."""
+    cluster = replace(
+        H100,
+        intra_node_gb_per_s=bytes_per_s / EFFICIENCY["machine"] / 1e9,
+        intra_node_latency_us=1e6 * latency_s,
+        measured_on={},
+    )
+    return HostedPipeline(
+        tp=tp, links=Links(cluster=cluster), group=Group(size=tp, per_machine=tp), width=width, grad=width
+    )
+
+
+def _plan(
+    matrices: tuple[Matrix, ...], mesh: Layout, grouping: Grouping, capacity: int | None, width: int = 4
+) -> tuple[Assignment, tuple[MicroGroup, ...]]:
+    plan = PlanSettings(strategy="canzona", grouping=grouping, c_max_bytes=capacity)
+    costs = newton_schulz(matrices)
+    found = assign(matrices, costs, mesh, plan)
+    return found, micro_groups(matrices, costs, found, Grouped(plan, width, link(mesh.tp, width=width)))
+
+
+@given(
+    matrices=MODELS,
+    mesh=GRIDS,
+    grouping=st.sampled_from(get_args(Grouping)),
+    room=st.sampled_from([None, 1.0, 2.5]),
+    width=st.sampled_from([2, 4]),
+)
+@settings(max_examples=80, deadline=None)
+def test_groups_hold_an_owners_matrices_once_within_capacity(
+    matrices: tuple[Matrix, ...], mesh: Layout, grouping: Grouping, room: float | None, width: int
+) -> None:
+    largest = max(matrix.elements for matrix in matrices) * width
+    capacity = None if room is None else int(largest * room)
+    found, groups = _plan(matrices, mesh, grouping, capacity, width)
+    assert sorted(index for group in groups for index in group.matrices) == list(range(len(matrices)))
+    numbers = defaultdict(list)
+    for group in groups:
+        assert group.matrices
+        assert all(found.cells[index].owner == group.owner for index in group.matrices)
+        numbers[group.stage, group.owner].append(group.index)
+        if capacity is not None and mesh.tp > 1:
+            received: Counter[int] = Counter()
+            for index in group.matrices:
+                received[found.cells[index].host] += matrices[index].elements * width
+            assert max(received.values()) <= capacity
+    assert all(order == list(range(len(order))) for order in numbers.values())
+
+
+@given(matrices=MODELS, mesh=GRIDS)
+@settings(max_examples=40, deadline=None)
+def test_auto_is_no_slower_than_one_group_of_everything(matrices: tuple[Matrix, ...], mesh: Layout) -> None:
+    costs = newton_schulz(matrices)
+    assignment, groups = _plan(matrices, mesh, "auto", None)
+    by_owner = defaultdict(list)
+    for group in groups:
+        by_owner[group.owner].append(
+            [Job(matrix=matrices[i], host=assignment.cells[i].host, seconds=costs[i]) for i in group.matrices]
+        )
+    for divided in by_owner.values():
+        jobs = sorted((job for group in divided for job in group), key=lambda job: job.matrix.index)
+        assert link(mesh.tp).seconds(divided) <= link(mesh.tp).seconds([jobs]) * (1 + CLOSE + 1e-9)
+
+
+def test_pipeline_of_two_groups_by_hand() -> None:
+    # 1000 bytes over 2 ranks: a fragment of 500 takes 1 + 0.5 s at 1000 bytes/s. in 0-1.5, in 1.5-3, compute 1.5-11.5
+    # on host 0, out 11.5-13; compute 3-7 on host 1, long done; out 13-14.5.
+    of_1000_bytes = replace(transformer(1, 64, 64, 64)[0], rows=50, cols=10)
+    first = [Job(matrix=of_1000_bytes, host=0, seconds=10.0)]
+    second = [Job(matrix=replace(of_1000_bytes, index=1), host=1, seconds=4.0)]
+    slow = link(2, 1000.0, 1.0, 2)
+    assert slow.seconds([first, second]) == pytest.approx(14.5, abs=0.01)  # and a flag for each matrix
+    # Together: one exchange each way, each host in and out 500 bytes at once.
+    assert slow.seconds([[*first, *second]]) == pytest.approx(1.5 + 10 + 1.5, abs=0.01)
+
+
+def test_without_links_to_wait_for_the_pipeline_is_the_busiest_host() -> None:
+    matrices = transformer(1, 64, 64, 64)
+    jobs = [Job(matrix=matrices[i], host=i % 2, seconds=float(i)) for i in range(6)]
+    groups = [jobs[:2], jobs[2:4], jobs[4:]]
+    assert link(2, 1e30, 0.0).seconds(groups) == pytest.approx(1 + 3 + 5)
+
+
+def test_what_nothing_hides_is_made_small() -> None:
+    """Every host has a small matrix and a large one, and one host more: the small ones travel first, and the last to
+    travel back is what the busiest host did last."""
+    base = transformer(1, 64, 64, 64)[0]
+    shapes = ((10, 0, 1.0), (100, 0, 20.0), (10, 1, 1.0), (100, 1, 20.0), (20, 1, 4.0))
+    members = [replace(base, index=i, rows=rows, cols=50) for i, (rows, _, _) in enumerate(shapes)]
+    found = Assignment(cells=tuple(Cell(owner=0, host=host) for _, host, _ in shapes))
+    costs, plan, quick = [cost for *_, cost in shapes], PlanSettings(strategy="canzona"), link(2, 5000.0, 0.01)
+    groups = micro_groups(members, costs, found, Grouped(plan, 4, quick))
+    assert [group.matrices for group in groups] == [(0, 2), (1, 3), (4,)]
+    # Where a message costs more than it hides, there is one.
+    assert len(micro_groups(members, costs, found, Grouped(plan, 4, link(2, 5000.0, 30.0)))) == 1
+
+
+def test_too_small_a_capacity_names_the_least_that_works() -> None:
+    matrices = transformer(2, 640, 1920, 64)
+    with pytest.raises(ConfigError) as caught:
+        _plan(matrices, grid(2, 1), "auto", 4 << 20)
+    (problem,) = caught.value.problems
+    assert problem.key == "engine.c_max_mib"
+    assert "layers.0.gate" in problem.reason
+    assert "=4.6875 or more" in problem.fix  # MiB that 640 x 1920 x 4 bytes are
+    _plan(matrices, grid(2, 1), "auto", int(4.6875 * (1 << 20)))
+
+
+def test_greedy_rolls_back_what_overfills_a_host() -> None:
+    matrices = transformer(1, 64, 64, 64)  # seven alike
+    found, groups = _plan(matrices, grid(2, 1), "greedy", 2 * 64 * 64 * 4)
+    assert [group.matrices for group in groups] == [(0, 1, 2, 3), (4, 5, 6)]
+    assert [found.cells[index].host for index in range(7)] == [0, 1, 0, 1, 0, 1, 0]
+
+
+@given(rows=st.integers(1, 300_000), cols=st.integers(1, 30_000), width=st.sampled_from([2, 4]))
+@example(rows=256_001, cols=10_240, width=4)  # six digits of it are too few
+def test_the_capacity_that_is_advised_is_enough_when_it_is_typed(rows: int, cols: int, width: int) -> None:
+    matrix = replace(transformer(1, 8, 16, 4)[0], rows=rows, cols=cols)
+    settings = PlanSettings(strategy="canzona", c_max_bytes=0)
+    with pytest.raises(ConfigError) as caught:
+        check_capacity([matrix], 2, settings, width)
+    (problem,) = caught.value.problems
+    advised = float(problem.fix.split()[1].partition("=")[2])
+    typed = replace(settings, c_max_bytes=int(advised * (1 << 20)))  # as the planner reads it
+    check_capacity([matrix], 2, typed, width)
+
+
+@cache
+def _planned(
+    size: sizes.Size, tp: int, dp: int, mode: Mode | str, factor: float = 1.0
+) -> tuple[RunConfig, Layout, Plan]:
+    config = sizes.run(size, tp * dp, strategy="canzona", tp=tp)
+    cluster = replace(config.cluster, symmetric_factor=factor)
+    config = replace(config, engine=replace(config.engine, mode=mode), cluster=cluster)  # type: ignore[arg-type]
+    mesh = layout(tp=tp, dp=dp)
+    return config, mesh, plan_unbounded(config, mesh)
+
+
+def _seconds(planned: tuple[RunConfig, Layout, Plan]) -> float:
+    """Of the slowest owner, by the planner's clock."""
+    config, mesh, plan = planned
+    pipeline, found = HostedPipeline.of(planning(config), mesh), 0.0
+    jobs = {
+        job.matrix.index: job for own in held_jobs(plan.matrices, plan.costs, plan.assignment).values() for job in own
+    }
+    for owner in range(mesh.dp):
+        groups = [[jobs[index] for index in group.matrices] for group in plan.groups if group.owner == owner]
+        found = max(found, pipeline.seconds(groups))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "tp", "dp"),
+    [("14b", 2, 256), ("32b", 8, 128), ("32b", 8, 16), ("8b", 2, 128), ("1.7b", 4, 256), ("0.6b", 2, 2)],
+)
+def test_auto_is_never_slower_than_one_mode_and_faster_where_ranks_were_idle(
+    size: sizes.Size, tp: int, dp: int
+) -> None:
+    auto, hosted, shared = (_planned(size, tp, dp, mode) for mode in ("auto", "hosted", "shared"))
+    config, mesh, _ = auto
+    # AdamW's parameters are gathered under the updates: shorter ones than that gain nothing.
+    gathered = ReductionModel(config, mesh).gather_evenly(stage_weights(config, mesh, 0).others)
+    assert _seconds(auto) <= max(gathered, min(_seconds(hosted), _seconds(shared))) * 1.01
+    assert balance(auto[2]).slowest_s >= auto[2].lower_bounds[0] * (1 - 1e-9)
+    if (size, tp, dp) in (("14b", 2, 256), ("32b", 8, 128)):
+        assert _seconds(auto) < 0.95 * _seconds(hosted)
+        assert balance(auto[2]).grid < 0.9 * balance(hosted[2]).grid
+    assert set(hosted[2].modes) == {"hosted"}
+
+
+def test_more_ranks_shorten_fragments_alone() -> None:
+    config, mesh, plan = _planned("32b", 8, 16, "shared")
+    two = shares(config, layout(tp=2, dp=16), plan.matrices)
+    eight = shares(config, mesh, plan.matrices)
+    for index, share in eight.items():
+        assert two[index].each > 2 * share.each
+    assert {plan.matrices[index].kind for index in eight} == {"q", "proj", "gate", "up", "down"}
+
+
+@given(
+    costs=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    possible=st.dictionaries(st.integers(1, 12), st.integers(1, 11), max_size=4),
+    tp=st.integers(2, 4),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_row_is_close_to_the_best_of_all_ways(costs: list[int], possible: dict[int, int], tp: int) -> None:
+    may = {place: Share(fragment=(0.5, possible[cost] - 0.5)) for place, cost in enumerate(costs) if cost in possible}
+    rows = HostPacker([float(cost) for cost in costs], tp, may).rows(range(len(costs)))
+    best = least_makespan([[float(cost) for cost in costs]], 1, tp, possible)  # type: ignore[arg-type]
+    for row in rows:
+        busy = [0.0] * tp
+        for cost, host, shared in zip(costs, row.hosts, row.shared, strict=True):
+            busy[host] += 0 if shared else cost
+        each = sum(may[place].each for place, shared in enumerate(row.shared) if shared)
+        assert row.height == pytest.approx(max(busy) + each)
+    assert rows[0].height == min(row.height for row in rows)
+    assert rows[0].height >= best * (1 - 1e-9)
+    hosted = HostPacker([float(cost) for cost in costs], tp).rows(range(len(costs)))[0]
+    assert rows[0].height <= hosted.height * (1 + 1e-9)
+
+
+def test_nothing_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choosing modes makes micro-groups, most owners are alike, and most ways to cut come to the same groups."""
+    config = sizes.run("32b", 1024, strategy="canzona", tp=8)
+    mesh = layout(tp=8, dp=128)
+    searched: list[Hashable] = []
+    timed: list[list[Hashable]] = []
+    told: list[int] = []
+    search, seconds, load = groups_module._groups, HostedPipeline.seconds, HostedPipeline._told
+
+    def groups_of(
+        jobs: Sequence[Job], asked: PlanSettings, width: int, pipeline: HostedPipeline
+    ) -> tuple[float, list[list[Job]]]:
+        searched.append(tuple((job.host, job.seconds, job.matrix.shape, job.share) for job in jobs))
+        timed.append([])
+        return search(jobs, asked, width, pipeline)
+
+    def noted(self: HostedPipeline, groups: Sequence[Sequence[Job]], known: Loads | None = None) -> float:
+        timed[-1].append(tuple(tuple(job.matrix.index for job in group) for group in groups))
+        return seconds(self, groups, known)
+
+    def told_of(self: HostedPipeline, asked: _Asked) -> Load:
+        told.append(1)
+        return load(self, asked)
+
+    monkeypatch.setattr(groups_module, "_groups", groups_of)
+    monkeypatch.setattr(HostedPipeline, "seconds", noted)
+    monkeypatch.setattr(HostedPipeline, "_told", told_of)
+    plan = attempt(config, mesh, None, planned_matrices(config, mesh, None), None)
+    assert set(plan.modes) == {"hosted", "shared"}
+    assert len(searched) == len(set(searched)) > 3
+    assert all(len(ways) == len(set(ways)) for ways in timed)
+    assert len(told) < 0.75 * sum(len(way) for ways in timed for way in ways if isinstance(way, tuple))
