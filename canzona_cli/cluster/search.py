@@ -36,27 +36,27 @@ class Tried:
     iteration_s: float
     optimizer_s: float
     memory_bytes: int
-    """Of the fullest rank."""
+    """The bytes of the fullest rank."""
     spent: Spent
-    """What the iteration goes to on its slowest rank."""
+    """The parts of the iteration on its slowest rank."""
 
     @property
     def per_sequence_s(self) -> float:
-        """What layouts are compared by, for their batches may differ."""
+        """The seconds that layouts are compared by, because their batches may differ."""
         return self.iteration_s / self.layout.global_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search came to."""
+    """The result of a search."""
 
     best: tuple[Tried, ...]
     """The fastest that were asked for, the fastest first, of those that take the same time the plainest; none where no
     plan fits."""
     legal: int
-    """How many layouts were compared."""
+    """The number of layouts that were compared."""
     simulated: int
-    """Of how many of them that took a simulation."""
+    """The number of these that took a simulation."""
 
 
 def search(config: RunConfig, count: int = 1) -> Found:
@@ -99,7 +99,7 @@ def _search(config: RunConfig, count: int) -> Found:
     best: dict[float, _Simulated] = {}
     known: set[tuple[Layout, float, float]] = set()
     repeating: dict[Layout, float] = {}
-    """What a layout takes that repeats less of its forward passes: one that repeats more takes no less."""
+    """The time of a layout that repeats less of its forward passes: one that repeats more takes no less."""
     simulated = 0
     for estimate_s, candidate in waiting:
         slowest = max(sorted(best)[:count]) * (1 + ALIKE) if len(best) >= count else math.inf
@@ -133,13 +133,13 @@ def _estimate(config: RunConfig, candidate: Candidate) -> float:
 class _Simulated:
     candidate: Candidate
     run: RunConfig
-    """With the candidate's layout."""
+    """The configuration with the candidate's layout."""
     plan: Plan | None
-    """Of strategies that have one."""
+    """The plan, for strategies that have one."""
     result: StrategyResult
 
     def told(self) -> Tried:
-        """With what only the fastest are asked for."""
+        """Returns the layout with what only the fastest are asked for."""
         layout, plan = self.candidate.layout, self.plan
         return Tried(
             layout=layout,

@@ -60,7 +60,7 @@ class MemoryEstimate(Memory):
     is the least of the engine's own buffers and its optimizers' lasting scratch; how much more a plan takes is known
     once there is one."""
     worst_rank: str
-    """Which rank that is: `every rank`, or `pp stage 0`."""
+    """The rank that needs most: `every rank`, or `pp stage 0`."""
 
     @property
     def forward(self) -> int:

@@ -36,7 +36,7 @@ CPU_ATTENTION = 0.4
 """Share of a core's fp32 rate that torch's kernel reaches on CPU, in bf16 too and in both directions: measured 0.25 to
 0.8 of it with 256 to 2,048 tokens and heads of 32 to 128, the least with the fewest."""
 CUT_STARTS = 0.58
-"""How many more modules' operations a layer starts without Transformer Engine where its sequence is cut: keys
+"""The modules whose operations a layer starts on top, without Transformer Engine, where its sequence is cut: keys
 and values are put in order. Counted on CPU ranks, of 256 tokens whose queries are two blocks either way: 157 instead
 of 138 forward, 241 instead of 209 backward, of four modules."""
 ELEMENTWISE_PASSES = {True: 1.2, False: 3.0}
@@ -44,8 +44,8 @@ ELEMENTWISE_PASSES = {True: 1.2, False: 3.0}
 keys and values are split and joined and gradients are added up (fitted to published step times, bench/published.yaml),
 and without."""
 QK_NORM_PASSES = 5.8
-"""How many times longer a norm of rows of 128 (QK-norm) takes than a norm of whole rows of as many elements: 345 us
-instead of 60 (B200, https://github.com/flashinfer-ai/flashinfer/issues/2396, 2026-01)."""
+"""The time of a norm of rows of 128 (QK-norm) over that of a norm of whole rows of as many elements: 345 us over
+60 us (B200, https://github.com/flashinfer-ai/flashinfer/issues/2396, 2026-01)."""
 LOSS_FORWARD_BYTES, LOSS_BACKWARD_BYTES = 18, 8
 """Memory traffic of the vocabulary-parallel cross-entropy, bytes per logit: to fp32, maximum, exponential and sum;
 then the gradient."""
@@ -57,7 +57,7 @@ class Module:
 
     part: Part
     layer: int
-    """Over the whole model; the embedding is before layer 0, the output layer after the last."""
+    """The layer in the whole model; the embedding is before layer 0, the output layer after the last."""
     forward_s: float
     backward_s: float
     """The seconds of the backward without what recomputation repeats."""

@@ -61,8 +61,8 @@ is at least this: roundings average over fewer elements of smaller ones."""
 STACK_GAIN = 0.95
 """Matrices are stacked by themselves where each then takes at most this share of its time alone."""
 STACK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
-"""What the iterates and squares of stacked matrices may take; two matrices whatever they take where stacking was asked
-for."""
+"""The most bytes that iterates and squares of stacked matrices take; two matrices may take more where stacking was
+asked for."""
 PRICED_STACK = 4
 """Matrices in a stack as the model prices it: a host may have fewer of a shape than would fit."""
 

@@ -1,4 +1,4 @@
-"""Which cell of the DP x TP grid updates which matrix.
+"""Assigns matrices to cells of the DP x TP grid, where they are updated.
 
                      host 0         host 1           host: TP rank; a matrix travels along its row
                   +--------------+--------------+

@@ -22,11 +22,11 @@ class Balance:
     """Update cost over the ranks of the stage that takes longest, as max / mean: 1.0 is perfect."""
 
     dp: float
-    """Over owners, each with the sum of its hosts."""
+    """The balance over owners, each with the sum of its hosts."""
     tp: float
-    """Over the hosts of the owner that has the slowest one; `grid` is the product for that owner."""
+    """The balance over the hosts of the owner that has the slowest one; `grid` is the product for that owner."""
     grid: float
-    """Over all cells: what the update's time is longer by than a perfect spread."""
+    """The balance over all cells: how much longer the update takes than with a perfect spread."""
     lower_bound: float
     """No assignment has a smaller `grid`."""
     slowest_s: float

@@ -52,7 +52,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Which cell updates which matrix, `cells[matrix.index]`, and which ones the owner's whole TP group does."""
+    """The cell of each matrix, `cells[matrix.index]`, and the matrices that an owner's whole TP group updates."""
 
     cells: tuple[Cell, ...]
     shares: Mapping[int, Share] = HOSTED

@@ -47,13 +47,13 @@ class StageWork:
     chunks: Sequence[Chunk]
     """The chunks in the order of the gradient buffers: last registered parameters first."""
     begin_s: float
-    """Before the first forward."""
+    """The seconds before the first forward."""
     tail_s: float
     """The seconds after the gradient reduction until its result is complete."""
     early: Sequence[int] = ()
     """Chunks that the last step has started gathering, in this order."""
     chain: Sequence[int] | None = None
-    """In which order others follow: behind one that was waited for, the one `ahead` places behind it here; None for
+    """The order in which others follow: after one that was waited for, the one `ahead` places later here; None for
     all, the last one first."""
     aligned: bool = False
     """True where gatherings start by whole model chunks instead, as Megatron-LM's `align_param_gather` has them: the
@@ -177,7 +177,7 @@ class IterationTimeline:
         return source is None or (step.direction, source, step.micro) in self._sent
 
     def _ask(self, stage: int, steps: Sequence[_Pass]) -> None:
-        """From here on the rank takes what these passes start from: a message travels once both ends are there."""
+        """Lets the rank receive, from now on, what these passes start from: a message travels once both ends are there."""
         for step in steps:
             source = self._source(stage, step)
             if source is not None:
@@ -340,9 +340,9 @@ class IterationTimeline:
 
 
 def _asking(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool], list[_Pass]]:
-    """When a rank asks for what its passes start from: behind which pass, and whether also behind what that one sends.
+    """Tells after which pass a rank asks for what its passes start from, and whether also after what that one sends.
 
-    One pass ahead. A call of Megatron's sends to one neighbour and receives from it, `together` from the other one
+    It asks one pass early. A call of Megatron's sends to one neighbour and receives from it, `together` from the other one
     instead: then next to the pass before of the same direction.
     """
     found: dict[tuple[int, bool], list[_Pass]] = {}

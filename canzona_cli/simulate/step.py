@@ -259,7 +259,7 @@ class _Simulation:
         ]
 
     def _order(self, stage: int, chunks: Sequence[Chunk]) -> "_Order":
-        """As the engine gathers a stage's chunks, of which those of matrices come last
+        """Orders a stage's chunks, of which those of matrices come last, as the engine gathers them
         (`megatron.owner_bucket_group.gathering_order`)."""
         others = len(chunks) - sum(bucket.stage == stage for bucket in self._workload.buckets)
         first, *later = (
@@ -372,7 +372,7 @@ def _in_a_mean_step(config: RunConfig, workload: Workload) -> Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class _Order:
-    """In which order an owner's plan has a stage's chunks gathered: what the forward needs first comes first."""
+    """The order in which an owner's plan gathers a stage's chunks: what the forward needs first comes first."""
 
     under: Sequence[int] = ()
     """The chunks gathered under the updates: of AdamW's parameters those of the first model chunk."""
@@ -381,13 +381,13 @@ class _Order:
 
     @property
     def early(self) -> list[int]:
-        """Before the forward asks for any."""
+        """The chunks gathered before the forward asks for any."""
         return [*self.under, *self.behind[:GATHERED_AHEAD]]
 
 
 def _gathered_early(chunks: Sequence[Chunk], under: Sequence[int], window: float) -> tuple[list[Chunk], float]:
-    """What is left to gather in the forward once those `under` the updates have had `window` seconds, in their order;
-    and what was gathered."""
+    """Returns what is left to gather in the forward once those `under` the updates have had `window` seconds, in their
+    order, and the seconds they took."""
     left, spent = list(chunks), 0.0
     for number in under:
         seconds = chunks[number].gather.seconds
