@@ -177,7 +177,7 @@ class IterationTimeline:
         return source is None or (step.direction, source, step.micro) in self._sent
 
     def _ask(self, stage: int, steps: Sequence[_Pass]) -> None:
-        """Lets the rank receive, from now on, what these passes start from: a message travels once both ends are there."""
+        """Lets the rank receive, from now on, what these passes start from: a message travels once both ends wait."""
         for step in steps:
             source = self._source(stage, step)
             if source is not None:
@@ -342,8 +342,8 @@ class IterationTimeline:
 def _asking(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool], list[_Pass]]:
     """Tells after which pass a rank asks for what its passes start from, and whether also after what that one sends.
 
-    It asks one pass early. A call of Megatron's sends to one neighbour and receives from it, `together` from the other one
-    instead: then next to the pass before of the same direction.
+    It asks one pass early. A call of Megatron's sends to one neighbour and receives from it, `together` from the other
+    one instead: then next to the previous pass of the same direction.
     """
     found: dict[tuple[int, bool], list[_Pass]] = {}
     last: dict[Direction, int] = {}
