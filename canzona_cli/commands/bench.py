@@ -151,9 +151,9 @@ class _Shown:
     """A result as a person sees it."""
 
     view: "RenderableType"
-    """At a terminal."""
+    """The view at a terminal."""
     page: "Callable[[], Document]"
-    """In a browser."""
+    """The page for a browser."""
 
 
 def _conclude(

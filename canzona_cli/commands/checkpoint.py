@@ -10,7 +10,7 @@ from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argume
 from canzona_cli.commands.output import show as show_page
 
 JSON_VERSION = 1
-"""Of what `import` and `export` print with --json; additions keep it."""
+"""The version of what `import` and `export` print with --json; additions keep it."""
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 Where = Annotated[

@@ -1,4 +1,4 @@
-"""What to write instead of an option or a command that does not exist. Imported only once somebody has typed one."""
+"""Suggestions for options and commands that do not exist. Imported only once somebody has typed one."""
 
 import shlex
 from collections.abc import Collection, Sequence
@@ -24,7 +24,7 @@ _OTHER_WORDS = {
     "verify": "checkpoint verify",
     "version": "--version",
 }
-"""What other programs, or commands of ours one level down, call a command."""
+"""The names that other programs, or our own commands one level down, give a command."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +32,14 @@ class Command:
     """A command whose options could not be read."""
 
     name: str
-    """As typed: `canzona recipes list`."""
+    """The name as typed: `canzona recipes list`."""
     options: Collection[str]
     """`--dry-run`, ...: those that exist."""
     takes_overrides: bool
 
 
 def other_options(command: Command, words: Sequence[str], unread: str) -> list[Problem]:
-    """What to write for each option that the command does not have.
+    """Suggests what to write for each option that the command does not have.
 
     Args:
         words: the whole command line.
@@ -57,7 +57,7 @@ def other_options(command: Command, words: Sequence[str], unread: str) -> list[P
 
 
 def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
-    """What to write for a command that does not exist.
+    """Suggests what to write for a command that does not exist.
 
     Args:
         words: the command line from there on.

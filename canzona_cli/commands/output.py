@@ -1,4 +1,4 @@
-"""How commands print: JSON for programs, a page for people, warnings on standard error.
+"""The output of commands: JSON for programs, a page for people, warnings on standard error.
 
 Imports rich only when it prints, so that help stays quick.
 """

@@ -120,7 +120,7 @@ def plan(
 
 
 def _with_hint(problem: Problem) -> Problem:
-    """Who names no recipe may want to see all sizes."""
+    """Adds a hint: somebody who names no recipe may want to see all sizes."""
     if problem.key != "recipe" or problem.value is not None:
         return problem
     return replace(problem, fix=f"{problem.fix}; or see a plan of every size: canzona plan --dry-run")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from canzona_cli.config.tree import RecipeInfo
 
 JSON_VERSION = 1
-"""Of what the commands print with --json; additions keep it."""
+"""The version of what the commands print with --json; additions keep it."""
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 Name = Annotated[str, option_argument("recipe", "A recipe's name or its file.")]

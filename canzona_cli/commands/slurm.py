@@ -122,7 +122,7 @@ def slurm(
 
 
 def _content(config: "RunConfig", *, script: str | None = None, job: "Submitted | None" = None) -> dict[str, object]:
-    """What `--json` prints; additions keep `version`."""
+    """Returns what `--json` prints; additions keep `version`."""
     from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
     return {
@@ -137,7 +137,7 @@ def _content(config: "RunConfig", *, script: str | None = None, job: "Submitted 
 
 
 def _run_dir(job: "Submitted", config: "RunConfig") -> str:
-    """Of a sweep, the directory that its runs lie in."""
+    """Returns the directory in which a sweep's runs lie."""
     from canzona_cli.run.files import sweep_root
 
     root = sweep_root(config.run.root, job.job_id) if job.array else f"{config.run.root}/{config.name}-{job.job_id}"

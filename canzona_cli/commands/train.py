@@ -101,7 +101,7 @@ def train(
 
 
 def _weights(where: str | None) -> list[str]:
-    """As an override."""
+    """Returns the weights as an override."""
     from canzona_cli.config.overrides import text_value
 
     return [] if where is None else [f"checkpoint.weights_from={text_value(where)}"]

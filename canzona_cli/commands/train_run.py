@@ -1,4 +1,4 @@
-"""What `canzona train` does: resolve, check, prepare, launch, watch, report.
+"""The work of `canzona train`: resolve, check, prepare, launch, watch, report.
 
 Apart from the command's options, so that its help and completion come without these imports.
 """
@@ -95,7 +95,7 @@ def run(
 
 
 def _composed(overrides: list[str], recipes_dirs: list[Path]) -> Composed:
-    """What is asked for; from a Hugging Face folder without a recipe, one that is made for its model."""
+    """Composes the run; from a Hugging Face folder without a recipe, one that is made for its model."""
     asked = parse_overrides(overrides)
     folder = Path(str(asked.values.get("checkpoint.weights_from") or "")).expanduser()
     if "recipe" in asked.groups or not is_hugging_face(folder):
@@ -110,7 +110,7 @@ class _Job:
     config: RunConfig
     layout: Layout
     plan: Obtained | None
-    """What it executes; None for a run that executes none."""
+    """The plan it executes; None for a run that executes none."""
 
     @cached_property
     def predicted(self) -> Prediction:
@@ -130,7 +130,7 @@ class _Job:
 
 @dataclass(frozen=True, kw_only=True)
 class _Look:
-    """How what a run comes to is printed."""
+    """The way in which a run is printed."""
 
     console: Console
     as_json: bool
@@ -170,7 +170,7 @@ def _prepare(job: _Job, look: _Look) -> None:
 def _print_start(
     job: _Job, look: _Look, corpus: PreparedCorpus | None, run_dir: Path, *, prepared: bool = False
 ) -> None:
-    """What the run comes to, and what starts it."""
+    """Prints what the run comes to, and what starts it."""
     config = replace(job.config, run=replace(job.config.run, dir=str(run_dir))) if prepared else job.config
     shown = DryRun(
         config=config,
@@ -302,8 +302,8 @@ def _bring_in(config: RunConfig, run: RunDirectory) -> None:
 def _meet(
     run: RunDirectory, job: _Job, node_rank: int, corpus: PreparedCorpus, *, restarts: int
 ) -> tuple[Machines, LaunchCommand]:
-    """Before each attempt: machine 0 finds out where it begins, the others hear where the ranks meet; what starts the
-    ranks of this one."""
+    """Prepares each attempt: machine 0 decides where it begins, the others hear where the ranks meet. Returns what
+    starts the ranks of this machine."""
     config = job.config
     machines = Machines(run.files, node_rank=node_rank, nodes=torchrun.node_count(config), restarts=restarts)
     if node_rank:
@@ -316,7 +316,7 @@ def _meet(
 
 
 def _say_resumption(run: RunDirectory, found: Resumption | None) -> None:
-    """How a run that continues differs from the one before, said before anything starts."""
+    """Says how a continued run differs from the one before, before anything starts."""
     for note in run.notes:
         progress(f"note: {note}")
     warn(() if found is None else found.warnings)
@@ -355,7 +355,7 @@ def _show_end(outcome: Outcome, run: RunDirectory, config: RunConfig, console: C
 
 
 def _recordings(run: RunDirectory, config: RunConfig) -> Iterator[str]:
-    """Where the requested traces are, or why there are none."""
+    """Says where the requested traces are, or why there are none."""
     if config.run.trace_steps is not None:
         try:
             ranks = write_trace(run.path, run.files.trace)

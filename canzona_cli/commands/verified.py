@@ -15,7 +15,7 @@ from canzona_cli.run.files import RunFiles
 
 
 def verified_run(found: Found, tokenizer: Path | None) -> tuple[Manifest, RunConfig, Beside]:
-    """What a checkpoint says of itself, the run it is of, and what goes with its weights; every byte is verified.
+    """Reads a checkpoint, the run it is of, and what goes with its weights; every byte is verified.
 
     Args:
         tokenizer: a folder whose tokenizer goes with them; None: the run's.

@@ -1,4 +1,4 @@
-"""Where canzona keeps what it can make again."""
+"""The folder for things that canzona can make again."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,6 @@ from canzona_cli.config.schema import RunConfig
 
 
 def cache_root(config: RunConfig) -> Path:
-    """Of prepared corpora, sample indices and layouts: `data.cache_dir`, else $CANZONA_CACHE, else ~/.cache/canzona."""
+    """Returns the folder of corpora, sample indices and layouts: `data.cache_dir`, $CANZONA_CACHE or ~/.cache/canzona."""
     chosen = config.data.cache_dir or os.environ.get("CANZONA_CACHE") or "~/.cache/canzona"
     return Path(chosen).expanduser().absolute()

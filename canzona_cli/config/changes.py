@@ -1,4 +1,4 @@
-"""How a resumed run differs from the run that was saved: impossible, another loss curve, or work shared differently."""
+"""Differences of a resumed run from the saved one: impossible, another loss curve, or work shared differently."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -11,10 +11,10 @@ from canzona_cli.fields import CURVE, MODEL, OPTIMIZER, SPREAD
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """Between the run that was saved and the run that resumes it."""
+    """The differences between the saved run and the run that resumes it."""
 
     problems: tuple[Problem, ...]
-    """Why it cannot be resumed."""
+    """The reasons why it cannot be resumed."""
     warnings: tuple[str, ...]
     """One for each setting whose change alters the loss curve."""
     spread: tuple[str, ...]
@@ -50,7 +50,7 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
 
 
 def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem, ...]:
-    """Why the weights of a run are none for another one: one for each setting of the model that differs."""
+    """Lists why the weights of a run do not fit another: one for each setting of the model that differs."""
     before, now = _settings(old), _settings(new)
     return tuple(
         Problem(
@@ -84,7 +84,7 @@ def _impossible(differing: Mapping[str, tuple[object, object]], step: int) -> It
 
 
 def _same_class(previous: object, value: object) -> bool:
-    """Whether two sources name the same class; in another file it may be the next version of it."""
+    """Returns True if two sources name the same class; in another file it may be the next version of it."""
     return str(previous).rpartition(":")[2] == str(value).rpartition(":")[2]
 
 

@@ -360,11 +360,11 @@ def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Prob
 
 
 _DYNAMIC = {"globals", "exec", "setattr"}
-"""What may give something to any name."""
+"""The calls that may give something to any name."""
 
 
 def source_problem(place: str, name: str) -> str | None:
-    """Why a file or module has no such class; None where it has one, or where only running it would tell.
+    """Says why a file or module has no such class; None if it has one, or if only running it would tell.
 
     Args:
         place: the path of a .py file, or the name of an installed module.
@@ -380,7 +380,7 @@ def source_problem(place: str, name: str) -> str | None:
 
 
 def _located(module: str) -> ModuleSpec | str:
-    """Where a module is, without importing the packages above it; else what is missing."""
+    """Returns where a module is, without importing the packages above it; else what is missing."""
     first, *rest = module.split(".")
     try:
         spec = find_spec(first)

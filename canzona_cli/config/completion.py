@@ -18,7 +18,7 @@ from canzona_cli.errors import ConfigError
 
 COMPLETE_VARIABLE = "_CANZONA_COMPLETE"
 CALIBRATED = "`canzona calibrate`"
-"""What the first line of a calibrated profile has."""
+"""The words in the first line of a calibrated profile."""
 
 # Typer's own script for bash, but without a space after a key, and with files only where there is nothing else.
 BASH_SCRIPT = """

@@ -186,7 +186,7 @@ def _with_rates(config: RunConfig, asked: Overrides) -> RunConfig:
 
 
 def _choices(asked: Overrides, dirs: Sequence[Path], problems: list[Problem]) -> tuple[dict[str, str], dict[str, Path]]:
-    """What the command line chooses: options by group, under their full names, and the files it gives instead.
+    """Returns the command line's choices: options by group, under their full names, and the files it gives instead.
 
     What there is not is added to `problems`. For a misspelt recipe, the one that was probably meant is chosen.
     """
@@ -243,7 +243,7 @@ def _checked_alone(asked: Overrides) -> list[Problem]:
 
 
 def _among(key: str, keys: Collection[str]) -> bool:
-    """Whether a key is one of `keys`, or it and one of them are a mapping and its entry."""
+    """Returns True if a key is one of `keys`, or it and one of them are a mapping and its entry."""
     return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in keys)
 
 
@@ -316,7 +316,7 @@ _BOUNDS = {
     "less_than": ("lt", "below"),
     "less_than_equal": ("le", "at most"),
 }
-"""By pydantic's name of an error: its name of the bound that was crossed, and ours."""
+"""The bound that was crossed, by pydantic's name of an error: its name of the bound, and ours."""
 
 
 def _bound(error: str, context: Mapping[str, float], value: float) -> str:
@@ -376,7 +376,7 @@ def _unknown(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
 
 
 def _explained(key: str, error: str, value: object, texts: Mapping[str, str], where: str) -> Problem:
-    """What one of pydantic's findings means to the person who typed the value."""
+    """Explains one of pydantic's findings to the person who typed the value."""
     if error == "missing":
         return _missing(key, where)
     setting = settings()[key]

@@ -1,4 +1,4 @@
-"""Which of five ways executes a run's updates: decided here once from optimizer and strategy, and asked everywhere."""
+"""The five ways to execute a run's updates: decided here once from optimizer and strategy, and asked everywhere."""
 
 from dataclasses import replace
 from enum import Enum
@@ -15,7 +15,7 @@ IN_ORDER: tuple[Strategy, ...] = ("paper", "asc")
 
 
 class Execution(Enum):
-    """Who updates what, and by whose code."""
+    """The ranks that update each weight, and the code that does it."""
 
     PLANNED = "planned"
     """Strategies of `PLANNED`: a plan gives each matrix an owner and a host, and canzona's engine executes it."""
@@ -30,17 +30,17 @@ class Execution(Enum):
 
     @property
     def ours(self) -> bool:
-        """Whether canzona's engine updates the matrices; otherwise all of the step is Megatron's."""
+        """True if canzona's engine updates the matrices; otherwise all of the step is Megatron's."""
         return self in (Execution.PLANNED, Execution.REDUNDANT)
 
     @property
     def has_owners(self) -> bool:
-        """Whether each matrix is updated by one data-parallel rank, its owner."""
+        """True if each matrix is updated by one data-parallel rank, its owner."""
         return self in (Execution.PLANNED, Execution.LAYERWISE)
 
     @property
     def everywhere(self) -> bool:
-        """Whether every rank updates everything: optimizer state is not sharded, and no parameter is gathered."""
+        """True if every rank updates everything: optimizer state is not sharded, and no parameter is gathered."""
         return self in (Execution.REDUNDANT, Execution.MEGATRON_SC)
 
 
@@ -63,19 +63,19 @@ def strategy_of(config: RunConfig) -> AnyStrategy:
 
 
 def splitting_of(config: RunConfig) -> Splitting:
-    """What the run updates as one matrix: Megatron's own optimizers split q, k and v apart at most."""
+    """Returns what the run updates as one matrix: Megatron's own optimizers split q, k and v apart at most."""
     splitting = config.engine.splitting
     return splitting if execution_of(config).ours or splitting == "fused" else "qkv"
 
 
 def overlaps_param_gather(config: RunConfig) -> bool:
-    """Whether parameters are gathered under the forward pass; a strategy that updates everywhere has none to gather."""
+    """Returns True if parameters are gathered under the forward pass; a strategy that updates everywhere has none."""
     parallel = config.parallel
     return parallel.overlap_param_gather and parallel.overlap_grad_reduce and not execution_of(config).everywhere
 
 
 def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
-    """Whether parameters are gathered by whole model chunks ahead, as Megatron-LM does with interleaved pipelines.
+    """Returns True if parameters are gathered by whole model chunks, as Megatron-LM does with interleaved pipelines.
 
     Its `align_param_gather`, on by default; its other way, and the only one without interleaving, is one bucket ahead.
     A plan has an order of its own.

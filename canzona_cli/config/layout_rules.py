@@ -1,4 +1,4 @@
-"""Which layouts are possible at all: the arithmetic Megatron-core 0.19 and torchrun ask for.
+"""The layouts that are possible at all: the arithmetic Megatron-core 0.19 and torchrun ask for.
 
 Only what is set is checked: a null is chosen later by `canzona_cli.cluster.fit`, which keeps to the same rules.
 Sources: `TransformerConfig.__post_init__` (heads and query groups over tp), `get_num_layers_to_build` (even pipeline
@@ -38,7 +38,7 @@ def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]], c
 
 
 def pipeline_problems(layers: int, pp: int, vpp: int) -> Iterator[Problem]:
-    """What keeps `layers` from being cut into `pp` stages of `vpp` model chunks each."""
+    """Lists what keeps `layers` from being cut into `pp` stages of `vpp` model chunks each."""
     uneven = list(uneven_problems("parallel.pp", pp, [(layers, "layers")], "stages"))
     yield from uneven
     if vpp > 1 and pp == 1:
@@ -54,7 +54,7 @@ def layout_problems(config: RunConfig) -> list[Problem]:
 
 
 def _cut_by_tp(model: ModelConfig) -> list[tuple[int, str]]:
-    """How many of what tensor parallelism deals out evenly."""
+    """Returns the counts that tensor parallelism deals out evenly."""
     return [
         (model.num_attention_heads, "attention heads"),
         (model.num_query_groups, "key/value heads"),

@@ -12,9 +12,9 @@ from canzona_cli.errors import Problem, closest
 
 _BARE_NUMBER = re.compile(r"[-+\w.]+")
 _PLAIN = re.compile(r"[\w./~@%+-]*[./~@%+-][\w./~@%+-]*")
-"""Of letters alone it might be true or null, of digits a number."""
+"""A value that is a plain word. Letters alone might be true or null, digits alone a number."""
 _SHORT = {"init": "checkpoint.weights_from"}
-"""What may be typed for a setting."""
+"""The short names that may be typed for a setting."""
 _NOT_HERE = {
     ("expert", "experts", "moe"): (
         "canzona trains dense models: each layer has one feed-forward network",
@@ -27,13 +27,13 @@ _NOT_HERE = {
     ),
     ("epoch", "epochs"): ("the length of a run is its number of steps", "write train.steps=N"),
 }
-"""What people look for and canzona does not have, by words of the key: why, and what there is instead, with `{}` for
-the word that was found."""
+"""Features that people look for and canzona does not have, by words of the key: why, and what there is instead, with
+`{}` for the matching word."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """What the command line asks for."""
+    """The requests of the command line."""
 
     groups: Mapping[str, str]
     """The option asked for, by group (`recipe`, `model`, ...); the recipe may be a path."""
@@ -89,7 +89,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
 
 
 def as_override(option: str, value: str, *, exact: bool = False) -> str | None:
-    """What `--gpus 4` is as an override: `gpus=4`; None where it looks like no setting.
+    """Returns `--gpus 4` as an override: `gpus=4`; None if it looks like no setting.
 
     Args:
         value: empty where none was typed.
@@ -104,7 +104,7 @@ def as_override(option: str, value: str, *, exact: bool = False) -> str | None:
 
 
 def key_of(override: str) -> str:
-    """What `KEY=VALUE` sets."""
+    """Returns the key that `KEY=VALUE` sets."""
     key = override.partition("=")[0].strip()
     return _SHORT.get(key, key)
 

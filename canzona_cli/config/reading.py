@@ -24,12 +24,12 @@ LARGEST_YAML: Final = 1 << 20
 DEEPEST: Final = 32
 """Levels of lists and mappings; a recipe has 4."""
 MOST_VALUES: Final = 100_000
-"""In a YAML file, an alias counted as all that it stands for."""
+"""The most values in a YAML file, an alias counted as all that it stands for."""
 LARGEST_INTEGER: Final = 1 << 63
 
 
 class Unreadable(ValueError):
-    """What no file of that kind looks like; the message says it to the user: `is no plain file`."""
+    """An error for a file unlike any of its kind; the message completes a sentence: `is no plain file`."""
 
 
 class Absent(Unreadable, FileNotFoundError):
@@ -145,7 +145,7 @@ def _check_expansion(text: str) -> None:
     import yaml
 
     expanded: dict[str | None, int] = {}
-    """By anchor: the values that it stands for; an anchor whose value is still open is not in it."""
+    """The number of values an anchor stands for; an anchor whose value is still open is not in it."""
     open_values: list[tuple[str | None, int]] = []
     """The lists and mappings around an event: anchor, and values so far."""
     total = 0

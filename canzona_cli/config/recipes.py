@@ -61,8 +61,8 @@ def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
 
 
 def lies_flat(recipe: Path) -> bool:
-    """Whether a recipe lies in a folder of recipes and nothing else, rather than in a group's: Hydra takes it as a file
-    that is given."""
+    """Returns True if a recipe lies in a folder of recipes and nothing else, rather than in a group's: Hydra takes it
+    as a given file."""
     return recipe.parent.name != "recipe"
 
 
@@ -84,7 +84,7 @@ def shown(path: Path) -> str:
 
 
 def is_file_name(asked: str) -> bool:
-    """Whether an option is the path of a file rather than a name."""
+    """Returns True if an option is the path of a file rather than a name."""
     return asked.endswith((".yaml", ".yml"))
 
 
@@ -140,7 +140,7 @@ def read_yaml(path: Path) -> dict[str, object]:
 
 
 def shadowed(files: Sequence[Path]) -> Iterator[tuple[str, str, Path]]:
-    """Of the files a configuration is made of, (group, option, file) of those that hide a built-in one."""
+    """Yields (group, option, file) of those files of a configuration that hide a built-in one."""
     builtin = builtin_recipes_dir()
     for file in files:
         group = file.parent.name

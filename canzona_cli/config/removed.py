@@ -37,7 +37,7 @@ REMOVED_SETTINGS: Mapping[str, RemovedSetting] = {
     ),
     "run.log_interval": RemovedSetting(instead="leave it out: metrics.jsonl has a line for every step"),
 }
-"""By dotted key."""
+"""The removed settings, by dotted key."""
 
 _BY_OWNER_OR_RING = "use engine.reduction=reduce or ring, or leave it out: the fastest is chosen for each bucket"
 _SEARCHED = "use engine.grouping=auto (searched), or greedy (the paper's)"
@@ -53,12 +53,12 @@ REMOVED_VALUES: Mapping[tuple[str, str], RemovedValue] = {
     ("engine.reduction", "padded"): RemovedValue(instead=_BY_OWNER_OR_RING, stored_as=None),
     ("engine.reduction", "even"): RemovedValue(instead=_BY_OWNER_OR_RING, stored_as=None),
 }
-"""By dotted key and value. An entry counts as soon as the schema no longer has the value."""
+"""The removed values, by dotted key and value. An entry counts as soon as the schema no longer has the value."""
 
 REMOVED_OPTIONS: Mapping[str, str] = {
     "--plot": "write --html FILE.html: the page has every chart",
 }
-"""What to use instead, by option."""
+"""The removed options, with what to use instead."""
 
 
 def removed_setting_problem(key: str, value: object, *, where: str = "") -> Problem | None:

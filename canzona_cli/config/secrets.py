@@ -1,5 +1,5 @@
-"""What no configuration may do whatever its values mean: hold secrets, run code unasked, carry characters that end up
-in file names, commands and terminals. And texts of others, written down without their secrets.
+"""Limits on every configuration: it may not hold secrets, run code unasked, or carry characters that end up in file
+names, commands and terminals. Texts of others are written down without their secrets.
 
 Tokens, keys and passwords are recognised by their name, by how they look, or because an environment variable of such a
 name holds them. Standard library and the schema only: workers use it before their slow imports.
@@ -40,12 +40,12 @@ _LOOKS = re.compile(
 _IN_URL = re.compile(r"(?P<before>\b[a-z][a-z0-9+.-]*://[^\s/:@]*:)(?P<secret>[^\s/@]+)(?=@)", re.IGNORECASE)
 _NAMED = re.compile(r"""(?P<name>[A-Za-z_][\w.-]*)(?P<between>["']?\s*[=:]\s*["']?)(?P<value>[^\s"',;&]+)""")
 _DIRECTORIES = ("PWD", "OLDPWD")
-"""What shells call the current and the last directory: no passwords, and the beginning of many a path."""
+"""The shells' variables of the current and the last directory: no passwords, and the beginning of many a path."""
 _SHORTEST = 8
 """Characters. A shorter value of an environment variable would be found in innocent words."""
 
 REFERENCE = re.compile(r"\$\{\s*([\w.\[\]]+)\s*\}")
-"""To another setting, by its name."""
+"""A reference to another setting, by its name."""
 _ARGUMENTS = ("run.dir", "cluster.rdzv_endpoint")
 """Settings that, or whose last part, become arguments of torchrun: a leading dash would make an option of them."""
 _OWN_RULES = ("name", "cluster.rdzv_id")
@@ -56,7 +56,7 @@ _FOLDERS = ("run.dir", "run.root")
 
 
 def secret_name(name: str) -> bool:
-    """Whether what is called so is probably a secret: `HF_TOKEN`, `apiKey`, `options.password`; not `tokenizer`."""
+    """Returns True if a name is probably that of a secret: `HF_TOKEN`, `apiKey`, `options.password`; not `tokenizer`."""
     words = [word.lower() for word in _WORD.findall(name)]
     if not words or words[-1] in _PLACES:
         return False
@@ -124,7 +124,7 @@ def safety_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: bool) -> Iterator[Problem]:
-    """What only the command line may ask for, where a recipe does.
+    """Lists what a recipe asks for that only the command line may.
 
     Args:
         explicit: dotted keys that the command line sets.

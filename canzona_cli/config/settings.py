@@ -23,15 +23,15 @@ class Setting:
     """Dotted: `train.steps`."""
     kind: Kind
     choices: tuple[str, ...] = ()
-    """For a choice."""
+    """The values of a choice."""
     optional: bool
-    """Whether null (automatic) is a value of it."""
+    """True if null (automatic) is a value of it."""
     required: bool
-    """Whether composition must give it a value."""
+    """True if composition must give it a value."""
     default: object = None
-    """What it is where nobody gives one."""
+    """The default value."""
     range: Range
-    """For a number."""
+    """The range of a number."""
     help: str
     """Empty where the field has none, which a test refuses."""
     unit: str
@@ -39,7 +39,7 @@ class Setting:
     """None where the field does not say, which a test refuses."""
     example: str
     optimizers: frozenset[str] = frozenset()
-    """For `optimizer.*`: the optimizers that have it."""
+    """The optimizers that have an `optimizer.*` setting."""
 
     @property
     def meaning(self) -> str:
@@ -81,7 +81,7 @@ def mapping_key(key: str) -> str | None:
 
 
 def problem_with(config: RunConfig, key: str, reason: str, fix: str = "") -> Problem:
-    """What is wrong with a setting of a run, shown with the value that it has."""
+    """Returns a problem with a setting of a run, shown with the value that it has."""
     value: object = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -138,7 +138,7 @@ OTHER_WORDS = {
     "output_dir": "run.dir",
     "resume": "run.dir",
 }
-"""What other programs call a setting of ours, where it does not look like it. A run continues in its directory."""
+"""The names that other programs give a setting of ours, where they look different. A run continues in its directory."""
 
 
 def exact_key(word: str) -> str | None:
@@ -203,8 +203,8 @@ def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
 
 
 def _kind(hint: object) -> tuple[Kind, tuple[str, ...], bool, tuple[object, ...]]:
-    """What sort of value a type hint asks for, the choices it names, whether it admits None, and what it is annotated
-    with at any depth."""
+    """Returns the sort of value a type hint asks for, the choices it names, whether it admits None, and its
+    annotations at any depth."""
     if get_origin(hint) is Annotated:
         inner, *marks = get_args(hint)
         kind, choices, optional, said = _kind(inner)

@@ -22,9 +22,9 @@ class Combination:
     """One run of a sweep."""
 
     name: str
-    """Of its directory: `lr=0.001_seed=2`, as no other of the sweep is called."""
+    """The name of its directory, unique in the sweep: `lr=0.001_seed=2`."""
     values: Mapping[str, str]
-    """What this run has of the settings that are swept, as typed."""
+    """The swept settings with this run's values, as typed."""
     overrides: tuple[str, ...]
     """All of its arguments, none of them a sweep."""
 
@@ -105,7 +105,7 @@ def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
 
 
 def _name(values: Mapping[str, str]) -> str:
-    """Of the settings their last words, where those tell them apart."""
+    """Joins the last words of the settings, where those tell them apart."""
     last = Counter(key.rpartition(".")[2] for key in values)
     short = {key: own if last[own := key.rpartition(".")[2]] == 1 else key for key in values}
     name = "_".join(f"{short[key]}={value.strip('\'"')}" for key, value in values.items())

@@ -54,7 +54,7 @@ class RecipeInfo:
     optimizer: str
     description: str
     error: str = ""
-    """Why the file could not be read; the other fields then say little."""
+    """The reason why the file could not be read; the other fields then say little."""
 
 
 def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:

@@ -254,5 +254,5 @@ class ClusterConfig:
 
     @property
     def calibrated(self) -> bool:
-        """Whether its numbers were measured on a machine."""
+        """True if its numbers were measured on a machine."""
         return bool(self.measured_on)

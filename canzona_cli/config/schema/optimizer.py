@@ -49,7 +49,7 @@ class CustomConfig(OptimizerBase):
 
     @property
     def built_in(self) -> bool:
-        """True where the class is one of canzona's own, which a recipe may name without anybody's consent."""
+        """True if the class is one of canzona's own, which a recipe may name without anybody's consent."""
         return self.source.startswith("canzona_cli.optimizers.")
 
 

@@ -34,20 +34,20 @@ BufferLayout = Literal["contiguous", "owner"]
 Splitting = Literal["fused", "qkv", "split", "per_head"]
 Grouping = Literal["greedy", "auto"]
 Mode = Literal["hosted", "shared"]
-"""Of a matrix: updated whole by its host, or by the owner's TP group together."""
+"""The ways to update a matrix: whole by its host, or by the owner's TP group together."""
 Reduction = Literal["reduce", "ring"]
-"""How a bucket's gradients get to their owners: one reduction per owner, or a reduce-scatter of the bucket in equal
-parts, which are then handed on to their owners."""
+"""The ways in which a bucket's gradients get to their owners: one reduction per owner, or a reduce-scatter of the
+bucket in equal parts, which are then handed on to their owners."""
 Gathering = Literal["broadcast", "ring"]
-"""How its weights come back: one broadcast per owner, or handed back and all-gathered."""
+"""The ways in which a bucket's weights return: one broadcast per owner, or handed back and all-gathered."""
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
-"""By its package."""
+"""The trackers, by package."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Who updates the matrices."""
+    """The settings of who updates the matrices."""
 
     strategy: Annotated[
         Strategy,
@@ -109,7 +109,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When a run is saved, what is kept of it, and what a run goes on from."""
+    """The settings of when a run is saved, what is kept of it, and what a run continues from."""
 
     every_steps: Annotated[Count | None, "Steps between two checkpoints; null: by time alone.", NOTHING] = None
     every_minutes: Annotated[Positive | None, "Minutes between two checkpoints; null: by steps alone.", NOTHING] = 30.0
@@ -136,7 +136,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Where a run leaves its files, and what it reports on the way."""
+    """The settings of where a run leaves its files, and what it reports on the way."""
 
     dir: Annotated[str | None, "The run directory; null: `<root>/<recipe>-<time>`.", NOTHING] = None
     root: Annotated[str, "Folder in which runs without a directory of their own get one.", NOTHING] = "runs"

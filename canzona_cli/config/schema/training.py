@@ -1,4 +1,4 @@
-"""What is trained: model, data, batch, length and learning-rate schedule, and how it is spread over ranks."""
+"""The settings of training: model, data, batch, length and learning-rate schedule, and how it is spread over ranks."""
 
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
@@ -25,7 +25,7 @@ from canzona_cli.fields import (
 Layers = Annotated[int, Range(at_least=1, at_most=2048)]
 Heads = Annotated[int, Range(at_least=1, at_most=2048)]
 Sequences = Annotated[int, Range(at_least=1, at_most=1 << 16)]
-"""Of one step; simulations walk through its micro-batches."""
+"""The sequences of one step; simulations walk through its micro-batches."""
 Recompute = Literal["none", "selective", "full"]
 NonFinite = Literal["stop", "skip"]
 Divergence = Literal["stop", "warn"]
@@ -64,7 +64,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How one model is spread over ranks. dp is what is left: `gpus / (tp * pp * cp)`."""
+    """The settings that spread one model over ranks. dp is what is left: `gpus / (tp * pp * cp)`."""
 
     tp: Annotated[Ranks | None, "Tensor-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
     pp: Annotated[Ranks | None, "Pipeline stages; null: chosen.", LAYOUT | PLAN] = None
@@ -189,7 +189,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where tokens come from."""
+    """The settings of where tokens come from."""
 
     source: Annotated[
         Literal["stdlib", "prepared"],
