@@ -56,7 +56,7 @@ _FOLDERS = ("run.dir", "run.root")
 
 
 def secret_name(name: str) -> bool:
-    """Returns True if a name is probably that of a secret: `HF_TOKEN`, `apiKey`, `options.password`; not `tokenizer`."""
+    """Returns True if a name is probably a secret's: `HF_TOKEN`, `apiKey`, `options.password`; not `tokenizer`."""
     words = [word.lower() for word in _WORD.findall(name)]
     if not words or words[-1] in _PLACES:
         return False

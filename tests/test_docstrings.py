@@ -1,0 +1,36 @@
+"""Docstrings of the product begin with a verb, or with a noun and its article: never with a question or a genitive."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import canzona_cli
+
+ROOT = Path(canzona_cli.__file__).parent
+QUESTIONS = {"how", "what", "when", "where", "whether", "which", "who", "why"}
+PREPOSITIONS = {
+    *("after", "as", "at", "before", "behind", "between", "by", "for", "from", "in", "into", "of", "on", "over", "per"),
+    *("since", "through", "to", "under", "until", "with", "without"),
+}
+
+
+def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """Yields the docstrings of a module, of its classes and functions, and those under assignments."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for before, statement in zip([None, *node.body], node.body, strict=False):
+                documents = before is None or isinstance(before, ast.Assign | ast.AnnAssign)
+                if documents and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                    yield statement.value
+
+
+def test_docstrings_begin_with_a_verb_or_an_article() -> None:
+    every = [(path, text) for path in sorted(ROOT.rglob("*.py")) for text in docstrings(ast.parse(path.read_bytes()))]
+    assert len(every) > 1000
+    wrong = [
+        f"{path.relative_to(ROOT)}:{text.lineno}: {str(text.value).strip().splitlines()[0]}"
+        for path, text in every
+        if re.split(r"\W", str(text.value).strip(), maxsplit=1)[0].lower() in QUESTIONS | PREPOSITIONS
+    ]
+    assert wrong == []
