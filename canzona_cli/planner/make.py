@@ -288,9 +288,12 @@ def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
         run = replace(config, engine=replace(engine, mode=mode))
         for plan in _attempts(run, layout, shapes, members):
             memory = plan_memory(run, layout, plan)
-            if memory.fits:
-                about, bounds = subject(config, layout, shapes), lower_bounds(config, layout, members)
-                return replace(plan, subject=about, lower_bounds=bounds)
+            if not memory.fits:
+                continue
+            if mode == engine.mode:
+                return plan
+            about, bounds = subject(config, layout, shapes), lower_bounds(config, layout, members)
+            return replace(plan, subject=about, lower_bounds=bounds)
     raise DoesNotFit(
         Problem(
             key="gpus",
