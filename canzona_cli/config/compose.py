@@ -27,7 +27,7 @@ from canzona_cli.config.recipes import (
     shown,
     user_recipes_dirs,
 )
-from canzona_cli.config.removed import REMOVED_VALUES, brought_up_to_date
+from canzona_cli.config.removed import REMOVED_VALUES, bring_up_to_date
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
 from canzona_cli.config.secrets import content_problems, unasked_problems
 from canzona_cli.config.settings import Setting, leaves, sections, setting_of, settings
@@ -70,7 +70,7 @@ def load_resolved(path: Path) -> RunConfig:
     tree = read_yaml(path)
     if isinstance(own := tree.get("run"), dict) and "tensorboard" in own:  # as runs had it before they had trackers
         own["trackers"] = ["tensorboard"] if own.pop("tensorboard") else []
-    brought_up_to_date(tree, {key: setting.choices for key, setting in settings().items()})
+    bring_up_to_date(tree)
     unsafe = list(content_problems(tree, shown(path)))
     config = build(tree, texts={}, where=shown(path))
     if unsafe or isinstance(config, list):

@@ -53,7 +53,7 @@ REMOVED_VALUES: Mapping[tuple[str, str], RemovedValue] = {
     ("engine.reduction", "padded"): RemovedValue(instead=_BY_OWNER_OR_RING, stored_as=None),
     ("engine.reduction", "even"): RemovedValue(instead=_BY_OWNER_OR_RING, stored_as=None),
 }
-"""The removed values, by dotted key and value. An entry counts as soon as the schema no longer has the value."""
+"""The removed values, by dotted key and value."""
 
 REMOVED_OPTIONS: Mapping[str, str] = {
     "--plot": "write --html FILE.html: the page has every chart",
@@ -69,14 +69,13 @@ def removed_setting_problem(key: str, value: object, *, where: str = "") -> Prob
     return Problem(key=key, value=value, reason=f"no longer exists{where}", fix=removed.instead)
 
 
-def brought_up_to_date(tree: dict[str, object], choices: Mapping[str, tuple[str, ...]]) -> None:
+def bring_up_to_date(tree: dict[str, object]) -> None:
     """Reads a stored configuration as today's: drops removed settings that have no effect, and maps removed values.
 
     A removed setting with another value stays, and is refused like any unknown key.
 
     Args:
         tree: sections and settings, changed in place.
-        choices: by dotted key, the values that the schema has.
     """
     for key, removed in REMOVED_SETTINGS.items():
         section, name = _place(tree, key)
@@ -85,7 +84,7 @@ def brought_up_to_date(tree: dict[str, object], choices: Mapping[str, tuple[str,
             del section[name]
     for (key, value), replaced in REMOVED_VALUES.items():
         section, name = _place(tree, key)
-        if section is not None and section.get(name) == value and value not in choices[key]:
+        if section is not None and section.get(name) == value:
             section[name] = replaced.stored_as
 
 

@@ -18,7 +18,7 @@ from canzona_cli.config.recipes import (
     shown,
     user_recipes_dirs,
 )
-from canzona_cli.config.removed import brought_up_to_date
+from canzona_cli.config.removed import bring_up_to_date
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.secrets import REFERENCE, content_problems
 from canzona_cli.config.settings import leaves, sections, settings
@@ -195,7 +195,7 @@ def _stored(options: Mapping[str, str], given: Mapping[str, Path]) -> Iterator[N
             content = read_yaml(path)
             content.setdefault("name", path.stem)
             if group == "recipe":
-                brought_up_to_date(content, {key: setting.choices for key, setting in settings().items()})
+                bring_up_to_date(content)
                 _leave_home(content, path)
                 store.store(_GIVEN, _as_option(content, {*options, *given}), group, package="_global_")
             else:
