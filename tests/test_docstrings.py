@@ -8,10 +8,11 @@ from pathlib import Path
 import canzona_cli
 
 ROOT = Path(canzona_cli.__file__).parent
-QUESTIONS = {"how", "what", "when", "where", "whether", "which", "who", "why"}
+QUESTIONS = {"how", "what", "when", "where", "whether", "which", "who", "whose", "why"}
 PREPOSITIONS = {
-    *("after", "as", "at", "before", "behind", "between", "by", "for", "from", "in", "into", "of", "on", "over", "per"),
-    *("since", "through", "to", "under", "until", "with", "without"),
+    *("above", "after", "against", "as", "at", "before", "behind", "below", "beside", "between", "by", "during", "for"),
+    *("from", "in", "inside", "into", "of", "on", "over", "per", "since", "through", "to", "under", "until", "up"),
+    *("with", "within", "without"),
 }
 
 

@@ -77,7 +77,7 @@ def _port_problems(config: RunConfig, endpoint: str) -> Iterator[Problem]:
 
 
 def _holder(port: int) -> str:
-    """Whose port it is, where we may know."""
+    """Names the program that holds a port, where we may know."""
     with suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             listening = connection.status == psutil.CONN_LISTEN and getattr(connection.laddr, "port", None) == port

@@ -15,7 +15,7 @@ class Earlier:
     origin: str
     """The place of that checkpoint, for people: its name, or the path of another run's."""
     metrics: Sequence[StepMetrics] = ()
-    """Up to that step."""
+    """The metrics up to that step."""
     validations: Sequence[ValidationLoss] = ()
 
 

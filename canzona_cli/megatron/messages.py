@@ -32,8 +32,8 @@ def gather[T: DataclassInstance](record: T, *, group: dist.ProcessGroup | None =
 
 @contextmanager
 def without_pickles() -> Iterator[None]:
-    """Inside, `all_gather_object` carries plain values, tuples and numbers among them, and nothing else: Megatron asks
-    by it which groups of parameters other ranks have.
+    """Restricts `all_gather_object`, inside the block, to plain values, tuples and numbers among them: Megatron asks by
+    it which groups of parameters other ranks have.
 
     Raises:
         TypeError: from such a call, with another kind of object.

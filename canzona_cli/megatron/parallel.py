@@ -158,7 +158,7 @@ def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]
 
 @contextmanager
 def _joined_once(timeout: timedelta, alive: Callable[[], None]) -> Iterator[None]:
-    """Inside the block, Megatron gets its groups from here."""
+    """Makes Megatron take its groups from here, inside the block."""
     rank = torch.distributed.get_rank()
     # Buckets have no part in the world's own group: what all ranks tell each other would wait behind them.
     # For the same reason attention, which waits for keys and values, shares none with buckets where dp is 1.

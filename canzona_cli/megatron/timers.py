@@ -32,7 +32,7 @@ class StepTiming:
     step_s: float
     phases: dict[str, float]
     waited_s: float = 0.0
-    """During data, forward and backward: seconds in which the host waited for other ranks."""
+    """Seconds of data, forward and backward in which the host waited for other ranks."""
 
     @property
     def own_s(self) -> float:

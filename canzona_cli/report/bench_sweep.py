@@ -228,7 +228,7 @@ def _speedup(row: SweepRow, speedup: Callable[[str], Speedup]) -> tuple[Cell, ..
 
 
 def _efficiency(row: SweepRow, rows: Sequence[SweepRow]) -> Point:
-    """Against the same strategy on the fewest ranks, per cent."""
+    """Returns the efficiency over the same strategy on the fewest ranks, per cent."""
     base = next(other for other in rows if other.strategy == row.strategy)
     measured, plan = row.rate / base.rate, row.predicted_rate / base.predicted_rate
     return Point(measured=Quartiles.of([100 * measured]), predicted=100 * plan)

@@ -61,7 +61,7 @@ class Columns:
     """Columns that stay together."""
 
     title: str = ""
-    """Above the heads."""
+    """The line above the heads."""
     heads: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     """A cell for each head; a single cell has the whole width; an empty tuple is an empty row."""

@@ -105,7 +105,7 @@ def validate(model: Model, batches: Iterator[Batch], *, global_batches: int) -> 
 
 @contextmanager
 def evaluating(model: Model) -> Iterator[None]:
-    """Inside, the model computes as it does where nothing is learnt."""
+    """Makes the model compute, inside the block, as it does where nothing is learnt."""
     for chunk in model.chunks:
         chunk.eval()
     try:

@@ -52,7 +52,7 @@ from canzona_cli.run.summary import RunSummary
 from canzona_cli.run.words import duration, json_text, number, plural, real, size, step_time
 
 _MOST_RANKS = 8
-"""Whose timelines are drawn."""
+"""The most ranks whose timelines are drawn."""
 _MOST_EVENTS = 500
 _MOODS: Mapping[str, Mood] = {"done": "good", "failed": "bad", "diverged": "bad"}
 
