@@ -27,14 +27,14 @@ from canzona_cli.checkpoint.manifest import (
     Shard,
     StoredFile,
     StoredTensor,
+    check_file_name,
     hidden_name,
+    manifest_text,
     partial_path,
     replaced_path,
     step_name,
 )
-from canzona_cli.checkpoint.manifest_file import check_file_name, manifest_text
 from canzona_cli.checkpoint.shard_file import write_shard
-from canzona_cli.checkpoint.verify import verify_file
 from canzona_cli.errors import Problem, SaveFailed
 from canzona_cli.run.codec import parse
 from canzona_cli.run.files import sync_folder
@@ -77,14 +77,13 @@ def begin(store_root: Path, step: int) -> Path:
     return partial
 
 
-def write_part(partial: Path, rank: int, shard: Shard, *, reread: bool = False) -> None:
+def write_part(partial: Path, rank: int, shard: Shard) -> None:
     """Write one rank's share of a checkpoint, and then, in one step, that it is there. Any rank, any thread.
 
     Args:
         partial: what `begin` made.
         rank: of this process.
         shard: must not change meanwhile.
-        reread: also read the file back from the disk and compare its hash.
 
     Raises:
         SaveFailed: it could not be written. Rank 0 learns it from the part file, if the disk takes that at least.
@@ -94,8 +93,6 @@ def write_part(partial: Path, rank: int, shard: Shard, *, reread: bool = False) 
     try:
         if shard.tensors:
             stored, tensors = write_shard(path, shard.tensors)
-            if reread:
-                _reread(path, stored)
             part["file"] = {"name": path.name, **asdict(stored)}
             part["tensors"] = {name: asdict(tensor) for name, tensor in tensors.items()}
         _write_whole(part_path(partial, rank), json.dumps(part).encode())
@@ -120,8 +117,6 @@ def finish(
     header: Header,
     texts: Mapping[str, str],
     timeout_s: float,
-    *,
-    reread: bool = False,
 ) -> Path:
     """Wait for every rank's part and make a checkpoint of them; on rank 0, after its own `write_part`.
 
@@ -131,7 +126,6 @@ def finish(
         header: what the manifest contains besides its tables.
         texts: further files, by name: `config.yaml`, `layout.json`, `plan.json`.
         timeout_s: seconds to wait while no file of any rank grows.
-        reread: also read the small files back; the ranks read back their own.
 
     Returns:
         The checkpoint's folder, `step-00000030`. One of the same step that was there is replaced; until that moment it
@@ -159,12 +153,8 @@ def finish(
         for name, text in texts.items():
             check_file_name(name)
             files[name] = _write_text(partial / name, text)
-            if reread:
-                _reread(partial / name, files[name])
         manifest = manifest_text(Manifest(**vars(header), files=files, tensors=tensors, scalars=scalars))
-        written = _write_text(partial / MANIFEST, manifest)
-        if reread:
-            _reread(partial / MANIFEST, written)
+        _write_text(partial / MANIFEST, manifest)
         for rank in range(world_size):
             part_path(partial, rank).unlink()
         sync_folder(partial)
@@ -299,20 +289,3 @@ def _write_new(path: Path, data: bytes) -> None:
         raise
     finally:
         os.close(descriptor)
-
-
-def _reread(path: Path, stored: StoredFile) -> None:
-    """Compare what the disk gives back, not what the kernel still has in memory.
-
-    Raises:
-        SaveFailed: it is not what was written.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-    problem = verify_file(path.parent, path.name, stored)
-    if problem is not None:
-        reason = f"the disk returns other data than was written: {problem.reason}"
-        raise SaveFailed(Problem(key="checkpoint", value=path, reason=reason))

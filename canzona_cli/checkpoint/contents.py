@@ -7,17 +7,31 @@ verify`, and by the workers themselves. What tensors hold, NaN among them, is se
 
 import math
 import re
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Final
 
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Piece, Scalar, StoredTensor
-from canzona_cli.checkpoint.verify import problem_of
-from canzona_cli.config.schema import ModelConfig
-from canzona_cli.errors import Problem
+from canzona_cli.checkpoint.store import Chosen, Found
+from canzona_cli.checkpoint.verify import (
+    OnBytes,
+    foreign_files,
+    problem_of,
+    read_manifest,
+    shortened,
+    table_problems,
+    verify,
+    verify_file,
+    way_out,
+)
+from canzona_cli.config.compose import load_resolved
+from canzona_cli.config.schema import ModelConfig, RunConfig
+from canzona_cli.errors import CanzonaError, CheckpointInvalid, ConfigError, Problem, refuse
 from canzona_cli.model.families import EMBEDDING, OUTPUT, family_of
 from canzona_cli.model.geometry import whole_shape
 from canzona_cli.optimizers.muon_facts import DISTRUSTED
@@ -36,6 +50,19 @@ _ORTHOGONALISED: Final = ("muon", "normuon")
 _RANDOM_TYPES: Final = ("U8", "I64", "F64")
 _LAYER: Final = re.compile(r"layers\.(\d+)\.\S+")
 _HEAD: Final = re.compile(r"[qkv]\.(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """One checkpoint, every byte of it read, and its tables compared with its model."""
+
+    found: Found
+    bytes: int
+    """The bytes that were read."""
+    seconds: float
+    problems: tuple[Problem, ...]
+    foreign: tuple[str, ...]
+    """Names in its folder that are not part of it."""
 
 
 def content_problems(folder: Path, manifest: Manifest, model: ModelConfig) -> list[Problem]:
@@ -155,3 +182,92 @@ def _wrong_scalar(stored: str, value: Scalar, manifest: Manifest) -> str:
 
 def _words(tensor: StoredTensor) -> str:
     return f"{tensor.dtype} {tensor.shape}"
+
+
+def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
+    """Reads what a checkpoint says of itself, and the run it is of; only the headers of big files are read.
+
+    Raises:
+        CheckpointInvalid: it is damaged, or holds what no run of its model saves, as far as that shows.
+    """
+    manifest = read_manifest(checkpoint)
+    inputs = ("config.yaml", "layout.json")
+    damaged = [verify_file(checkpoint, name, manifest.files[name]) for name in inputs if name in manifest.files]
+    found = [problem for problem in damaged if problem is not None]
+    found += [
+        Problem(key=f"{checkpoint.name}/{name}", reason="the manifest does not list this file")
+        for name in inputs
+        if name not in manifest.files
+    ]
+    refuse(found, CheckpointInvalid)
+    with of_checkpoint(checkpoint):
+        saved = load_resolved(checkpoint / "config.yaml")
+    wrong = table_problems(checkpoint, manifest, [*manifest.files])
+    wrong += content_problems(checkpoint, manifest, saved.model)
+    refuse(shortened(wrong), CheckpointInvalid)
+    return manifest, saved
+
+
+@contextmanager
+def of_checkpoint(checkpoint: Path) -> Iterator[None]:
+    """Turns errors in reading the saved run into errors of the checkpoint, rather than of what was typed."""
+    try:
+        yield
+    except ConfigError as error:
+        fix = way_out(checkpoint)
+        raise CheckpointInvalid(
+            *(replace(problem, key=f"{checkpoint.name}: {problem.key}", fix=fix) for problem in error.problems)
+        ) from None
+
+
+def saved_config(folder: Path, manifest: Manifest) -> RunConfig | None:
+    """The settings a checkpoint was written with; None where they cannot be read or are not those of the manifest."""
+    entry = manifest.files.get("config.yaml")
+    if entry is None or verify_file(folder, "config.yaml", entry) is not None:
+        return None
+    try:
+        return load_resolved(folder / "config.yaml")
+    except (CanzonaError, OSError):
+        return None
+
+
+def verify_chosen(chosen: Chosen, on_bytes: OnBytes) -> tuple[tuple[Verified, ...], tuple[str, ...]]:
+    """Hashes all files of every chosen checkpoint.
+
+    Returns:
+        The verified checkpoints, and the names of those that were removed meanwhile.
+
+    Raises:
+        CheckpointInvalid: all have been removed.
+    """
+    verified = {found.name: _verified(found, on_bytes) for found in chosen.found}
+    left = tuple(checkpoint for checkpoint in verified.values() if checkpoint is not None)
+    removed = tuple(name for name, checkpoint in verified.items() if checkpoint is None)
+    if not left:
+        raise CheckpointInvalid(*(Problem(key=name, reason="has been removed meanwhile") for name in removed))
+    return left, removed
+
+
+def _verified(found: Found, on_bytes: OnBytes) -> Verified | None:
+    """Hashes all files of a checkpoint; None if it is removed meanwhile."""
+    counts: list[int] = []  # appending is safe from several threads
+    began = time.perf_counter()
+
+    def count(done: int) -> None:
+        counts.append(done)
+        on_bytes(done)
+
+    foreign: tuple[str, ...] = ()
+    try:
+        manifest, problems = verify(found.path, on_bytes=count)
+        foreign = foreign_files(found.path, manifest)
+        if (config := saved_config(found.path, manifest)) is not None:
+            problems += content_problems(found.path, manifest, config.model)
+    except FileNotFoundError:
+        return None
+    except CheckpointInvalid as error:
+        problems = list(error.problems)
+    if not found.path.exists():
+        return None
+    seconds = time.perf_counter() - began
+    return Verified(found=found, bytes=sum(counts), seconds=seconds, problems=tuple(problems), foreign=foreign)

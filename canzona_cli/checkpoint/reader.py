@@ -4,7 +4,7 @@ Nothing of Megatron: commands that only want the weights do without it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from safetensors import safe_open
 
 from canzona_cli.checkpoint.contents import MASTER, RANDOM
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Piece, Scalar
-from canzona_cli.checkpoint.pieces import paste, trimmed
 from canzona_cli.checkpoint.verify import problem_of
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import CheckpointInvalid, Problem
@@ -219,3 +218,49 @@ def lacking(what: str) -> Problem:
     reason = "the checkpoint does not have it: it was written by another model or optimizer"
     fix = "resume with the recipe that the run was started with, or start a new run with run.dir=DIR"
     return Problem(key="checkpoint.resume", value=what, reason=reason, fix=fix)
+
+
+def paste(whole: torch.Tensor, piece: Piece, data: torch.Tensor) -> None:
+    """Write a piece's elements (flat) to their place in the whole, (rows, columns)."""
+    for region, part in _runs(whole, piece, data):
+        region.copy_(part)
+
+
+def cut(region: torch.Tensor, piece: Piece, out: torch.Tensor) -> None:
+    """Read a piece's elements into `out` (flat).
+
+    Args:
+        region: the rectangle's rows that have elements of the piece, from the first such row on, all its columns.
+    """
+    for part_of_region, part in _runs(region, replace(trimmed(piece), row=0, col=0), out):
+        part.copy_(part_of_region)
+
+
+def trimmed(piece: Piece) -> Piece:
+    """The same elements, of the rectangle's rows that have any of them."""
+    above = piece.start // piece.cols
+    return replace(
+        piece,
+        row=piece.row + above,
+        rows=-(-piece.end // piece.cols) - above,
+        start=piece.start - above * piece.cols,
+        end=piece.end - above * piece.cols,
+    )
+
+
+def _runs(whole: torch.Tensor, piece: Piece, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """A flat piece as at most three rectangles (end of a row, whole rows, beginning of a row), each with its data."""
+    rectangle = whole[piece.row : piece.row + piece.rows, piece.col : piece.col + piece.cols]
+    cols, position = piece.cols, 0
+    flat = data.reshape(-1)
+    at = piece.start
+    while at < piece.end:
+        row, col = divmod(at, cols)
+        if col == 0 and piece.end - at >= cols:
+            rows = (piece.end - at) // cols
+            size = rows * cols
+            yield rectangle[row : row + rows], flat[position : position + size].view(rows, cols)
+        else:
+            size = min(cols - col, piece.end - at)
+            yield rectangle[row, col : col + size], flat[position : position + size]
+        at, position = at + size, position + size

@@ -15,19 +15,19 @@ import torch
 
 from canzona_cli.checkpoint.contents import ELEMENTWISE, GROUP, MASTER, content_problems
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Scalar
-from canzona_cli.checkpoint.pieces import cut
 from canzona_cli.checkpoint.random_states import check_random_states, set_random_states
-from canzona_cli.checkpoint.reader import Reader, lacking
+from canzona_cli.checkpoint.reader import Reader, cut, lacking
 from canzona_cli.checkpoint.snapshot import HeldPiece, held_pieces, shared_pieces
 from canzona_cli.checkpoint.verify import problem_of, read_manifest, shortened, table_problems, verify_file
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.masters import HeldFragment, MasterOptimizer
 from canzona_cli.errors import CheckpointInvalid, Problem, refuse
 from canzona_cli.megatron.holdings import gather_parameters, held, masters_to_model
+from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.trainee import Trainee
-from canzona_cli.model.geometry import stored_blocks
+from canzona_cli.megatron.trainee import Model, Trainee
+from canzona_cli.model.geometry import fragment_blocks, stored_blocks
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
 
@@ -233,3 +233,23 @@ def _other_splitting(matrix: Matrix, manifest: Manifest) -> Problem:
     )
     fix = f"engine.splitting={manifest.splitting}"
     return Problem(key="engine.splitting", value=matrix.name, reason=reason, fix=fix)
+
+
+@torch.no_grad()
+def load_weights(model: Model, folder: Path, manifest: Manifest) -> None:
+    """Every parameter of this rank from its master, rounded as training rounds it. Collective.
+
+    Raises:
+        CheckpointInvalid: on all ranks together: a weight is not in it, or is no number.
+    """
+    world, shape = model.world, model.config.model
+    with together(world, folder):
+        refuse(shortened(content_problems(folder, manifest, shape)), CheckpointInvalid)
+        with Reader(folder, manifest, shape) as reader:
+            for name, parameter in global_parameters(model.chunks):
+                rows = parameter.view(-1, parameter.size(-1))
+                for block in fragment_blocks(name, parameter.shape, shape, tp=world.layout.tp, rank=world.tp_rank):
+                    region = reader.region(
+                        block.unit, MASTER, row=block.unit_row, rows=block.rows, col=block.unit_col, cols=block.cols
+                    )
+                    rows[block.row : block.row + block.rows].copy_(region)

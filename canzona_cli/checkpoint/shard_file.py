@@ -4,11 +4,10 @@ Written by ourselves, because the library's own writer needs all tensors at once
 """
 
 import json
-import math
 import os
 import stat
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -16,25 +15,13 @@ from typing import Final
 
 from blake3 import blake3
 
-from canzona_cli.checkpoint.manifest import Buffer, StoredFile, StoredTensor
+from canzona_cli.checkpoint.manifest import ITEM_BYTES, Buffer, StoredFile, StoredTensor, tensor_bytes
 
-ITEM_BYTES: Final[Mapping[str, int]] = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
-    **dict.fromkeys(("I32", "U32", "F32"), 4),
-    **dict.fromkeys(("I64", "U64", "F64"), 8),
-}
-"""Bytes of an element, by safetensors' name of its type."""
 LARGEST_HEADER: Final = 100_000_000
 """Bytes; safetensors' own limit."""
 
 _ALIGNMENT = 64
 _CHUNK = 8 << 20
-
-
-def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor."""
-    return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 def write_shard(

@@ -6,7 +6,8 @@ among it, is written in pieces.
 """
 
 import logging
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -16,7 +17,6 @@ import torch
 
 from canzona_cli.checkpoint.contents import GROUP, MASTER, RANDOM
 from canzona_cli.checkpoint.manifest import Buffer, Piece, Scalar, Shard
-from canzona_cli.checkpoint.pieces import Holding, Writers, share
 from canzona_cli.checkpoint.random_states import random_states
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
@@ -48,11 +48,21 @@ DTYPES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Told:
-    """A rank's `Holding`, as it tells the others: JSON has no keys but words."""
+class Holding:
+    """One rank's share of what is to be saved, in bytes."""
 
     wholes: Mapping[str, int]
+    """The tensors that the rank holds all of, by name."""
     pieces: tuple[tuple[Piece, int], ...]
+    """The pieces that it holds; pairs, because ranks exchange this as JSON, whose keys are text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writers:
+    """The writer of each tensor or piece; the same on every rank."""
+
+    wholes: Mapping[str, int]
+    pieces: Mapping[Piece, int]
 
 
 class Snapshots:
@@ -102,7 +112,7 @@ class Snapshots:
                     scalars[f"{piece.unit}/step"] = found.held.step
                 if isinstance(found.held, HeldFragment):
                     scalars |= {f"{piece.unit}/{key}": value for key, value in found.held.marks.items()}
-            for field, value in fields_of(found.held).items():
+            for field, value in _fields_of(found.held).items():
                 part = value.reshape(-1)[found.offset : found.offset + piece.elements]
                 if piece.elements == prod(shape):
                     name = f"{piece.unit}/{field}"
@@ -121,9 +131,8 @@ class Snapshots:
         changed = torch.full((1,), float(holding != self._holding), device=self._trainee.world.device)
         torch.distributed.all_reduce(changed, op=torch.distributed.ReduceOp.MAX)
         if self._writers is None or any(self._trainee.timer.read(changed)):
-            told = gather(_Told(wholes=holding.wholes, pieces=tuple(holding.pieces.items())))
-            everyone = [Holding(wholes=rank.wholes, pieces=dict(rank.pieces)) for rank in told]
-            units = {piece.unit for other in everyone for piece in other.pieces}
+            everyone = gather(holding)
+            units = {piece.unit for other in everyone for piece, _ in other.pieces}
             self._writers = share(
                 everyone, {unit: prod(unit_shape(unit, self._trainee.config.model)) for unit in units}
             )
@@ -222,7 +231,7 @@ def shared_pieces(trainee: Trainee) -> list[HeldPiece]:
     return found
 
 
-def fields_of(item: Kept) -> dict[str, torch.Tensor]:
+def _fields_of(item: Kept) -> dict[str, torch.Tensor]:
     """The master and all state that is as long, by name."""
     elementwise = {
         key: value
@@ -263,8 +272,45 @@ def _holding(wholes: Mapping[str, Mapping[str, torch.Tensor | Scalar]], pieces: 
         wholes={
             name: sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor)) for name, state in wholes.items()
         },
-        pieces={
-            found.piece: sum(value.itemsize for value in fields_of(found.held).values()) * found.piece.elements
+        pieces=tuple(
+            (found.piece, sum(value.itemsize for value in _fields_of(found.held).values()) * found.piece.elements)
             for found in pieces
-        },
+        ),
     )
+
+
+def share(holdings: Sequence[Holding], elements: Mapping[str, int]) -> Writers:
+    """Give everything to one of its holders, of several to the one with least to write so far.
+
+    Args:
+        holdings: of every rank.
+        elements: of every unit that comes in pieces.
+
+    Raises:
+        ValueError: the pieces of a unit do not make it up.
+    """
+    load = [0] * len(holdings)
+    """Bytes that each rank writes."""
+    wholes = _shared([holding.wholes for holding in holdings], load)
+    pieces = _shared([dict(holding.pieces) for holding in holdings], load)
+    made_up: dict[str, int] = defaultdict(int)
+    for piece in pieces:
+        made_up[piece.unit] += piece.elements
+    for unit, count in made_up.items():
+        if count != elements[unit]:
+            raise ValueError(f"{unit} has {elements[unit]} elements, but its pieces do not add up to that")
+    return Writers(wholes=wholes, pieces=pieces)
+
+
+def _shared[T](held: Sequence[Mapping[T, int]], load: list[int]) -> dict[T, int]:
+    """Writers of what ranks hold, added to `load`."""
+    found: dict[T, tuple[int, list[int]]] = {}
+    for rank, sizes in enumerate(held):
+        for item, size in sizes.items():
+            found.setdefault(item, (size, []))[1].append(rank)
+    writers: dict[T, int] = {}
+    # What has one holder first: the rest evens it out.
+    for item, (size, holders) in sorted(found.items(), key=lambda entry: (len(entry[1][1]), str(entry[0]))):
+        writers[item] = min(holders, key=lambda rank: (load[rank], rank))
+        load[writers[item]] += size
+    return writers

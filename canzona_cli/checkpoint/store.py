@@ -11,9 +11,10 @@ from pathlib import Path
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, hidden_name, removed_path, step_of
 from canzona_cli.checkpoint.verify import read_manifest, way_out
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
-from canzona_cli.run.files import sync_folder
+from canzona_cli.run.files import RunFiles, sync_folder
 
 _KEY = "checkpoint.resume"
+_PLACES = "give a run directory, or a checkpoint in one, such as RUN/checkpoints/step-00000030"
 _GLANCES = 5
 _GLANCE_S = 0.02
 
@@ -204,8 +205,7 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
         return _usable(judge(path.name, path), by_path=True)
     found = _usable(CheckpointStore.under(path).latest(), by_path=True)
     if found is None:
-        fix = "give a run directory, or a checkpoint in one, such as RUN/checkpoints/step-00000030"
-        raise ConfigError(_nothing(resume, "there is no checkpoint in this folder", fix, key))
+        raise ConfigError(_nothing(resume, "there is no checkpoint in this folder", _PLACES, key))
     return found
 
 
@@ -241,3 +241,76 @@ def _remove(path: Path, hidden: Path) -> None:
         shutil.rmtree(hidden)
     os.rename(path, hidden)
     shutil.rmtree(hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The checkpoints to look at, in the order of steps."""
+
+    root: Path
+    """The folder they lie in."""
+    found: tuple[Found, ...]
+
+    @property
+    def newest(self) -> Found:
+        """Raises ConfigError when there is none."""
+        return self.required().found[-1]
+
+    def at(self, step: int | None) -> Found:
+        """The one of a step; None: the newest.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if step is None:
+            return self.newest
+        found = next((found for found in self.required().found if found.step == step), None)
+        if found is None:
+            fix = f"steps there: {', '.join(str(found.step) for found in self.found[-5:])}"
+            reason = f"{self.root} has no checkpoint of that step"
+            raise ConfigError(Problem(key="--step", value=step, reason=reason, fix=fix))
+        return found
+
+    def required(self) -> "Chosen":
+        """The same; raises ConfigError when there is none."""
+        if not self.found:
+            raise ConfigError(_no_choice(self.root, "the run has no checkpoint yet"))
+        return self
+
+
+def choose(where: Path | None, *, runs: Path = Path("runs")) -> Chosen:
+    """The checkpoint at `where`, all of the run there, or all of the newest run that has some.
+
+    Raises:
+        ConfigError: there is no run and no checkpoint; the problem's key is `RUN_OR_CHECKPOINT`.
+    """
+    if where is None:
+        where = _newest_run(runs)
+    path = Path(where).absolute()
+    reason = "there is no such checkpoint" if is_checkpoint(path) else "there is no such directory"
+    if path.is_dir():
+        if is_checkpoint(path):
+            return Chosen(root=path.parent, found=(judge(path.name, path),))
+        files, store = RunFiles(path), CheckpointStore.under(path)
+        found = store.found()
+        if found or files.checkpoints.is_dir() or files.config.exists():
+            return Chosen(root=store.root if found else files.checkpoints, found=found)
+        reason = "contains neither a run nor a checkpoint"
+    raise ConfigError(_no_choice(where, reason))
+
+
+def _newest_run(runs: Path) -> Path:
+    """Here, if this is a run directory; else the run under `runs` that was saved last."""
+    if RunFiles(Path()).checkpoints.is_dir():
+        return Path()
+    try:
+        saved = [path for path in runs.iterdir() if RunFiles(path).checkpoints.is_dir()]
+    except OSError:
+        saved = []
+    if not saved:
+        raise ConfigError(_no_choice(None, f"no run has been saved under {runs}"))
+    return max(saved, key=lambda path: RunFiles(path).checkpoints.stat().st_mtime)
+
+
+def _no_choice(where: Path | None, reason: str) -> Problem:
+    return Problem(key="RUN_OR_CHECKPOINT", value=where, reason=reason, fix=_PLACES)

@@ -12,8 +12,7 @@ from threading import Event
 
 from blake3 import blake3
 
-from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, StoredFile, step_name, step_of
-from canzona_cli.checkpoint.manifest_file import parse_manifest
+from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, StoredFile, parse_manifest, step_name, step_of
 from canzona_cli.checkpoint.shard_file import read_table
 from canzona_cli.config.reading import Absent, read_plain
 from canzona_cli.errors import CheckpointInvalid, Problem, refuse

@@ -34,7 +34,7 @@ def list_(where: Where = None, as_json: AsJson = False) -> None:
 
     Reads manifests and file sizes only; `canzona checkpoint verify` reads the content.
     """
-    from canzona_cli.checkpoint.choose import choose
+    from canzona_cli.checkpoint.store import choose
     from canzona_cli.report.checkpoint import Listing
 
     listing = Listing(choose(where))
@@ -47,7 +47,7 @@ def verify(where: Where = None, as_json: AsJson = False) -> None:
 
     Of one checkpoint, or of all of a run. Names each missing, truncated or damaged file; exit code 5 if there is one.
     """
-    from canzona_cli.checkpoint.choose import choose
+    from canzona_cli.checkpoint.store import choose
     from canzona_cli.checkpoint.verify import shortened
     from canzona_cli.errors import CheckpointInvalid, ExitCode
     from canzona_cli.report.checkpoint import verify_all
@@ -63,7 +63,7 @@ def verify(where: Where = None, as_json: AsJson = False) -> None:
 @app.command()
 def show(where: Where = None, as_json: AsJson = False) -> None:
     """Show what a checkpoint contains: the newest one, or the one named."""
-    from canzona_cli.checkpoint.choose import choose
+    from canzona_cli.checkpoint.store import choose
     from canzona_cli.errors import CheckpointInvalid
     from canzona_cli.report.checkpoint import Content
 
@@ -138,8 +138,8 @@ def export(
 
     Whole or not at all: it is written beside OUT, and renamed. The checkpoint's every byte is verified before.
     """
-    from canzona_cli.checkpoint.choose import choose
-    from canzona_cli.checkpoint.shard_file import tensor_bytes
+    from canzona_cli.checkpoint.manifest import tensor_bytes
+    from canzona_cli.checkpoint.store import choose
     from canzona_cli.commands.output import progress
     from canzona_cli.commands.verified import verified_run
     from canzona_cli.config.recipes import shown

@@ -41,7 +41,7 @@ def eval(
 
     Without settings it is the run's own validation: the same samples, layout and arithmetic, and so the same number.
     """
-    from canzona_cli.checkpoint.choose import choose
+    from canzona_cli.checkpoint.store import choose
     from canzona_cli.commands.output import progress, show, warn, write_out
     from canzona_cli.launch import evaluation
     from canzona_cli.report.evaluation import EvaluationView

@@ -65,7 +65,7 @@ def generate(
         problems.append(Problem(key="--top-p", value=top_p, reason=reason, fix="add --temperature 1"))
     refuse(problems)
     _require_transformers()
-    from canzona_cli.checkpoint.choose import choose
+    from canzona_cli.checkpoint.store import choose
 
     found = choose(where).at(step)
     writer = _writer(found, tokenizer, None if device == "auto" else device)
@@ -98,7 +98,7 @@ def _require_transformers() -> None:
 
 def _writer(found: "Found", tokenizer: Path | None, device: "Device | None") -> "Writer":
     """The model of a checkpoint, whose every byte is verified before."""
-    from canzona_cli.checkpoint.shard_file import tensor_bytes
+    from canzona_cli.checkpoint.manifest import tensor_bytes
     from canzona_cli.commands.verified import verified_run
     from canzona_cli.huggingface.folder import DTYPES
     from canzona_cli.model.families import parameter_count

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from canzona_cli.checkpoint.commit import bytes_written
+from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.checkpoint.manifest import Manifest
-from canzona_cli.checkpoint.saved_run import saved_run
 from canzona_cli.checkpoint.store import Found
 from canzona_cli.checkpoint.verify import shortened, verify
 from canzona_cli.config.schema import RunConfig

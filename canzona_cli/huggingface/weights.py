@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 
 from canzona_cli.checkpoint.commit import abandon, begin, finish, write_part
 from canzona_cli.checkpoint.contents import MASTER
-from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Buffer, Header, Progress, Shard
+from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Buffer, Header, Progress, Shard, tensor_bytes
 from canzona_cli.checkpoint.reader import Reader
-from canzona_cli.checkpoint.shard_file import tensor_bytes, write_shard
+from canzona_cli.checkpoint.shard_file import write_shard
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ConfigError, Problem

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from canzona_cli.checkpoint.saved_run import saved_run
+from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.checkpoint.store import Found
 from canzona_cli.cluster.layouts import candidates, fill
 from canzona_cli.config.changes import shape_problems

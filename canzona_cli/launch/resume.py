@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from canzona_cli.checkpoint.contents import of_checkpoint, saved_run
 from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Manifest, Progress, step_name, step_of
-from canzona_cli.checkpoint.saved_run import of_checkpoint, saved_run
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.config.changes import changes, shape_problems
 from canzona_cli.config.schema import Layout, RunConfig

@@ -11,14 +11,12 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from canzona_cli.checkpoint.choose import Chosen
 from canzona_cli.checkpoint.commit import bytes_written
-from canzona_cli.checkpoint.manifest import Manifest
-from canzona_cli.checkpoint.saved_run import Verified, read_back, saved_config
-from canzona_cli.checkpoint.shard_file import tensor_bytes
-from canzona_cli.checkpoint.store import Found
+from canzona_cli.checkpoint.contents import Verified, saved_config, verify_chosen
+from canzona_cli.checkpoint.manifest import Manifest, tensor_bytes
+from canzona_cli.checkpoint.store import Chosen, Found
 from canzona_cli.config.schema import Layout
-from canzona_cli.errors import CheckpointInvalid, Problem
+from canzona_cli.errors import Problem
 from canzona_cli.report.header import describe_layout, header_rows, optimizer_words
 from canzona_cli.report.page import Page, Screen, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, GroupedTable, Table, columns
@@ -252,8 +250,5 @@ def bar_of_bytes(doing: str, total: int) -> Iterator[Callable[[int], None]]:
 def verify_all(chosen: Chosen) -> AllVerified:
     """Hash all files of every chosen checkpoint."""
     with bar_of_bytes("hashing", sum(bytes_written(found.path) for found in chosen.found)) as on_bytes:
-        read = [(found, read_back(found, on_bytes)) for found in chosen.found]
-    removed = tuple(found.name for found, verified in read if verified is None)
-    if len(removed) == len(read):
-        raise CheckpointInvalid(*(Problem(key=name, reason="has been removed meanwhile") for name in removed))
-    return AllVerified(root=str(chosen.root), each=tuple(one for _, one in read if one is not None), removed=removed)
+        verified, removed = verify_chosen(chosen, on_bytes)
+    return AllVerified(root=str(chosen.root), each=verified, removed=removed)

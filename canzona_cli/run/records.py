@@ -57,7 +57,7 @@ class RankResult:
     loss: float | None = None
     """The loss of that step; None where it is not finite, and before the first."""
     checkpoint: str | None = None
-    """Name of the checkpoint that the run ended with; one that a stop caused has been read back."""
+    """Name of the checkpoint that the run ended with."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """Lines of the run's files that it could not write, by file."""
     error: RankError | None = None

@@ -21,13 +21,12 @@ if TYPE_CHECKING:
     from canzona_cli.megatron.parallel import World
     from canzona_cli.training.data import Batch
 
-SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.training.step", "canzona_cli.checkpoint.weights")
+SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.training.step", "canzona_cli.checkpoint.restore")
 
 
 def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     """Find the loss of the checkpoint that the launcher chose, on the samples that it chose; rank 0 writes it."""
-    from canzona_cli.checkpoint.restore import verify_together
-    from canzona_cli.checkpoint.weights import load_weights
+    from canzona_cli.checkpoint.restore import load_weights, verify_together
     from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.data.token_bytes import token_bytes

@@ -50,7 +50,7 @@ class RankRecord:
         self.requests = StopRequests()
         """The requests that this process got by signals; none if it does not listen to them."""
         self.checkpoint: str | None = None
-        """Name of the checkpoint the run ended with; one that a stop caused has been read back."""
+        """Name of the checkpoint the run ended with."""
         self.lost: Mapping[str, int] = {}
         """Lines of the run's files that could not be written, by file."""
 

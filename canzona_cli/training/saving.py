@@ -106,12 +106,12 @@ class Saver:
         Waits for the save before, and says so, if that is not on the disk yet: its memory is used again. What fails is
         said, and ends nothing: the checkpoints before stay, and the next save tries again.
         """
-        self._start(progress, reread=False)
+        self._start(progress)
         if not self._trainee.config.checkpoint.asynchronous:
             self.settle()
 
     def save_now(self, progress: Progress) -> str:
-        """Save because the run ends here: written, read back and compared before this returns. Collective.
+        """Save because the run ends here: written and complete when this returns. Collective.
 
         Returns:
             The checkpoint's name.
@@ -119,7 +119,7 @@ class Saver:
         Raises:
             SaveFailed: on every rank together; names the last checkpoint there is.
         """
-        self._start(progress, reread=True)
+        self._start(progress)
         return self.wait(progress)
 
     def wait(self, progress: Progress) -> str:
@@ -145,7 +145,7 @@ class Saver:
             )
         return step_name(progress.step)
 
-    def _start(self, progress: Progress, *, reread: bool) -> None:
+    def _start(self, progress: Progress) -> None:
         begun = self._clock()
         running = self._being_written()
         if running is not None:
@@ -161,7 +161,7 @@ class Saver:
         stall_s = self._clock() - begun
 
         def write() -> None:
-            self._write(save, shard, header, stall_s=stall_s, reread=reread)
+            self._write(save, shard, header, stall_s=stall_s)
 
         save.thread = threading.Thread(target=write, name=f"save-{progress.step}", daemon=True)
         save.thread.start()
@@ -178,14 +178,14 @@ class Saver:
         torch.distributed.broadcast(ready, src=0)
         return any(self._trainee.timer.read(ready))
 
-    def _write(self, save: _Save, shard: Shard, header: Header, *, stall_s: float, reread: bool) -> None:
+    def _write(self, save: _Save, shard: Shard, header: Header, *, stall_s: float) -> None:
         """Writes on a thread of its own."""
         begun = self._clock()
         world = self._trainee.world
         partial = partial_path(self._files.checkpoints, save.step)
         try:
             try:
-                write_part(partial, world.rank, shard, reread=reread)
+                write_part(partial, world.rank, shard)
             except SaveFailed:
                 if world.rank != 0:  # rank 0 finds it in this rank's part
                     return
@@ -193,7 +193,7 @@ class Saver:
                 raise
             if world.rank != 0:
                 return
-            path = finish(partial, world.world_size, header, self._texts, _PATIENCE_S, reread=reread)
+            path = finish(partial, world.world_size, header, self._texts, _PATIENCE_S)
         except BaseException as error:  # nothing of a save may end the run by itself
             self._failed(save, error)
             return

@@ -11,9 +11,19 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from canzona_cli.checkpoint.manifest import MANIFEST, Buffer, Manifest, Piece, Scalar, StoredFile, StoredTensor
-from canzona_cli.checkpoint.manifest_file import manifest_text, parse_manifest
-from canzona_cli.checkpoint.shard_file import ITEM_BYTES, write_shard
+from canzona_cli.checkpoint.manifest import (
+    ITEM_BYTES,
+    MANIFEST,
+    Buffer,
+    Manifest,
+    Piece,
+    Scalar,
+    StoredFile,
+    StoredTensor,
+    manifest_text,
+    parse_manifest,
+)
+from canzona_cli.checkpoint.shard_file import write_shard
 
 Q, L, EMBEDDING = "layers.0.q", "layers.0.q/L", "embedding.word_embeddings.weight"
 

@@ -15,7 +15,7 @@ import pytest
 from backports import zstd
 from safetensors import SafetensorError, safe_open
 
-from canzona_cli.checkpoint.shard_file import tensor_bytes
+from canzona_cli.checkpoint.manifest import tensor_bytes
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.data import sources
 from canzona_cli.data.inputs import find_sources

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from canzona_cli.checkpoint.choose import choose
 from canzona_cli.checkpoint.manifest import Scalar
 from canzona_cli.checkpoint.restore import restore, unlike, verify_together
-from canzona_cli.checkpoint.store import CheckpointStore
+from canzona_cli.checkpoint.store import CheckpointStore, choose
 from canzona_cli.checkpoint.verify import read_manifest
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CheckpointInvalid

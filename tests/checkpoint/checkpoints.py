@@ -42,12 +42,12 @@ def shard(rank: int, step: int) -> Shard:
     return Shard(tensors=tensors, scalars=scalars)
 
 
-def save(root: Path, step: int, *, samples: int | None = None, reread: bool = False) -> Path:
+def save(root: Path, step: int, *, samples: int | None = None) -> Path:
     """A whole save by `RANKS` ranks in turn."""
     partial = begin(root, step)
     for rank in range(RANKS):
-        write_part(partial, rank, shard(rank, step), reread=reread)
-    return finish(partial, RANKS, header(step, samples=samples), TEXTS, 5.0, reread=reread)
+        write_part(partial, rank, shard(rank, step))
+    return finish(partial, RANKS, header(step, samples=samples), TEXTS, 5.0)
 
 
 def names(store: CheckpointStore) -> list[str]:

@@ -7,8 +7,17 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from canzona_cli.checkpoint.manifest import Header, LossMemory, Manifest, Piece, Scalar, StoredFile, StoredTensor
-from canzona_cli.checkpoint.manifest_file import manifest_text, parse_manifest
+from canzona_cli.checkpoint.manifest import (
+    Header,
+    LossMemory,
+    Manifest,
+    Piece,
+    Scalar,
+    StoredFile,
+    StoredTensor,
+    manifest_text,
+    parse_manifest,
+)
 from tests.checkpoint.checkpoints import header
 
 HASH = "0f" * 32

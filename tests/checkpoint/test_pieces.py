@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canzona_cli.checkpoint.manifest import Piece
-from canzona_cli.checkpoint.pieces import Holding, cut, paste, share
+from canzona_cli.checkpoint.reader import cut, paste
+from canzona_cli.checkpoint.snapshot import Holding, share
 
 
 @given(rows=st.integers(1, 6), cols=st.integers(1, 5), data=st.data())
@@ -35,10 +36,10 @@ def _piece(start: int, end: int, unit: str = "u") -> Piece:
 def test_everything_is_written_by_one_of_its_holders_and_replicas_even_it_out() -> None:
     first, second = _piece(0, 30), _piece(30, 100)
     holdings = [
-        Holding(wholes={"a": 100, "b": 100}, pieces={first: 240}),
-        Holding(wholes={"a": 100, "b": 100}, pieces={second: 560}),
+        Holding(wholes={"a": 100, "b": 100}, pieces=((first, 240),)),
+        Holding(wholes={"a": 100, "b": 100}, pieces=((second, 560),)),
         # A replica of what rank 0 has.
-        Holding(wholes={}, pieces={first: 240}),
+        Holding(wholes={}, pieces=((first, 240),)),
     ]
     writers = share(holdings, {"u": 100})
     assert {writers.wholes["a"], writers.wholes["b"]} == {0, 1}, "redundant copies are shared out"
@@ -49,10 +50,10 @@ def test_everything_is_written_by_one_of_its_holders_and_replicas_even_it_out() 
 def test_a_rank_writes_of_an_embedding_what_it_holds() -> None:
     """Sharded over many ranks, it is not one rank's to hold and write."""
     pieces = [_piece(25 * n, 25 * (n + 1)) for n in range(4)]
-    writers = share([Holding(wholes={}, pieces={piece: 300}) for piece in pieces], {"u": 100})
+    writers = share([Holding(wholes={}, pieces=((piece, 300),)) for piece in pieces], {"u": 100})
     assert writers.pieces == {piece: rank for rank, piece in enumerate(pieces)}
 
 
 def test_pieces_that_do_not_make_up_a_unit_are_an_error() -> None:
     with pytest.raises(ValueError, match="do not add up to that"):
-        share([Holding(wholes={}, pieces={_piece(0, 90): 360})], {"u": 100})
+        share([Holding(wholes={}, pieces=((_piece(0, 90), 360),))], {"u": 100})

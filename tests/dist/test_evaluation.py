@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from canzona_cli.checkpoint.restore import restore, verify_together
-from canzona_cli.checkpoint.weights import load_weights
+from canzona_cli.checkpoint.restore import load_weights, restore, verify_together
 from canzona_cli.megatron.model import build_model
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer

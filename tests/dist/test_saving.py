@@ -149,9 +149,9 @@ def hold_writes(ready: Callable[[Path], object]) -> None:
     """Have this rank write its part of a checkpoint once `ready` returns, for the folder it writes into."""
     genuine = commit.write_part
 
-    def write_part(partial: Path, rank: int, shard: Shard, *, reread: bool = False) -> None:
+    def write_part(partial: Path, rank: int, shard: Shard) -> None:
         ready(partial)
-        genuine(partial, rank, shard, reread=reread)
+        genuine(partial, rank, shard)
 
     setattr(saving, "write_part", write_part)  # noqa: B010  # of this rank
 
@@ -281,11 +281,11 @@ def test_a_save_that_fails_costs_that_checkpoint_and_nothing_else(tmp_path: Path
     def prepare(own: int, _: Saver) -> None:
         genuine, calls = commit.write_part, []
 
-        def write_part(partial: Path, rank: int, shard: Shard, *, reread: bool = False) -> None:
+        def write_part(partial: Path, rank: int, shard: Shard) -> None:
             calls.append(partial)
             if own == 1 and len(calls) == 2:
                 (partial / f"rank-{rank:05d}.safetensors").mkdir()  # cannot be written, for root neither
-            genuine(partial, rank, shard, reread=reread)
+            genuine(partial, rank, shard)
 
         setattr(saving, "write_part", write_part)  # noqa: B010  # of this rank
 

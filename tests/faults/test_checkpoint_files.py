@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from canzona_cli.checkpoint.commit import begin, finish, write_part
-from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Shard, StoredFile, StoredTensor
-from canzona_cli.checkpoint.manifest_file import manifest_text
+from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Shard, StoredFile, StoredTensor, manifest_text
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.checkpoint.verify import foreign_files, read_manifest, verify
 from canzona_cli.errors import CheckpointInvalid, SaveFailed

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.checkpoint.reader import Reader
-from canzona_cli.checkpoint.saved_run import saved_run
 from canzona_cli.huggingface.beside import beside, byte_tokenizer
 from canzona_cli.huggingface.generating import Choosing, Generated, Writer
 from canzona_cli.run.files import RunFiles

@@ -17,8 +17,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.checkpoint.reader import Reader
-from canzona_cli.checkpoint.saved_run import saved_run
 from canzona_cli.config.compose import compose_run
 from canzona_cli.huggingface.beside import Beside, byte_tokenizer
 from canzona_cli.huggingface.weights import export_weights

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from canzona_cli.checkpoint.manifest import Header, LossMemory, Manifest, Progress
-from canzona_cli.checkpoint.manifest_file import manifest_text, parse_manifest
+from canzona_cli.checkpoint.manifest import Header, LossMemory, Manifest, Progress, manifest_text, parse_manifest
 from canzona_cli.config.schema import DataConfig, EngineConfig, MuonConfig, RunConfig, TrainConfig
 from canzona_cli.training.divergence import Divergence, DivergenceGuard
 from canzona_cli.training.guards import SpikeGuard
