@@ -16,7 +16,7 @@ from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import Problem, gathered, unwritable
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.resume import next_free
-from canzona_cli.launch.run_ranks import run_ranks
+from canzona_cli.launch.supervisor import run_ranks
 from canzona_cli.launch.view import TrainView
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.files import RunFiles, write_text_atomic

@@ -23,24 +23,23 @@ from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CanzonaError, ConfigError, ExitCode
 from canzona_cli.huggingface.folder import is_hugging_face, open_folder, recipe_of
 from canzona_cli.launch import preflight, torchrun
-from canzona_cli.launch.going_on import command_again, said
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import Outcome
-from canzona_cli.launch.restarts import Restarts, until_it_ends
+from canzona_cli.launch.processes import tracked
+from canzona_cli.launch.restarts import Restarts, resume_command, resume_hint, run_with_restarts
 from canzona_cli.launch.resume import Resumption, reordered, resumption
 from canzona_cli.launch.run_dir import RunDirectory, check_free, prediction_here
 from canzona_cli.launch.slurm import adopt, current_step
 from canzona_cli.launch.stop import Preempted, Requests, before_workers
 from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.launch.torchrun import LaunchCommand
-from canzona_cli.launch.tracking import tracked
 from canzona_cli.launch.view import TrainView
 from canzona_cli.model.routing import routing
 from canzona_cli.planner.plan_file import Obtained, obtain_plan
 from canzona_cli.report.errors import show_failure
 from canzona_cli.report.run import BreakdownView
 from canzona_cli.report.run_trace import write_trace
-from canzona_cli.report.train import make_view
+from canzona_cli.report.train import ConsoleView, make_view
 from canzona_cli.report.train_dry_run import RUN_DIR_TIME, DryRun
 from canzona_cli.run.breakdown import Prediction, load_breakdown
 from canzona_cli.run.corpus import PreparedCorpus, data_warnings
@@ -112,6 +111,11 @@ class _Job:
     plan: Obtained | None
     """The plan it executes; None for a run that executes none."""
 
+    @property
+    def node_rank(self) -> int:
+        """The number of this machine among those of the run."""
+        return 0 if torchrun.node_count(self.config) == 1 else self.config.cluster.node_rank or 0
+
     @cached_property
     def predicted(self) -> Prediction:
         return prediction_here(self.config, self.layout, None if self.plan is None else self.plan.plan)
@@ -156,12 +160,12 @@ def _show(job: _Job, look: _Look) -> None:
 def _prepare(job: _Job, look: _Look) -> None:
     """Everything that workers need, on the disk: another launcher starts them."""
     config, layout = job.config, job.layout
-    check_free(config, goes_on=True)
+    check_free(config, resumes=True)
     resumption(config, layout)
     corpus = ensure_corpus(config, lambda what, share: progress(what) if share == 0 else None)
-    run = RunDirectory.create(config, goes_on=True)
+    run = RunDirectory.create(config, resumes=True)
     _bring_in(config, run)
-    _say_resumption(run, run.go_on(config, layout))
+    _say_resumption(run, run.resume(config, layout))
     job.write_inputs(run, corpus)
     warn(data_warnings(config, layout, corpus))
     _print_start(job, look, corpus, run.path, prepared=True)
@@ -198,60 +202,89 @@ def _launch(
         typed: overrides and folders of recipes.
     """
     config, layout = job.config, job.layout
-    node_rank = 0 if torchrun.node_count(config) == 1 else config.cluster.node_rank or 0
     preflight.check_machine(config, layout)
     preflight.check_nodes(config)
-    if node_rank == 0:
-        check_free(config, goes_on=True)
+    if job.node_rank == 0:
+        check_free(config, resumes=True)
         resumption(config, layout)
     else:  # machine 0 shows the run; its output and this one's often go to one file
         console.quiet = True
     view = make_view(config, layout, console)
     with _progress_of(view, requests) as on_progress:
         corpus = ensure_corpus(config, on_progress)
-        run = _claim(config, node_rank)
-        if node_rank == 0:
+        run = _claim(job)
+        if job.node_rank == 0:
             _bring_in(config, run)
-        machines, command = _meet(run, job, node_rank, corpus, restarts=0)
-    if node_rank:
+        machines, command = _meet(run, job, corpus, restarts=0)
+    if job.node_rank:
         last = torchrun.node_count(config) - 1
-        tell(f"machine {node_rank} of 0 to {last} starts its ranks; machine 0 shows the run; its files: {run.path}")
-    per_node = torchrun.ranks_per_node(config)
-    go_on = command_again(*typed, config, run.path)
-    restarts = Restarts(most=config.run.restarts)
+        words = "starts its ranks; machine 0 shows the run; its files"
+        tell(f"machine {job.node_rank} of 0 to {last} {words}: {run.path}")
+    launch = _Launch(
+        job=job,
+        console=console,
+        requests=requests,
+        run=run,
+        corpus=corpus,
+        view=view,
+        machines=machines,
+        command=command,
+        restarts=Restarts(most=config.run.restarts),
+        resume_command=resume_command(*typed, config, run.path),
+    )
+    with run.never_without_result(launch.resume_command):
+        outcome = run_with_restarts(
+            launch.attempt, launch.restarts, run.files, requests, node_rank=job.node_rank, say=tell
+        )
+    return outcome, run
 
-    def attempt() -> Outcome:
-        nonlocal machines, command, view
-        requests.raising = True
-        if restarts.done:
-            view = make_view(config, layout, console)
-            machines, command = _meet(run, job, node_rank, corpus, restarts=restarts.done)
-        if node_rank == 0:
-            job.write_inputs(run, corpus)
-            machines.gather(config.cluster.rdzv_endpoint or "", say=tell)
-            if not restarts.done:
-                warn(data_warnings(config, layout, corpus))
-        view.header(run_dir=run.path, corpus=corpus, plan=job.plan, earlier=run.earlier)
-        requests.raising = False
+
+@dataclass(kw_only=True)
+class _Launch:
+    """A launch of a run on this machine, which starts its ranks once, and again at each restart."""
+
+    job: _Job
+    console: Console
+    requests: Requests
+    run: RunDirectory
+    corpus: PreparedCorpus
+    view: ConsoleView
+    machines: Machines
+    command: LaunchCommand
+    restarts: Restarts
+    resume_command: str
+
+    def attempt(self) -> Outcome:
+        """Start the ranks and supervise them to their end; another attempt meets the other machines anew."""
+        job, run, config = self.job, self.run, self.job.config
+        self.requests.raising = True
+        if self.restarts.done:
+            self.view = make_view(config, job.layout, self.console)
+            self.machines, self.command = _meet(run, job, self.corpus, restarts=self.restarts.done)
+        if job.node_rank == 0:
+            job.write_inputs(run, self.corpus)
+            self.machines.gather(config.cluster.rdzv_endpoint or "", say=tell)
+            if not self.restarts.done:
+                warn(data_warnings(config, job.layout, self.corpus))
+        self.view.header(run_dir=run.path, corpus=self.corpus, plan=job.plan, earlier=run.earlier)
+        self.requests.raising = False
         # On a terminal the view's own console prints above the live frame; a pipe's reader would not see it.
-        say = console.print if console.is_terminal else tell
-        trackers, start = () if node_rank else config.run.trackers, 0 if run.earlier is None else run.earlier.step
-        with tracked(run.files, trackers, start=start, environment=command.environment, say=say):
+        say = self.console.print if self.console.is_terminal else tell
+        trackers, start = () if job.node_rank else config.run.trackers, 0 if run.earlier is None else run.earlier.step
+        per_node = torchrun.ranks_per_node(config)
+        with tracked(run.files, trackers, start=start, environment=self.command.environment, say=say):
             return Supervision(
                 run.files,
-                command,
-                view,
-                ranks=range(node_rank * per_node, (node_rank + 1) * per_node),
-                machines=machines,
+                self.command,
+                self.view,
+                ranks=range(job.node_rank * per_node, (job.node_rank + 1) * per_node),
+                machines=self.machines,
                 hang_timeout_s=config.run.hang_timeout_s,
-                requests=requests,
+                requests=self.requests,
                 say=say,
-                restarts=restarts,
-                go_on=go_on,
+                restarts=self.restarts,
+                resume_command=self.resume_command,
             ).run()
-
-    with run.never_without_result(go_on):
-        return until_it_ends(attempt, restarts, run.files, requests, node_rank=node_rank, say=tell), run
 
 
 @contextmanager
@@ -278,11 +311,11 @@ def _progress_of(view: TrainView, requests: Requests) -> Iterator[Callable[[str,
         raise
 
 
-def _claim(config: RunConfig, node_rank: int) -> RunDirectory:
-    """The run directory: machine 0 creates it or continues in it, the others wait there for machine 0's address."""
-    if node_rank == 0:
-        return RunDirectory.create(config, goes_on=True)
-    return RunDirectory(RunFiles(Path(config.run.dir or "").absolute()))
+def _claim(job: _Job) -> RunDirectory:
+    """The run directory: machine 0 creates it or resumes in it, the others wait there for machine 0's address."""
+    if job.node_rank == 0:
+        return RunDirectory.create(job.config, resumes=True)
+    return RunDirectory(RunFiles(Path(job.config.run.dir or "").absolute()))
 
 
 def _bring_in(config: RunConfig, run: RunDirectory) -> None:
@@ -299,19 +332,17 @@ def _bring_in(config: RunConfig, run: RunDirectory) -> None:
     import_weights(found, config, run.files)
 
 
-def _meet(
-    run: RunDirectory, job: _Job, node_rank: int, corpus: PreparedCorpus, *, restarts: int
-) -> tuple[Machines, LaunchCommand]:
-    """Prepares each attempt: machine 0 decides where it begins, the others hear where the ranks meet. Returns what
-    starts the ranks of this machine."""
+def _meet(run: RunDirectory, job: _Job, corpus: PreparedCorpus, *, restarts: int) -> tuple[Machines, LaunchCommand]:
+    """Prepares each attempt: machine 0 decides where it begins, the others hear where the ranks meet. Returns the
+    machines and the command that starts the ranks of this one."""
     config = job.config
-    machines = Machines(run.files, node_rank=node_rank, nodes=torchrun.node_count(config), restarts=restarts)
-    if node_rank:
+    machines = Machines(run.files, node_rank=job.node_rank, nodes=torchrun.node_count(config), restarts=restarts)
+    if job.node_rank:
         config = replace(config, cluster=replace(config.cluster, rdzv_endpoint=machines.arrive()))
     else:
-        found = run.go_on(config, job.layout)
-        _say_resumption(run, found)
-        warn(() if found is None else filter(None, [reordered(found, config, job.layout, corpus)]))
+        checkpoint = run.resume(config, job.layout)
+        _say_resumption(run, checkpoint)
+        warn(() if checkpoint is None else filter(None, [reordered(checkpoint, config, job.layout, corpus)]))
     return machines, torchrun.build(config, run.path)
 
 
@@ -350,8 +381,8 @@ def _show_end(outcome: Outcome, run: RunDirectory, config: RunConfig, console: C
     for line in _recordings(run, config) if not outcome.failed else ():
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"run directory: {run.path}", markup=False, soft_wrap=True)
-    if again := said(outcome, run.files, config):
-        console.print(again, markup=False, soft_wrap=True)
+    if hint := resume_hint(outcome, run.files, config):
+        console.print(hint, markup=False, soft_wrap=True)
 
 
 def _recordings(run: RunDirectory, config: RunConfig) -> Iterator[str]:

@@ -17,7 +17,7 @@ from canzona_cli.costs.memory import GIB
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CheckpointInvalid, ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.launch import preflight, torchrun
-from canzona_cli.launch.run_ranks import run_ranks
+from canzona_cli.launch.supervisor import run_ranks
 from canzona_cli.launch.view import TrainView
 from canzona_cli.run.codec import save
 from canzona_cli.run.corpus import PreparedCorpus

@@ -8,7 +8,6 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 
 from canzona_cli.checkpoint.store import CheckpointStore
@@ -36,6 +35,8 @@ _SECONDARY = re.compile(
 )
 """The words in which a rank reports that another one is gone: true, but not the cause."""
 _SECONDARY_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "ConnectionResetError")
+_ENDS_AGAIN = (ExitCode.CONFIG, ExitCode.MEMORY, ExitCode.CHECKPOINT)
+"""Exit codes of runs that would end the same way if they were started again unchanged."""
 _USER_MISTAKES = (ExitCode.CONFIG, ExitCode.ENVIRONMENT, ExitCode.MEMORY, ExitCode.CHECKPOINT)
 _DEATH = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*(-?\d+)")
 _TRACEBACK_LINES = 12
@@ -55,6 +56,11 @@ class Outcome(RunResult):
     """A failure that only says that a rank of another machine is gone."""
     again_in_s: float | None = None
     """Seconds after which the same launch starts the run again; None: it does not."""
+
+    @property
+    def resumable(self) -> bool:
+        """True if starting the run again in its directory may get it further."""
+        return self.status != "done" and self.exit_code not in _ENDS_AGAIN
 
     def error(self) -> CanzonaError:
         """A failure as the error that the command ends with: the rank's own problems, else the message."""
@@ -81,79 +87,133 @@ def read_ranks(files: RunFiles, ranks: Sequence[int]) -> list[RankResult]:
     return [read_rank(files, rank) for rank in ranks]
 
 
-def judge(
-    files: RunFiles, ranks: Sequence[int], *, node_rank: int, agent_code: int, stopping: bool, forced: bool
-) -> Outcome:
-    """Decide how a run ended, after all its processes.
+def interrupted(message: str) -> Outcome:
+    """The end of a run that somebody stopped."""
+    return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message=message)
+
+
+def unsaved(message: str, checkpoint: str | None) -> Outcome:
+    """The end of a preempted run that was not saved: whoever starts it again gets an older checkpoint, or none."""
+    if checkpoint is None:
+        return interrupted(f"{message}; there is no checkpoint to continue from")
+    message = f"{message}; the checkpoint to continue from is {checkpoint}, and it is intact"
+    return Outcome(status="preempted", exit_code=ExitCode.PREEMPTED, message=message)
+
+
+def stopped_at_once(files: RunFiles, *, training: bool) -> Outcome:
+    """The end of a run whose workers were killed because somebody asked it to stop.
 
     Args:
-        ranks: This machine's ranks, in local order.
-        agent_code: torchrun's exit code; negative when a signal killed it.
-        stopping: Somebody asked for a clean stop.
-        forced: The launcher killed the workers because of it.
+        training: training had begun in this launch; the files may hold the curve of an earlier one.
     """
-    results, failure = read_ranks(files, ranks), partial(_failure, files, ranks, node_rank)
-    if forced:
-        when = "stopped at once, inside a step" if files.metrics.exists() else "stopped before the first step was done"
-        return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message=when)
+    if not training:
+        return interrupted("stopped before training began")
+    inside = files.metrics.exists()
+    return interrupted("stopped at once, inside a step" if inside else "stopped before the first step was done")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """The workers of this machine, after all their processes have ended."""
+
+    files: RunFiles
+    ranks: Sequence[int]
+    """This machine's ranks, in local order."""
+    node_rank: int
+    agent_code: int
+    """torchrun's exit code; negative when a signal killed it."""
+
+    def log(self, rank: int | None) -> Path:
+        """The log that says most about a rank, or about torchrun."""
+        worker = None if rank is None else self.files.worker_log(self.node_rank, self.ranks.index(rank))
+        return worker or self.files.agent_log(self.node_rank)
+
+    def failure(self, message: str, *, rank: int | None = None, exit_code: int = ExitCode.CRASH) -> Outcome:
+        """The failure of a rank, or of torchrun."""
+        return Outcome(
+            status="failed", exit_code=int(exit_code), message=message.strip(), rank=rank, log=self.log(rank)
+        )
+
+
+def judge(workers: Workers, *, stopping: bool) -> Outcome:
+    """Decide how a run ended whose workers were left to themselves.
+
+    Args:
+        stopping: somebody asked for a clean stop.
+    """
+    agent_code, results = workers.agent_code, read_ranks(workers.files, workers.ranks)
     # A rank without room left to write how it ended reports it by its exit code, which torchrun passes on if it is 0.
-    untold = "running" if agent_code == 0 and not stopping else None
-    if all(r.status in ("done", untold) for r in results):
+    unreported = "running" if agent_code == 0 and not stopping else None
+    if all(r.status in ("done", unreported) for r in results):
         return Outcome(status="done", exit_code=ExitCode.OK, message=_lost(results))
     saved = next((f", saved as {r.checkpoint}" for r in results if r.checkpoint is not None), "")
     if all(r.status == "preempted" for r in results):
         return Outcome(status="preempted", exit_code=ExitCode.PREEMPTED, message=f"stopped after a whole step{saved}")
-    deaths = {} if agent_code == 0 else _deaths(files.agent_log(node_rank))
+    deaths = {} if agent_code == 0 else _deaths(workers.files.agent_log(workers.node_rank))
     failed = sorted((r for r in results if r.status in FAILURES), key=lambda r: r.time)
-    own = [r for r in failed if not _lost_a_neighbour(r)]
-    # A rank that got SIGTERM was told to go by torchrun, after another one had failed.
+    causes = [r for r in failed if not _lost_a_neighbour(r)]
+    # torchrun sends SIGTERM to the other ranks after one has failed.
     killed = [r for r in results if -deaths.get(r.rank, 0) not in (0, signal.SIGTERM) and deaths[r.rank] < 0]
-    if stopping and not own and not killed:
-        message = f"stopped after a whole step{saved}"
-        return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message=message)
-    first = next(iter([*own, *killed, *failed]), None)
-    if first is None and any(r.status == "interrupted" for r in results):
-        return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message="the workers were told to stop")
-    if first is None and agent_code < 0:
-        return failure(f"torchrun {_killed_by(-agent_code)}")
-    if first is None:
-        silent = next(r for r in results if r.status != "done")
-        at = "before it could start" if silent.status == "missing" else "without reporting"
-        code = deaths.get(silent.rank, 0)
-        exit_code = code if code in _USER_MISTAKES else ExitCode.CRASH
-        return failure(f"rank {silent.rank} ended {at}{_code(code)}", rank=silent.rank, exit_code=exit_code)
-    if first in killed and first not in own:
-        return failure(f"rank {first.rank} {_killed_by(-deaths[first.rank])}", rank=first.rank)
+    if stopping and not causes and not killed:
+        return interrupted(f"stopped after a whole step{saved}")
+    if causes or (failed and not killed):
+        return _failed(workers, (causes or failed)[0])
+    if killed:
+        rank = killed[0].rank
+        return workers.failure(f"rank {rank} {_killed_by(-deaths[rank])}", rank=rank)
+    if any(r.status == "interrupted" for r in results):
+        return interrupted("the workers were told to stop")
+    if agent_code < 0:
+        return workers.failure(f"torchrun {_killed_by(-agent_code)}")
+    silent = next(r for r in results if r.status != "done")
+    at = "before it could start" if silent.status == "missing" else "without reporting"
+    code = deaths.get(silent.rank, 0)
+    exit_code = code if code in _USER_MISTAKES else ExitCode.CRASH
+    return workers.failure(f"rank {silent.rank} ended {at}{_code(code)}", rank=silent.rank, exit_code=exit_code)
+
+
+def _failed(workers: Workers, first: RankResult) -> Outcome:
+    """The end of a run by the error of one of its ranks."""
     error = first.error or RankError()
     if first.status == "diverged":
-        return _diverged(files, error, replace(failure(error.message, rank=first.rank), problems=error.problems))
-    if first.exit_code in _USER_MISTAKES:
-        outcome = failure(error.message, rank=first.rank, exit_code=first.exit_code)
-        return replace(outcome, problems=error.problems, error_type=error.type)
-    # What was written for the user has no traceback, and says more than the name of its class.
+        return _diverged(workers, first.rank, error)
+    code = ExitCode.CRASH if first.exit_code not in _USER_MISTAKES else ExitCode(first.exit_code)
+    mistake = code is not ExitCode.CRASH
+    # An error written for the user has no traceback, and says more than the name of its class.
     kind = f"{error.type}: " if error.traceback else ""
-    outcome = failure(f"rank {first.rank}: {kind}{error.message.strip()}", rank=first.rank)
-    lines = tuple(error.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:])
-    return replace(outcome, traceback=lines, problems=error.problems, secondary=_lost_a_neighbour(first))
-
-
-def _diverged(files: RunFiles, error: RankError, outcome: Outcome) -> Outcome:
-    """Name the checkpoint to go back to. All processes have gone, so the store is as it will be."""
-    outcome = replace(outcome, status="diverged")
-    if error.since is None:
-        return outcome
-    sound = [found for found in CheckpointStore(files.checkpoints).found() if found.sound]
-    name = next((found.name for found in reversed(sound) if found.step < error.since), None)
-    if name is None:
-        said, again = "there is no checkpoint from before it", ""
-    else:
-        said, again = f"the last checkpoint from before it is {name}", f"checkpoint.resume={name} with "
-    problems = tuple(
-        replace(problem, reason=f"{problem.reason}; {said}", fix=f"{again}{problem.fix}")
-        for problem in outcome.problems
+    message = error.message if mistake else f"rank {first.rank}: {kind}{error.message.strip()}"
+    return Outcome(
+        status="failed",
+        exit_code=code,
+        message=message.strip(),
+        rank=first.rank,
+        log=workers.log(first.rank),
+        traceback=() if mistake else tuple(error.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]),
+        problems=error.problems,
+        error_type=error.type if mistake else "",
+        secondary=not mistake and _lost_a_neighbour(first),
     )
-    message = f"{outcome.message}; {said}"
-    return replace(outcome, message=message, problems=problems, last_good=name)
+
+
+def _diverged(workers: Workers, rank: int, error: RankError) -> Outcome:
+    """Name the checkpoint to go back to. All processes have ended, so the store does not change any more."""
+    name, hint, resume = None, "", ""
+    if error.since is not None:
+        sound = [found for found in CheckpointStore(workers.files.checkpoints).found() if found.sound]
+        name = next((found.name for found in reversed(sound) if found.step < error.since), None)
+        hint = "; there is no checkpoint from before it"
+    if name is not None:
+        hint, resume = f"; the last checkpoint from before it is {name}", f"checkpoint.resume={name} with "
+    problems = (replace(p, reason=f"{p.reason}{hint}", fix=f"{resume}{p.fix}") for p in error.problems)
+    return Outcome(
+        status="diverged",
+        exit_code=ExitCode.CRASH,
+        message=f"{error.message.strip()}{hint}",
+        rank=rank,
+        log=workers.log(rank),
+        problems=tuple(problems),
+        last_good=name,
+    )
 
 
 def _lost_a_neighbour(result: RankResult) -> bool:
@@ -169,30 +229,16 @@ def _lost(results: Sequence[RankResult]) -> str:
     return f"could not write {', '.join(missing)}" if missing else ""
 
 
-def hung(files: RunFiles, found: HangReport, ranks: Sequence[int], *, node_rank: int) -> Outcome:
-    """The end of a run whose ranks have been killed because they no longer went on."""
-    message = f"{found.name} {found.reason}"
-    outcome = _failure(files, ranks, node_rank, message, rank=found.rank, exit_code=ExitCode.HANG)
-    return replace(outcome, problems=(found.problem,), secondary=found.elsewhere)
-
-
-def _failure(
-    files: RunFiles,
-    ranks: Sequence[int],
-    node_rank: int,
-    message: str,
-    *,
-    rank: int | None = None,
-    exit_code: int = ExitCode.CRASH,
-) -> Outcome:
-    """The failure of a rank, or of torchrun, and the log that tells most of it."""
-    log = None if rank is None else files.worker_log(node_rank, ranks.index(rank))
+def hung(workers: Workers, report: HangReport) -> Outcome:
+    """The end of a run whose ranks have been killed because they made no progress."""
     return Outcome(
         status="failed",
-        exit_code=int(exit_code),
-        message=message.strip(),
-        rank=rank,
-        log=log or files.agent_log(node_rank),
+        exit_code=ExitCode.HANG,
+        message=f"{report.name} {report.reason}".strip(),
+        rank=report.rank,
+        log=workers.log(report.rank),
+        problems=(report.problem,),
+        secondary=report.elsewhere,
     )
 
 

@@ -1,16 +1,30 @@
-"""Starting a run again that failed, by the launch that it failed in: how often, after what wait, and when not."""
+"""Running again after an early end: the launch itself restarts a run that failed, a person resumes it with a command.
 
+A restart happens within one launch, `run.restarts` times at most, after a wait. The resume command repeats what was
+typed, with the directory that the run has.
+"""
+
+import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from canzona_cli.checkpoint.manifest import step_of
+from canzona_cli.checkpoint.store import CheckpointStore
+from canzona_cli.config.overrides import text_value
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ExitCode
-from canzona_cli.launch.outcome import Outcome
-from canzona_cli.launch.stop import Requests, sound_checkpoint, unsaved
+from canzona_cli.launch.outcome import Outcome, interrupted, unsaved
+from canzona_cli.launch.slurm import current_step
+from canzona_cli.launch.slurm_job import quoted
+from canzona_cli.launch.stop import Requests, sound_checkpoint
+from canzona_cli.launch.torchrun import node_count
 from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles, StopReason
+from canzona_cli.run.machine import tool_output
 from canzona_cli.run.words import duration, plural
 
 FIRST_WAIT_S = 10.0
@@ -35,28 +49,27 @@ class Restarts:
     _failures: set[tuple[int, int, str]] = field(default_factory=set, init=False)
 
     def decide(self, outcome: Outcome) -> Outcome:
-        """The same end, with the wait after which the run is started again; where it is not, with the reason.
+        """Returns the same end with the wait before the restart, or with the reason why there is none.
 
-        A crash or a hang may be a machine's; a mistake of the user's and a run that diverged come again. So does, most
-        likely, what has happened twice at the same step in the same words, their numbers (times, addresses) apart.
+        A crash or a hang may be a machine's fault. A user's mistake and a divergence would happen again, and so would,
+        most likely, what has happened twice at the same step in the same words (apart from numbers: times, addresses).
         """
         if self.most == 0 or outcome.status != "failed" or outcome.exit_code not in (ExitCode.CRASH, ExitCode.HANG):
             return outcome
         failure = (outcome.step, outcome.exit_code, _NUMBER.sub("#", outcome.message))
         self._in_vain = 0 if outcome.step > self._furthest else self._in_vain + 1
         self._furthest = max(self._furthest, outcome.step)
-        again = failure in self._failures
-        self._failures.add(failure)
-        if again:
-            why = f"it failed so at step {outcome.step:,} before, and is not started again"
+        if failure in self._failures:
+            why = f"it already failed this way at step {outcome.step:,}, and is not restarted"
             return replace(outcome, message=f"{outcome.message}; {why}")
+        self._failures.add(failure)
         if self.done == self.most:
-            why = f"it has been started again {plural(self.most, 'time')}, as often as run.restarts allows"
+            why = f"it has been restarted {plural(self.most, 'time')}, as often as run.restarts allows"
             return replace(outcome, message=f"{outcome.message}; {why}")
         return replace(outcome, again_in_s=min(LONGEST_WAIT_S, self.first_wait_s * 2**self._in_vain))
 
 
-def until_it_ends(
+def run_with_restarts(
     attempt: Callable[[], Outcome],
     restarts: Restarts,
     files: RunFiles,
@@ -65,30 +78,37 @@ def until_it_ends(
     node_rank: int,
     say: Callable[[str], None],
 ) -> Outcome:
-    """Attempt the run until an end of it is not to be followed by another attempt, or somebody stops it between two.
+    """Attempt the run until it ends in a way that no restart follows, or somebody stops it between two attempts.
 
     Args:
-        attempt: starts it and watches it to its end, which is in `result.json` then; `restarts` says how often it has.
+        attempt: starts the run and watches it to its end, which it writes to `result.json`.
     """
     while (wait_s := (outcome := attempt()).again_in_s) is not None:
-        number = f"restart {restarts.done + 1} of at most {restarts.most}"
-        say(f"starting again in {duration(wait_s)} ({number}; Ctrl-C: not)")
-        if (reason := _asked_to_stop(files, requests, wait_s)) is not None:
-            message = f"stopped before it was started again, having failed at step {outcome.step:,}: {outcome.message}"
-            stopped = replace(outcome, status="interrupted", exit_code=ExitCode.INTERRUPTED, message=message)
-            stopped = replace(stopped, again_in_s=None, problems=(), traceback=())
-            if reason == "preempted":
-                stopped = unsaved(stopped, sound_checkpoint(files))
-            if node_rank == 0:
-                with suppress(OSError):  # a full disk: the exit code says it too
-                    save(files.result, stopped.result)
-            return stopped
-        restarts.done += 1
+        number = f"restart {restarts.done + 1} of {restarts.most}"
+        say(f"restarting in {duration(wait_s)} ({number}; press Ctrl-C to cancel)")
+        if (reason := _asked_to_stop(files, requests, wait_s)) is None:
+            restarts.done += 1
+            continue
+        message = f"stopped before it was restarted, having failed at step {outcome.step:,}: {outcome.message}"
+        end = unsaved(message, sound_checkpoint(files)) if reason == "preempted" else interrupted(message)
+        stopped = replace(
+            outcome,
+            status=end.status,
+            exit_code=end.exit_code,
+            message=end.message,
+            again_in_s=None,
+            problems=(),
+            traceback=(),
+        )
+        if node_rank == 0:
+            with suppress(OSError):  # a full disk: the exit code says it too
+                save(files.result, stopped.result)
+        return stopped
     return outcome
 
 
 def _asked_to_stop(files: RunFiles, requests: Requests, wait_s: float) -> StopReason | None:
-    """Wait; why the run shall not be started again, if somebody asks so here or on another of its machines."""
+    """Waits; returns why somebody asked to stop meanwhile, here or on another of the run's machines; else None."""
     until = time.monotonic() + wait_s
     while requests.reason is None and not files.stop_requested():
         if time.monotonic() > until:
@@ -98,3 +118,64 @@ def _asked_to_stop(files: RunFiles, requests: Requests, wait_s: float) -> StopRe
         with suppress(OSError):  # a full disk: the other machines get the signal themselves, or wait in vain
             files.request_stop(requests.reason)
     return requests.reason or files.stop_reason()
+
+
+def resume_command(
+    overrides: Sequence[str],
+    recipes_dirs: Sequence[Path],
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    environment: Mapping[str, str] = os.environ,
+) -> str:
+    """A line for a shell that starts this run again, in the directory it has.
+
+    In a batch job of Slurm it submits another one with that job's limits, in an allocation it is a step's command.
+
+    Args:
+        overrides: as they were typed.
+        config: resolved.
+    """
+    kept = [text for text in overrides if not _is_replaced(text)]
+    folders = [word for folder in recipes_dirs for word in ("--recipes-dir", str(folder.absolute()))]
+    words = [*_program(config, environment), *kept, f"run.dir={text_value(str(run_dir))}", *folders]
+    return " ".join(quoted(word) for word in words)
+
+
+def resume_hint(
+    outcome: Outcome, files: RunFiles, config: RunConfig, environment: Mapping[str, str] = os.environ
+) -> str:
+    """Returns the resume command with the conditions under which it applies; empty if there is none."""
+    if outcome.go_on is None:
+        return ""
+    saved = CheckpointStore(files.checkpoints).latest() is not None
+    words = "to go on" if saved else "nothing was saved; to start again in this directory"
+    if outcome.status == "diverged":
+        words += ", with what is said above added"
+    if current_step(environment) is not None:
+        words += ", unless Slurm queues this job again" if outcome.status == "preempted" else ""
+    elif node_count(config) > 1:
+        words += ", on every machine with its own cluster.node_rank"
+    return f"{words}: {outcome.go_on}"
+
+
+def _is_replaced(text: str) -> bool:
+    """Returns True if an override says where to begin this once: a directory, or a checkpoint by its name in it."""
+    key, _, value = (part.strip() for part in text.partition("="))
+    return key == "run.dir" or (key == "checkpoint.resume" and step_of(value.strip("'\"")) is not None)
+
+
+def _program(config: RunConfig, environment: Mapping[str, str]) -> Iterator[str]:
+    if current_step(environment) is None:
+        yield from ("canzona", "train")
+    elif environment.get("ENVIRONMENT") == "BATCH":
+        # Of batch scripts alone, in all versions of Slurm, though no manual has it; what runs in the job inherits it.
+        yield from ("canzona", "slurm", "--submit")
+        limit = tool_output("squeue", "--noheader", "--format=%l", f"--jobs={environment['SLURM_JOB_ID']}") or ""
+        if limit[:1].isdigit():  # it may be UNLIMITED
+            yield f"--time={limit.strip()}"
+        for name in ("partition", "account", "qos"):
+            if value := environment.get(f"SLURM_JOB_{name.upper()}"):
+                yield f"--{name}={value}"
+    else:
+        yield from ("srun", f"--nodes={node_count(config)}", "--ntasks-per-node=1", "canzona", "train")

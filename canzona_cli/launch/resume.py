@@ -1,11 +1,13 @@
-"""The checkpoint that a launch continues from, decided before anything is moved, written or started. Imports no torch.
+"""The checkpoint that a launch resumes from, and the files of earlier launches, which make room for it. No torch.
+
+The checkpoint is chosen before anything is moved, written or started.
 
 Of big files the headers alone are read here: the workers hash them together, once, before they open any.
 """
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +15,14 @@ from canzona_cli.checkpoint.contents import of_checkpoint, saved_run
 from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Manifest, Progress, step_name, step_of
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.config.changes import changes, shape_problems
+from canzona_cli.config.reading import Unreadable, read_plain
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.huggingface.folder import is_hugging_face, open_folder
 from canzona_cli.run.codec import load_if_sound, read_lines
 from canzona_cli.run.corpus import PreparedCorpus, tokens_wanted
-from canzona_cli.run.files import RunFiles
+from canzona_cli.run.files import RunFiles, json_object, write_text_atomic
 from canzona_cli.run.records import ResumePoint, RunResult, ValidationLoss, read_layout
 from canzona_cli.run.words import clean, layout_words
 
@@ -167,7 +170,7 @@ def _begun(config: RunConfig, place: Path, *, created: float, tokenizer: str, ow
     )
 
 
-def set_out(files: RunFiles, found: Resumption, config: RunConfig) -> ResumePoint:
+def resume_point(files: RunFiles, found: Resumption, config: RunConfig) -> ResumePoint:
     """Returns what the workers are told; call it when what later steps left has been cut away."""
     interval = config.train.eval_interval
     due = not found.own or (interval > 0 and (found.step % interval == 0 or found.step == config.train.steps))
@@ -263,3 +266,85 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) 
         warnings=(*between.warnings, *_doubts(checkpoint.name, progress)),
         spread=", ".join([*layouts, *between.spread]),
     )
+
+
+def set_aside(files: RunFiles, found: Resumption | None) -> list[str]:
+    """Move what the earlier launches left into a new folder of `attempts`. The directory's lock is held.
+
+    Args:
+        found: the checkpoint of this directory that the run goes on from; its curve up to there stays. None: everything
+            goes.
+
+    Returns:
+        What a person should know of it, a line each.
+
+    Raises:
+        OSError: something could not be moved; what has been stays moved.
+    """
+    folder = _new_folder(files.attempts)
+    # The command goes first: other machines take its presence for an invitation.
+    left = (
+        *(files.command, files.result, files.stop, files.resume, files.config, files.layout, files.plan),
+        *(files.environment, files.routing, files.kernels, files.predicted, files.breakdown, files.trace),
+        *(files.timelines, files.profile, files.ranks, files.logs),
+    )
+    for path in left:
+        _move(path, folder)
+    store = CheckpointStore(files.checkpoints)
+    store.clear_partials()
+    if found is None:
+        trained = files.metrics.exists()
+        for path in (files.metrics, files.validation, files.events, files.checkpoints):
+            _move(path, folder)
+        return (
+            [f"starts over: there was no checkpoint to continue from; the earlier files are in {folder}"]
+            if trained
+            else []
+        )
+    _cut(files.metrics, folder, lambda line: _step(line) <= found.step)
+    _cut(files.validation, folder, lambda line: _step(line) <= found.step)
+    _cut(files.events, folder, lambda line: _is_before(line, found))
+    later = store.move_later(found.step, folder / "checkpoints")
+    return [f"{', '.join(later)}: moved to {folder / 'checkpoints'}"] if later else []
+
+
+def _new_folder(attempts: Path) -> Path:
+    attempts.mkdir(exist_ok=True)
+    number = 1 + max((int(path.name) for path in attempts.iterdir() if path.name.isdecimal()), default=0)
+    folder = attempts / str(number)
+    folder.mkdir()
+    return folder
+
+
+def _move(path: Path, folder: Path) -> None:
+    if os.path.lexists(path):
+        os.rename(path, folder / path.name)
+
+
+def _cut(path: Path, folder: Path, keeps: Callable[[Mapping[str, object]], bool]) -> None:
+    """Move the lines of a .jsonl file that are not kept, half a line of a killed writer among them."""
+    try:
+        text = read_plain(path, most=None).decode("utf-8", errors="replace")
+    except Unreadable:
+        return
+    kept: list[str] = []
+    cut: list[str] = []
+    for line in text.splitlines(keepends=True):
+        value = json_object(line.encode())
+        (kept if value is not None and line.endswith("\n") and keeps(value) else cut).append(line)
+    if cut:
+        write_text_atomic(folder / path.name, "".join(cut))
+        write_text_atomic(path, "".join(kept))
+
+
+def _step(line: Mapping[str, object]) -> float:
+    step = line.get("step")
+    return step if isinstance(step, int) else float("inf")
+
+
+def _is_before(line: Mapping[str, object], found: Resumption) -> bool:
+    """Returns True if an event happened before the checkpoint's step was over. Most have no step; they have a time."""
+    if "step" in line:
+        return _step(line) <= found.step
+    time = line.get("time")
+    return isinstance(time, int | float) and time <= found.created

@@ -1,8 +1,11 @@
-"""The run directory: claimed by exactly one launch, and filled with all it takes to repeat the run."""
+"""The run directory: claimed by one launch at a time, safe from other users, filled with all that repeats the run."""
 
+import errno
+import fcntl
 import os
 import platform
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -24,11 +27,8 @@ from canzona_cli.errors import (
     of_the_machine,
     unwritable,
 )
-from canzona_cli.launch.attempts import set_aside
-from canzona_cli.launch.claim import hold, unsafe_place
-from canzona_cli.launch.going_on import with_command
 from canzona_cli.launch.outcome import Outcome
-from canzona_cli.launch.resume import Resumption, holds_run, next_free, resumption, set_out
+from canzona_cli.launch.resume import Resumption, holds_run, next_free, resume_point, resumption, set_aside
 from canzona_cli.launch.stop import before_workers
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import Earlier
@@ -43,6 +43,9 @@ from canzona_cli.run.records import StepMetrics, ValidationLoss
 from canzona_cli.simulate.predict import predict
 
 _PACKAGES = ("canzona", "torch", "megatron-core", "emerging-optimizers", "transformer-engine", "numpy", "tokenizers")
+
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""The errors of file systems without locks."""
 
 _RECORDED_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG"),
@@ -73,18 +76,18 @@ class RunDirectory:
         return self.files.root
 
     @classmethod
-    def create(cls, config: RunConfig, *, goes_on: bool = False) -> "RunDirectory":
+    def create(cls, config: RunConfig, *, resumes: bool = False) -> "RunDirectory":
         """Claim `run.dir`, or a new directory under `run.root` when it is null.
 
         Args:
-            goes_on: a directory that holds a run is taken too; call `go_on` next.
+            resumes: a directory that holds a run is taken too; call `resume` next.
 
         Raises:
             ConfigError: the directory already holds a run, or another launch is in it at this moment.
             EnvironmentProblem: it cannot be created or written.
         """
         if config.run.dir is not None:
-            return _claim(Path(config.run.dir).absolute(), config, goes_on=goes_on)
+            return _claim(Path(config.run.dir).absolute(), config, resumes=resumes)
         stem = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         root = Path(config.run.root).absolute()
         for number in range(1, 1000):
@@ -95,7 +98,7 @@ class RunDirectory:
                 continue
         raise EnvironmentProblem(problem_with(config, "run.root", "a thousand runs started here within this second"))
 
-    def go_on(self, config: RunConfig, layout: Layout) -> Resumption | None:
+    def resume(self, config: RunConfig, layout: Layout) -> Resumption | None:
         """Choose the checkpoint to continue from, move away the files of earlier launches, and tell the workers.
 
         Called again, to start the run again by the same launch, it takes the newest checkpoint that was saved since.
@@ -116,7 +119,7 @@ class RunDirectory:
             self.files.ranks.mkdir(mode=0o755, exist_ok=True)
             self.files.logs.mkdir(mode=0o755, exist_ok=True)
             if found is not None:
-                save(self.files.resume, set_out(self.files, found, config))
+                save(self.files.resume, resume_point(self.files, found, config))
         except OSError as error:
             raise _not_writable(self.path, config, error.strerror or str(error)) from None
         self._used = self._again = True
@@ -131,11 +134,11 @@ class RunDirectory:
         return found
 
     @contextmanager
-    def never_without_result(self, go_on: str | None = None) -> Iterator[None]:
+    def never_without_result(self, resume_command: str | None = None) -> Iterator[None]:
         """Whatever leaves the block before the supervisor has written `result.json` is what that file says.
 
         Args:
-            go_on: what to type to go on with the run.
+            resume_command: what to type to resume the run.
         """
         try:
             yield
@@ -150,7 +153,8 @@ class RunDirectory:
                         status="failed", exit_code=code, message=redacted(f"{type(error).__name__}: {error}")
                     )
                 with suppress(OSError):  # a full disk: what went wrong matters more
-                    save(self.files.result, with_command(outcome, go_on).result)
+                    go_on = resume_command if outcome.resumable else None
+                    save(self.files.result, replace(outcome, go_on=go_on).result)
             raise
 
     def write_inputs(
@@ -191,10 +195,10 @@ class RunDirectory:
             raise unwritable("run.dir", str(self.path), error, fix=fix, what="the run's files") from None
 
 
-def check_free(config: RunConfig, *, goes_on: bool = False) -> None:
+def check_free(config: RunConfig, *, resumes: bool = False) -> None:
     """Say before any long preparation that `run.dir` is taken or cannot be written. `create` has the last word."""
     path = Path(config.run.dir or config.run.root).absolute()
-    if config.run.dir is not None and not goes_on and holds_run(RunFiles(path)):
+    if config.run.dir is not None and not resumes and holds_run(RunFiles(path)):
         raise _already_used(path, config)
     existing = existing_folder(path)
     if not existing.is_dir():
@@ -228,7 +232,7 @@ def describe_environment() -> dict[str, object]:
     }
 
 
-def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False, goes_on: bool = False) -> RunDirectory:
+def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False, resumes: bool = False) -> RunDirectory:
     files = RunFiles(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -240,9 +244,9 @@ def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False, goes_on:
         if (why := unsafe_place(path)) is not None:
             raise _not_writable(path, config, why)
         used = holds_run(files)
-        if used and not goes_on:
+        if used and not resumes:
             raise _already_used(path, config)
-        lock = hold(files, config)
+        lock = _hold(files, config)
         if not used:
             files.ranks.mkdir(mode=0o755, exist_ok=True)
             files.logs.mkdir(mode=0o755, exist_ok=True)
@@ -275,3 +279,54 @@ def _git_revision() -> str | None:
         return None
     revision = tool_output("git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40")
     return None if revision is None else revision.strip()
+
+
+def _hold(files: RunFiles, config: RunConfig) -> IO[str]:
+    """Hold the directory until the returned file is closed or this process ends: of two launches, one gets it.
+
+    Raises:
+        ConfigError: names the process that has it.
+    """
+    # No link is followed: the file is written to.
+    handle = os.open(files.claim, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    lock = os.fdopen(handle, "r+", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        host, _, pid = lock.read(200).strip().partition(" ")
+        lock.close()
+        place = str(config.run.dir or files.root)
+        reason = f"process {pid or '(unknown)'} on {host or 'some machine'} is training in it"
+        fix = "wait for it, stop it with Ctrl-C there, or run.dir=DIR for another run"
+        raise ConfigError(Problem(key="run.dir", value=place, reason=reason, fix=fix)) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            lock.close()
+            raise
+        # A file system without locks (Lustre is often mounted so): nothing is known of a second launch.
+    lock.truncate(0)
+    lock.write(f"{socket.gethostname()} {os.getpid()}\n")
+    lock.flush()
+    return lock
+
+
+def unsafe_place(path: Path, *, user: int | None = None) -> str | None:
+    """Says why a run should not write to the folder `path`, which exists; None when nothing speaks against it.
+
+    Args:
+        user: numeric id; None: whoever runs this process.
+
+    Raises:
+        OSError: the folder cannot be looked at.
+    """
+    own = {os.geteuid() if user is None else user, 0}
+    link = os.lstat(path)
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in own:
+        return f"{path} is a link that another user created"
+    if stat.S_IMODE(os.stat(path).st_mode) & stat.S_IWOTH:
+        return f"every user of this machine may write to {path}, and could replace the run's files"
+    # In a folder like /tmp, whose sticky bit is set, nobody can rename what is not theirs.
+    above = os.stat(path.parent).st_mode
+    if above & stat.S_IWOTH and not above & stat.S_ISVTX:
+        return f"every user of this machine may write to {path.parent}, and could replace the run's folder"
+    return None

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import EnvironmentProblem, Problem, refuse, unwritable
-from canzona_cli.launch.sbatch import directive_problems
 from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
 TEMPLATE = "train.sbatch"
@@ -36,6 +35,25 @@ _PATTERNS = {
     "qos": (_NAME, "the name of a quality of service", "--qos long"),
     "array": (r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", "task numbers", "--array 0-3 or --array 1,5%2"),
 }
+
+_RANKS = "canzona starts one task per machine, with the GPUs that gpus=N needs: change gpus, or --nodes"
+_WHOLE = "canzona takes machines whole; --cpus-per-task N shares them"
+_PATHS = "start canzona in the directory that paths begin from; the log is written there"
+_NOT_OF_A_SCRIPT = "is for sbatch's own command line: print the script, without --submit, and submit it by hand"
+_OWN_OPTIONS = ("job-name", "time", "partition", "account", "qos", "array", "nodes", "cpus-per-task")
+_MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
+_OURS = {
+    **{name: f"give it to canzona slurm itself: --{name}" for name in _OWN_OPTIONS},
+    "time-min": "write --time: the job saves, and queues again, before its limit",
+    "signal": "write --signal-before S",
+    **dict.fromkeys(("requeue", "no-requeue"), "write --requeues N; 0: never"),
+    **dict.fromkeys(("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-socket", "ntasks-per-gpu"), _RANKS),
+    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres"), _RANKS),
+    **dict.fromkeys(("cpus-per-gpu", "exclusive", "oversubscribe", *_MEMORY), _WHOLE),
+    **dict.fromkeys(("output", "open-mode", "chdir", "input"), _PATHS),
+    **dict.fromkeys(("parsable", "wrap", "wait", "test-only", "help", "usage", "version"), _NOT_OF_A_SCRIPT),
+}
+"""The alternatives to options that canzona sets, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +204,7 @@ def tasks_of(array: str) -> set[int]:
 
 def option_problems(options: JobOptions) -> Iterator[Problem]:
     """Lists options that Slurm would not take, or would take for something else."""
-    yield from directive_problems(options.more, shared=options.cpus_per_task is not None)
+    yield from _directive_problems(options.more, shared=options.cpus_per_task is not None)
     for field, (pattern, form, example) in _PATTERNS.items():
         value = getattr(options, field)
         if value is not None and re.fullmatch(pattern, value, re.ASCII) is None:
@@ -207,6 +225,36 @@ def option_problems(options: JobOptions) -> Iterator[Problem]:
         reason = f"ends before the job begins to train, as it is asked to save {options.signal_before} s before"
         fix = "a longer --time, or a shorter --signal-before"
         yield Problem(key="--time", value=options.time, reason=reason, fix=fix)
+
+
+def _directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[Problem]:
+    """Lists options that are no directives, and those that canzona sets itself: of two, sbatch would take the last.
+
+    Args:
+        directives: `--constraint=h100`, ...
+        shared: whether machines are shared, so that memory is the user's to ask for.
+    """
+    seen: set[str] = set()
+    for directive in directives:
+        found = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.+)?", directive, re.ASCII)
+        name = None if found is None else _meant(found[1])
+        if name is None or not directive.isprintable():
+            reason, fix = "is not a long option of sbatch on one line", "for example --sbatch '--constraint=h100'"
+        elif name in _OURS and not (shared and name in _MEMORY):
+            assert found is not None
+            value = found[2] or "" if name in _OWN_OPTIONS else ""
+            reason, fix = "contradicts what canzona sets", f"{_OURS[name]}{value}"
+        elif name in seen:
+            reason, fix = "is given twice", "keep one of them"
+        else:
+            seen.add(name)
+            continue
+        yield Problem(key="--sbatch", value=directive, reason=reason, fix=fix)
+
+
+def _meant(name: str) -> str:
+    """sbatch takes beginnings of names, too: `--nod=4`."""
+    return name if name in _OURS else next((own for own in _OURS if own.startswith(name)), name)
 
 
 def _seconds(time: str) -> int | None:

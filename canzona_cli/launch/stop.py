@@ -9,15 +9,15 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 
 from canzona_cli.checkpoint.commit import bytes_written
 from canzona_cli.checkpoint.manifest import hidden_name
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from canzona_cli.errors import CheckpointInvalid, ExitCode
-from canzona_cli.launch.outcome import Outcome
+from canzona_cli.errors import CheckpointInvalid
+from canzona_cli.launch.outcome import Outcome, interrupted, unsaved
 from canzona_cli.run.files import RunFiles, StopReason
 
 _PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -109,14 +109,6 @@ def handled(handler: Callable[[int, FrameType | None], None], *, to_the_end: boo
             signal.signal(number, signal.SIG_IGN if to_the_end else previous)
 
 
-def unsaved(outcome: Outcome, checkpoint: str | None) -> Outcome:
-    """A preempted run that could not be saved: whoever starts it again finds an older checkpoint, or none."""
-    if checkpoint is None:
-        return replace(outcome, message=f"{outcome.message}; there is no checkpoint to continue from")
-    message = f"{outcome.message}; the checkpoint to continue from is {checkpoint}, and it is intact"
-    return replace(outcome, status="preempted", exit_code=ExitCode.PREEMPTED, message=message)
-
-
 def before_workers(files: RunFiles | None, error: KeyboardInterrupt) -> Outcome:
     """Returns how a run ended that was asked to stop before its workers started.
 
@@ -124,7 +116,6 @@ def before_workers(files: RunFiles | None, error: KeyboardInterrupt) -> Outcome:
         files: of the run directory; None where there is none yet.
     """
     message = "stopped before training began"
-    outcome = Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message=message)
     if not isinstance(error, Preempted):
-        return outcome
-    return unsaved(outcome, None if files is None else sound_checkpoint(files))
+        return interrupted(message)
+    return unsaved(message, None if files is None else sound_checkpoint(files))

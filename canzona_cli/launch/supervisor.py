@@ -17,18 +17,21 @@ from pathlib import Path
 
 import psutil
 
-from canzona_cli.errors import ExitCode
-from canzona_cli.launch.child import kill, kill_tree, start_child
-from canzona_cli.launch.going_on import with_command
+from canzona_cli.config.compose import dump_resolved
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.errors import CanzonaError, ExitCode
+from canzona_cli.launch import torchrun
 from canzona_cli.launch.hang import HangReport, HangWatch, watched
 from canzona_cli.launch.machines import Machines
-from canzona_cli.launch.monitor import Monitor
-from canzona_cli.launch.outcome import Outcome, hung, judge, read_ranks
+from canzona_cli.launch.outcome import Outcome, Workers, hung, judge, read_ranks, stopped_at_once, unsaved
+from canzona_cli.launch.processes import kill, kill_tree, start_child
 from canzona_cli.launch.restarts import Restarts
-from canzona_cli.launch.stop import Requests, SaveWatch, handled, sound_checkpoint, unsaved
+from canzona_cli.launch.run_dir import RunDirectory
+from canzona_cli.launch.stop import Requests, SaveWatch, handled, sound_checkpoint
 from canzona_cli.launch.torchrun import LaunchCommand
-from canzona_cli.launch.view import TrainView
+from canzona_cli.launch.view import Monitor, TrainView
 from canzona_cli.run.codec import plain, save
+from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.files import RunFiles, StopReason, try_append_json_line
 from canzona_cli.run.records import FIRST_STAGE, Incident, StageEvent
 from canzona_cli.run.words import plural
@@ -64,8 +67,8 @@ class Supervision:
     """Receives what the user must know at once."""
     restarts: Restarts = field(default_factory=Restarts)
     """Those of this launch so far."""
-    go_on: str | None = None
-    """The command that continues the run, if it ends early."""
+    resume_command: str | None = None
+    """The command that resumes the run, if it ends early."""
 
     def __post_init__(self, view: TrainView, machines: Machines | None) -> None:
         self._machines = machines or Machines(self.files)
@@ -86,7 +89,7 @@ class Supervision:
             outcome = self._run_here()
             outcome = self._machines.conclude(outcome, settle=self._settle)
         finally:
-            outcome = with_command(self._with_numbers(outcome), self.go_on)
+            outcome = self._completed(outcome)
             if self._machines.node_rank == 0:
                 _keep(self.files, outcome, self.say)
             self._monitor.close(outcome.status, outcome.message)
@@ -162,30 +165,24 @@ class Supervision:
 
     def _judge(self, agent_code: int) -> Outcome:
         node_rank = self._machines.node_rank
+        workers = Workers(files=self.files, ranks=self.ranks, node_rank=node_rank, agent_code=agent_code)
         if self._hang is not None:
-            outcome = hung(self.files, self._hang, self.ranks, node_rank=node_rank)
+            outcome = hung(workers, self._hang)
+        elif self._forced:
+            outcome = stopped_at_once(self.files, training=self._monitor.training)
         else:
-            outcome = judge(
-                self.files,
-                self.ranks,
-                node_rank=node_rank,
-                agent_code=agent_code,
-                stopping=self._asked,
-                forced=self._forced,
-            )
-        if self._forced and not self._monitor.training:  # the files may hold the curve of an earlier launch
-            outcome = replace(outcome, message="stopped before training began")
+            outcome = judge(workers, stopping=self._asked)
         if outcome.status == "interrupted" and self.requests.reason == "preempted":
-            outcome = unsaved(outcome, sound_checkpoint(self.files, thorough=node_rank == 0))
+            return unsaved(outcome.message, sound_checkpoint(self.files, thorough=node_rank == 0))
         return outcome
 
     def _settle(self, outcome: Outcome) -> Outcome:
-        """Returns True if the run is started again; not if somebody wanted it to stop when it failed."""
-        outcome = self._with_numbers(outcome)
+        """Decides whether the run is restarted; it is not if somebody asked it to stop before it failed."""
+        outcome = self._completed(outcome)
         return outcome if self.files.stop_requested() else self.restarts.decide(outcome)
 
-    def _with_numbers(self, outcome: Outcome) -> Outcome:
-        """Add the newest step, loss and validation loss: from the metrics, else from the ranks."""
+    def _completed(self, outcome: Outcome) -> Outcome:
+        """Adds the newest step and losses (from the metrics, else from the ranks) and the command that resumes it."""
         results = read_ranks(self.files, self.ranks)
         last, validation = self._monitor.last_step, self._monitor.last_validation
         losses = [None if last is None else last.loss, *(result.loss for result in results)]
@@ -195,6 +192,7 @@ class Supervision:
             loss=next((loss for loss in losses if loss is not None), None),
             validation_loss=None if validation is None else validation.loss,
             restarts=self.restarts.done,
+            go_on=self.resume_command if outcome.resumable else None,
         )
 
     def _tell(self, stage: str, detail: str, *, aloud: bool = True) -> None:
@@ -229,3 +227,57 @@ def _keep(files: RunFiles, outcome: Outcome, say: Callable[[str], None]) -> None
         save(files.result, outcome.result)
     except OSError as error:
         say(f"{files.result} cannot be written ({error.strerror}): {outcome.status}, exit code {outcome.exit_code}")
+
+
+def run_ranks(
+    config: RunConfig,
+    layout: Layout,
+    corpus: PreparedCorpus,
+    *,
+    module: str,
+    view: TrainView,
+    say: Callable[[str], None],
+    write_more: Callable[[RunFiles], None] = lambda files: None,
+    grace_s: float = STOP_GRACE_S,
+    hang_timeout_s: float | None = None,
+) -> RunFiles:
+    """Launch ranks of this machine for something other than training, in a run directory of their own, to their end.
+
+    Args:
+        config: resolved; the ranks get `run.dir`, or a new directory under `run.root`.
+        module: the module that each rank runs.
+        write_more: writes what the ranks read beside configuration, layout and corpus.
+        grace_s, hang_timeout_s: as in `Supervision`.
+
+    Raises:
+        KeyboardInterrupt: somebody stopped it.
+        CanzonaError: the directory is taken or cannot be written; or a rank failed: the error that it ended with.
+    """
+    run = RunDirectory.create(config)
+    command = torchrun.build(config, run.path, module=module)
+    with run.never_without_result():
+        run.write_inputs(config_yaml=dump_resolved(config), layout=layout, corpus=corpus, command=command)
+        write_more(run.files)
+        outcome = Supervision(
+            run.files,
+            command,
+            view,
+            ranks=range(config.gpus),
+            say=say,
+            grace_s=grace_s,
+            hang_timeout_s=hang_timeout_s,
+        ).run()
+    if outcome.status == "interrupted":
+        raise KeyboardInterrupt
+    if outcome.failed:
+        raise _failure(outcome)
+    return run.files
+
+
+def _failure(outcome: Outcome) -> CanzonaError:
+    """The error of the rank that failed, with its traceback and the path of its log."""
+    error = outcome.error()
+    first, *others = error.problems
+    log = "" if outcome.log is None else f"its whole output: {outcome.log}"
+    named = replace(first, reason="\n".join([first.reason, *outcome.traceback]), fix=first.fix or log)
+    return type(error)(named, *others)

@@ -1,9 +1,22 @@
-"""Views, which watch a run: the launcher reads the run directory's files and passes each new record to one of these."""
+"""Watches a run: a monitor reads what the workers append to the run directory and passes each record to a view."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from canzona_cli.run.records import Note, RunStatus, StageEvent, StepMetrics, ValidationLoss
+from canzona_cli.run.codec import JsonLines, record_of
+from canzona_cli.run.files import RunFiles, try_append_json_line
+from canzona_cli.run.records import (
+    Incident,
+    Note,
+    RunStatus,
+    StageEvent,
+    StepMetrics,
+    ValidationLoss,
+    describe,
+    event_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +55,73 @@ class TrainView:
 
     def close(self, status: RunStatus = "done", message: str = "") -> None:
         """Leave the last frame, restore the terminal and say how it ended. Calling it again does nothing."""
+
+
+class Monitor:
+    """Feeds a view from a run directory; remembers the newest numbers for the result file."""
+
+    def __init__(self, files: RunFiles, view: TrainView) -> None:
+        self.last_step: StepMetrics | None = None
+        self.last_validation: ValidationLoss | None = None
+        self._files, self._view = files, view
+        self._stage: object = None
+        self._sources: tuple[tuple[JsonLines, Callable[[dict[str, object]], None]], ...] = (
+            (JsonLines(files.events, only_new=True), self._event),
+            (JsonLines(files.metrics, only_new=True), self._step),
+            (JsonLines(files.validation, only_new=True), self._validation),
+        )
+
+    @property
+    def training(self) -> bool:
+        """True once the workers are training, so that a stop has something to save."""
+        known = self.last_step or self.last_validation
+        return known is not None or self._stage in ("train", "validate", "save", "finish")
+
+    def poll(self) -> None:
+        """Pass on what is new, in the order it was written: three `stat` calls when nothing is.
+
+        Lines that are no records are skipped.
+        """
+        new = [(record, receive) for source, receive in self._sources for record in source.read()]
+        for record, receive in sorted(new, key=lambda item: _time(item[0])):
+            self._show(partial(receive, record))
+
+    def close(self, status: RunStatus, message: str) -> None:
+        """The run has ended, and is in `result.json`."""
+        self._show(partial(self._view.close, status, message))
+
+    def _show(self, show: Callable[[], None]) -> None:
+        """A view that fails is a mistake of ours, and costs the run its display, nothing else."""
+        try:
+            show()
+        except Exception as error:
+            self._view = TrainView()
+            detail = f"the run can no longer be shown: {type(error).__name__}: {error}"
+            try_append_json_line(self._files.events, Incident(time=time.time(), event="view", detail=detail).line())
+
+    def _event(self, line: dict[str, object]) -> None:
+        event = event_of(line)
+        if isinstance(event, StageEvent):
+            # Workers started by hand announce a stage that the launcher, if there is one, has announced before them.
+            if event.stage != self._stage:
+                self._stage = event.stage
+                self._view.stage(event)
+        elif event is not None and (note := describe(event)) is not None:
+            self._view.note(note)
+
+    def _step(self, line: dict[str, object]) -> None:
+        metrics = record_of(StepMetrics, line)
+        if metrics is not None:
+            self.last_step = metrics
+            self._view.step(metrics)
+
+    def _validation(self, line: dict[str, object]) -> None:
+        validation = record_of(ValidationLoss, line)
+        if validation is not None:
+            self.last_validation = validation
+            self._view.validation(validation)
+
+
+def _time(record: Mapping[str, object]) -> float:
+    time = record.get("time")
+    return time if isinstance(time, int | float) else 0.0

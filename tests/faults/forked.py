@@ -13,7 +13,7 @@ from canzona_cli.config.compose import compose_run, dump_resolved
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch import torchrun
-from canzona_cli.launch.outcome import Outcome, judge
+from canzona_cli.launch.outcome import Outcome, Workers, judge
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.planner.make import make_plan
 from canzona_cli.run.codec import save
@@ -39,8 +39,8 @@ def forked_run(
     wanted = [*job, "gpus=4", "parallel.tp=2", "parallel.pp=1", *one_batch, f"run.dir={run_dir}", *overrides]
     config, layout = fit.resolve(compose_run(wanted).config)
     corpus = ensure_corpus(config)
-    run = RunDirectory.create(config, goes_on=True)
-    run.go_on(config, layout)
+    run = RunDirectory.create(config, resumes=True)
+    run.resume(config, layout)
     run.write_inputs(
         config_yaml=dump_resolved(config),
         layout=layout,
@@ -65,7 +65,9 @@ def forked_run(
         codes = run_ranks(layout.world_size, rank)
     finally:
         del run  # It holds the directory until here, also where a traceback keeps this frame.
-    outcome = judge(files, range(len(codes)), node_rank=0, agent_code=int(any(codes)), stopping=False, forced=False)
+    outcome = judge(
+        Workers(files=files, ranks=range(len(codes)), node_rank=0, agent_code=int(any(codes))), stopping=False
+    )
     save(files.result, outcome.result)
     return outcome
 

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from canzona_cli.launch.child import kill_tree
+from canzona_cli.launch.processes import kill_tree
 
 
 def test_a_child_that_ends_before_it_is_listed_needs_no_killing(monkeypatch: pytest.MonkeyPatch) -> None:

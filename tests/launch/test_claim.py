@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.errors import CanzonaError, EnvironmentProblem
-from canzona_cli.launch.claim import unsafe_place
-from canzona_cli.launch.run_dir import RunDirectory
+from canzona_cli.launch.run_dir import RunDirectory, unsafe_place
 from canzona_cli.run.files import RunFiles, append_json_line, try_append_json_line, write_json_atomic, write_text_atomic
 from tests.faults.support import run_config
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.config.overrides import parse_overrides
-from canzona_cli.launch.going_on import command_again, said, with_command
 from canzona_cli.launch.outcome import Outcome
+from canzona_cli.launch.restarts import resume_command, resume_hint
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import RunStatus
 from tests.checkpoint.checkpoints import save
@@ -35,7 +35,7 @@ TWO_NODES = run_config(nodes=2)
 @pytest.mark.parametrize("run_dir", ["/runs/qwen3-tiny-20261122", "/my runs/a, b", "/it's=(1) $HOME/\\'x", "/a\nb"])
 def test_any_shell_and_the_grammar_of_overrides_read_what_was_typed(run_dir: str) -> None:
     typed = ["recipe=my recipe.yaml", "run.trace_steps=[5,7]", "data.path='a, b'", 'data.cache_dir=$HOME/"x"']
-    command = command_again(typed, [Path("/own recipes")], run_config(), Path(run_dir), environment={})
+    command = resume_command(typed, [Path("/own recipes")], run_config(), Path(run_dir), environment={})
     assert "\n" not in command
     told = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True).stdout
     program, train, *words = told.decode().split("\0")[:-1]
@@ -48,7 +48,7 @@ def test_any_shell_and_the_grammar_of_overrides_read_what_was_typed(run_dir: str
 
 def test_where_it_began_once_is_not_where_it_goes_on() -> None:
     typed = ["run.dir=old", "checkpoint.resume=step-00000030", "checkpoint.resume=runs/other", "gpus=2"]
-    command = command_again(typed, [], run_config(), Path("/runs/old"), environment={})
+    command = resume_command(typed, [], run_config(), Path("/runs/old"), environment={})
     assert command == "canzona train checkpoint.resume=runs/other gpus=2 run.dir=/runs/old"
 
 
@@ -60,11 +60,11 @@ def test_slurm_gets_another_job_with_the_limits_of_this_one_and_an_allocation_a_
         squeue.write_text(f'#!/bin/sh\n[ "$3" = --jobs=7 ] && echo {limit}\n')
         squeue.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{where}")
-        job = command_again(["gpus=2"], [], TWO_NODES, Path("/r"), environment=BATCH)
+        job = resume_command(["gpus=2"], [], TWO_NODES, Path("/r"), environment=BATCH)
         assert job == f"canzona slurm --submit {words}--partition=h100 --account=us gpus=2 run.dir=/r"
-    step = command_again(["gpus=2"], [], TWO_NODES, Path("/r"), environment=STEP)
+    step = resume_command(["gpus=2"], [], TWO_NODES, Path("/r"), environment=STEP)
     assert step == "srun --nodes=2 --ntasks-per-node=1 canzona train gpus=2 run.dir=/r"
-    login = command_again(["gpus=2"], [], TWO_NODES, Path("/r"), environment={"SLURM_JOB_ID": "7"})
+    login = resume_command(["gpus=2"], [], TWO_NODES, Path("/r"), environment={"SLURM_JOB_ID": "7"})
     assert shlex.split(login)[:2] == ["canzona", "train"]
 
 
@@ -86,18 +86,20 @@ def test_slurm_gets_another_job_with_the_limits_of_this_one_and_an_allocation_a_
 def test_it_is_left_by_every_run_that_ended_early_and_would_not_end_so_again(
     tmp_path: Path, status: RunStatus, code: int, goes_on: bool
 ) -> None:
-    outcome = with_command(Outcome(status=status, exit_code=code), "canzona train")
-    assert outcome.result.go_on == ("canzona train" if goes_on else None)
-    assert bool(said(outcome, RunFiles(tmp_path), run_config(), {})) is goes_on
+    outcome = Outcome(status=status, exit_code=code)
+    assert outcome.resumable is goes_on
+    assert resume_hint(outcome, RunFiles(tmp_path), run_config(), {}) == ""
 
 
 def test_what_to_know_of_it_is_said_beside_it(tmp_path: Path) -> None:
     files, one = RunFiles(tmp_path), run_config()
     preempted = Outcome(status="preempted", exit_code=75, go_on="GO")
-    assert said(preempted, files, one, {}) == "nothing was saved; to start again in this directory: GO"
+    assert resume_hint(preempted, files, one, {}) == "nothing was saved; to start again in this directory: GO"
     save(files.checkpoints, 3)
-    assert said(preempted, files, one, {}) == "to go on: GO"
-    assert said(preempted, files, one, BATCH) == "to go on, unless Slurm queues this job again: GO"
-    assert said(preempted, files, TWO_NODES, {}) == "to go on, on every machine with its own cluster.node_rank: GO"
+    assert resume_hint(preempted, files, one, {}) == "to go on: GO"
+    assert resume_hint(preempted, files, one, BATCH) == "to go on, unless Slurm queues this job again: GO"
+    assert (
+        resume_hint(preempted, files, TWO_NODES, {}) == "to go on, on every machine with its own cluster.node_rank: GO"
+    )
     diverged = replace(preempted, status="diverged")
-    assert said(diverged, files, one, {}) == "to go on, with what is said above added: GO"
+    assert resume_hint(diverged, files, one, {}) == "to go on, with what is said above added: GO"

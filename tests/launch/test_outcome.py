@@ -16,7 +16,7 @@ from canzona_cli.errors import (
     Problem,
     SaveFailed,
 )
-from canzona_cli.launch.outcome import Outcome, judge
+from canzona_cli.launch.outcome import Outcome, Workers, judge, stopped_at_once
 from canzona_cli.run.codec import load_if_sound, save
 from canzona_cli.run.files import RunFiles, write_json_atomic
 from canzona_cli.run.records import RankError, RankResult, RankStatus, RunResult
@@ -63,10 +63,8 @@ def report(files: RunFiles, codes: dict[int, int]) -> None:
     files.agent_log(0).write_text(text)
 
 
-def verdict(
-    files: RunFiles, *, ranks: int = 2, agent: int = 1, stopping: bool = False, forced: bool = False
-) -> Outcome:
-    return judge(files, range(ranks), node_rank=0, agent_code=agent, stopping=stopping, forced=forced)
+def verdict(files: RunFiles, *, ranks: int = 2, agent: int = 1, stopping: bool = False) -> Outcome:
+    return judge(Workers(files=files, ranks=range(ranks), node_rank=0, agent_code=agent), stopping=stopping)
 
 
 @pytest.mark.parametrize("echo", [ECHO, NCCL_ECHO])
@@ -125,10 +123,11 @@ def test_stopping_is_an_interruption_unless_something_else_broke(files: RunFiles
     assert (verdict(files, stopping=True).status, verdict(files, stopping=True).exit_code) == ("interrupted", 130)
     rank(files, 1, "failed", error=OWN)
     assert verdict(files, stopping=True).exit_code == 70
-    assert verdict(files, stopping=True, forced=True).exit_code == 130
-    assert verdict(files, stopping=True, forced=True).message == "stopped before the first step was done"
+    assert stopped_at_once(files, training=True).exit_code == 130
+    assert stopped_at_once(files, training=True).message == "stopped before the first step was done"
     files.metrics.touch()
-    assert verdict(files, stopping=True, forced=True).message == "stopped at once, inside a step"
+    assert stopped_at_once(files, training=True).message == "stopped at once, inside a step"
+    assert stopped_at_once(files, training=False).message == "stopped before training began"
 
 
 def test_ranks_that_are_all_done_are_done_even_if_torchrun_stumbles_over_their_end(files: RunFiles) -> None:

@@ -17,7 +17,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.launch import restarts, torchrun
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import Outcome
-from canzona_cli.launch.restarts import LONGEST_WAIT_S, Restarts, until_it_ends
+from canzona_cli.launch.restarts import LONGEST_WAIT_S, Restarts, run_with_restarts
 from canzona_cli.launch.stop import Requests, handled
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.run.codec import load_if_sound
@@ -64,7 +64,7 @@ def test_the_same_step_in_the_same_words_is_not_tried_a_third_time_and_numbers_a
         assert tried.decide(other).again_in_s is not None
     refused = tried.decide(alike(message="rank 0: OSError: 0x7eee lost after 29 s", rank=0))
     assert refused.again_in_s is None
-    assert refused.message.endswith("it failed so at step 30 before, and is not started again")
+    assert refused.message.endswith("it already failed this way at step 30, and is not restarted")
 
 
 def test_waits_double_up_to_a_bound_while_nothing_is_gained_and_so_many_attempts_are_enough() -> None:
@@ -75,7 +75,7 @@ def test_waits_double_up_to_a_bound_while_nothing_is_gained_and_so_many_attempts
     assert waits == [10, 20, 40, 10, 20, 40, 80, 160, 320, LONGEST_WAIT_S, LONGEST_WAIT_S]
     last = tried.decide(alike(step=50))
     assert last.again_in_s is None
-    assert "started again 11 times, as often as run.restarts allows" in last.message
+    assert "restarted 11 times, as often as run.restarts allows" in last.message
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,13 @@ def test_who_asks_for_a_stop_while_it_waits_gets_it(
         return alike(again_in_s=60.0, go_on="canzona train")
 
     with handled(requests.add):
-        outcome = until_it_ends(
+        outcome = run_with_restarts(
             attempt, Restarts(most=2), files, requests, node_rank=0, say=lambda text: said.append(text)
         )
     assert (outcome.exit_code, outcome.again_in_s) == (code, None)
     assert load_if_sound(files.result, RunResult) == outcome.result
     assert outcome.go_on == "canzona train"
-    assert "stopped before it was started again, having failed at step 30: rank 1" in outcome.message
+    assert "stopped before it was restarted, having failed at step 30: rank 1" in outcome.message
     reason: StopReason = "preempted" if number == signal.SIGTERM else "interrupted"
     assert files.stop_reason() == reason, "what the other machines see"
 
@@ -168,7 +168,7 @@ def test_a_run_starts_again_from_its_newest_checkpoint_and_every_attempt_is_kept
     typed = ("train", *TYPED, f"run.dir={root}", "run.restarts=3")
     done = canzona(*typed, environment={"STAND_IN": "crash@3,crash@5,done"})
     assert done.returncode == 0, done.stderr
-    assert "starting again in 0 s (restart 2 of at most 3; Ctrl-C: not)" in done.stderr
+    assert "restarting in 0 s (restart 2 of 3; press Ctrl-C to cancel)" in done.stderr
     files = RunFiles(root)
     result = load_if_sound(files.result, RunResult)
     assert result is not None
@@ -215,7 +215,7 @@ def test_what_fails_twice_alike_ends_and_the_command_it_prints_goes_on_with_it(t
     (root,) = (tmp_path / "my, runs").iterdir()
     result = read_json(root / "result.json") or {}
     assert (result["status"], result["restarts"]) == ("failed", 1)
-    assert "it failed so at step 3 before" in str(result["message"])
+    assert "it already failed this way at step 3" in str(result["message"])
     command = str(result["go_on"])
     assert f"to go on: {command}" in failed.stdout.splitlines()
     assert f"  go on      {command}" in canzona("report", root).stdout.splitlines()

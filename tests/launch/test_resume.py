@@ -69,7 +69,7 @@ def save(
 
 def train(config: RunConfig, *, steps: int, saved: tuple[int, ...] = ()) -> None:
     """What a run leaves that was killed after `steps` steps."""
-    with_claim = RunDirectory.create(config, goes_on=True)
+    with_claim = RunDirectory.create(config, resumes=True)
     files = with_claim.files
     files.config.write_text(dump_resolved(config))
     files.command.write_text("torchrun\n")
@@ -119,8 +119,8 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_later_lines_are_put_aside(
         file.write('{"step": 8, "lo')  # killed while writing
     files_of(config).request_stop("preempted")
     (files_of(config).checkpoints / ".step-00000006.partial").mkdir()
-    run = RunDirectory.create(config, goes_on=True)
-    found = run.go_on(config, LAYOUT)
+    run = RunDirectory.create(config, resumes=True)
+    found = run.resume(config, LAYOUT)
     assert found is not None
     assert (found.checkpoint, found.progress.samples) == (run.files.checkpoints / "step-00000005", 10)
     assert run.earlier is not None
@@ -154,8 +154,8 @@ def test_a_validation_that_a_stop_prevented_is_made_up_for_and_none_is_repeated(
     if not validated:
         lines = [line for line in files_of(config).validation.read_text().splitlines() if '"step": 4' not in line]
         files_of(config).validation.write_text("\n".join(lines) + "\n")
-    run = RunDirectory.create(config, goes_on=True)
-    run.go_on(config, LAYOUT)
+    run = RunDirectory.create(config, resumes=True)
+    run.resume(config, LAYOUT)
     told = load_if_sound(run.files.resume, ResumePoint)
     assert told is not None
     assert told.validate is due
@@ -165,8 +165,8 @@ def test_a_validation_that_a_stop_prevented_is_made_up_for_and_none_is_repeated(
 
 def test_a_directory_without_a_checkpoint_starts_over_and_keeps_what_there_was(config: RunConfig) -> None:
     train(config, steps=3)
-    run = RunDirectory.create(config, goes_on=True)
-    assert run.go_on(config, LAYOUT) is None
+    run = RunDirectory.create(config, resumes=True)
+    assert run.resume(config, LAYOUT) is None
     assert run.earlier is None
     assert "starts over" in run.notes[0]
     assert not run.files.metrics.exists()
@@ -178,8 +178,8 @@ def test_a_directory_without_a_checkpoint_starts_over_and_keeps_what_there_was(c
 def test_going_back_moves_the_later_checkpoints_out_of_the_way(config: RunConfig) -> None:
     train(config, steps=9, saved=(3, 6, 9))
     back = going_on(config, "step-00000003")
-    run = RunDirectory.create(back, goes_on=True)
-    found = run.go_on(back, LAYOUT)
+    run = RunDirectory.create(back, resumes=True)
+    found = run.resume(back, LAYOUT)
     assert found is not None
     assert found.step == 3
     assert [path.name for path in run.files.checkpoints.iterdir()] == ["step-00000003"]
@@ -193,7 +193,7 @@ def test_a_requeued_job_that_went_back_once_does_not_go_back_again(
 ) -> None:
     train(config, steps=9, saved=(3, 6))
     back = going_on(config, "step-00000003")
-    RunDirectory.create(back, goes_on=True).go_on(back, LAYOUT)
+    RunDirectory.create(back, resumes=True).resume(back, LAYOUT)
     save(config, 5)
     again = resumption(back, LAYOUT)
     assert again is not None
@@ -207,8 +207,8 @@ def test_a_requeued_job_that_went_back_once_does_not_go_back_again(
 def test_a_new_run_from_another_ones_checkpoint_and_its_requeue(config: RunConfig, tmp_path: Path) -> None:
     train(config, steps=4, saved=(4,))
     new = replace(going_on(config, str(tmp_path / "run")), run=replace(config.run, dir=str(tmp_path / "new")))
-    run = RunDirectory.create(new, goes_on=True)
-    found = run.go_on(new, LAYOUT)
+    run = RunDirectory.create(new, resumes=True)
+    found = run.resume(new, LAYOUT)
     assert found is not None
     assert (found.own, found.origin) == (False, str(tmp_path / "run" / "checkpoints" / "step-00000004"))
     assert (read_json(run.files.resume) or {})["validate"] is True, "before its first step, as every new run does"
@@ -227,10 +227,10 @@ def test_a_launch_that_starts_again_goes_on_from_what_it_saved_not_from_where_it
 ) -> None:
     train(config, steps=5, saved=(2, 4))
     asked = going_on(config, "step-00000002")
-    run = RunDirectory.create(asked, goes_on=True)
-    first = run.go_on(asked, LAYOUT)
+    run = RunDirectory.create(asked, resumes=True)
+    first = run.resume(asked, LAYOUT)
     save(config, 3)
-    second = run.go_on(asked, LAYOUT)
+    second = run.resume(asked, LAYOUT)
     assert first is not None
     assert second is not None
     assert (first.step, second.step) == (2, 3)
@@ -255,8 +255,8 @@ def test_a_run_begins_with_the_weights_of_another_one_until_it_has_saved_itself(
     assert (found := resumption(of_step, LAYOUT)) is not None
     assert found.checkpoint.name == "step-00000002"
     new = beginning(other, files_of(config).root)
-    run = RunDirectory.create(new, goes_on=True)
-    found = run.go_on(new, LAYOUT)
+    run = RunDirectory.create(new, resumes=True)
+    found = run.resume(new, LAYOUT)
     assert found is not None
     assert (found.step, found.progress.samples, found.own, run.earlier) == (0, 0, False, None)
     assert (warning := found.warnings[0]).startswith("data.tokenizer is bpe")
@@ -386,7 +386,7 @@ def test_a_checkpoint_that_is_damaged_is_refused_and_the_one_before_offered(conf
 def test_two_launches_in_one_directory_and_none_after_the_first_has_gone(config: RunConfig) -> None:
     first = RunDirectory.create(config)
     with pytest.raises(ConfigError) as refused:
-        RunDirectory.create(config, goes_on=True)
+        RunDirectory.create(config, resumes=True)
     assert "is training in it" in refused.value.problems[0].reason
     del first
     holder = subprocess.Popen(
@@ -402,11 +402,11 @@ def test_two_launches_in_one_directory_and_none_after_the_first_has_gone(config:
         assert holder.stdout is not None
         holder.stdout.readline()
         with pytest.raises(ConfigError, match="is training in it"):
-            RunDirectory.create(config, goes_on=True)
+            RunDirectory.create(config, resumes=True)
     finally:
         holder.kill()
         holder.communicate()
-    assert RunDirectory.create(config, goes_on=True).path == files_of(config).root
+    assert RunDirectory.create(config, resumes=True).path == files_of(config).root
 
 
 def test_a_checkpoint_beyond_the_end_of_the_run(config: RunConfig) -> None:

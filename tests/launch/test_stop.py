@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.launch.outcome import Outcome
+from canzona_cli.launch.outcome import unsaved
 from canzona_cli.launch.stop import (
     Preempted,
     Requests,
@@ -14,7 +14,6 @@ from canzona_cli.launch.stop import (
     before_workers,
     handled,
     sound_checkpoint,
-    unsaved,
 )
 from canzona_cli.run.files import RunFiles
 from tests.checkpoint.checkpoints import save
@@ -89,13 +88,12 @@ def test_a_save_is_under_way_while_there_is_half_a_checkpoint_and_moves_while_it
 
 def test_a_preempted_run_ends_with_75_only_where_a_whole_checkpoint_is(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
-    stopped = Outcome(status="interrupted", exit_code=130, message="stopped")
     assert sound_checkpoint(files) is None
-    assert "no checkpoint to continue from" in unsaved(stopped, None).message
+    assert "no checkpoint to continue from" in unsaved("stopped", None).message
     save(files.checkpoints, 3)
     path = save(files.checkpoints, 5)
     assert sound_checkpoint(files) == "step-00000005"
-    told = unsaved(stopped, "step-00000005")
+    told = unsaved("stopped", "step-00000005")
     assert (told.status, told.exit_code) == ("preempted", 75)
     shard = path / "rank-00000.safetensors"
     content = bytearray(shard.read_bytes())

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.launch.monitor import Monitor
-from canzona_cli.launch.view import TrainView
+from canzona_cli.launch.view import Monitor, TrainView
 from canzona_cli.run.codec import JsonLines
 from canzona_cli.run.files import RunFiles, append_json_line, read_json, write_json_atomic, write_text_atomic
 from canzona_cli.run.records import Note, RunStatus, StageEvent, StepMetrics, ValidationLoss

@@ -50,14 +50,14 @@ def test_a_job_starts_again_after_a_crash_and_a_hang_and_its_command_goes_on_aft
     ended = slurm.wait_for(job_id, "FAILED")
     log = Path(ended["StdOut"]).read_text()
     assert (ended["ExitCode"], ended["Restarts"]) == ("70:0", "0"), log
-    assert "starting again in 10 s (restart 1 of at most 2" in log
-    assert "starting again in 10 s (restart 2 of at most 2" in log, "it had come further"
+    assert "restarting in 10 s (restart 1 of 2" in log
+    assert "restarting in 10 s (restart 2 of 2" in log, "it had come further"
     results = [load_if_sound(one.result, RunResult) for one in (*(RunFiles(files.attempts / n) for n in "12"), files)]
     told = [(one.exit_code, one.rank, one.restarts) for one in results if one is not None]
     assert told == [(70, 1, 0), (71, 1, 1), (70, 1, 2)], log
     last = results[-1]
     assert last is not None
-    assert "started again 2 times, as often as run.restarts allows" in last.message
+    assert "restarted 2 times, as often as run.restarts allows" in last.message
     assert last.go_on is not None
     assert last.go_on in log
 

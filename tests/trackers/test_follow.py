@@ -13,8 +13,8 @@ import pytest
 
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import TrackerName
-from canzona_cli.launch import tracking
-from canzona_cli.launch.tracking import tracked
+from canzona_cli.launch import processes
+from canzona_cli.launch.processes import tracked
 from canzona_cli.run.codec import load_if_sound, save
 from canzona_cli.run.files import RunFiles, append_json_line, write_text_atomic
 from canzona_cli.run.records import Incident, RunResult, TrackerState
@@ -250,8 +250,8 @@ def test_one_that_hangs_is_ended(files: RunFiles, monkeypatch: pytest.MonkeyPatc
         started.append(process)
         return process
 
-    monkeypatch.setattr(tracking, "_start", start)
-    monkeypatch.setattr(tracking, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(processes, "_tracker", start)
+    monkeypatch.setattr(processes, "PATIENCE_S", 0.1)
     said: list[str] = []
     with tracked(files, ("wandb",), start=0, environment={}, say=said.append):
         pass
