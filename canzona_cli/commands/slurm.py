@@ -10,51 +10,55 @@ from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argume
 from canzona_cli.commands.output import checked_inputs, show, warn_about
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from canzona_cli.config.schema import Layout, RunConfig
     from canzona_cli.launch.slurm_job import JobOptions, Submitted
 
 
+Overrides = Annotated[list[str] | None, overrides_argument("recipe=qwen3-32b gpus=256 ..., as for `canzona train`.")]
+Submit = Annotated[bool, typer.Option("--submit", help="Submit the job instead of printing it.")]
+Time = Annotated[str | None, typer.Option(metavar="TIME", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.")]
+Partition = Annotated[str | None, typer.Option(metavar="NAME", help="Partition to run in.")]
+Account = Annotated[str | None, typer.Option(metavar="NAME", help="Account to charge.")]
+Qos = Annotated[str | None, typer.Option(metavar="NAME", help="Quality of service.")]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Machines (cluster.nodes). [default: as few as have the GPUs]")]
+Array = Annotated[
+    str | None, typer.Option(metavar="TASKS", help="With --sweep: these of its runs, for example 0-3, or 0-7%2.")
+]
+Sweep = Annotated[
+    bool,
+    typer.Option("--sweep", help="A job array, a task for each value where settings have several: train.seed=1,2."),
+]
+JobName = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job. [default: the recipe's]")]
+CpusPerTask = Annotated[
+    int | None, typer.Option(metavar="N", help="Share machines: ask for N cores on each instead of whole machines.")
+]
+Requeues = Annotated[int, typer.Option(metavar="N", help="How often a preempted job may be queued again.")]
+SignalBefore = Annotated[
+    int, typer.Option(metavar="S", help="The job saves and queues again this many seconds before its time limit.")
+]
+Sbatch = Annotated[
+    list[str] | None,
+    typer.Option(metavar="OPTION", help="Another option of sbatch: '--constraint=h100'; may be repeated."),
+]
+Needs = Annotated[bool, typer.Option("--needs", help="Only print how many machines the run needs, and GPUs on each.")]
+
+
 def slurm(
-    overrides: Annotated[
-        list[str] | None, overrides_argument("recipe=qwen3-32b gpus=256 ..., as for `canzona train`.")
-    ] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Submit the job instead of printing it.")] = False,
-    time: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.")
-    ] = None,
-    partition: Annotated[str | None, typer.Option(metavar="NAME", help="Partition to run in.")] = None,
-    account: Annotated[str | None, typer.Option(metavar="NAME", help="Account to charge.")] = None,
-    qos: Annotated[str | None, typer.Option(metavar="NAME", help="Quality of service.")] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Machines (cluster.nodes). [default: as few as have the GPUs]")
-    ] = None,
-    array: Annotated[
-        str | None,
-        typer.Option(metavar="TASKS", help="With --sweep: these of its runs, for example 0-3, or 0-7%2."),
-    ] = None,
-    sweep: Annotated[
-        bool,
-        typer.Option("--sweep", help="A job array, a task for each value where settings have several: train.seed=1,2."),
-    ] = False,
-    job_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the job. [default: the recipe's]")
-    ] = None,
-    cpus_per_task: Annotated[
-        int | None, typer.Option(metavar="N", help="Share machines: ask for N cores on each instead of whole machines.")
-    ] = None,
-    requeues: Annotated[int, typer.Option(metavar="N", help="How often a preempted job may be queued again.")] = 20,
-    signal_before: Annotated[
-        int, typer.Option(metavar="S", help="The job saves and queues again this many seconds before its time limit.")
-    ] = 180,
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option(metavar="OPTION", help="Another option of sbatch: '--constraint=h100'; may be repeated."),
-    ] = None,
-    needs: Annotated[
-        bool, typer.Option("--needs", help="Only print how many machines the run needs, and GPUs on each.")
-    ] = False,
+    overrides: Overrides = None,
+    submit: Submit = False,
+    time: Time = None,
+    partition: Partition = None,
+    account: Account = None,
+    qos: Qos = None,
+    nodes: Nodes = None,
+    array: Array = None,
+    sweep: Sweep = False,
+    job_name: JobName = None,
+    cpus_per_task: CpusPerTask = None,
+    requeues: Requeues = 20,
+    signal_before: SignalBefore = 180,
+    sbatch: Sbatch = None,
+    needs: Needs = False,
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
@@ -63,15 +67,11 @@ def slurm(
     The script is scripts/train.sbatch filled in. A job that is preempted, or near its time limit, saves a checkpoint,
     queues again and continues from there.
     """
-    from rich.console import Console
-
-    from canzona_cli.cluster.fit import resolve
-    from canzona_cli.errors import ConfigError, Problem
-    from canzona_cli.launch import slurm_job, torchrun
+    from canzona_cli.launch.slurm_job import JobOptions
+    from canzona_cli.launch.torchrun import node_count, ranks_per_node
     from canzona_cli.planner.plan_file import obtain_plan
 
-    arguments = [*(overrides or []), *([f"cluster.nodes={nodes}"] if nodes else [])]
-    options = slurm_job.JobOptions(
+    options = JobOptions(
         job_name=job_name,
         time=time,
         partition=partition,
@@ -83,42 +83,58 @@ def slurm(
         requeues=requeues,
         signal_before=signal_before,
     )
-    if sweep:
-        config, layout, options = _swept(arguments, options, recipes_dir or [])
-    elif array is not None:
-        reason = "all tasks would be one and the same run"
-        fix = "say in what they differ, with --sweep: train.seed=1,2,3,4 --sweep"
-        raise ConfigError(Problem(key="--array", value=array, reason=reason, fix=fix))
-    else:
-        config, layout = resolve(_composed_with_options(arguments, options, recipes_dir or []))
+    arguments = [*(overrides or []), *([f"cluster.nodes={nodes}"] if nodes else [])]
+    config, layout, options = _resolved(arguments, options, recipes_dir or [], sweep=sweep)
     if needs:
-        gpus = torchrun.ranks_per_node(config) if config.cluster.device == "cuda" else 0
-        typer.echo(f"{torchrun.node_count(config)} {gpus}")
+        typer.echo(f"{node_count(config)} {ranks_per_node(config) if config.cluster.device == 'cuda' else 0}")
         return
     obtain_plan(config, layout)  # what cannot be planned is not submitted
     checked_inputs(config, layout)
+    arguments += ["--sweep"] if sweep else []
+    arguments += [word for folder in recipes_dir or [] for word in ("--recipes-dir", str(folder.absolute()))]
+    (_submit if submit else _print)(config, options, arguments, as_json=as_json)
+
+
+def _resolved(
+    arguments: list[str], options: "JobOptions", recipes_dirs: list[Path], *, sweep: bool
+) -> tuple["RunConfig", "Layout", "JobOptions"]:
+    """The run, or the first one of a sweep, and the options of its job, once all of them are sound."""
+    from canzona_cli.cluster.fit import resolve
+    from canzona_cli.errors import ConfigError, Problem
+
     if sweep:
-        arguments.append("--sweep")
-    for folder in recipes_dir or []:
-        arguments += ["--recipes-dir", str(folder.absolute())]
-    if not submit:
-        script = slurm_job.render(config, options, arguments)
-        if as_json:
-            show(_content(config, script=script))
-        else:
-            typer.echo(script, nl=False)
-        return
-    name = job_name or config.name
-    kept = slurm_job.write_arguments(Path(config.run.root) / "slurm", name, arguments)
+        return _swept(arguments, options, recipes_dirs)
+    if options.array is not None:
+        reason = "all tasks would be one and the same run"
+        fix = "say in what they differ, with --sweep: train.seed=1,2,3,4 --sweep"
+        raise ConfigError(Problem(key="--array", value=options.array, reason=reason, fix=fix))
+    return *resolve(_composed_with_options(arguments, options, recipes_dirs)), options
+
+
+def _print(config: "RunConfig", options: "JobOptions", arguments: list[str], *, as_json: bool) -> None:
+    from canzona_cli.launch.slurm_job import render
+
+    script = render(config, options, arguments)
+    if as_json:
+        show(_content(config, script=script))
+    else:
+        typer.echo(script, nl=False)
+
+
+def _submit(config: "RunConfig", options: "JobOptions", arguments: list[str], *, as_json: bool) -> None:
+    from canzona_cli.launch.slurm_job import render, submit, write_arguments
+
+    name = options.job_name or config.name
+    file = write_arguments(Path(config.run.root) / "slurm", name, arguments)
     try:
-        job = slurm_job.submit(slurm_job.render(config, options, kept), name=name, array=options.array is not None)
+        job = submit(render(config, options, file), name=name, array=options.array is not None)
     except BaseException:
-        kept.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
         raise
     if as_json:
         show(_content(config, job=job))
     else:
-        _say(job, config, Console(highlight=False))
+        _say(job, config)
 
 
 def _content(config: "RunConfig", *, script: str | None = None, job: "Submitted | None" = None) -> dict[str, object]:
@@ -191,7 +207,9 @@ def _composed_with_options(arguments: list[str], options: "JobOptions", recipes_
     return composed.config
 
 
-def _say(job: "Submitted", config: "RunConfig", console: "Console") -> None:
+def _say(job: "Submitted", config: "RunConfig") -> None:
+    from rich.console import Console
+
     from canzona_cli.launch.torchrun import node_count
     from canzona_cli.run.words import plural
 
@@ -203,5 +221,6 @@ def _say(job: "Submitted", config: "RunConfig", console: "Console") -> None:
         "requeue": f"scancel --signal=USR2 {job.job_id}  (saves a checkpoint, queues again, continues from it)",
         "end": f"scancel {job.job_id}  (its checkpoints stay)",
     }
+    console = Console(highlight=False)
     for label, value in lines.items():
         console.print(f"{label:<9}{value}", markup=False, soft_wrap=True)

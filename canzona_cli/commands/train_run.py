@@ -39,7 +39,7 @@ from canzona_cli.planner.plan_file import Obtained, obtain_plan
 from canzona_cli.report.errors import show_failure
 from canzona_cli.report.run import BreakdownView
 from canzona_cli.report.run_trace import write_trace
-from canzona_cli.report.train import ConsoleView, make_view
+from canzona_cli.report.train import make_view
 from canzona_cli.report.train_dry_run import RUN_DIR_TIME, DryRun
 from canzona_cli.run.breakdown import Prediction, load_breakdown
 from canzona_cli.run.corpus import PreparedCorpus, data_warnings
@@ -201,90 +201,63 @@ def _launch(
     Args:
         typed: overrides and folders of recipes.
     """
-    config, layout = job.config, job.layout
-    preflight.check_machine(config, layout)
-    preflight.check_nodes(config)
-    if job.node_rank == 0:
-        check_free(config, resumes=True)
-        resumption(config, layout)
-    else:  # machine 0 shows the run; its output and this one's often go to one file
-        console.quiet = True
-    view = make_view(config, layout, console)
-    with _progress_of(view, requests) as on_progress:
+    config, layout, node_rank = job.config, job.layout, job.node_rank
+    _check(job)
+    console.quiet = node_rank > 0  # machine 0 shows the run; its output and this one's often go to one file
+    first_view = make_view(config, layout, console)
+    with _progress_of(first_view, requests) as on_progress:
         corpus = ensure_corpus(config, on_progress)
         run = _claim(job)
-        if job.node_rank == 0:
+        if node_rank == 0:
             _bring_in(config, run)
-        machines, command = _meet(run, job, corpus, restarts=0)
-    if job.node_rank:
+        first_meeting = _meet(run, job, corpus, restarts=0)
+    if node_rank:
         last = torchrun.node_count(config) - 1
-        words = "starts its ranks; machine 0 shows the run; its files"
-        tell(f"machine {job.node_rank} of 0 to {last} {words}: {run.path}")
-    launch = _Launch(
-        job=job,
-        console=console,
-        requests=requests,
-        run=run,
-        corpus=corpus,
-        view=view,
-        machines=machines,
-        command=command,
-        restarts=Restarts(most=config.run.restarts),
-        resume_command=resume_command(*typed, config, run.path),
-    )
-    with run.never_without_result(launch.resume_command):
-        outcome = run_with_restarts(
-            launch.attempt, launch.restarts, run.files, requests, node_rank=job.node_rank, say=tell
-        )
-    return outcome, run
+        tell(f"machine {node_rank} of 0 to {last} starts its ranks; machine 0 shows the run; its files: {run.path}")
+    per_node = torchrun.ranks_per_node(config)
+    command_to_resume = resume_command(*typed, config, run.path)
+    restarts = Restarts(most=config.run.restarts)
 
-
-@dataclass(kw_only=True)
-class _Launch:
-    """A launch of a run on this machine, which starts its ranks once, and again at each restart."""
-
-    job: _Job
-    console: Console
-    requests: Requests
-    run: RunDirectory
-    corpus: PreparedCorpus
-    view: ConsoleView
-    machines: Machines
-    command: LaunchCommand
-    restarts: Restarts
-    resume_command: str
-
-    def attempt(self) -> Outcome:
-        """Start the ranks and supervise them to their end; another attempt meets the other machines anew."""
-        job, run, config = self.job, self.run, self.job.config
-        self.requests.raising = True
-        if self.restarts.done:
-            self.view = make_view(config, job.layout, self.console)
-            self.machines, self.command = _meet(run, job, self.corpus, restarts=self.restarts.done)
-        if job.node_rank == 0:
-            job.write_inputs(run, self.corpus)
-            self.machines.gather(config.cluster.rdzv_endpoint or "", say=tell)
-            if not self.restarts.done:
-                warn(data_warnings(config, job.layout, self.corpus))
-        self.view.header(run_dir=run.path, corpus=self.corpus, plan=job.plan, earlier=run.earlier)
-        self.requests.raising = False
+    def attempt() -> Outcome:
+        requests.raising = True
+        view, (machines, command) = first_view, first_meeting
+        if restarts.done:
+            view = make_view(config, layout, console)
+            machines, command = _meet(run, job, corpus, restarts=restarts.done)
+        if node_rank == 0:
+            job.write_inputs(run, corpus)
+            machines.gather(config.cluster.rdzv_endpoint or "", say=tell)
+            warn(() if restarts.done else data_warnings(config, layout, corpus))
+        view.header(run_dir=run.path, corpus=corpus, plan=job.plan, earlier=run.earlier)
+        requests.raising = False
         # On a terminal the view's own console prints above the live frame; a pipe's reader would not see it.
-        say = self.console.print if self.console.is_terminal else tell
-        trackers, start = () if job.node_rank else config.run.trackers, 0 if run.earlier is None else run.earlier.step
-        per_node = torchrun.ranks_per_node(config)
-        with tracked(run.files, trackers, start=start, environment=self.command.environment, say=say):
+        say = console.print if console.is_terminal else tell
+        trackers, start = () if node_rank else config.run.trackers, 0 if run.earlier is None else run.earlier.step
+        with tracked(run.files, trackers, start=start, environment=command.environment, say=say):
             return Supervision(
                 run.files,
-                self.command,
-                self.view,
-                ranks=range(job.node_rank * per_node, (job.node_rank + 1) * per_node),
-                machines=self.machines,
+                command,
+                view,
+                ranks=range(node_rank * per_node, (node_rank + 1) * per_node),
+                machines=machines,
                 hang_timeout_s=config.run.hang_timeout_s,
-                requests=self.requests,
+                requests=requests,
                 say=say,
-                restarts=self.restarts,
-                resume_command=self.resume_command,
+                restarts=restarts,
+                resume_command=command_to_resume,
             ).run()
+
+    with run.never_without_result(command_to_resume):
+        return run_with_restarts(attempt, restarts, run.files, requests, node_rank=node_rank, say=tell), run
+
+
+def _check(job: _Job) -> None:
+    """Refuses a run before anything is prepared for it."""
+    preflight.check_machine(job.config, job.layout)
+    preflight.check_nodes(job.config)
+    if job.node_rank == 0:
+        check_free(job.config, resumes=True)
+        resumption(job.config, job.layout)
 
 
 @contextmanager
