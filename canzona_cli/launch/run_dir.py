@@ -88,15 +88,12 @@ class RunDirectory:
         """
         if config.run.dir is not None:
             return _claim(Path(config.run.dir).absolute(), config, resumes=resumes)
-        stem = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        root = Path(config.run.root).absolute()
-        for number in range(1, 1000):
-            path = root / (stem if number == 1 else f"{stem}-{number}")
+        path = stem = Path(config.run.root).absolute() / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        while True:
             try:
                 return _claim(path, config, must_be_new=True)
             except FileExistsError:  # another launch of this very second
-                continue
-        raise EnvironmentProblem(problem_with(config, "run.root", "a thousand runs started here within this second"))
+                path = next_free(stem)
 
     def resume(self, config: RunConfig, layout: Layout) -> Resumption | None:
         """Choose the checkpoint to continue from, move away the files of earlier launches, and tell the workers.
@@ -236,11 +233,7 @@ def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False, resumes:
     files = RunFiles(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            path.mkdir(mode=0o755)
-        except FileExistsError:
-            if must_be_new or not path.is_dir():
-                raise
+        path.mkdir(mode=0o755, exist_ok=not must_be_new)
         if (why := unsafe_place(path)) is not None:
             raise _not_writable(path, config, why)
         used = holds_run(files)

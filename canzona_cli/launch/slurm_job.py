@@ -36,24 +36,15 @@ _PATTERNS = {
     "array": (r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", "task numbers", "--array 0-3 or --array 1,5%2"),
 }
 
-_RANKS = "canzona starts one task per machine, with the GPUs that gpus=N needs: change gpus, or --nodes"
-_WHOLE = "canzona takes machines whole; --cpus-per-task N shares them"
-_PATHS = "start canzona in the directory that paths begin from; the log is written there"
-_NOT_OF_A_SCRIPT = "is for sbatch's own command line: print the script, without --submit, and submit it by hand"
 _OWN_OPTIONS = ("job-name", "time", "partition", "account", "qos", "array", "nodes", "cpus-per-task")
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
-_OURS = {
-    **{name: f"give it to canzona slurm itself: --{name}" for name in _OWN_OPTIONS},
-    "time-min": "write --time: the job saves, and queues again, before its limit",
-    "signal": "write --signal-before S",
-    **dict.fromkeys(("requeue", "no-requeue"), "write --requeues N; 0: never"),
-    **dict.fromkeys(("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-socket", "ntasks-per-gpu"), _RANKS),
-    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres"), _RANKS),
-    **dict.fromkeys(("cpus-per-gpu", "exclusive", "oversubscribe", *_MEMORY), _WHOLE),
-    **dict.fromkeys(("output", "open-mode", "chdir", "input"), _PATHS),
-    **dict.fromkeys(("parsable", "wrap", "wait", "test-only", "help", "usage", "version"), _NOT_OF_A_SCRIPT),
-}
-"""The alternatives to options that canzona sets, by name."""
+_SET_BY_CANZONA = (
+    *(*_OWN_OPTIONS, *_MEMORY, "time-min", "signal", "requeue", "no-requeue", "exclusive", "oversubscribe"),
+    *("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-socket", "ntasks-per-gpu", "cpus-per-gpu"),
+    *("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "output", "open-mode", "chdir", "input"),
+    *("parsable", "wrap", "wait", "test-only", "help", "usage", "version"),
+)
+_INSTEAD = "leave it out: gpus=N, --nodes, --time, --requeues, --signal-before and --cpus-per-task decide it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,14 +227,13 @@ def _directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[
     """
     seen: set[str] = set()
     for directive in directives:
-        found = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.+)?", directive, re.ASCII)
-        name = None if found is None else _meant(found[1])
-        if name is None or not directive.isprintable():
+        option = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.+)?", directive, re.ASCII)
+        name, value = ("", "") if option is None else (_whole_name(option[1]), option[2] or "")
+        if not name or not directive.isprintable():
             reason, fix = "is not a long option of sbatch on one line", "for example --sbatch '--constraint=h100'"
-        elif name in _OURS and not (shared and name in _MEMORY):
-            assert found is not None
-            value = found[2] or "" if name in _OWN_OPTIONS else ""
-            reason, fix = "contradicts what canzona sets", f"{_OURS[name]}{value}"
+        elif name in _SET_BY_CANZONA and not (shared and name in _MEMORY):
+            instead = f"give it to canzona slurm itself: --{name}{value}" if name in _OWN_OPTIONS else _INSTEAD
+            reason, fix = "contradicts what canzona sets", instead
         elif name in seen:
             reason, fix = "is given twice", "keep one of them"
         else:
@@ -252,9 +242,11 @@ def _directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[
         yield Problem(key="--sbatch", value=directive, reason=reason, fix=fix)
 
 
-def _meant(name: str) -> str:
-    """sbatch takes beginnings of names, too: `--nod=4`."""
-    return name if name in _OURS else next((own for own in _OURS if own.startswith(name)), name)
+def _whole_name(name: str) -> str:
+    """Completes the beginning of an option's name as sbatch does: `--nod=4` is `--nodes=4`."""
+    if name in _SET_BY_CANZONA:
+        return name
+    return next((option for option in _SET_BY_CANZONA if option.startswith(name)), name)
 
 
 def _seconds(time: str) -> int | None:

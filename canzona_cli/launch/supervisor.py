@@ -9,11 +9,9 @@
 - The launcher itself is killed: the kernel kills torchrun, and then the workers (`canzona_cli.run.orphan`).
 """
 
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
-from pathlib import Path
 
 import psutil
 
@@ -100,7 +98,9 @@ class Supervision:
         with handled(self.requests.add), watched(self.ranks, timeout_s=self.hang_timeout_s) as watch:
             if node_rank == 0:
                 self._tell(FIRST_STAGE, plural(len(self.ranks), "rank"), aloud=False)
-            agent = _start(self.command, watch, log=self.files.agent_log(node_rank))
+            environment = {**self.command.environment, **({} if watch is None else watch.environment)}
+            log = self.files.agent_log(node_rank)
+            agent = start_child(self.command.argv, environment=environment, log=log)
             try:
                 while agent.poll() is None:
                     self._monitor.poll()
@@ -200,11 +200,6 @@ class Supervision:
         try_append_json_line(self.files.events, plain(event))
         if aloud:
             self.say(detail)
-
-
-def _start(command: LaunchCommand, watch: HangWatch | None, *, log: Path) -> subprocess.Popen[bytes]:
-    environment = {**command.environment, **({} if watch is None else watch.environment)}
-    return start_child(command.argv, environment=environment, log=log)
 
 
 def _kill_ranks(files: RunFiles, ranks: range) -> None:

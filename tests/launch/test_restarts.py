@@ -1,9 +1,10 @@
-"""A run that fails is started again by its launch, or by the command it leaves; never in vain, never unasked."""
+"""A run that fails is restarted by its launch, or resumed by the command it leaves; never in vain, never unasked."""
 
 import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -13,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.commands import train_run
+from canzona_cli.config.overrides import parse_overrides
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.launch import restarts, torchrun
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import Outcome
-from canzona_cli.launch.restarts import LONGEST_WAIT_S, Restarts, run_with_restarts
+from canzona_cli.launch.restarts import LONGEST_WAIT_S, Restarts, resume_command, resume_hint, run_with_restarts
 from canzona_cli.launch.stop import Requests, handled
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.run.codec import load_if_sound
@@ -26,6 +28,7 @@ from canzona_cli.run.files import RunFiles, StopReason, read_json
 from canzona_cli.run.records import RunResult, RunStatus
 from tests.checkpoint.checkpoints import save as save_checkpoint
 from tests.commands.support import canzona
+from tests.faults.support import run_config
 from tests.launch.stand_in import STEP_S, STEPS
 from tests.run.runs import CORPUS
 
@@ -37,24 +40,21 @@ def alike(**changes: object) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "again"),
+    ("status", "code", "restarted", "resumable"),
     [
-        ("failed", 70, True),
-        ("failed", 71, True),
-        ("failed", 2, False),
-        ("failed", 3, False),
-        ("failed", 4, False),
-        ("failed", 5, False),
-        ("diverged", 70, False),
-        ("interrupted", 130, False),
-        ("preempted", 75, False),
-        ("done", 0, False),
+        *(("failed", 70, True, True), ("failed", 71, True, True), ("failed", 2, False, False)),
+        *(("failed", 3, False, True), ("failed", 4, False, False), ("failed", 5, False, False)),
+        *(("diverged", 70, False, True), ("interrupted", 130, False, True), ("preempted", 75, False, True)),
+        ("done", 0, False, False),
     ],
 )
-def test_only_what_may_be_a_machines_fault_is_tried_again(status: RunStatus, code: int, again: bool) -> None:
+def test_only_what_may_be_a_machines_fault_is_tried_again_and_only_an_early_end_leaves_a_command(
+    status: RunStatus, code: int, restarted: bool, resumable: bool
+) -> None:
     outcome = alike(status=status, exit_code=code)
-    assert (Restarts(most=3).decide(outcome).again_in_s is not None) is again
+    assert (Restarts(most=3).decide(outcome).again_in_s is not None) is restarted
     assert Restarts().decide(outcome) == outcome, "not unless it is asked for"
+    assert outcome.resumable is resumable
 
 
 def test_the_same_step_in_the_same_words_is_not_tried_a_third_time_and_numbers_are_no_words() -> None:
@@ -225,3 +225,69 @@ def test_what_fails_twice_alike_ends_and_the_command_it_prints_goes_on_with_it(t
     assert done.returncode == 0, done.stderr
     assert (read_json(root / "result.json") or {})["step"] == STEPS
     assert len(list(root.parent.iterdir())) == 1, "another run was started"
+
+
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+BATCH = STEP | {
+    "ENVIRONMENT": "BATCH",
+    "SLURM_JOB_PARTITION": "h100",
+    "SLURM_JOB_ACCOUNT": "us",
+}
+TWO_NODES = run_config(nodes=2)
+
+
+@pytest.mark.parametrize("run_dir", ["/runs/qwen3-tiny-20261122", "/my runs/a, b", "/it's=(1) $HOME/\\'x", "/a\nb"])
+def test_any_shell_and_the_grammar_of_overrides_read_what_was_typed(run_dir: str) -> None:
+    typed = ["recipe=my recipe.yaml", "run.trace_steps=[5,7]", "data.path='a, b'", 'data.cache_dir=$HOME/"x"']
+    command = resume_command(typed, [Path("/own recipes")], run_config(), Path(run_dir), environment={})
+    assert "\n" not in command
+    told = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True).stdout
+    program, train, *words = told.decode().split("\0")[:-1]
+    assert [program, train, *words[-2:]] == ["canzona", "train", "--recipes-dir", "/own recipes"]
+    assert words[:-3] == typed
+    read = parse_overrides([words[-3]])
+    assert not read.problems
+    assert read.values == {"run.dir": run_dir}
+
+
+def test_where_it_began_once_is_not_where_it_goes_on() -> None:
+    typed = ["run.dir=old", "checkpoint.resume=step-00000030", "checkpoint.resume=runs/other", "gpus=2"]
+    command = resume_command(typed, [], run_config(), Path("/runs/old"), environment={})
+    assert command == "canzona train checkpoint.resume=runs/other gpus=2 run.dir=/runs/old"
+
+
+def test_slurm_gets_another_job_with_the_limits_of_this_one_and_an_allocation_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squeue, where = tmp_path / "squeue", os.environ["PATH"]
+    for limit, words in (("1:01:00", "--time=1:01:00 "), ("UNLIMITED", "")):
+        squeue.write_text(f'#!/bin/sh\n[ "$3" = --jobs=7 ] && echo {limit}\n')
+        squeue.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{where}")
+        job = resume_command(["gpus=2"], [], TWO_NODES, Path("/r"), environment=BATCH)
+        assert job == f"canzona slurm --submit {words}--partition=h100 --account=us gpus=2 run.dir=/r"
+    step = resume_command(["gpus=2"], [], TWO_NODES, Path("/r"), environment=STEP)
+    assert step == "srun --nodes=2 --ntasks-per-node=1 canzona train gpus=2 run.dir=/r"
+    login = resume_command(["gpus=2"], [], TWO_NODES, Path("/r"), environment={"SLURM_JOB_ID": "7"})
+    assert shlex.split(login)[:2] == ["canzona", "train"]
+
+
+def test_what_to_know_of_it_is_said_beside_it(tmp_path: Path) -> None:
+    files, one = RunFiles(tmp_path), run_config()
+    preempted = Outcome(status="preempted", exit_code=75, go_on="GO")
+    assert resume_hint(preempted, files, one, {}) == "nothing was saved; to start again in this directory: GO"
+    save_checkpoint(files.checkpoints, 3)
+    assert resume_hint(preempted, files, one, {}) == "to go on: GO"
+    assert resume_hint(preempted, files, one, BATCH) == "to go on, unless Slurm queues this job again: GO"
+    assert (
+        resume_hint(preempted, files, TWO_NODES, {}) == "to go on, on every machine with its own cluster.node_rank: GO"
+    )
+    diverged = replace(preempted, status="diverged")
+    assert resume_hint(diverged, files, one, {}) == "to go on, with what is said above added: GO"

@@ -1,16 +1,26 @@
-"""A run directory belongs to one launch, and holds no secrets."""
+"""A run directory belongs to one launch, holds no secrets, and is refused where others could put files into it."""
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from canzona_cli.errors import ConfigError, EnvironmentProblem
+from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem
 from canzona_cli.launch import torchrun
-from canzona_cli.launch.run_dir import RunDirectory, check_free, describe_environment
+from canzona_cli.launch.run_dir import RunDirectory, check_free, describe_environment, unsafe_place
 from canzona_cli.run.corpus import read_corpus
-from canzona_cli.run.files import read_json
+from canzona_cli.run.files import (
+    RunFiles,
+    append_json_line,
+    read_json,
+    try_append_json_line,
+    write_json_atomic,
+    write_text_atomic,
+)
+from canzona_cli.run.records import read_layout
 from tests.faults.support import LAYOUT, run_config
 from tests.run.runs import CORPUS
 
@@ -73,11 +83,6 @@ def test_a_place_that_cannot_be_written_is_an_environment_problem(tmp_path: Path
         assert "file" in refused.value.problems[0].reason
 
 
-def test_a_kernel_file_system_is_refused_too() -> None:
-    with pytest.raises(EnvironmentProblem, match="cannot be created"):
-        RunDirectory.create(run_config(run_dir=Path("/proc/run")))
-
-
 def test_inputs_repeat_the_run_and_leave_secrets_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("SLURM_JOB_ID", "42")
@@ -85,18 +90,7 @@ def test_inputs_repeat_the_run_and_leave_secrets_out(tmp_path: Path, monkeypatch
     run = RunDirectory.create(config)
     command = torchrun.build(config, run.path)
     run.write_inputs(config_yaml="name: tiny\n", layout=LAYOUT, corpus=CORPUS, command=command)
-    assert read_json(run.files.layout) == {
-        "tp": 1,
-        "pp": 1,
-        "vpp": 1,
-        "cp": 1,
-        "dp": 2,
-        "micro_batch_size": 1,
-        "num_microbatches": 1,
-        "global_batch_size": 2,
-        "recompute": "none",
-        "sequence_parallel": False,
-    }
+    assert read_layout(run.files.layout) == LAYOUT
     assert read_corpus(run.files) == CORPUS
     assert run.files.config.read_text() == "name: tiny\n"
     assert run.files.command.read_text() == command.shell() + "\n"
@@ -117,3 +111,65 @@ def test_what_breaks_before_the_workers_start_is_in_the_result(tmp_path: Path) -
         result = read_json(run.files.result)
         assert result is not None
         assert (result["status"], result["exit_code"]) == (status, code)
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    yield
+    os.umask(before)
+
+
+def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("run")
+    assert unsafe_place(tmp_path / "run") is None
+    # Seen by somebody who made neither; what root makes is trusted, so the link must be a person's.
+    if os.geteuid() == 0:
+        os.lchown(link, 12345, -1)
+    assert "another user" in str(unsafe_place(link, user=os.lstat(link).st_uid + 1))
+    assert unsafe_place(link, user=os.lstat(link).st_uid) is None
+
+
+@pytest.mark.parametrize(
+    ("folder", "parent", "refused"),
+    [(0o775, 0o755, ""), (0o755, 0o1777, ""), (0o1777, 0o755, "run"), (0o755, 0o777, "root")],
+)
+def test_a_folder_that_everybody_may_write(tmp_path: Path, folder: int, parent: int, refused: str) -> None:
+    root, run = tmp_path / "root", tmp_path / "root" / "run"
+    run.mkdir(parents=True)
+    run.chmod(folder)
+    root.chmod(parent)
+    assert (unsafe_place(run) is None) == (refused == "")
+    if refused:
+        with pytest.raises(EnvironmentProblem, match=f"may write to .*{refused}"):
+            RunDirectory.create(run_config(run_dir=run))
+        assert list(run.iterdir()) == [], "nothing was written"
+
+
+@pytest.mark.parametrize(("mask", "never"), [(0, 0o022), (0o077, 0o077)])
+def test_files_are_written_by_their_owner_alone_and_a_strict_umask_is_kept(
+    tmp_path: Path, mask: int, never: int
+) -> None:
+    with umask(mask):
+        run = RunDirectory.create(run_config(root=tmp_path))
+        write_text_atomic(run.files.config, "a: 1\n")
+        append_json_line(run.files.metrics, {})
+    for path in (run.path, *run.path.rglob("*")):
+        assert path.stat().st_mode & never == 0, f"{path.name} is {path.stat().st_mode:o}"
+
+
+def test_planted_links_are_not_written_through(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    for name in ("run.lock", "ranks", "config.yaml", "metrics.jsonl"):
+        files = RunFiles(tmp_path / f"run-{name}")
+        files.root.mkdir()
+        (files.root / name).symlink_to(victim)
+        with suppress(CanzonaError):
+            RunDirectory.create(run_config(run_dir=files.root))
+        write_text_atomic(files.config, "a: 1\n")
+        write_json_atomic(files.result, {})
+        try_append_json_line(files.metrics, {})
+        assert victim.read_text() == "mine"

@@ -2,11 +2,13 @@
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from canzona_cli.launch.outcome import unsaved
+from canzona_cli.launch.processes import kill_tree
 from canzona_cli.launch.stop import (
     Preempted,
     Requests,
@@ -112,3 +114,11 @@ def test_before_the_workers_start_an_older_checkpoint_decides(tmp_path: Path) ->
     save(files.checkpoints, 3)
     assert before_workers(files, Preempted()).exit_code == 75
     assert before_workers(files, KeyboardInterrupt()).exit_code == 130
+
+
+def test_a_child_that_ends_before_it_is_listed_needs_no_killing(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen(["sh", "-c", "exit 3"])
+    child.wait()
+    monkeypatch.setattr(child, "poll", lambda: None)  # as it was a moment before
+    kill_tree(child)
+    assert child.returncode == 3
