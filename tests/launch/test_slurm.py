@@ -1,6 +1,7 @@
 """What a run takes from a Slurm step, and the batch script it becomes."""
 
 import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,19 +99,17 @@ def test_a_step_of_another_shape_is_refused_with_the_srun_that_fits() -> None:
     assert adopt(run_config(gpus=4, nodes=1), replace(STEP, nodes=1, tasks=1)).config.cluster.rdzv_endpoint is None
 
 
-def test_machine_0_takes_another_port_when_its_own_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_0_takes_another_port_when_its_own_is_taken_and_has_a_name_that_others_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(slurm, "taken", lambda host, port: port % 2 == 1)
     endpoint = adopt(two_nodes(), replace(STEP, node_rank=0)).config.cluster.rdzv_endpoint
     assert int((endpoint or "").rpartition(":")[2]) % 2 == 0
     monkeypatch.setattr(slurm, "taken", lambda host, port: True)
     with pytest.raises(EnvironmentProblem, match="taken"):
         adopt(two_nodes(), replace(STEP, node_rank=0))
-
-
-def test_a_head_node_nobody_knows_is_refused() -> None:
-    with pytest.raises(EnvironmentProblem) as error:
+    with pytest.raises(EnvironmentProblem, match=r"no-such-host\.invalid"):
         adopt(two_nodes(), replace(STEP, node_list="no-such-host.invalid,n2"))
-    assert "no-such-host.invalid" in error.value.problems[0].reason
 
 
 @pytest.mark.parametrize(
@@ -121,15 +120,12 @@ def test_the_first_host_of_slurms_notation(node_list: str, host: str) -> None:
     assert first_host(node_list) == host
 
 
-def test_the_template_is_a_script_that_bash_reads() -> None:
-    subprocess.run(["bash", "-n"], input=template_text(), text=True, check=True)
-    assert "signal=USR2@180" in "".join(directives(template_text()))
-
-
 def test_a_script_says_what_was_asked_for_and_keeps_the_rest_of_the_template() -> None:
     options = JobOptions(time="1-00:00:00", partition="big,small", account="a.b", qos="q", array="0-3%2", requeues=5)
     script = render(two_nodes(device="cuda"), replace(options, signal_before=90), ["recipe=qwen3-tiny"])
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    for text in (script, template_text()):
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert "--signal=USR2@180" in directives(template_text())
     asked = directives(script)
     for directive in (
         *("--job-name=tiny", "--nodes=2", "--gpus-per-node=2", "--time=1-00:00:00", "--partition=big,small"),
@@ -151,24 +147,17 @@ def test_no_value_can_be_more_than_itself(field: str) -> None:
     for bad in BAD:
         with pytest.raises(ConfigError):
             check(JobOptions(**{field: bad}))  # type: ignore[arg-type]
-
-
-def test_every_bad_value_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as error:
-        check(JobOptions(time="soon", partition="a b", array="x", cpus_per_task=0, requeues=-1, signal_before=0))
-    keys = {problem.key for problem in error.value.problems}
-    assert keys == {"--time", "--partition", "--array", "--cpus-per-task", "--requeues", "--signal-before"}
+        check(JobOptions(**{field: BAD[0]}, cpus_per_task=0, requeues=-1, signal_before=0))  # type: ignore[arg-type]
+    assert len(error.value.problems) == 4, "every bad value is told at once"
 
 
 @pytest.mark.parametrize(
     ("time", "fits"), [("3", False), ("4", True), ("3:00", False), ("0:03:01", True), ("1-0", True)]
 )
 def test_a_time_limit_leaves_time_to_train(time: str, fits: bool) -> None:
-    if fits:
+    with nullcontext() if fits else pytest.raises(ConfigError, match="ends before"):
         check(JobOptions(time=time))
-    else:
-        with pytest.raises(ConfigError, match="ends before"):
-            check(JobOptions(time=time))
 
 
 def test_the_tasks_of_an_array_are_those_that_slurm_would_start() -> None:
@@ -199,7 +188,7 @@ def test_further_directives_are_added_as_they_are_and_only_as_one_each() -> None
         *("--time=1", "--nodes=4", "--gres=gpu:8", "--signal=TERM@9", "--exclusive", "--output=x", "--nod=4"),
     ],
 )
-def test_a_directive_that_is_none_or_contradicts_canzona_is_refused_with_what_to_write(directive: str) -> None:
+def test_a_directive_that_is_none_or_contradicts_canzona_is_refused_with_a_way_out(directive: str) -> None:
     with pytest.raises(ConfigError) as error:
         check(JobOptions(more=(directive, "--comment=x")))
     (problem,) = error.value.problems

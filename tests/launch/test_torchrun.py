@@ -8,11 +8,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.torchrun import LaunchCommand, build, worker_environment
 from tests.faults.support import run_config
@@ -72,45 +74,42 @@ def test_several_machines_pass_their_settings_through(tmp_path: Path) -> None:
     assert option(command, "--rdzv-backend") == "static"
     interface = command.environment.get("GLOO_SOCKET_IFNAME", "")
     assert not interface.startswith("lo"), "machines must not look for each other on loopback"
+    unset = build(run_config(gpus=16, nodes=2), tmp_path)
+    assert option(unset, "--node-rank") == torchrun.NODE_RANK_PLACEHOLDER
+    assert option(unset, "--rdzv-endpoint") == torchrun.ENDPOINT_PLACEHOLDER
+    assert option(unset, "--log-dir").endswith(f"node-{torchrun.NODE_RANK_PLACEHOLDER}")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_several_launchers_that_meet_on_loopback_stay_there(tmp_path: Path, host: str) -> None:
-    config = run_config(gpus=4, nodes=2)
-    cluster = replace(config.cluster, node_rank=1, rdzv_endpoint=f"{host}:29500", device="cuda")
-    command = build(replace(config, cluster=cluster), tmp_path)
-    assert option(command, "--rdzv-backend") == torchrun.LOOPBACK_BACKEND
-    assert option(command, "--rdzv-conf") == "rank=1"
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    assert [command.environment[name][:2] for name in names] == ["lo", "lo"]
+def on_cuda(**cluster: object) -> RunConfig:
+    config = run_config(gpus=4, nodes=2) if cluster else run_config()
+    return replace(config, cluster=replace(config.cluster, device="cuda", **cluster))  # type: ignore[arg-type]
 
 
-def test_between_machines_nccl_keeps_off_interfaces_that_lead_nowhere(tmp_path: Path) -> None:
-    config = run_config(gpus=4, nodes=2)
-    cluster = replace(config.cluster, node_rank=0, rdzv_endpoint="no-such-host.invalid:29500", device="cuda")
-    command = build(replace(config, cluster=cluster), tmp_path)
+def test_several_launchers_that_meet_on_loopback_stay_there_and_others_keep_off_it(tmp_path: Path) -> None:
+    for host in ("127.0.0.1", "localhost"):
+        command = build(on_cuda(node_rank=1, rdzv_endpoint=f"{host}:29500"), tmp_path)
+        assert option(command, "--rdzv-backend") == torchrun.LOOPBACK_BACKEND
+        assert option(command, "--rdzv-conf") == "rank=1"
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        assert [command.environment[name][:2] for name in names] == ["lo", "lo"]
+    command = build(on_cuda(node_rank=0, rdzv_endpoint="no-such-host.invalid:29500"), tmp_path)
     assert command.environment["NCCL_SOCKET_IFNAME"].startswith("^lo,docker,")
 
 
-def test_unset_addresses_of_several_machines_are_marked_placeholders(tmp_path: Path) -> None:
-    command = build(run_config(gpus=16, nodes=2), tmp_path)
-    assert option(command, "--node-rank") == torchrun.NODE_RANK_PLACEHOLDER
-    assert option(command, "--rdzv-endpoint") == torchrun.ENDPOINT_PLACEHOLDER
-    assert option(command, "--log-dir").endswith(f"node-{torchrun.NODE_RANK_PLACEHOLDER}")
-
-
 @pytest.mark.parametrize("style", ["line", "block"])
-def test_the_printed_command_is_the_command_also_with_awkward_paths(tmp_path: Path, style: str) -> None:
+def test_the_printed_command_is_the_command_also_with_awkward_paths(
+    tmp_path: Path, style: Literal["line", "block"]
+) -> None:
     run_dir = tmp_path / "a run's $(dir)"
     command = build(run_config(), run_dir)
-    shown = command.shell(style="block" if style == "block" else "line")
+    shown = command.shell(style=style)
     assert shlex.split(shown.replace("\\\n", ""))[-len(command.argv) :] == list(command.argv)
     # and a shell agrees: let it run a program that prints what it was given
     echo = LaunchCommand(
         argv=(sys.executable, "-c", "import os, sys; print(sys.argv[1:], os.environ['A'])", *command.argv[3:]),
         environment={"A": "b c"},
     )
-    text = echo.shell(style="block" if style == "block" else "line")
+    text = echo.shell(style=style)
     said = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=True).stdout
     assert said == f"{list(command.argv[3:])} b c\n"
 
@@ -124,8 +123,7 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_run_has_a_queue_for_every_stream_and_memory_that_grows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = run_config()
-    cuda = replace(config, cluster=replace(config.cluster, device="cuda"))
+    config, cuda = run_config(), on_cuda()
     found = worker_environment(cuda)
     assert int(found["CUDA_DEVICE_MAX_CONNECTIONS"]) == 32, "the most CUDA has"
     assert found["TORCH_NCCL_HIGH_PRIORITY"] == "1"
@@ -169,8 +167,7 @@ def test_ranks_are_bound_beside_their_gpus_where_that_cannot_fail(
     monkeypatch.setattr(torchrun, "_NUMA_NODES", tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: allowed)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if numactl else None)
-    config = run_config()
-    cuda = replace(config, cluster=replace(config.cluster, device="cuda"))
+    config, cuda = run_config(), on_cuda()
     command = build(cuda, tmp_path)
     assert command.argv[1:3] == ("-m", "torch.distributed.run"), "CUDA does not survive a fork"
     assert ("--numa-binding" in command.argv) == bound
@@ -182,25 +179,15 @@ def test_ranks_are_bound_beside_their_gpus_where_that_cannot_fail(
     assert "--numa-binding" not in build(config, tmp_path).argv
 
 
-def test_cpu_ranks_see_no_gpu_whatever_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    config = run_config()
-    assert worker_environment(config)["CUDA_VISIBLE_DEVICES"] == ""
-    cuda = replace(config, cluster=replace(config.cluster, device="cuda"))
-    assert "CUDA_VISIBLE_DEVICES" not in worker_environment(cuda)
-
-
-def test_gpu_ranks_have_the_nccl_backend_that_groups_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_variables_stay_but_cpu_ranks_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15's NCCL backend, unlike the older one, does not group collectives: it is switched off unless asked for."""
     monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
-    config = run_config()
-    cuda = replace(config, cluster=replace(config.cluster, device="cuda"))
+    config, cuda = run_config(), on_cuda()
     assert worker_environment(cuda)["TORCH_DIST_USE_NCCL2"] == "0"
     assert "TORCH_DIST_USE_NCCL2" not in worker_environment(config)
-    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "1")
+    for name, value in {"TORCH_DIST_USE_NCCL2": "1", "CUDA_VISIBLE_DEVICES": "0,1", "OMP_NUM_THREADS": "3"}.items():
+        monkeypatch.setenv(name, value)
     assert worker_environment(cuda)["TORCH_DIST_USE_NCCL2"] == "1"
-
-
-def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert worker_environment(run_config())["OMP_NUM_THREADS"] == "3"
-    assert os.environ["OMP_NUM_THREADS"] == "3"
+    assert "CUDA_VISIBLE_DEVICES" not in worker_environment(cuda)
+    assert worker_environment(config)["CUDA_VISIBLE_DEVICES"] == ""
+    assert worker_environment(config)["OMP_NUM_THREADS"] == os.environ["OMP_NUM_THREADS"] == "3"
