@@ -180,7 +180,7 @@ def test_ranks_are_bound_beside_their_gpus_where_that_cannot_fail(
 
 
 def test_the_users_variables_stay_but_cpu_ranks_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.15's NCCL backend, unlike the older one, does not group collectives: it is switched off unless asked for."""
+    """torch 2.15's NCCL backend does not group collectives, as the older one does: it is off unless asked for."""
     monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
     config, cuda = run_config(), on_cuda()
     assert worker_environment(cuda)["TORCH_DIST_USE_NCCL2"] == "0"

@@ -54,31 +54,20 @@ def test_a_manifest_comes_back_as_it_was_and_is_json() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [True, False, 0, 1, -(1 << 70), 1.0, 0.1, 5e-324, math.inf, -math.inf, None, "", "é\n\x00", "1"]
+    "value", [True, False, 0, 1, -(1 << 70), 1.0, 0.1, 5e-324, math.inf, -math.inf, math.nan, None, "", "é\n\x00", "1"]
 )
 def test_scalars_keep_their_value_and_their_type(value: Scalar) -> None:
-    found = parse_manifest(manifest_text(replace(MANIFEST, scalars={"x": value})).encode()).scalars["x"]
-    assert (found, type(found)) == (value, type(value))
-
-
-def test_a_scalar_that_is_not_a_number_stays_one() -> None:
-    found = parse_manifest(manifest_text(replace(MANIFEST, scalars={"x": math.nan})).encode()).scalars["x"]
-    assert isinstance(found, float)
-    assert math.isnan(found)
+    scalar = parse_manifest(manifest_text(replace(MANIFEST, scalars={"x": value})).encode()).scalars["x"]
+    assert (repr(scalar), type(scalar)) == (repr(value), type(value))
 
 
 def test_no_changed_bit_and_no_missing_byte_goes_unseen() -> None:
     text = manifest_text(MANIFEST).encode()
     for place in range(len(text)):
-        for bit in range(8):
-            changed = bytearray(text)
-            changed[place] ^= 1 << bit
+        flipped = (text[:place] + bytes([text[place] ^ 1 << bit]) + text[place + 1 :] for bit in range(8))
+        for damaged in (*flipped, text[:place], text[: place + 1] + text[place:]):
             with pytest.raises(ValueError, match="damaged"):
-                parse_manifest(bytes(changed))
-        with pytest.raises(ValueError, match="damaged"):
-            parse_manifest(text[:place])
-    with pytest.raises(ValueError, match="damaged"):
-        parse_manifest(text + b"\n")
+                parse_manifest(damaged)
 
 
 @pytest.mark.parametrize(
