@@ -100,9 +100,9 @@ def write_part(partial: Path, rank: int, shard: Shard) -> None:
         failed = error if isinstance(error, SaveFailed) else save_failed(path, error)
         with suppress(OSError):
             path.unlink(missing_ok=True)  # room for the part file that says so
-        said = {"error": failed.problems[0].reason, "fix": failed.problems[0].fix}
+        failure = {"error": failed.problems[0].reason, "fix": failed.problems[0].fix}
         try:
-            _write_whole(part_path(partial, rank), json.dumps(said).encode())
+            _write_whole(part_path(partial, rank), json.dumps(failure).encode())
         except OSError:
             with suppress(OSError):  # a full disk often has room for an empty file
                 _wordless_path(partial, rank).touch()
@@ -199,10 +199,10 @@ def _wordless_path(partial: Path, rank: int) -> Path:
 def save_failed(path: Path, error: BaseException) -> SaveFailed:
     """The error as the user reads it; `path` is what could not be written."""
     if isinstance(error, OSError):
-        said, fix = f"cannot be written: {error.strerror or error}", _FIXES.get(error.errno, "")
+        reason, fix = f"cannot be written: {error.strerror or error}", _FIXES.get(error.errno, "")
     else:
-        said, fix = f"cannot be written: {type(error).__name__}: {error}", ""
-    return SaveFailed(Problem(key="checkpoint", value=path, reason=said, fix=fix))
+        reason, fix = f"cannot be written: {type(error).__name__}: {error}", ""
+    return SaveFailed(Problem(key="checkpoint", value=path, reason=reason, fix=fix))
 
 
 def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, dict[str, Any]]:

@@ -38,15 +38,15 @@ from canzona_cli.optimizers.muon_facts import DISTRUSTED
 
 MASTER: Final = "master"
 GROUP: Final = "group:"
-"""Begins the key of what an optimizer counts for all its matrices."""
+"""The prefix of keys that hold numbers of a whole parameter group."""
 ELEMENTWISE: Final = ("adamw", "muon")
 """Optimizers whose state is elementwise, so that it can be cut and put together differently."""
 RANDOM: Final = "random."
-"""Begins the name of a rank's random states."""
+"""The prefix of the names of a rank's random states."""
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""State with an element for each of the weight, whoever updates it."""
+"""The keys of state that has an element for each element of the weight."""
 _ORTHOGONALISED: Final = ("muon", "normuon")
-"""Optimizers that may come to doubt the Gram form."""
+"""The optimizers that may stop trusting the Gram form for a matrix."""
 _RANDOM_TYPES: Final = ("U8", "I64", "F64")
 _LAYER: Final = re.compile(r"layers\.(\d+)\.\S+")
 _HEAD: Final = re.compile(r"[qkv]\.(\d+)")
@@ -54,7 +54,7 @@ _HEAD: Final = re.compile(r"[qkv]\.(\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """One checkpoint, every byte of it read, and its tables compared with its model."""
+    """A checkpoint whose bytes have all been hashed and whose tables have been compared with its model."""
 
     found: Found
     bytes: int
@@ -66,7 +66,7 @@ class Verified:
 
 
 def content_problems(folder: Path, manifest: Manifest, model: ModelConfig) -> list[Problem]:
-    """Lists what is wrong with the tables of a checkpoint's manifest, an entry each; opens nothing."""
+    """Lists what is wrong with the tables of a checkpoint's manifest; opens no other file."""
     reasons = list(_reasons(manifest, model))
     if not reasons:
         return []
@@ -84,8 +84,8 @@ def _reasons(manifest: Manifest, model: ModelConfig) -> Iterator[str]:
             yield f"tensors.{stored}: {wrong}"
         elif tensor.piece is not None:
             pieces[whole].append(tensor.piece)
-    for whole, found in pieces.items():
-        if whole in manifest.tensors or not _tiled(found, *_rectangle(whole_shape(whole.rpartition("/")[0], model))):
+    for whole, parts in pieces.items():
+        if whole in manifest.tensors or not _tiled(parts, *_rectangle(whole_shape(whole.rpartition("/")[0], model))):
             yield f"tensors.{whole}: its pieces overlap, or leave gaps"
     for stored, value in manifest.scalars.items():
         if wrong := _wrong_scalar(stored, value, manifest):
@@ -99,10 +99,10 @@ def _wrong_tensor(name: str, field: str, tensor: StoredTensor, manifest: Manifes
     if not _in_model(name, model):
         return "the model has nothing of that name"
     shape = whole_shape(name, model)
-    own = _own_optimizers(name, manifest.optimizer)
-    if field != MASTER and own is None:
+    owner = _own_optimizers(name, manifest.optimizer)
+    if field != MASTER and owner is None:
         return ""
-    if field not in (MASTER, *_MOMENTS) and own != "matrix":
+    if field not in (MASTER, *_MOMENTS) and owner != "matrix":
         return "no optimizer keeps that"
     if tensor.dtype != "F32":
         return f"it is {tensor.dtype}, and all that is kept of a weight is F32"
@@ -138,7 +138,7 @@ def _in_model(name: str, model: ModelConfig) -> bool:
 
 
 def _rectangle(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns; a vector is one row."""
+    """Returns rows and columns; a vector is one row."""
     return (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])
 
 
@@ -185,7 +185,7 @@ def _words(tensor: StoredTensor) -> str:
 
 
 def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
-    """Reads what a checkpoint says of itself, and the run it is of; only the headers of big files are read.
+    """Reads a checkpoint's manifest and the settings of its run; of big files only the headers.
 
     Raises:
         CheckpointInvalid: it is damaged, or holds what no run of its model saves, as far as that shows.
@@ -193,13 +193,13 @@ def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
     manifest = read_manifest(checkpoint)
     inputs = ("config.yaml", "layout.json")
     damaged = [verify_file(checkpoint, name, manifest.files[name]) for name in inputs if name in manifest.files]
-    found = [problem for problem in damaged if problem is not None]
-    found += [
+    problems = [problem for problem in damaged if problem is not None]
+    problems += [
         Problem(key=f"{checkpoint.name}/{name}", reason="the manifest does not list this file")
         for name in inputs
         if name not in manifest.files
     ]
-    refuse(found, CheckpointInvalid)
+    refuse(problems, CheckpointInvalid)
     with of_checkpoint(checkpoint):
         saved = load_resolved(checkpoint / "config.yaml")
     wrong = table_problems(checkpoint, manifest, [*manifest.files])
@@ -221,7 +221,7 @@ def of_checkpoint(checkpoint: Path) -> Iterator[None]:
 
 
 def saved_config(folder: Path, manifest: Manifest) -> RunConfig | None:
-    """The settings a checkpoint was written with; None where they cannot be read or are not those of the manifest."""
+    """Reads the settings of the run that saved it; None if they cannot be read or do not match the manifest."""
     entry = manifest.files.get("config.yaml")
     if entry is None or verify_file(folder, "config.yaml", entry) is not None:
         return None
@@ -240,15 +240,15 @@ def verify_chosen(chosen: Chosen, on_bytes: OnBytes) -> tuple[tuple[Verified, ..
     Raises:
         CheckpointInvalid: all have been removed.
     """
-    verified = {found.name: _verified(found, on_bytes) for found in chosen.found}
-    left = tuple(checkpoint for checkpoint in verified.values() if checkpoint is not None)
-    removed = tuple(name for name, checkpoint in verified.items() if checkpoint is None)
+    verified = {checkpoint.name: _verified(checkpoint, on_bytes) for checkpoint in chosen.found}
+    left = tuple(result for result in verified.values() if result is not None)
+    removed = tuple(name for name, result in verified.items() if result is None)
     if not left:
         raise CheckpointInvalid(*(Problem(key=name, reason="has been removed meanwhile") for name in removed))
     return left, removed
 
 
-def _verified(found: Found, on_bytes: OnBytes) -> Verified | None:
+def _verified(checkpoint: Found, on_bytes: OnBytes) -> Verified | None:
     """Hashes all files of a checkpoint; None if it is removed meanwhile."""
     counts: list[int] = []  # appending is safe from several threads
     began = time.perf_counter()
@@ -259,15 +259,15 @@ def _verified(found: Found, on_bytes: OnBytes) -> Verified | None:
 
     foreign: tuple[str, ...] = ()
     try:
-        manifest, problems = verify(found.path, on_bytes=count)
-        foreign = foreign_files(found.path, manifest)
-        if (config := saved_config(found.path, manifest)) is not None:
-            problems += content_problems(found.path, manifest, config.model)
+        manifest, problems = verify(checkpoint.path, on_bytes=count)
+        foreign = foreign_files(checkpoint.path, manifest)
+        if (config := saved_config(checkpoint.path, manifest)) is not None:
+            problems += content_problems(checkpoint.path, manifest, config.model)
     except FileNotFoundError:
         return None
     except CheckpointInvalid as error:
         problems = list(error.problems)
-    if not found.path.exists():
+    if not checkpoint.path.exists():
         return None
     seconds = time.perf_counter() - began
-    return Verified(found=found, bytes=sum(counts), seconds=seconds, problems=tuple(problems), foreign=foreign)
+    return Verified(found=checkpoint, bytes=sum(counts), seconds=seconds, problems=tuple(problems), foreign=foreign)

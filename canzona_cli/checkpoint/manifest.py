@@ -25,7 +25,7 @@ READABLE: Final = (1, VERSION)
 """Versions of a manifest that can be read. In version 1 every tensor was whole."""
 MANIFEST: Final = "manifest.json"
 NO_OPTIMIZER: Final = "none"
-"""`Header.optimizer` of weights that no run has saved: masters, and no state beside them."""
+"""The `Header.optimizer` of imported weights: masters without optimizer state."""
 
 ITEM_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
@@ -33,7 +33,7 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("I64", "U64", "F64"), 8),
 }
-"""Bytes of an element, by safetensors' name of its type."""
+"""The bytes of an element, by safetensors' name of its type."""
 
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
@@ -53,20 +53,20 @@ class LossMemory:
     smooth: Finite | None = None
     """Exponential mean of the last steps."""
     best: Finite | None = None
-    """The least that mean has been."""
+    """The lowest value of that mean so far."""
     excess: Finite = 0.0
     """The sum of the amounts by which losses have been too high, in limits."""
     since: CountOrZero = 0
-    """The first step of that."""
+    """The first step at which the loss was too high."""
     first_validation: Finite | None = None
     sound: CountOrZero = 0
     """The step of the last validation that was not worse than the first."""
     worse: CountOrZero = 0
-    """Validations since, which were."""
+    """The number of validations since then, all of which were worse."""
     usual: tuple[Finite, ...] = ()
     """Recent losses that are part of no spike."""
     high: tuple[Finite, ...] = ()
-    """Losses of the spike that goes on."""
+    """The losses of the spike that has not ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Progress:
 
     step: CountOrZero
     samples: CountOrZero
-    """Sequences consumed; where the data order goes on."""
+    """The number of sequences consumed: the place in the data order."""
     tokens: Annotated[int, Range(at_least=0, at_most=10**18)]
     skipped: CountOrZero = 0
     """Steps so far that changed nothing because their gradients were not finite."""
@@ -109,7 +109,7 @@ class Piece:
         return self.end - self.start
 
     def name(self, field: str) -> str:
-        """The name it is stored under: `layers.3.q/master@0.0.512`."""
+        """Returns the name it is stored under: `layers.3.q/master@0.0.512`."""
         return f"{self.unit}/{field}@{self.row}.{self.col}.{self.start}"
 
 
@@ -125,7 +125,7 @@ class StoredTensor:
     """The part of the whole that it is, flat; None if it is the whole."""
 
     def whole(self, stored: str) -> str:
-        """Name of the whole tensor, `layers.3.q/master`, by the name that this one is stored under."""
+        """Returns the name of the whole tensor, `layers.3.q/master`, from the name that this one is stored under."""
         return stored if self.piece is None else stored.rpartition("@")[0]
 
 
@@ -167,12 +167,12 @@ class Buffer:
     dtype: str
     shape: tuple[int, ...]
     data: memoryview | Callable[[], Iterator[memoryview]]
-    """Unsigned bytes, or what reads them piece by piece when they are to be written."""
+    """The unsigned bytes, or a function that reads them piece by piece while they are written."""
     piece: Piece | None = None
     """The piece of the `StoredTensor` it becomes."""
 
     def pieces(self) -> Iterator[memoryview]:
-        """Its bytes; a piece is good until the next is asked for."""
+        """Yields its bytes; each view is valid until the next one is requested."""
         return self.data() if callable(self.data) else iter((self.data,))
 
 
@@ -185,12 +185,12 @@ class Shard:
 
 
 def step_name(step: int) -> str:
-    """`step-00000030`; sorts by step below a hundred million."""
+    """Returns the name of a step's checkpoint, `step-00000030`; names sort by step below a hundred million."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint's name; None for any other name."""
+    """Returns the step of a checkpoint's name; None for any other name."""
     match = _STEP.fullmatch(name)
     if match is None or step_name(step := int(match[1])) != name:
         return None
@@ -198,7 +198,7 @@ def step_of(name: str) -> int | None:
 
 
 def hidden_name(name: str) -> tuple[str, str] | None:
-    """The checkpoint and the state (`partial`, `replaced`, `removed`) of a hidden folder; None for any other name."""
+    """Returns checkpoint and state (`partial`, `replaced`, `removed`) of a hidden folder; None for any other name."""
     match = _HIDDEN.fullmatch(name)
     return None if match is None or step_of(match[1]) is None else (match[1], match[2])
 
@@ -219,12 +219,12 @@ def removed_path(checkpoint: Path) -> Path:
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor."""
+    """Returns the bytes of a tensor."""
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The text of `manifest.json`. Infinite scalars appear as Python and JavaScript call them."""
+    """Writes the text of `manifest.json`. Infinite scalars appear as Python and JavaScript spell them."""
     values: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     tables = [_table(name, values.pop(name)) for name in ("files", "tensors", "scalars")]
     lines = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in values.items()]
@@ -278,8 +278,8 @@ def _check(manifest: Manifest) -> None:
         if not _fits(name, tensor):
             raise ValueError(f"tensors.{name}: it is no piece of a tensor")
         held[tensor.file] += tensor_bytes(tensor.dtype, tensor.shape)
-    for name, wanted in held.items():
-        if wanted > manifest.files[name].bytes:
+    for name, needed in held.items():
+        if needed > manifest.files[name].bytes:
             raise ValueError(f"files.{name}: smaller than the tensors it should contain")
 
 

@@ -1,4 +1,4 @@
-"""Every random state of a rank as tensors, so that what is drawn after resuming is what would have been drawn."""
+"""The random states of a rank as tensors, so that a resumed run draws the numbers an unbroken one would draw."""
 
 import random
 
@@ -12,34 +12,34 @@ _MEGATRON = "megatron."
 
 
 def random_states() -> dict[str, torch.Tensor]:
-    """States of torch on host and device, Megatron's tracker, Python and numpy, as host tensors."""
+    """Copies the random states of torch (host and device), Megatron's tracker, Python and numpy to host tensors."""
     version, words, gauss = random.getstate()
     assert version == _PYTHON_VERSION
-    found = {
+    states = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
     }
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert kind == "MT19937"
-    found["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
-    found["numpy_gauss"] = torch.tensor([cached], dtype=torch.float64)
+    states["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
+    states["numpy_gauss"] = torch.tensor([cached], dtype=torch.float64)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["cuda"] = torch.cuda.get_rng_state()
-    found |= {f"{_MEGATRON}{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
-    return found
+        states["cuda"] = torch.cuda.get_rng_state()
+    states |= {f"{_MEGATRON}{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+    return states
 
 
 def check_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Compare `states` with this process's own, and set generators to them that nobody uses.
+    """Compares `states` with those of this process, and tries them on generators that nobody uses.
 
     Raises:
         Exception: of whatever kind: they are no such states. Megatron's are of another length on another device.
     """
-    for name, own in random_states().items():
+    for name, current in random_states().items():
         if name != "cuda" and not name.startswith(_MEGATRON):
-            found = states[name]
-            if found.dtype != own.dtype or (found.shape != own.shape and name != "python_gauss"):
+            state = states[name]
+            if state.dtype != current.dtype or (state.shape != current.shape and name != "python_gauss"):
                 raise ValueError(f"{name} is no state of a random generator")
     torch.Generator().set_state(states["torch"])
     random.Random().setstate(_of_python(states))
@@ -47,7 +47,7 @@ def check_random_states(states: dict[str, torch.Tensor]) -> None:
 
 
 def set_random_states(states: dict[str, torch.Tensor]) -> None:
-    """The inverse of `random_states`; a device's state is left out where there is no such device."""
+    """Restores what `random_states` copied; skips a device's state if there is no such device."""
     torch.set_rng_state(states["torch"])
     random.setstate(_of_python(states))
     np.random.set_state(_of_numpy(states))

@@ -29,7 +29,7 @@ class _Source:
 
 
 class Reader:
-    """Reads parts of units, whatever tensors they are stored in. Maps files and reads only what is asked for."""
+    """A reader of parts of units, whatever tensors they are stored in. It maps files and reads only what is needed."""
 
     def __init__(self, folder: Path, manifest: Manifest, model: ModelConfig) -> None:
         self._folder, self._manifest, self.model = folder, manifest, model
@@ -62,15 +62,15 @@ class Reader:
         self.unmap()
 
     def unmap(self) -> None:
-        """Let go of the files, as what was read of them counts as this process' memory. Reading opens them again."""
+        """Closes the files, because their pages count as this process's memory. Reading opens them again."""
         self._files.clear()
 
     def fields(self, name: str) -> list[str]:
-        """Scalars stored under a name; none if there is no such name."""
+        """Lists the fields stored under a name; empty if there is no such name."""
         return self._fields.get(name, [])
 
     def unit_fields(self, unit: str) -> list[str]:
-        """Reads the fields of a unit, whatever it is stored in.
+        """Lists the fields of the tensor that a unit is stored in.
 
         Raises:
             CheckpointInvalid: it is not stored.
@@ -78,7 +78,7 @@ class Reader:
         return self.fields(self._stored(unit)[0].name)
 
     def whole(self, name: str, field: str) -> torch.Tensor:
-        """A stored tensor as it is.
+        """Reads a stored tensor as it is.
 
         Raises:
             CheckpointInvalid: it is not stored, or not all of it.
@@ -91,7 +91,7 @@ class Reader:
         return self._sound(name, field, tensor)
 
     def master(self, unit: str) -> torch.Tensor:
-        """A whole unit's fp32 weight, of its own shape, whatever it is stored in.
+        """Reads a unit's whole fp32 weight in its own shape.
 
         Raises:
             CheckpointInvalid: a part of it is not stored, or it is not finite.
@@ -102,7 +102,7 @@ class Reader:
         return self.region(unit, MASTER, row=0, rows=shape[0], col=0, cols=shape[1])
 
     def master_rows(self, unit: str, rows: range) -> torch.Tensor:
-        """Rows of a unit's fp32 weight, or elements of a vector, whatever it is stored in.
+        """Reads rows of a unit's fp32 weight, or elements of a vector.
 
         Raises:
             CheckpointInvalid: as of `master`.
@@ -113,12 +113,12 @@ class Reader:
         return self.region(unit, MASTER, row=rows.start, rows=len(rows), col=0, cols=shape[1])
 
     def region(self, unit: str, field: str, *, row: int, rows: int, col: int, cols: int) -> torch.Tensor:
-        """A rectangle of a unit, (rows, cols), on the host.
+        """Reads a rectangle of a unit, (rows, cols), to the host.
 
         Raises:
             CheckpointInvalid: a part of it is not stored.
         """
-        found = torch.empty(rows, cols)
+        region = torch.empty(rows, cols)
         missing = rows
         for source in self._stored(unit):
             block = source.block
@@ -126,30 +126,30 @@ class Reader:
             if first >= last:
                 continue
             at = block.row + first - block.unit_row
-            found[first - row : last - row] = self._rows(source.name, field, at, last - first)[:, col : col + cols]
+            region[first - row : last - row] = self._rows(source.name, field, at, last - first)[:, col : col + cols]
             missing -= last - first
         if missing:
             raise CheckpointInvalid(lacking(f"{unit}/{field}"))
-        return self._sound(unit, field, found)
+        return self._sound(unit, field, region)
 
     def step(self, unit: str) -> float | None:
-        """Steps AdamW had made of a unit."""
-        found = self.scalars(unit).get("step")
-        return float(found) if isinstance(found, int | float) else None
+        """Returns how many steps AdamW has made with a unit."""
+        steps = self.scalars(unit).get("step")
+        return float(steps) if isinstance(steps, int | float) else None
 
     def scalars(self, name: str) -> dict[str, Scalar]:
-        """State other than tensors, by key."""
+        """Returns state other than tensors, by key."""
         return self._scalars.get(name, {})
 
     def marks(self, units: Iterable[str]) -> dict[str, Scalar]:
-        """`distrusted`, the most of any whole that has a part of one of these units, whatever they are stored in.
+        """Returns the largest `distrusted` of the tensors that these units are stored in.
 
         Raises:
             CheckpointInvalid: one is not stored.
         """
         wholes = {source.name for unit in units for source in self._stored(unit)}
-        found = [value for name in wholes if isinstance(value := self.scalars(name).get(DISTRUSTED), int)]
-        return {DISTRUSTED: max(found)} if found else {}
+        marks = [value for name in wholes if isinstance(value := self.scalars(name).get(DISTRUSTED), int)]
+        return {DISTRUSTED: max(marks)} if marks else {}
 
     def random_states(self, rank: int) -> dict[str, torch.Tensor]:
         """Reads the random states of a rank of the run that saved."""
@@ -157,11 +157,11 @@ class Reader:
         return {field: self.whole(name, field) for field in self.fields(name)}
 
     def problem(self, reason: str) -> Problem:
-        """Something that is stored and cannot be used."""
+        """Returns the problem of something that is stored and cannot be used."""
         return problem_of(self._folder, MANIFEST, reason)
 
     def _sound(self, name: str, field: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, if training can go on with it: weights are finite, and no optimizer of ours keeps NaN."""
+        """Returns the tensor if training can resume with it: weights are finite, and our optimizers keep no NaN."""
         if field == MASTER and tensor.numel() and all(bound.isfinite() for bound in torch.aminmax(tensor)):
             return tensor  # without what isfinite() needs: another tensor as large
         bad = ~tensor.isfinite() if field == MASTER else tensor.isnan()
@@ -188,21 +188,21 @@ class Reader:
         return part
 
     def _from_pieces(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
-        """Rows of a unit that is stored in pieces, (rows, columns)."""
+        """Reads rows of a unit that is stored in pieces, (rows, columns)."""
         shape = unit_shape(name, self.model)
-        found = torch.empty(rows, shape[-1])
-        missing = found.numel()
+        region = torch.empty(rows, shape[-1])
+        missing = region.numel()
         for stored, piece in self._pieces[f"{name}/{field}"]:
             first = max(piece.start, (row - piece.row) * piece.cols)
             last = min(piece.end, (row + rows - piece.row) * piece.cols)
             if first < last and piece.col + piece.cols <= shape[-1]:
-                wanted = trimmed(replace(piece, row=piece.row - row, start=first, end=last))
+                part = trimmed(replace(piece, row=piece.row - row, start=first, end=last))
                 data: torch.Tensor = self._open(stored).get_slice(stored)[first - piece.start : last - piece.start]  # type: ignore[no-untyped-call]
-                paste(found, wanted, data)
-                missing -= wanted.elements
+                paste(region, part, data)
+                missing -= part.elements
         if missing:
             raise CheckpointInvalid(lacking(f"{name}/{field}"))
-        return found
+        return region
 
     def _open(self, stored: str) -> safe_open:
         if stored not in self._manifest.tensors:
@@ -214,7 +214,7 @@ class Reader:
 
 
 def lacking(what: str) -> Problem:
-    """Something that a checkpoint of the model would have."""
+    """Returns the problem of a name that a checkpoint of this model would have."""
     reason = "the checkpoint does not have it: it was written by another model or optimizer"
     fix = "resume with the recipe that the run was started with, or start a new run with run.dir=DIR"
     return Problem(key="checkpoint.resume", value=what, reason=reason, fix=fix)
@@ -237,7 +237,7 @@ def cut(region: torch.Tensor, piece: Piece, out: torch.Tensor) -> None:
 
 
 def trimmed(piece: Piece) -> Piece:
-    """The same elements, of the rectangle's rows that have any of them."""
+    """Returns the same elements as a piece of only those rows that hold some of them."""
     above = piece.start // piece.cols
     return replace(
         piece,
@@ -249,7 +249,7 @@ def trimmed(piece: Piece) -> Piece:
 
 
 def _runs(whole: torch.Tensor, piece: Piece, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A flat piece as at most three rectangles (end of a row, whole rows, beginning of a row), each with its data."""
+    """Splits a flat piece into at most three rectangles (end of a row, whole rows, start of a row), with their data."""
     rectangle = whole[piece.row : piece.row + piece.rows, piece.col : piece.col + piece.cols]
     cols, position = piece.cols, 0
     flat = data.reshape(-1)

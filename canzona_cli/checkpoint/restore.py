@@ -42,17 +42,17 @@ def verify_together(world: World, folder: Path) -> Manifest:
     """
     with together(world, folder):
         manifest = read_manifest(folder)
-        own = sorted(manifest.files)[world.rank :: world.world_size]
-        hashed = [verify_file(folder, name, manifest.files[name]) for name in own]
+        names = sorted(manifest.files)[world.rank :: world.world_size]
+        hashed = [verify_file(folder, name, manifest.files[name]) for name in names]
         problems = [problem for problem in hashed if problem is not None]
-        if problems or (problems := table_problems(folder, manifest, own)):
+        if problems or (problems := table_problems(folder, manifest, names)):
             raise CheckpointInvalid(*problems)
     return manifest
 
 
 @torch.no_grad()
 def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only: bool = False) -> None:
-    """Weights, masters, optimizer state, schedule and random states, as they were when the checkpoint was taken.
+    """Restores weights, masters, optimizer state, schedule and random states from a checkpoint.
 
     Random states are a rank's own: with another number of ranks they stay as they are after start-up. Collective.
 
@@ -67,7 +67,7 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
         refuse(shortened(content_problems(folder, manifest, config.model)), CheckpointInvalid)
     with together(world, folder), Reader(folder, manifest, config.model) as reader:
         pieces = held_pieces(held(trainee.optimizer, trainee.chunks), config.model, world) + shared_pieces(trainee)
-        for _, of_one in groupby(pieces, key=lambda found: id(found.held)):
+        for _, of_one in groupby(pieces, key=lambda piece: id(piece.held)):
             _restore_held(list(of_one), reader, weights_only=weights_only)
         if isinstance(trainee.optimizer, CanzonaOptimizer):
             _restore_matrices(trainee.optimizer.matrices, reader, manifest, weights_only=weights_only)
@@ -108,40 +108,40 @@ def together(world: World, folder: Path) -> Iterator[None]:
         reason = f"rank {world.rank} cannot read it: {type(error).__name__}: {error}"
         problems.append(problem_of(folder, MANIFEST, reason))
     everyone = gather(_Problems(problems=tuple(problems)))
-    if found := {(problem.key, problem.reason): problem for theirs in everyone for problem in theirs.problems}:
-        raise CheckpointInvalid(*found.values())
+    if distinct := {(problem.key, problem.reason): problem for theirs in everyone for problem in theirs.problems}:
+        raise CheckpointInvalid(*distinct.values())
 
 
 def _restore_held(pieces: list[HeldPiece], reader: Reader, *, weights_only: bool) -> None:
-    """A master and its state from the parts of units it consists of."""
+    """Restores a master and its state from the parts of units it consists of."""
     item = pieces[0].held
     unit = pieces[0].piece.unit
     fields = [MASTER] if weights_only else reader.unit_fields(unit)
     if MASTER not in fields:
         raise CheckpointInvalid(lacking(f"{unit}/{MASTER}"))
     if isinstance(item, HeldFragment) and isinstance(item.optimizer, MatrixOptimizer):
-        kept = {MASTER: None, **(item.optimizer.kept(item.master) or {})}
-        if foreign := sorted(set(fields) - kept.keys()):
+        expected = {MASTER: None, **(item.optimizer.kept(item.master) or {})}
+        if foreign := sorted(set(fields) - expected.keys()):
             raise CheckpointInvalid(reader.problem(f"{unit}: {foreign[0]} is nothing that its optimizer keeps"))
     read = {field: torch.empty(item.master.numel()) for field in fields}
-    for found in pieces:
-        piece = found.piece
+    for part in pieces:
+        piece = part.piece
         first, last = piece.start // piece.cols, -(-piece.end // piece.cols)
         for field, target in read.items():
             region = reader.region(
                 piece.unit, field, row=piece.row + first, rows=last - first, col=piece.col, cols=piece.cols
             )
-            cut(region, piece, target[found.offset : found.offset + piece.elements])
+            cut(region, piece, target[part.offset : part.offset + piece.elements])
     item.master.copy_(read.pop(MASTER).view(item.master.shape))
     step = None if weights_only else reader.step(unit)
     if read or step is not None:
         item.replace_state({key: value.to(item.master.device) for key, value in read.items()}, step)
     if isinstance(item, HeldFragment) and not weights_only:
-        item.replace_marks(reader.marks(found.piece.unit for found in pieces))
+        item.replace_marks(reader.marks(part.piece.unit for part in pieces))
 
 
 def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Manifest, *, weights_only: bool) -> None:
-    """The matrices canzona updates here."""
+    """Restores the matrices that canzona updates on this rank."""
     state: dict[str, Mapping[str, object]] = {}
     problems: list[Problem] = []
     for group in optimizer.groups:
@@ -149,8 +149,8 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
             fields, held_master = reader.fields(matrix.name), optimizer.masters[matrix.index]
             scalars = reader.scalars(matrix.name)
             if fields:
-                wanted = [MASTER] if weights_only else fields
-                tensors = {field: reader.whole(matrix.name, field) for field in wanted}
+                selected = [MASTER] if weights_only else fields
+                tensors = {field: reader.whole(matrix.name, field) for field in selected}
             elif weights_only or manifest.optimizer in ELEMENTWISE:
                 tensors, scalars = _from_units(matrix, reader, weights_only=weights_only)
             else:
@@ -171,8 +171,8 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
             if wrong := unlike(group.optimizer, held_master, tensors, counts, shared):
                 problems.append(reader.problem(f"{matrix.name}: {wrong}"))
                 continue
-            kept = {key: tensor.to(held_master.device) if tensor.dim() else tensor for key, tensor in tensors.items()}
-            state[matrix.name] = {"master": master, "state": {**kept, **counts}, "group": shared}
+            moved = {key: tensor.to(held_master.device) if tensor.dim() else tensor for key, tensor in tensors.items()}
+            state[matrix.name] = {"master": master, "state": {**moved, **counts}, "group": shared}
     refuse(problems, CheckpointInvalid)
     if not weights_only:
         optimizer.load_state_dict(state)
@@ -185,7 +185,7 @@ def unlike(
     counts: Mapping[str, Scalar],
     shared: Mapping[str, Scalar],
 ) -> str:
-    """Says how a matrix's stored state differs from its optimizer's; empty if it does not, or if none is stored.
+    """Says how the stored state of a matrix differs from its optimizer's; empty if it matches or none is stored.
 
     Args:
         tensors, counts: of the matrix, without its master.
@@ -199,21 +199,21 @@ def unlike(
     if expected is None or not (tensors or counts.keys() & expected.keys()):
         return ""
     for key in sorted(expected.keys() | tensors.keys()):
-        shape, found = expected.get(key), tensors.get(key)
+        shape, stored = expected.get(key), tensors.get(key)
         if shape is None and key in expected:
             if not isinstance(counts.get(key), int):
                 return f"{key} is no number of steps"
-        elif shape is None or found is None:
-            return f"{key} is {'missing' if found is None else 'nothing that its optimizer keeps'}"
-        elif found.dtype != torch.float32 or found.shape != shape:
-            return f"{key} is {found.dtype} {tuple(found.shape)}, and its optimizer keeps fp32 {shape}"
+        elif shape is None or stored is None:
+            return f"{key} is {'missing' if stored is None else 'nothing that its optimizer keeps'}"
+        elif stored.dtype != torch.float32 or stored.shape != shape:
+            return f"{key} is {stored.dtype} {tuple(stored.shape)}, and its optimizer keeps fp32 {shape}"
     return ""
 
 
 def _from_units(
     matrix: Matrix, reader: Reader, *, weights_only: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
-    """State and marks of a matrix that was split differently when it was saved."""
+    """Assembles state and marks of a matrix that was split differently when it was saved."""
     model = reader.model
     blocks = stored_blocks(matrix.name, (matrix.rows, matrix.cols), model)
     tensors = {}
@@ -237,7 +237,7 @@ def _other_splitting(matrix: Matrix, manifest: Manifest) -> Problem:
 
 @torch.no_grad()
 def load_weights(model: Model, folder: Path, manifest: Manifest) -> None:
-    """Every parameter of this rank from its master, rounded as training rounds it. Collective.
+    """Loads every parameter of this rank from its master, rounded as training rounds it. Collective.
 
     Raises:
         CheckpointInvalid: on all ranks together: a weight is not in it, or is no number.

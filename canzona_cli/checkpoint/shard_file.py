@@ -18,7 +18,7 @@ from blake3 import blake3
 from canzona_cli.checkpoint.manifest import ITEM_BYTES, Buffer, StoredFile, StoredTensor, tensor_bytes
 
 LARGEST_HEADER: Final = 100_000_000
-"""Bytes; safetensors' own limit."""
+"""The limit of safetensors itself, in bytes."""
 
 _ALIGNMENT = 64
 _CHUNK = 8 << 20
@@ -70,9 +70,9 @@ def _item_bytes(name: str, buffer: Buffer) -> int:
 
 
 def _check_size(name: str, buffer: Buffer, size: int) -> None:
-    wanted = tensor_bytes(buffer.dtype, buffer.shape)
-    if size != wanted:
-        raise ValueError(f"{name}: {buffer.dtype} {tuple(buffer.shape)} has {wanted} bytes, not {size}")
+    expected = tensor_bytes(buffer.dtype, buffer.shape)
+    if size != expected:
+        raise ValueError(f"{name}: {buffer.dtype} {tuple(buffer.shape)} has {expected} bytes, not {size}")
 
 
 def _check_flat(name: str, data: memoryview) -> None:
@@ -89,7 +89,7 @@ def _add(name: str, buffer: Buffer, written: "_Written") -> None:
 
 
 def _header(ordered: Mapping[str, Buffer], metadata: Mapping[str, str] | None) -> memoryview:
-    """The length and the JSON behind it, padded so that the first tensor is aligned."""
+    """Writes the length and the JSON after it, padded so that the first tensor is aligned."""
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for name, buffer in ordered.items():
@@ -102,7 +102,7 @@ def _header(ordered: Mapping[str, Buffer], metadata: Mapping[str, str] | None) -
 
 
 class _Written:
-    """A file as far as it is written and hashed."""
+    """A file that is being written and hashed."""
 
     def __init__(self, descriptor: int, beside: ThreadPoolExecutor) -> None:
         self.hasher, self.bytes = blake3(), 0
@@ -143,7 +143,7 @@ def _chunks(data: memoryview) -> Iterator[memoryview]:
 
 
 def read_table(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], int]:
-    """Names, types and shapes of the tensors in a safetensors file, by its header alone, and the bytes it should have.
+    """Reads names, types and shapes of a safetensors file's tensors from its header, and the size it should have.
 
     Raises:
         OSError: it cannot be read.
@@ -151,7 +151,7 @@ def read_table(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], int]
     """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("not a safetensors file: it is no plain file")
+            raise ValueError("not a safetensors file: it is not a regular file")
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
         if not 0 <= length <= min(LARGEST_HEADER, os.fstat(file.fileno()).st_size - 8):
@@ -171,8 +171,8 @@ def read_table(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], int]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError("not a safetensors file: its header cannot be read") from None
     end = 0
-    for start, stop, wanted in spans:
-        if start != end or stop - start != wanted:
+    for start, stop, expected in spans:
+        if start != end or stop - start != expected:
             raise ValueError("not a safetensors file: its tensors overlap or leave gaps")
         end = stop
     return table, 8 + length + end

@@ -66,7 +66,7 @@ class Writers:
 
 
 class Snapshots:
-    """Takes snapshots of one rank of a run into buffers of its own, made at the first and used again by the next."""
+    """The snapshots of one rank, taken into buffers that the first one allocates and the later ones reuse."""
 
     def __init__(self, trainee: Trainee) -> None:
         self._trainee = trainee
@@ -89,7 +89,7 @@ class Snapshots:
         pieces += shared_pieces(self._trainee)
         if not world.is_first_stage and model.tied_embeddings:
             # The last stage's copy of tied embeddings.
-            pieces = [found for found in pieces if found.piece.unit != EMBEDDING]
+            pieces = [held_piece for held_piece in pieces if held_piece.piece.unit != EMBEDDING]
         writers = self._agree(_holding(wholes, pieces))
         scalars: dict[str, Scalar] = {}
         saved: dict[str, Buffer] = {}
@@ -103,17 +103,17 @@ class Snapshots:
         for key, state_of_rank in random_states().items():
             name = f"{RANDOM}{world.rank:05d}/{key}"
             saved[name] = self._copy(name, state_of_rank)
-        for found in pieces:
-            piece, shape = found.piece, unit_shape(found.piece.unit, model)
+        for held_piece in pieces:
+            piece, shape = held_piece.piece, unit_shape(held_piece.piece.unit, model)
             if writers.pieces[piece] != world.rank:
                 continue
             if piece.row == piece.col == piece.start == 0:
-                if found.held.step is not None:
-                    scalars[f"{piece.unit}/step"] = found.held.step
-                if isinstance(found.held, HeldFragment):
-                    scalars |= {f"{piece.unit}/{key}": value for key, value in found.held.marks.items()}
-            for field, value in _fields_of(found.held).items():
-                part = value.reshape(-1)[found.offset : found.offset + piece.elements]
+                if held_piece.held.step is not None:
+                    scalars[f"{piece.unit}/step"] = held_piece.held.step
+                if isinstance(held_piece.held, HeldFragment):
+                    scalars |= {f"{piece.unit}/{key}": value for key, value in held_piece.held.marks.items()}
+            for field, value in _fields_of(held_piece.held).items():
+                part = value.reshape(-1)[held_piece.offset : held_piece.offset + piece.elements]
                 if piece.elements == prod(shape):
                     name = f"{piece.unit}/{field}"
                     saved[name] = self._copy(name, part.view(shape))
@@ -140,7 +140,7 @@ class Snapshots:
         return self._writers
 
     def _copy(self, name: str, tensor: torch.Tensor, piece: Piece | None = None) -> Buffer:
-        """A copy on the host; from a GPU it arrives behind this."""
+        """Copies a tensor to the host; from a GPU the copy arrives later."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = self._buffers[name] = self._new_buffer(tensor)
@@ -149,7 +149,7 @@ class Snapshots:
         return Buffer(dtype=DTYPES[buffer.dtype], shape=tuple(buffer.shape), data=data, piece=piece)
 
     def _new_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pinned, so that a GPU writes to it by itself; beyond `PINNED_SHARE` ordinary memory, copied by the driver."""
+        """Allocates host memory, pinned up to `PINNED_SHARE`: a GPU writes to pinned memory itself."""
         pinned = self._trainee.world.device.type == "cuda"
         if pinned:
             ranks = self._trainee.world.world_size // (self._trainee.config.cluster.nodes or 1)
@@ -177,7 +177,7 @@ class Kept(Protocol):
 
     @property
     def step(self) -> float | None:
-        """Steps it has made; None if no optimizer counts them."""
+        """Returns the steps it has made; None if no optimizer counts them."""
 
     def replace_state(self, tensors: dict[str, torch.Tensor], step: float | None) -> None: ...
 
@@ -193,20 +193,20 @@ class HeldPiece:
 
 
 def held_pieces(items: list[Held], model: ModelConfig, world: World) -> list[HeldPiece]:
-    """Everything in `items` in model space."""
-    found = []
+    """Divides what an optimizer holds into pieces of units."""
+    pieces = []
     for item in items:
         for block in fragment_blocks(item.parameter, item.shape, model, tp=world.layout.tp, rank=world.tp_rank):
             first = block.row * block.cols
             start, end = max(item.start, first), min(item.end, first + block.rows * block.cols)
             if start < end:
                 piece = _piece(block, start - first, end - first)
-                found.append(HeldPiece(piece=piece, held=item, offset=start - item.start))
-    return found
+                pieces.append(HeldPiece(piece=piece, held=item, offset=start - item.start))
+    return pieces
 
 
 def _piece(block: Block, start: int, end: int) -> Piece:
-    """Elements `start` to `end` of it."""
+    """Returns elements `start` to `end` of a block as a piece."""
     return Piece(
         unit=block.unit,
         row=block.unit_row,
@@ -219,20 +219,20 @@ def _piece(block: Block, start: int, end: int) -> Piece:
 
 
 def shared_pieces(trainee: Trainee) -> list[HeldPiece]:
-    """This rank's fragments of shared matrices, in model space."""
+    """Divides this rank's fragments of shared matrices into pieces of units."""
     if not isinstance(trainee.optimizer, CanzonaOptimizer):
         return []
-    found, world = [], trainee.world
+    pieces, world = [], trainee.world
     for item in trainee.optimizer.matrices.fragments:
         blocks = matrix_blocks(item.matrix, trainee.config.model, tp=world.layout.tp, rank=world.tp_rank)
         for block in blocks:
             piece = _piece(block, 0, block.rows * block.cols)
-            found.append(HeldPiece(piece=piece, held=item, offset=block.row * block.cols))
-    return found
+            pieces.append(HeldPiece(piece=piece, held=item, offset=block.row * block.cols))
+    return pieces
 
 
 def _fields_of(item: Kept) -> dict[str, torch.Tensor]:
-    """The master and all state that is as long, by name."""
+    """Returns the master and all state of the same length, by name."""
     elementwise = {
         key: value
         for key, value in item.state.items()
@@ -242,17 +242,17 @@ def _fields_of(item: Kept) -> dict[str, torch.Tensor]:
 
 
 def _wholes(trainee: Trainee) -> dict[str, dict[str, torch.Tensor | Scalar]]:
-    """Masters and state of the matrices this rank updates, by name and key."""
+    """Collects masters and state of the matrices this rank updates, by name and key."""
     if not isinstance(trainee.optimizer, CanzonaOptimizer):
         return {}
-    found: dict[str, dict[str, torch.Tensor | Scalar]] = {}
+    wholes: dict[str, dict[str, torch.Tensor | Scalar]] = {}
     for name, saved in trainee.optimizer.matrices.state_dict().items():
         assert isinstance(saved, dict)
-        found[name] = {MASTER: saved["master"]}
+        wholes[name] = {MASTER: saved["master"]}
         for key, value in saved["state"].items():
-            found[name][key] = _storable(name, key, value)
-        found[name] |= {f"{GROUP}{key}": value for key, value in saved["group"].items()}
-    return found
+            wholes[name][key] = _storable(name, key, value)
+        wholes[name] |= {f"{GROUP}{key}": value for key, value in saved["group"].items()}
+    return wholes
 
 
 def _storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
@@ -273,14 +273,14 @@ def _holding(wholes: Mapping[str, Mapping[str, torch.Tensor | Scalar]], pieces: 
             name: sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor)) for name, state in wholes.items()
         },
         pieces=tuple(
-            (found.piece, sum(value.itemsize for value in _fields_of(found.held).values()) * found.piece.elements)
-            for found in pieces
+            (item.piece, sum(value.itemsize for value in _fields_of(item.held).values()) * item.piece.elements)
+            for item in pieces
         ),
     )
 
 
 def share(holdings: Sequence[Holding], elements: Mapping[str, int]) -> Writers:
-    """Give everything to one of its holders, of several to the one with least to write so far.
+    """Assigns each tensor and piece to one of its holders: to the one with least to write so far.
 
     Args:
         holdings: of every rank.
@@ -290,7 +290,7 @@ def share(holdings: Sequence[Holding], elements: Mapping[str, int]) -> Writers:
         ValueError: the pieces of a unit do not make it up.
     """
     load = [0] * len(holdings)
-    """Bytes that each rank writes."""
+    """The bytes that each rank writes."""
     wholes = _shared([holding.wholes for holding in holdings], load)
     pieces = _shared([dict(holding.pieces) for holding in holdings], load)
     made_up: dict[str, int] = defaultdict(int)
@@ -303,14 +303,14 @@ def share(holdings: Sequence[Holding], elements: Mapping[str, int]) -> Writers:
 
 
 def _shared[T](held: Sequence[Mapping[T, int]], load: list[int]) -> dict[T, int]:
-    """Writers of what ranks hold, added to `load`."""
-    found: dict[T, tuple[int, list[int]]] = {}
+    """Chooses a writer for each item, and adds its size to `load`."""
+    holdings: dict[T, tuple[int, list[int]]] = {}
     for rank, sizes in enumerate(held):
         for item, size in sizes.items():
-            found.setdefault(item, (size, []))[1].append(rank)
+            holdings.setdefault(item, (size, []))[1].append(rank)
     writers: dict[T, int] = {}
     # What has one holder first: the rest evens it out.
-    for item, (size, holders) in sorted(found.items(), key=lambda entry: (len(entry[1][1]), str(entry[0]))):
+    for item, (size, holders) in sorted(holdings.items(), key=lambda entry: (len(entry[1][1]), str(entry[0]))):
         writers[item] = min(holders, key=lambda rank: (load[rank], rank))
         load[writers[item]] += size
     return writers

@@ -44,20 +44,20 @@ class CheckpointStore:
 
     @classmethod
     def under(cls, path: Path) -> "CheckpointStore":
-        """That of the run directory `path`, or, where it is none, the folder itself."""
+        """Returns the store of the run directory `path`, or of the folder itself if it is not a run directory."""
         return cls(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
 
     def found(self) -> tuple[Found, ...]:
-        """Every checkpoint, in the order of steps."""
+        """Lists every checkpoint, in the order of steps."""
         return self._steadily(lambda: tuple(self._backwards())[::-1])
 
     def latest(self) -> Found | None:
-        """The one of the highest step, usable or not; None in an empty store."""
+        """Returns the checkpoint of the highest step, usable or not; None in an empty store."""
         return self._steadily(lambda: next(self._backwards(), None))
 
     def newest(self) -> Found | None:
-        """The usable one of the highest step; None when there is none."""
-        return self._steadily(lambda: next((found for found in self._backwards() if found.sound), None))
+        """Returns the usable checkpoint of the highest step; None if there is none."""
+        return self._steadily(lambda: next((checkpoint for checkpoint in self._backwards() if checkpoint.sound), None))
 
     def retain(self, keep: int, keep_every: int | None) -> tuple[str, ...]:
         """Remove all that are older than the newest `keep` usable ones, but for multiples of `keep_every` steps.
@@ -82,7 +82,7 @@ class CheckpointStore:
         return tuple(gone)
 
     def move_later(self, step: int, folder: Path) -> tuple[str, ...]:
-        """Move checkpoints of higher steps into `folder`: a run that goes on from `step` will not meet them again.
+        """Moves checkpoints of higher steps into `folder`, because the run resumes from `step`.
 
         Returns:
             Their names.
@@ -100,7 +100,7 @@ class CheckpointStore:
         return tuple(later)
 
     def clear_partials(self) -> tuple[str, ...]:
-        """Remove what killed saves and removals left; no save may be going on. Finishes what was all but done.
+        """Removes what killed saves and removals left, and completes a replacement. No save may be in progress.
 
         Returns:
             Names of the folders that went.
@@ -128,7 +128,7 @@ class CheckpointStore:
             return []
 
     def _paths(self) -> dict[str, Path]:
-        """Names and folders by step. One whose replacement was killed between two renames is found where it waits."""
+        """Returns names and folders by step, also of those that a killed replacement has left hidden."""
         names = self._names()
         waiting = {h[0]: self.root / name for name in names if (h := hidden_name(name)) and h[1] == "replaced"}
         paths = waiting | {name: self.root / name for name in names if step_of(name) is not None}
@@ -139,7 +139,7 @@ class CheckpointStore:
             yield judge(name, path)
 
     def _steadily[T](self, look: Callable[[], T]) -> T:
-        """Repeats `look` until nothing is renamed meanwhile: a save may be replacing one at this moment."""
+        """Repeats `look` until no folder is renamed meanwhile, as a save may be replacing a checkpoint."""
         for _ in range(_GLANCES):
             before = self._identities()
             seen = look()
@@ -162,7 +162,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def judge(name: str, path: Path) -> Found:
-    """A checkpoint by its manifest and the sizes of its files."""
+    """Judges a checkpoint by its manifest and the sizes of its files."""
     step = step_of(name) or 0
     if path.is_symlink():
         problem = Problem(key=name, reason="is a symbolic link; give the path of its target to use it")
@@ -174,7 +174,7 @@ def judge(name: str, path: Path) -> Found:
 
 
 def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | None:
-    """The folder of the checkpoint that `checkpoint.resume` means, its manifest and sizes in order.
+    """Finds the folder of the checkpoint that `checkpoint.resume` names, and checks its manifest and sizes.
 
     Args:
         run_checkpoints: folder `checkpoints` of the run that is started; need not exist.
@@ -192,7 +192,7 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
     if resume == "auto":
         return _usable(store.latest())
     if step_of(resume) is not None:
-        named = {found.name: found for found in store.found()}
+        named = {checkpoint.name: checkpoint for checkpoint in store.found()}
         if resume not in named:
             raise ConfigError(_nothing(resume, f"{run_checkpoints} has no such checkpoint", _there(store)))
         return _usable(named[resume])
@@ -203,26 +203,26 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
     path = path.resolve()
     if is_checkpoint(path):
         return _usable(judge(path.name, path), by_path=True)
-    found = _usable(CheckpointStore.under(path).latest(), by_path=True)
-    if found is None:
+    checkpoint = _usable(CheckpointStore.under(path).latest(), by_path=True)
+    if checkpoint is None:
         raise ConfigError(_nothing(resume, "there is no checkpoint in this folder", _PLACES, key))
-    return found
+    return checkpoint
 
 
-def _usable(found: Found | None, *, by_path: bool = False) -> Path | None:
-    """Its folder; `by_path`: the one before it is offered by its path, as it is of another run."""
-    if found is None:
+def _usable(checkpoint: Found | None, *, by_path: bool = False) -> Path | None:
+    """Returns its folder if it is sound; `by_path` offers the previous one by path, as it is another run's."""
+    if checkpoint is None:
         return None
-    if found.sound:
-        return found.path
+    if checkpoint.sound:
+        return checkpoint.path
     if not by_path:
-        raise CheckpointInvalid(*found.problems)
-    fix = way_out(found.path, by_path=True)
-    raise CheckpointInvalid(*(replace(problem, fix=fix) for problem in found.problems))
+        raise CheckpointInvalid(*checkpoint.problems)
+    fix = way_out(checkpoint.path, by_path=True)
+    raise CheckpointInvalid(*(replace(problem, fix=fix) for problem in checkpoint.problems))
 
 
 def _there(store: CheckpointStore) -> str:
-    names = [found.name for found in store.found() if found.sound]
+    names = [checkpoint.name for checkpoint in store.found() if checkpoint.sound]
     if not names:
         return f"{store.root} has none; checkpoint.resume=auto starts from the beginning there"
     return f"checkpoints there: {', '.join(names[-5:])}"
@@ -233,7 +233,7 @@ def _nothing(resume: str, reason: str, fix: str, key: str = _KEY) -> Problem:
 
 
 def _remove(path: Path, hidden: Path) -> None:
-    """Out of sight in one step, then to pieces."""
+    """Hides a checkpoint in one step, then deletes it."""
     if path.is_symlink():
         path.unlink()
         return
@@ -245,7 +245,7 @@ def _remove(path: Path, hidden: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The checkpoints to look at, in the order of steps."""
+    """The checkpoints that a path names, in the order of steps."""
 
     root: Path
     """The folder they lie in."""
@@ -253,33 +253,33 @@ class Chosen:
 
     @property
     def newest(self) -> Found:
-        """Raises ConfigError when there is none."""
+        """The newest checkpoint; raises ConfigError if there is none."""
         return self.required().found[-1]
 
     def at(self, step: int | None) -> Found:
-        """The one of a step; None: the newest.
+        """Returns the checkpoint of a step; of None, the newest.
 
         Raises:
             ConfigError: there is none.
         """
         if step is None:
             return self.newest
-        found = next((found for found in self.required().found if found.step == step), None)
-        if found is None:
-            fix = f"steps there: {', '.join(str(found.step) for found in self.found[-5:])}"
+        checkpoint = next((checkpoint for checkpoint in self.required().found if checkpoint.step == step), None)
+        if checkpoint is None:
+            fix = f"steps there: {', '.join(str(checkpoint.step) for checkpoint in self.found[-5:])}"
             reason = f"{self.root} has no checkpoint of that step"
             raise ConfigError(Problem(key="--step", value=step, reason=reason, fix=fix))
-        return found
+        return checkpoint
 
     def required(self) -> "Chosen":
-        """The same; raises ConfigError when there is none."""
+        """Returns itself; raises ConfigError if there is no checkpoint."""
         if not self.found:
             raise ConfigError(_no_choice(self.root, "the run has no checkpoint yet"))
         return self
 
 
 def choose(where: Path | None, *, runs: Path = Path("runs")) -> Chosen:
-    """The checkpoint at `where`, all of the run there, or all of the newest run that has some.
+    """Chooses the checkpoint at `where`, all of the run there, or all of the newest run that has some.
 
     Raises:
         ConfigError: there is no run and no checkpoint; the problem's key is `RUN_OR_CHECKPOINT`.
@@ -292,15 +292,15 @@ def choose(where: Path | None, *, runs: Path = Path("runs")) -> Chosen:
         if is_checkpoint(path):
             return Chosen(root=path.parent, found=(judge(path.name, path),))
         files, store = RunFiles(path), CheckpointStore.under(path)
-        found = store.found()
-        if found or files.checkpoints.is_dir() or files.config.exists():
-            return Chosen(root=store.root if found else files.checkpoints, found=found)
+        checkpoints = store.found()
+        if checkpoints or files.checkpoints.is_dir() or files.config.exists():
+            return Chosen(root=store.root if checkpoints else files.checkpoints, found=checkpoints)
         reason = "contains neither a run nor a checkpoint"
     raise ConfigError(_no_choice(where, reason))
 
 
 def _newest_run(runs: Path) -> Path:
-    """Here, if this is a run directory; else the run under `runs` that was saved last."""
+    """Finds the current directory if it is a run's, else the run under `runs` that was saved last."""
     if RunFiles(Path()).checkpoints.is_dir():
         return Path()
     try:

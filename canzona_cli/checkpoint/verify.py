@@ -19,7 +19,7 @@ from canzona_cli.errors import CheckpointInvalid, Problem, refuse
 from canzona_cli.run.machine import cores
 
 OnBytes = Callable[[int], None]
-"""Told how many further bytes have been hashed, by several threads."""
+"""A callback that receives how many more bytes have been hashed, from several threads."""
 
 _CHUNK = 4 << 20
 _MOST_THREADS = 8
@@ -28,7 +28,7 @@ _SHARDS = ".safetensors"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there with their sizes; their content is not read.
+    """Reads the manifest of a checkpoint, and checks that its files exist with their sizes, without reading them.
 
     Raises:
         CheckpointInvalid: names every file that is missing or has another size, and the checkpoint before this one.
@@ -58,8 +58,8 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
 
     with ThreadPoolExecutor(max_workers=min(_MOST_THREADS, cores())) as pool:
         try:
-            found = pool.map(lambda item: verify_file(folder, *item, on_bytes=count), sorted(manifest.files.items()))
-            problems = [problem for problem in found if problem is not None]
+            results = pool.map(lambda item: verify_file(folder, *item, on_bytes=count), sorted(manifest.files.items()))
+            problems = [problem for problem in results if problem is not None]
         except BaseException:  # Ctrl-C does not wait for the files that are being hashed
             given_up.set()
             raise
@@ -73,38 +73,38 @@ def verify_file(folder: Path, name: str, entry: StoredFile, *, on_bytes: OnBytes
     wrong = _size_problem(folder, name, entry)
     if wrong is None:
         try:
-            found = _hashed(folder / name, on_bytes)
+            digest = _hashed(folder / name, on_bytes)
         except OSError as error:
             wrong = f"cannot be read: {error.strerror or error}"
         else:
-            if found != entry.blake3:
+            if digest != entry.blake3:
                 wrong = "damaged: its content does not have the hash that the manifest gives"
     return None if wrong is None else problem_of(folder, name, wrong)
 
 
 def size_problems(folder: Path, manifest: Manifest) -> list[Problem]:
-    """Files that are missing, are not plain files, or differ in size from the manifest."""
+    """Lists files that are missing, are not regular files, or differ in size from the manifest."""
     wrong = {name: _size_problem(folder, name, entry) for name, entry in sorted(manifest.files.items())}
     return [problem_of(folder, name, reason) for name, reason in wrong.items() if reason is not None]
 
 
 def table_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[Problem]:
-    """Files among `names` that hold other tensors than the manifest says. Reads their headers; hash them first."""
+    """Lists files among `names` whose headers list other tensors than the manifest; hash the files first."""
     problems = []
     for name in sorted(name for name in names if name.endswith(_SHARDS)):
-        said = {key: (t.dtype, t.shape) for key, t in manifest.tensors.items() if t.file == name}
+        listed = {key: (t.dtype, t.shape) for key, t in manifest.tensors.items() if t.file == name}
         try:
             held, size = read_table(folder / name)
         except (OSError, ValueError) as error:
             problems.append(problem_of(folder, name, f"{error}"))
             continue
-        differing = sorted(key for key in held.keys() | said.keys() if held.get(key) != said.get(key))
+        differing = sorted(key for key in held.keys() | listed.keys() if held.get(key) != listed.get(key))
         if differing:
             more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
             reason = f"its tensors differ from the manifest's: {differing[0]}{more}"
             problems.append(problem_of(folder, name, reason))
         elif size != manifest.files[name].bytes:
-            problems.append(problem_of(folder, name, "there are bytes behind its tensors"))
+            problems.append(problem_of(folder, name, "there are bytes after its tensors"))
     return problems
 
 
@@ -114,15 +114,15 @@ def foreign_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
 
 
 def shortened(problems: Sequence[Problem]) -> list[Problem]:
-    """The first few, and how many more there are."""
-    kept = list(problems[:_MOST_PROBLEMS])
-    if len(problems) > len(kept):
-        kept.append(Problem(key="checkpoint", reason=f"and {len(problems) - len(kept)} more"))
-    return kept
+    """Keeps the first few problems, and counts the rest."""
+    shown = list(problems[:_MOST_PROBLEMS])
+    if len(problems) > len(shown):
+        shown.append(Problem(key="checkpoint", reason=f"and {len(problems) - len(shown)} more"))
+    return shown
 
 
 def previous_sound(folder: Path) -> Path | None:
-    """The newest checkpoint before this one, in the same store, whose manifest and sizes are right."""
+    """Finds the newest checkpoint before this one in the same store whose manifest and sizes are right."""
     step = step_of(folder.name)
     try:
         names = os.listdir(folder.parent)
@@ -166,16 +166,16 @@ def _parsed(folder: Path) -> Manifest:
 
 def _size_problem(folder: Path, name: str, entry: StoredFile) -> str | None:
     try:
-        found = os.lstat(folder / name)
+        status = os.lstat(folder / name)
     except FileNotFoundError:
         return "missing"
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
-    if not stat.S_ISREG(found.st_mode):
-        return "no plain file; links are not followed"
-    if found.st_size < entry.bytes:
-        return f"truncated: {found.st_size:,} of {entry.bytes:,} bytes"
-    return f"too long: {found.st_size:,} instead of {entry.bytes:,} bytes" if found.st_size > entry.bytes else None
+    if not stat.S_ISREG(status.st_mode):
+        return "not a regular file; links are not followed"
+    if status.st_size < entry.bytes:
+        return f"truncated: {status.st_size:,} of {entry.bytes:,} bytes"
+    return f"too long: {status.st_size:,} instead of {entry.bytes:,} bytes" if status.st_size > entry.bytes else None
 
 
 def _hashed(path: Path, on_bytes: OnBytes | None) -> str:
@@ -190,7 +190,7 @@ def _hashed(path: Path, on_bytes: OnBytes | None) -> str:
 
 
 def _open(path: Path) -> int:
-    """A descriptor for reading; not of a link's target, and without waiting for a pipe's other end."""
+    """Opens a file for reading, without following a link or waiting for a pipe's other end."""
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
@@ -199,5 +199,5 @@ def _key(folder: Path, name: str) -> str:
 
 
 def problem_of(folder: Path, name: str, reason: str) -> Problem:
-    """Something about one file of a checkpoint."""
+    """Returns the problem of one file of a checkpoint, with what to use instead."""
     return Problem(key=_key(folder, name), reason=reason, fix=way_out(folder))

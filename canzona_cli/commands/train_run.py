@@ -147,12 +147,12 @@ def _show(job: _Job, look: _Look) -> None:
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
     _print_start(job, look, corpus, run_dir)
     try:
-        found = resumption(config, layout)
+        checkpoint = resumption(config, layout)
     except ConfigError as error:
         tell(f"note: it would be refused: {error}", "yellow")
     else:
-        if found is not None:
-            progress(f"note: it would {found.words}")
+        if checkpoint is not None:
+            progress(f"note: it would {checkpoint.words}")
     for problem in preflight.machine_problems(config, layout):
         tell(f"note: this machine could not run it: {problem.reason}", "yellow")
 
@@ -300,9 +300,9 @@ def _bring_in(config: RunConfig, run: RunDirectory) -> None:
     from canzona_cli.huggingface.weights import import_weights  # imports torch
 
     progress(f"note: imports the weights in {folder}")
-    found = open_folder(folder, key="checkpoint.weights_from")
-    found.check(config.model)
-    import_weights(found, config, run.files)
+    pretrained = open_folder(folder, key="checkpoint.weights_from")
+    pretrained.check(config.model)
+    import_weights(pretrained, config, run.files)
 
 
 def _meet(run: RunDirectory, job: _Job, corpus: PreparedCorpus, *, restarts: int) -> tuple[Machines, LaunchCommand]:
@@ -319,15 +319,15 @@ def _meet(run: RunDirectory, job: _Job, corpus: PreparedCorpus, *, restarts: int
     return machines, torchrun.build(config, run.path)
 
 
-def _say_resumption(run: RunDirectory, found: Resumption | None) -> None:
+def _say_resumption(run: RunDirectory, resumption: Resumption | None) -> None:
     """Says how a continued run differs from the one before, before anything starts."""
     for note in run.notes:
         progress(f"note: {note}")
-    warn(() if found is None else found.warnings)
-    if found is not None and found.weights_only:
-        progress(f"note: {found.words}")
-    if found is not None and found.spread:
-        progress(f"note: different layout: {found.spread}")
+    warn(() if resumption is None else resumption.warnings)
+    if resumption is not None and resumption.weights_only:
+        progress(f"note: {resumption.words}")
+    if resumption is not None and resumption.spread:
+        progress(f"note: different layout: {resumption.spread}")
 
 
 def _conclude(outcome: Outcome, run: RunDirectory, config: RunConfig, console: Console) -> None:
@@ -369,9 +369,9 @@ def _recordings(run: RunDirectory, config: RunConfig) -> Iterator[str]:
             yield f"no trace of steps {config.run.trace_steps[0]} to {config.run.trace_steps[1]}: {error}"
     if config.run.profile_steps is not None:
         first = config.run.profile_steps[0]
-        found = f"{run.files.profile}/rank-N.json (open one in ui.perfetto.dev)"
+        traces = f"{run.files.profile}/rank-N.json (open one in ui.perfetto.dev)"
         missing = f"nothing: the run ended before step {first}"
-        yield f"torch's profiler: {found if run.files.profile.exists() else missing}"
+        yield f"torch's profiler: {traces if run.files.profile.exists() else missing}"
 
 
 def _say_why(outcome: Outcome) -> None:

@@ -96,16 +96,15 @@ def prepare(
 
 
 def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Path]:
-    """Launch the ranks; what they found, and the directory with their logs.
+    """Launches the ranks; returns what they measured and the directory with their logs.
 
     Raises:
         KeyboardInterrupt: somebody stopped it.
         CanzonaError: a rank failed: the error that it ended with.
     """
-    found, config = prepared.found, prepared.config
-    point = ResumePoint(
-        checkpoint=str(found.path), step=found.step, validate=True, asked=str(found.path), weights_only=True
-    )
+    checkpoint, config = prepared.found, prepared.config
+    place = str(checkpoint.path)
+    point = ResumePoint(checkpoint=place, step=checkpoint.step, validate=True, asked=place, weights_only=True)
     left = run_ranks(
         config,
         prepared.layout,
@@ -121,24 +120,24 @@ def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Pat
 
 
 def _spread(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """The layout of what is set; of several, the one with the most data-parallel ranks that fits."""
+    """Chooses a layout that fits the settings and the memory: of several, the one with the most data-parallel ranks."""
     possible = candidates(config)
-    fitting = [one for one in possible if one.memory.forward <= one.memory.capacity]
+    fitting = [candidate for candidate in possible if candidate.memory.forward <= candidate.memory.capacity]
     if not fitting:
-        least = min(possible, key=lambda one: one.memory.forward).memory
+        least = min(possible, key=lambda candidate: candidate.memory.forward).memory
         reason = (
             f"a forward pass of {config.model.name} needs {least.forward / GIB:.1f} GiB a rank at least, and "
             f"{config.cluster.name} offers {least.capacity / GIB:.1f} GiB"
         )
         raise DoesNotFit(problem_with(config, "gpus", reason, "use more ranks, or train.micro_batch_size=1"))
-    best = min(fitting, key=lambda one: (-one.layout.dp, one.layout.vpp, one.memory.forward))
+    best = min(fitting, key=lambda candidate: (-candidate.layout.dp, candidate.layout.vpp, candidate.memory.forward))
     return fill(config, best.layout), best.layout
 
 
 def _corpus(
     config: RunConfig, documents: Documents, on_progress: Callable[[str, float], None] | None
 ) -> PreparedCorpus:
-    """The data, as a share to train on and one to read: nothing of it is for training where all is read."""
+    """Prepares the data; where all documents are read, none of them are left for training."""
     if documents == "held-out":
         if config.train.eval_interval == 0:
             reason = "the run held nothing out of its data: it has been trained on all of it"
@@ -147,7 +146,7 @@ def _corpus(
         return ensure_corpus(config, on_progress)
     corpus = ensure_corpus(replace(config, train=replace(config.train, eval_interval=0)), on_progress)
     return replace(
-        corpus, sets=tuple(replace(one, train_tokens=0, validation_tokens=one.tokens) for one in corpus.sets)
+        corpus, sets=tuple(replace(data, train_tokens=0, validation_tokens=data.tokens) for data in corpus.sets)
     )
 
 
@@ -156,7 +155,7 @@ def _batches(config: RunConfig, corpus: PreparedCorpus, asked: int | Literal["al
         return asked or config.train.eval_batches
     batch, length = config.train.global_batch_size, config.train.seq_length
     assert batch is not None
-    samples = (min(one.validation_tokens for one in corpus.sets) - 1) // length  # of each set as many
+    samples = (min(data.validation_tokens for data in corpus.sets) - 1) // length  # of each set as many
     if samples < batch:
         reason = f"the documents make {samples} samples of {length} tokens, less than one batch of {batch}"
         fix = "use a smaller train.global_batch_size, or give --batches a number: samples are then repeated"
@@ -165,7 +164,7 @@ def _batches(config: RunConfig, corpus: PreparedCorpus, asked: int | Literal["al
 
 
 class _Lines(TrainView):
-    """A line for each stage."""
+    """A view that prints a line for each stage."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

@@ -22,7 +22,7 @@ from canzona_cli.run.heartbeat import BEAT_S, PATIENCE, STACKS_SIGNAL, VARIABLE,
 from canzona_cli.run.records import Incident
 
 _LONGEST_LOOK_S: Final = 5.0
-"""The most that the time between two looks counts for: a suspended machine does not hang."""
+"""The most seconds that count between two looks, so that a machine that was suspended does not count as hanging."""
 _AFTER_OTHERS_S: Final = 5.0
 _NO_BEAT_S: Final = 10 * BEAT_S
 _WRITE_STACKS_S: Final = 1.0
@@ -46,9 +46,9 @@ class HangReport:
     step: int
     where: str
     reason: str
-    """The reason: what it does, for how long, and what the others wait in; without its name."""
+    """The reason without the rank's name: its activity, for how long, and the activity of the others."""
     elsewhere: bool = False
-    """All ranks of this machine wait: for the network, or for a rank of another machine."""
+    """True if all ranks of this machine wait: for the network, or for a rank of another machine."""
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class HangReport:
 
 @contextmanager
 def watched(ranks: range, *, timeout_s: float | None) -> Iterator["HangWatch | None"]:
-    """A watch over the ranks started inside the block; None without a timeout."""
+    """Watches the ranks started inside the block; yields None without a timeout."""
     if timeout_s is None:
         yield None
         return
@@ -81,7 +81,7 @@ def watched(ranks: range, *, timeout_s: float | None) -> Iterator["HangWatch | N
 
 
 class HangWatch:
-    """Looks at the ranks of this machine, again and again, until they hang."""
+    """A watch that looks at the ranks of this machine repeatedly, until they hang."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class HangWatch:
         return {VARIABLE: str(self._beats.folder)}
 
     def look(self) -> HangReport | None:
-        """A report if the ranks hang now; call it every fraction of a second."""
+        """Returns a report if the ranks hang now; call it several times a second."""
         now = self._clock()
         everyone = self._beats.signs()
         newest = max(sign.progress for sign in everyone)
@@ -111,28 +111,28 @@ class HangWatch:
         self._newest = newest
         signs = [sign for sign in everyone if not sign.ended]
         if not signs:
-            told = f"has not exited, though all ranks ended {self._silent_s:.0f} s ago"
+            reason = f"has not exited, though all ranks ended {self._silent_s:.0f} s ago"
             late = self._silent_s > self._timeout_s
-            return HangReport(rank=None, step=everyone[0].step, where="finish", reason=told) if late else None
+            return HangReport(rank=None, step=everyone[0].step, where="finish", reason=reason) if late else None
         patient = any(sign.steps <= 1 or not sign.where.startswith(("train", "validate")) for sign in signs)
         limit_s = self._timeout_s * (PATIENCE if patient else 1)
         if self._silent_s <= limit_s:
             return None
-        found = blame(signs, now=now, began=self._began, state=_state)
+        report = blame(signs, now=now, began=self._began, state=_state)
         # The machine that has the culprit speaks first.
-        return None if found.elsewhere and self._silent_s <= limit_s + _AFTER_OTHERS_S else found
+        return None if report.elsewhere and self._silent_s <= limit_s + _AFTER_OTHERS_S else report
 
     def waits_for(self) -> str | None:
-        """Says what a start has waited for since half a minute, once for each wait; else None. Call it after `look`."""
+        """Says what a start has been waiting for, once after half a minute of each wait; else None."""
         signs = self._beats.signs()
         if self._silent_s < _TOLD_AFTER_S or any(sign.steps for sign in signs):
             self._told = False
             return None
-        told, self._told = self._told, True
-        return None if told else f"nothing has happened for {self._silent_s:.0f} s: {_others(signs)}"
+        mentioned, self._told = self._told, True
+        return None if mentioned else f"nothing has happened for {self._silent_s:.0f} s: {_others(signs)}"
 
     def write_stacks(self) -> None:
-        """Have every rank write its Python stacks to its log, and give it the time."""
+        """Makes every rank write its Python stacks to its log, and gives it time to do so."""
         # Those whose beat goes on: the others could not, and their numbers may be somebody else's by now.
         alive = time.monotonic() - _NO_BEAT_S
         pids = [sign.pid for sign in self._beats.signs() if sign.beat > alive and not sign.ended]
@@ -144,7 +144,7 @@ class HangWatch:
 
 
 def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[int], str]) -> HangReport:
-    """The rank that holds the others up.
+    """Finds the rank that holds the others up.
 
     Args:
         signs: of at least one rank, none of which goes on.
@@ -162,20 +162,20 @@ def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[i
     lasted = f"for {now - silent_since(culprit):.0f} s"
     if culprit in frozen:
         known = _STATES.get(state(culprit.pid), "does not respond: swapped out, or stuck in native code")
-        told = f"{known}, {lasted}, in {_place(culprit)}"
+        reason = f"{known}, {lasted}, in {_place(culprit)}"
     elif culprit in absent:
-        told = f"has not started, {lasted}: no sign of life from its process"
+        reason = f"has not started, {lasted}: no sign of life from its process"
     elif culprit in busy:
-        told = f"is stuck in {_place(culprit)} {lasted}"
+        reason = f"is stuck in {_place(culprit)} {lasted}"
     else:
         cause = "look at the network, or at ranks of other machines"
-        told = f"waits for other ranks in {_place(culprit)} {lasted}, as all ranks here do: {cause}"
+        reason = f"waits for other ranks in {_place(culprit)} {lasted}, as all ranks here do: {cause}"
     others = _others([sign for sign in signs if sign is not culprit])
     return HangReport(
         rank=culprit.rank,
         step=culprit.step,
         where=culprit.where,
-        reason=told + (f"; {others}" if others else ""),
+        reason=reason + (f"; {others}" if others else ""),
         elsewhere=not (frozen or absent or busy),
     )
 
@@ -185,16 +185,16 @@ def _place(sign: Sign) -> str:
 
 
 def _others(signs: Sequence[Sign]) -> str:
-    """`ranks 0 2 3 waiting in train/grad_reduce of step 7`, by place."""
+    """Lists ranks by place: `ranks 0 2 3 waiting in train/grad_reduce of step 7`."""
     by_place: dict[str, list[str]] = {}
     for sign in signs:
         doing = "waiting in" if sign.waiting else "at work in"
         by_place.setdefault(f"{doing} {_place(sign)}" if sign.pid else "not started", []).append(str(sign.rank))
-    told = []
+    places = []
     for place, ranks in by_place.items():
         more = [f"and {len(ranks) - _MOST_OTHERS} more"] if len(ranks) > _MOST_OTHERS else []
-        told.append(" ".join(["rank" if len(ranks) == 1 else "ranks", *ranks[:_MOST_OTHERS], *more, place]))
-    return ", ".join(told)
+        places.append(" ".join(["rank" if len(ranks) == 1 else "ranks", *ranks[:_MOST_OTHERS], *more, place]))
+    return ", ".join(places)
 
 
 def _state(pid: int) -> str:

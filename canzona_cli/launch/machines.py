@@ -27,9 +27,9 @@ notices at once, torchrun gives it 15 seconds to go."""
 VERDICT_PATIENCE_S = 900.0
 """Seconds in which machine 0 has to end as well where nothing has failed: it may be reading a checkpoint again."""
 FAILURE_GRACE_S = 20.0
-"""Seconds the workers here get to notice by themselves that another machine's have failed; NCCL may wait for ever."""
+"""Seconds the workers here get to notice by themselves that another machine's have failed; NCCL may wait forever."""
 HANG_GRACE_S = 15.0
-"""Seconds a machine whose ranks only wait leaves it to the others to name the rank that hangs."""
+"""Seconds for which a machine whose ranks only wait lets the others name the rank that hangs."""
 _LOOK_S = 2.0
 _POLL_S = 0.2
 
@@ -47,7 +47,7 @@ class _Ended(Outcome):
 
 
 class Machines:
-    """This launcher among those of the run; for a run on one machine it does nothing."""
+    """The link between this launcher and those of the other machines; on a single machine it does nothing."""
 
     def __init__(self, files: RunFiles, *, node_rank: int = 0, nodes: int = 1, restarts: int = 0) -> None:
         """`restarts`: how often this launch has started the run again; each time the machines meet in a new folder, so
@@ -72,7 +72,7 @@ class Machines:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)
         others = range(1, self._nodes)
-        start, told = time.monotonic(), False
+        start, announced = time.monotonic(), False
         while absent := [number for number in others if not self._arrival(number).exists()]:
             waited, numbers = time.monotonic() - start, ", ".join(map(str, absent))
             if waited > patience_s:
@@ -80,8 +80,8 @@ class Machines:
                 reason = f"these of the run's {self._nodes} machines did not arrive in {within}"
                 fix = "start `canzona train` on each, with a directory that every machine shares"
                 raise EnvironmentProblem(Problem(key="cluster.node_rank", value=numbers, reason=reason, fix=fix))
-            if waited > 2 and not told:
-                told = True
+            if waited > 2 and not announced:
+                announced = True
                 say(f"waiting for machine {numbers} of {self._nodes}")
             time.sleep(_POLL_S)
         tokens = {str(number): (read_json(self._arrival(number)) or {}).get("token") for number in others}
@@ -153,11 +153,11 @@ class Machines:
             return self._judge(outcome, settle, patience_s)
         return self._hear(outcome, 2 * patience_s if outcome.failed else max(patience_s, VERDICT_PATIENCE_S))
 
-    def _judge(self, own: Outcome, settle: Callable[[Outcome], Outcome], patience_s: float) -> Outcome:
+    def _judge(self, here: Outcome, settle: Callable[[Outcome], Outcome], patience_s: float) -> Outcome:
         deadline, now = time.monotonic() + patience_s, time.time()
         while len(others := list(self._ended())) < self._nodes - 1 and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        ended = {number: outcome for _, number, outcome in sorted([(now, 0, own), *others], key=lambda end: end[:2])}
+        ended = {number: outcome for _, number, outcome in sorted([(now, 0, here), *others], key=lambda end: end[:2])}
         gone = [self._gone(number) for number in range(self._nodes) if number not in ended]
         verdict = verdict_of(ended, gone)
         settled = verdict if gone else settle(verdict)
@@ -167,14 +167,14 @@ class Machines:
             return verdict
         return settled
 
-    def _hear(self, own: Outcome, patience_s: float) -> Outcome:
+    def _hear(self, here: Outcome, patience_s: float) -> Outcome:
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             verdict = load_if_sound(self._folder / "verdict.json", Outcome)
             if verdict is not None:
                 return verdict
             time.sleep(_POLL_S)
-        return verdict_of({self.node_rank: own}, [self._gone(0)])
+        return verdict_of({self.node_rank: here}, [self._gone(0)])
 
     def _gone(self, number: int) -> Outcome:
         host = (read_json(self._arrival(number)) or {}).get("host")
@@ -199,7 +199,7 @@ class Machines:
 
 
 def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
-    """Returns how a run ended whose machines ended like this.
+    """Combines how the machines ended into how the run ended.
 
     A rank or a torchrun that failed by itself is why the others lost it; a missing machine explains what nobody
     else does. Of several failures the first counts: a rank may die of losing another in ways that do not look like it.
@@ -221,7 +221,7 @@ def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
 
 
 def _at(number: int, outcome: Outcome) -> Outcome:
-    """A failure that names its machine, where its message does not name a rank."""
+    """Names the machine in a failure whose message does not name a rank."""
     if outcome.rank is not None or outcome.message.startswith("machine "):
         return outcome
     return replace(outcome, message=f"machine {number}: {outcome.message}")

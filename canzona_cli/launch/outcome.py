@@ -33,7 +33,7 @@ _SECONDARY = re.compile(
     r"|remote process exited|ncclremoteerror|peer .*(gone|died|closed)|failed to (recv|send)|end of file",
     re.IGNORECASE,
 )
-"""The words in which a rank reports that another one is gone: true, but not the cause."""
+"""The words in which a rank reports that another rank is gone: true, but not the cause."""
 _SECONDARY_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "ConnectionResetError")
 _ENDS_AGAIN = (ExitCode.CONFIG, ExitCode.MEMORY, ExitCode.CHECKPOINT)
 """Exit codes of runs that would end the same way if they were started again unchanged."""
@@ -55,7 +55,7 @@ class Outcome(RunResult):
     secondary: bool = False
     """A failure that only says that a rank of another machine is gone."""
     again_in_s: float | None = None
-    """Seconds after which the same launch starts the run again; None: it does not."""
+    """Seconds after which the same launch restarts the run; None if it does not."""
 
     @property
     def resumable(self) -> bool:
@@ -63,7 +63,7 @@ class Outcome(RunResult):
         return self.status != "done" and self.exit_code not in _ENDS_AGAIN
 
     def error(self) -> CanzonaError:
-        """A failure as the error that the command ends with: the rank's own problems, else the message."""
+        """Returns the error that the command ends with: the rank's own problems, else the message."""
         kinds: tuple[type[CanzonaError], ...] = (ConfigError, EnvironmentProblem, DoesNotFit, CheckpointInvalid, Hang)
         kind = next((k for k in kinds if k.exit_code == self.exit_code), WorkerCrashed)
         if self.error_type == SaveFailed.__name__:
@@ -83,17 +83,17 @@ class Outcome(RunResult):
 
 
 def read_ranks(files: RunFiles, ranks: Sequence[int]) -> list[RankResult]:
-    """The result of each of `ranks`, in that order."""
+    """Reads the result of each of `ranks`, in that order."""
     return [read_rank(files, rank) for rank in ranks]
 
 
 def interrupted(message: str) -> Outcome:
-    """The end of a run that somebody stopped."""
+    """Returns the outcome of a run that somebody stopped."""
     return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message=message)
 
 
 def unsaved(message: str, checkpoint: str | None) -> Outcome:
-    """The end of a preempted run that was not saved: whoever starts it again gets an older checkpoint, or none."""
+    """Returns the outcome of a preempted run that was not saved: an older checkpoint, if any, is where it resumes."""
     if checkpoint is None:
         return interrupted(f"{message}; there is no checkpoint to continue from")
     message = f"{message}; the checkpoint to continue from is {checkpoint}, and it is intact"
@@ -101,7 +101,7 @@ def unsaved(message: str, checkpoint: str | None) -> Outcome:
 
 
 def stopped_at_once(files: RunFiles, *, training: bool) -> Outcome:
-    """The end of a run whose workers were killed because somebody asked it to stop.
+    """Returns the outcome of a run whose workers were killed because somebody asked it to stop.
 
     Args:
         training: training had begun in this launch; the files may hold the curve of an earlier one.
@@ -124,12 +124,12 @@ class Workers:
     """torchrun's exit code; negative when a signal killed it."""
 
     def log(self, rank: int | None) -> Path:
-        """The log that says most about a rank, or about torchrun."""
+        """Finds the log that says most about a rank, or about torchrun."""
         worker = None if rank is None else self.files.worker_log(self.node_rank, self.ranks.index(rank))
         return worker or self.files.agent_log(self.node_rank)
 
     def failure(self, message: str, *, rank: int | None = None, exit_code: int = ExitCode.CRASH) -> Outcome:
-        """The failure of a rank, or of torchrun."""
+        """Returns the failure of a rank, or of torchrun."""
         return Outcome(
             status="failed", exit_code=int(exit_code), message=message.strip(), rank=rank, log=self.log(rank)
         )
@@ -173,7 +173,7 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
 
 
 def _failed(workers: Workers, first: RankResult) -> Outcome:
-    """The end of a run by the error of one of its ranks."""
+    """Returns the outcome of a run that ended by an error of one of its ranks."""
     error = first.error or RankError()
     if first.status == "diverged":
         return _diverged(workers, first.rank, error)
@@ -196,11 +196,11 @@ def _failed(workers: Workers, first: RankResult) -> Outcome:
 
 
 def _diverged(workers: Workers, rank: int, error: RankError) -> Outcome:
-    """Name the checkpoint to go back to. All processes have ended, so the store does not change any more."""
+    """Returns the outcome of a run that diverged, with the checkpoint to go back to."""
     name, hint, resume = None, "", ""
     if error.since is not None:
-        sound = [found for found in CheckpointStore(workers.files.checkpoints).found() if found.sound]
-        name = next((found.name for found in reversed(sound) if found.step < error.since), None)
+        sound = [checkpoint for checkpoint in CheckpointStore(workers.files.checkpoints).found() if checkpoint.sound]
+        name = next((checkpoint.name for checkpoint in reversed(sound) if checkpoint.step < error.since), None)
         hint = "; there is no checkpoint from before it"
     if name is not None:
         hint, resume = f"; the last checkpoint from before it is {name}", f"checkpoint.resume={name} with "
@@ -217,7 +217,7 @@ def _diverged(workers: Workers, rank: int, error: RankError) -> Outcome:
 
 
 def _lost_a_neighbour(result: RankResult) -> bool:
-    """Returns True if its error only says that another rank is gone."""
+    """Returns True if the rank's error only says that another rank is gone."""
     error = result.error or RankError()
     return error.type in _SECONDARY_TYPES or _SECONDARY.search(error.message) is not None
 
@@ -230,7 +230,7 @@ def _lost(results: Sequence[RankResult]) -> str:
 
 
 def hung(workers: Workers, report: HangReport) -> Outcome:
-    """The end of a run whose ranks have been killed because they made no progress."""
+    """Returns the outcome of a run whose ranks were killed because they made no progress."""
     return Outcome(
         status="failed",
         exit_code=ExitCode.HANG,
@@ -259,7 +259,7 @@ def _code(code: int) -> str:
 
 
 def _deaths(agent_log: Path) -> dict[int, int]:
-    """Exit codes by rank from torchrun's failure report; negative for a signal. Empty when it wrote none."""
+    """Reads exit codes by rank from torchrun's failure report; negative for a signal. Empty if there is no report."""
     try:
         text = agent_log.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -65,7 +65,7 @@ def check_nodes(config: RunConfig) -> None:
 
 
 def _port_problems(config: RunConfig, endpoint: str) -> Iterator[Problem]:
-    """Told here, in words: torchrun would say it with a traceback, and the other machines would wait."""
+    """Finds a port in use before torchrun does, which would print a traceback while the other machines wait."""
     host, _, port = endpoint.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         return  # what is no address at all, torchrun refuses
@@ -77,7 +77,7 @@ def _port_problems(config: RunConfig, endpoint: str) -> Iterator[Problem]:
 
 
 def _holder(port: int) -> str:
-    """Names the program that holds a port, where we may know."""
+    """Names the program that uses a port, if the system lets us know."""
     with suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             listening = connection.status == psutil.CONN_LISTEN and getattr(connection.laddr, "port", None) == port
@@ -87,7 +87,7 @@ def _holder(port: int) -> str:
 
 
 def machine_problems(config: RunConfig, layout: Layout, *, training: bool = True) -> Iterator[Problem]:
-    """Everything this machine lacks for its share of the run."""
+    """Lists everything that this machine lacks for its share of the run."""
     if config.cluster.device == "cuda":
         yield from list(_gpus(config)) or _beside_gpus(config)
     else:
@@ -109,7 +109,7 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
     if here >= needed:
         return
     per_machine = "" if node_count(config) == 1 else f" on each of {node_count(config)} machines"
-    found = {0: "no GPU is visible here", 1: "one GPU is visible here"}.get(here, f"{here} GPUs are visible here")
+    visible = {0: "no GPU is visible here", 1: "one GPU is visible here"}.get(here, f"{here} GPUs are visible here")
     ways = [
         "the same command with --dry-run shows layout, memory and torchrun command without them",
         "`canzona slurm --submit` with the same arguments gives it to Slurm",
@@ -117,7 +117,8 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
     ]
     if here:
         ways.insert(0, f"gpus={here} asks for what is here")
-    yield problem_with(config, "gpus", f"{config.name} needs {needed} GPUs{per_machine}, and {found}", ";\n".join(ways))
+    reason = f"{config.name} needs {needed} GPUs{per_machine}, and {visible}"
+    yield problem_with(config, "gpus", reason, ";\n".join(ways))
 
 
 def _beside_gpus(config: RunConfig) -> Iterator[Problem]:

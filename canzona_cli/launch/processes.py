@@ -74,10 +74,10 @@ def tracked(
 ) -> Iterator[None]:
     """Have the trackers follow the run for as long as the block lasts, and shortly after it.
 
-    A tracker can do nothing to the run: one that cannot even be started, or is not done in time, is only told.
+    A tracker can do nothing to the run: one that cannot even be started, or is not done in time, is only reported.
 
     Args:
-        start: the step behind which this launch begins.
+        start: the step after which this launch begins.
         environment: of the workers, beside this process's own; trackers find their keys there.
         say: what the user must know at once.
     """

@@ -40,10 +40,10 @@ class Restarts:
 
     most: int = 0
     first_wait_s: float = field(default_factory=lambda: FIRST_WAIT_S)
-    """Each wait is twice the one before, as long as the run gets no further than it was."""
+    """The first wait; each one after it is twice as long while the run gets no further than before."""
     done: int = field(default=0, init=False)
     _in_vain: int = field(default=0, init=False)
-    """Failures in a row that came no later than the one before them."""
+    """The number of failures in a row that came at no later step than the failure before."""
     _furthest: int = field(default=-1, init=False)
     """Step of the latest failure."""
     _failures: set[tuple[int, int, str]] = field(default_factory=set, init=False)
@@ -128,17 +128,17 @@ def resume_command(
     *,
     environment: Mapping[str, str] = os.environ,
 ) -> str:
-    """A line for a shell that starts this run again, in the directory it has.
+    """Returns a shell command that resumes this run in its directory.
 
-    In a batch job of Slurm it submits another one with that job's limits, in an allocation it is a step's command.
+    In a Slurm batch job it submits another job with the same limits; in an allocation it starts a step.
 
     Args:
         overrides: as they were typed.
         config: resolved.
     """
-    kept = [text for text in overrides if not _is_replaced(text)]
+    repeated = [text for text in overrides if not _is_replaced(text)]
     folders = [word for folder in recipes_dirs for word in ("--recipes-dir", str(folder.absolute()))]
-    words = [*_program(config, environment), *kept, f"run.dir={text_value(str(run_dir))}", *folders]
+    words = [*_program(config, environment), *repeated, f"run.dir={text_value(str(run_dir))}", *folders]
     return " ".join(quoted(word) for word in words)
 
 
@@ -151,7 +151,7 @@ def resume_hint(
     saved = CheckpointStore(files.checkpoints).latest() is not None
     words = "to go on" if saved else "nothing was saved; to start again in this directory"
     if outcome.status == "diverged":
-        words += ", with what is said above added"
+        words += ", with the change suggested above"
     if current_step(environment) is not None:
         words += ", unless Slurm queues this job again" if outcome.status == "preempted" else ""
     elif node_count(config) > 1:
@@ -160,7 +160,7 @@ def resume_hint(
 
 
 def _is_replaced(text: str) -> bool:
-    """Returns True if an override says where to begin this once: a directory, or a checkpoint by its name in it."""
+    """Returns True if an override only applied to the first start: a directory, or a checkpoint by its name in it."""
     key, _, value = (part.strip() for part in text.partition("="))
     return key == "run.dir" or (key == "checkpoint.resume" and step_of(value.strip("'\"")) is not None)
 
@@ -169,7 +169,7 @@ def _program(config: RunConfig, environment: Mapping[str, str]) -> Iterator[str]
     if current_step(environment) is None:
         yield from ("canzona", "train")
     elif environment.get("ENVIRONMENT") == "BATCH":
-        # Of batch scripts alone, in all versions of Slurm, though no manual has it; what runs in the job inherits it.
+        # Slurm sets this in batch scripts only, though no manual says so; the job's processes inherit it.
         yield from ("canzona", "slurm", "--submit")
         limit = tool_output("squeue", "--noheader", "--format=%l", f"--jobs={environment['SLURM_JOB_ID']}") or ""
         if limit[:1].isdigit():  # it may be UNLIMITED

@@ -37,8 +37,8 @@ class Resumption:
     progress: Progress
     created: float
     """The time at which it was made, seconds since 1970."""
-    own: bool
-    """True if it is of this run directory; otherwise a new run begins from another one's."""
+    of_this_run: bool
+    """True if the checkpoint lies in this run directory; otherwise a new run begins from another run's."""
     steps_before: int
     """`train.steps` of the run that was saved."""
     warnings: tuple[str, ...] = ()
@@ -46,16 +46,16 @@ class Resumption:
     weights_only: bool = False
     """True if the run begins at its first step, with the weights of the checkpoint."""
     spread: str = ""
-    """The difference of the layout from the one before; empty if there is none."""
+    """The changes of the layout since the checkpoint; empty if there are none."""
 
     @property
     def origin(self) -> str:
         """The place of the checkpoint, for people."""
-        return self.checkpoint.name if self.own else str(self.checkpoint)
+        return self.checkpoint.name if self.of_this_run else str(self.checkpoint)
 
     @property
     def words(self) -> str:
-        """The words for what the run does with it: `continue from step 30 (step-00000030)`."""
+        """The words for how the run begins: `continue from step 30 (step-00000030)`."""
         if self.weights_only:
             return f"begin at step 1 with the weights of {self.origin}"
         return f"continue from step {self.step:,} ({self.origin})"
@@ -66,16 +66,16 @@ class Resumption:
 
 
 def holds_run(files: RunFiles) -> bool:
-    """Returns True if anything of a run lies here; foreign files, say a batch system's log, do no harm."""
+    """Returns True if the directory holds files of a run; other files, such as a batch system's log, do not count."""
     known = (files.claim, files.config, files.result, files.metrics, files.ranks, files.logs, files.checkpoints)
     return any(path.exists() for path in known)
 
 
 def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Resumption | None:
-    """The checkpoint that a resolved run continues from; None where it starts at its first step.
+    """Chooses the checkpoint that a resolved run resumes from; None if it starts at its first step.
 
     Args:
-        again: it is not somebody who asks for it, but the launch of before.
+        again: the same launch restarts the run, rather than a person.
 
     Raises:
         ConfigError: the run directory holds a finished run; the checkpoint is none, or of another model or optimizer;
@@ -100,45 +100,44 @@ def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Res
     checkpoint = resolve(checkpoints, asked) if files is not None or asked != "auto" else None
     if checkpoint is None:
         return None if config.checkpoint.weights_from is None else _weights(config)
-    own = files is not None and checkpoint.parent.resolve() == files.checkpoints.resolve()
-    if used and not own and files is not None and CheckpointStore(files.checkpoints).latest() is not None:
+    of_this_run = files is not None and checkpoint.parent.resolve() == files.checkpoints.resolve()
+    if used and not of_this_run and files is not None and CheckpointStore(files.checkpoints).latest() is not None:
         reason = f"belongs to another run, and {files.root} has checkpoints of its own"
         fix = "run.dir=DIR of a new run, or checkpoint.resume=auto to continue this one"
         raise ConfigError(Problem(key=_KEY, value=asked, reason=reason, fix=fix))
-    return _checked(config, layout, checkpoint, own=own)
+    return _checked(config, layout, checkpoint, of_this_run=of_this_run)
 
 
-def reordered(found: Resumption, config: RunConfig, layout: Layout, corpus: PreparedCorpus) -> str | None:
-    """A warning where a different number of steps changes the order of the data; None where it does not.
+def reordered(resumption: Resumption, config: RunConfig, layout: Layout, corpus: PreparedCorpus) -> str | None:
+    """Warns if a different number of steps changes the order of the data; else returns None.
 
     Megatron shuffles all passes over a set at once: with more of them, every sample has another place.
     """
-    if found.weights_only:
+    if resumption.weights_only:
         return None
-    wanted = [tokens_wanted(config, layout, steps=steps) for steps in (found.steps_before, config.train.steps)]
-    for one in corpus.sets:
-        before, now = (math.ceil(read * one.share / max(1, one.train_tokens)) for read in wanted)
+    tokens = [tokens_wanted(config, layout, steps=steps) for steps in (resumption.steps_before, config.train.steps)]
+    for data_set in corpus.sets:
+        before, now = (math.ceil(read * data_set.share / max(1, data_set.train_tokens)) for read in tokens)
         if before != now:
-            data = "the data" if len(corpus.sets) == 1 else clean(one.name)
-            steps = (
-                f"train.steps={config.train.steps} reads {data} {now} times, {found.steps_before} steps {before} times"
-            )
-            return f"{steps}: their order changes from here on, and some samples are repeated"
+            data = "the data" if len(corpus.sets) == 1 else clean(data_set.name)
+            reads = f"reads {data} {now} times, {resumption.steps_before} steps {before} times"
+            change = "their order changes from here on, and some samples are repeated"
+            return f"train.steps={config.train.steps} {reads}: {change}"
     return None
 
 
 def _weights(config: RunConfig) -> Resumption:
-    """Takes weights of another run, or of a Hugging Face folder, for the first step of this one."""
+    """Begins with the weights of another run or of a Hugging Face folder."""
     key, where = "checkpoint.weights_from", str(config.checkpoint.weights_from)
     path = Path(where).expanduser().absolute()
     if not path.is_dir():
         fix = f"{key}=RUN, or RUN/checkpoints/{where if step_of(where) is not None else 'step-00000030'}"
         raise ConfigError(Problem(key=key, value=where, reason="there is no such folder", fix=fix))
     if is_hugging_face(path):
-        found = open_folder(path, key=key)
-        found.check(config.model)
-        own, now = found.tokenizer, Path(config.data.tokenizer).expanduser().resolve()
-        learnt = "" if own is None or now in (own.resolve(), own.parent.resolve()) else str(own)
+        pretrained = open_folder(path, key=key)
+        pretrained.check(config.model)
+        tokenizer, now = pretrained.tokenizer, Path(config.data.tokenizer).expanduser().resolve()
+        learnt = "" if tokenizer is None or now in (tokenizer.resolve(), tokenizer.parent.resolve()) else str(tokenizer)
         return _begun(config, path, created=path.stat().st_mtime, tokenizer=learnt)
     checkpoint = resolve(path, str(path), key=key)
     assert checkpoint is not None  # only where it was asked for the newest one of its own
@@ -147,14 +146,14 @@ def _weights(config: RunConfig) -> Resumption:
 
 
 def _begun_from(
-    config: RunConfig, checkpoint: Path, manifest: Manifest, saved: RunConfig, *, own: bool = False
+    config: RunConfig, checkpoint: Path, manifest: Manifest, saved: RunConfig, *, of_this_run: bool = False
 ) -> Resumption:
     """Begins with the weights of a checkpoint, and nothing else of it."""
     refuse(shape_problems(saved, config, str(checkpoint)))
-    return _begun(config, checkpoint, created=manifest.created, tokenizer=saved.data.tokenizer, own=own)
+    return _begun(config, checkpoint, created=manifest.created, tokenizer=saved.data.tokenizer, of_this_run=of_this_run)
 
 
-def _begun(config: RunConfig, place: Path, *, created: float, tokenizer: str, own: bool = False) -> Resumption:
+def _begun(config: RunConfig, place: Path, *, created: float, tokenizer: str, of_this_run: bool = False) -> Resumption:
     """Begins at the first step, with weights that have learnt the ids of `tokenizer`; empty if that is not known."""
     now = config.data.tokenizer
     known = config.data.source == "stdlib" and tokenizer != ""
@@ -163,31 +162,32 @@ def _begun(config: RunConfig, place: Path, *, created: float, tokenizer: str, ow
         checkpoint=place,
         progress=Progress(step=0, samples=0, tokens=0),
         created=created,
-        own=own,
+        of_this_run=of_this_run,
         steps_before=config.train.steps,
         weights_only=True,
         warnings=(other,) if known and tokenizer != now else (),
     )
 
 
-def resume_point(files: RunFiles, found: Resumption, config: RunConfig) -> ResumePoint:
-    """Returns what the workers are told; call it when what later steps left has been cut away."""
+def resume_point(files: RunFiles, resumption: Resumption, config: RunConfig) -> ResumePoint:
+    """Returns the resume point for the workers; call it after `set_aside`, which removes lines of later steps."""
     interval = config.train.eval_interval
-    due = not found.own or (interval > 0 and (found.step % interval == 0 or found.step == config.train.steps))
+    regular = interval > 0 and (resumption.step % interval == 0 or resumption.step == config.train.steps)
+    due = regular or not resumption.of_this_run
     validations = read_lines(files.validation, ValidationLoss)[0]
-    done = next((line for line in validations if line.step == found.step), None)
+    done = next((line for line in validations if line.step == resumption.step), None)
     return ResumePoint(
-        checkpoint=str(found.checkpoint),
-        step=found.step,
+        checkpoint=str(resumption.checkpoint),
+        step=resumption.step,
         validate=due and done is None,
         validation=done,
         asked=config.checkpoint.resume,
-        weights_only=found.weights_only,
+        weights_only=resumption.weights_only,
     )
 
 
 def next_free(path: Path) -> Path:
-    """A name beside `path` that nothing has yet: RUN-2, RUN-3, ..."""
+    """Finds a free name beside `path`: RUN-2, RUN-3, ..."""
     number = 2
     while (other := path.with_name(f"{path.name}-{number}")).exists():
         number += 1
@@ -195,8 +195,9 @@ def next_free(path: Path) -> Path:
 
 
 def _asked_again(files: RunFiles, asked: str, *, again: bool) -> str:
-    """`auto` where the launch before this one was asked the same and has saved since: a batch system starts a preempted
-    job with the command it had, which must not throw away what the job did."""
+    """Returns `auto` if the previous launch had the same request and has saved since, else the request.
+
+    A batch system starts a preempted job with the command it had, which must not throw away what the job did."""
     before, newest = load_if_sound(files.resume, ResumePoint), CheckpointStore(files.checkpoints).latest()
     restarted = step_of(asked) is None or again or int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
     if before is not None and before.asked == asked and restarted and newest is not None:
@@ -205,7 +206,7 @@ def _asked_again(files: RunFiles, asked: str, *, again: bool) -> str:
 
 
 def _doubts(name: str, progress: Progress) -> Iterator[str]:
-    """A checkpoint that was saved while the loss was where it should not be."""
+    """Warns of a checkpoint that was saved while the loss was too high."""
     losses = progress.losses
     if losses.excess > 0:
         yield f"{name} was saved while the loss was too high, from step {losses.since:,} on: it may have diverged"
@@ -220,7 +221,7 @@ def _before_divergence(files: RunFiles, asked: str) -> str:
 
 
 def finished(files: RunFiles, config: RunConfig) -> RunResult | None:
-    """Returns how the run in a directory ended, if it has done all the steps that are asked for."""
+    """Returns the result of the run in a directory if it has done all its steps, else None."""
     result = load_if_sound(files.result, RunResult)
     return result if result is not None and result.status == "done" and config.train.steps <= result.step else None
 
@@ -237,17 +238,17 @@ def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
     raise ConfigError(Problem(key="run.dir", value=str(config.run.dir), reason=reason, fix=fix))
 
 
-def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) -> Resumption:
+def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run: bool) -> Resumption:
     manifest, saved = saved_run(checkpoint)
     if manifest.optimizer == NO_OPTIMIZER:
-        return _begun_from(config, checkpoint, manifest, saved, own=own)
+        return _begun_from(config, checkpoint, manifest, saved, of_this_run=of_this_run)
     progress = manifest.progress
     between = changes(saved, config, step=progress.step)
     with of_checkpoint(checkpoint):
         before = layout_words(read_layout(checkpoint / "layout.json"))
     layouts = [] if before == layout_words(layout) else [f"{before} -> {layout_words(layout)}"]
     problems = [*between.problems]
-    if progress.step > config.train.steps or (progress.step == config.train.steps and not own):
+    if progress.step > config.train.steps or (progress.step == config.train.steps and not of_this_run):
         reason = f"the checkpoint was saved at step {progress.step:,}, but the run ends at step {config.train.steps:,}"
         fix = f"train.steps={2 * progress.step}, or an earlier checkpoint: checkpoint.resume=NAME"
         problems.append(Problem(key="train.steps", value=config.train.steps, reason=reason, fix=fix))
@@ -258,25 +259,25 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, own: bool) 
     refuse(problems)
     return Resumption(
         # Where it lies once what killed saves left has been cleared away.
-        checkpoint=checkpoint.with_name(step_name(progress.step)) if own else checkpoint,
+        checkpoint=checkpoint.with_name(step_name(progress.step)) if of_this_run else checkpoint,
         progress=progress,
         created=manifest.created,
-        own=own,
+        of_this_run=of_this_run,
         steps_before=saved.train.steps,
         warnings=(*between.warnings, *_doubts(checkpoint.name, progress)),
         spread=", ".join([*layouts, *between.spread]),
     )
 
 
-def set_aside(files: RunFiles, found: Resumption | None) -> list[str]:
-    """Move what the earlier launches left into a new folder of `attempts`. The directory's lock is held.
+def set_aside(files: RunFiles, resumption: Resumption | None) -> list[str]:
+    """Moves the files of earlier launches into a new folder of `attempts`. The caller holds the directory's lock.
 
     Args:
         found: the checkpoint of this directory that the run goes on from; its curve up to there stays. None: everything
             goes.
 
     Returns:
-        What a person should know of it, a line each.
+        Notes for the user, a line each.
 
     Raises:
         OSError: something could not be moved; what has been stays moved.
@@ -292,7 +293,7 @@ def set_aside(files: RunFiles, found: Resumption | None) -> list[str]:
         _move(path, folder)
     store = CheckpointStore(files.checkpoints)
     store.clear_partials()
-    if found is None:
+    if resumption is None:
         trained = files.metrics.exists()
         for path in (files.metrics, files.validation, files.events, files.checkpoints):
             _move(path, folder)
@@ -301,10 +302,10 @@ def set_aside(files: RunFiles, found: Resumption | None) -> list[str]:
             if trained
             else []
         )
-    _cut(files.metrics, folder, lambda line: _step(line) <= found.step)
-    _cut(files.validation, folder, lambda line: _step(line) <= found.step)
-    _cut(files.events, folder, lambda line: _is_before(line, found))
-    later = store.move_later(found.step, folder / "checkpoints")
+    _cut(files.metrics, folder, lambda line: _step(line) <= resumption.step)
+    _cut(files.validation, folder, lambda line: _step(line) <= resumption.step)
+    _cut(files.events, folder, lambda line: _is_before(line, resumption))
+    later = store.move_later(resumption.step, folder / "checkpoints")
     return [f"{', '.join(later)}: moved to {folder / 'checkpoints'}"] if later else []
 
 
@@ -322,19 +323,19 @@ def _move(path: Path, folder: Path) -> None:
 
 
 def _cut(path: Path, folder: Path, keeps: Callable[[Mapping[str, object]], bool]) -> None:
-    """Move the lines of a .jsonl file that are not kept, half a line of a killed writer among them."""
+    """Moves the lines of a .jsonl file for which `keeps` is False, and half a line of a killed writer."""
     try:
         text = read_plain(path, most=None).decode("utf-8", errors="replace")
     except Unreadable:
         return
-    kept: list[str] = []
-    cut: list[str] = []
+    before: list[str] = []
+    after: list[str] = []
     for line in text.splitlines(keepends=True):
         value = json_object(line.encode())
-        (kept if value is not None and line.endswith("\n") and keeps(value) else cut).append(line)
-    if cut:
-        write_text_atomic(folder / path.name, "".join(cut))
-        write_text_atomic(path, "".join(kept))
+        (before if value is not None and line.endswith("\n") and keeps(value) else after).append(line)
+    if after:
+        write_text_atomic(folder / path.name, "".join(after))
+        write_text_atomic(path, "".join(before))
 
 
 def _step(line: Mapping[str, object]) -> float:
@@ -342,9 +343,9 @@ def _step(line: Mapping[str, object]) -> float:
     return step if isinstance(step, int) else float("inf")
 
 
-def _is_before(line: Mapping[str, object], found: Resumption) -> bool:
+def _is_before(line: Mapping[str, object], resumption: Resumption) -> bool:
     """Returns True if an event happened before the checkpoint's step was over. Most have no step; they have a time."""
     if "step" in line:
-        return _step(line) <= found.step
+        return _step(line) <= resumption.step
     time = line.get("time")
-    return isinstance(time, int | float) and time <= found.created
+    return isinstance(time, int | float) and time <= resumption.created

@@ -69,7 +69,7 @@ class RunDirectory:
         """Notes on the files that were in the directory, a line each."""
         self._lock, self._used = lock, used
         self._again = False
-        """This launch has been here before."""
+        """True once this launch has called `resume`."""
 
     @property
     def path(self) -> Path:
@@ -109,26 +109,27 @@ class RunDirectory:
             EnvironmentProblem: files cannot be moved or written.
         """
         inside = replace(config, run=replace(config.run, dir=str(self.path)))
-        found = resumption(inside, layout, again=self._again)
+        checkpoint = resumption(inside, layout, again=self._again)
         try:
             if self._used:
-                self.notes = tuple(set_aside(self.files, found if found is not None and found.own else None))
+                resumes_here = checkpoint is not None and checkpoint.of_this_run
+                self.notes = tuple(set_aside(self.files, checkpoint if resumes_here else None))
             self.files.ranks.mkdir(mode=0o755, exist_ok=True)
             self.files.logs.mkdir(mode=0o755, exist_ok=True)
-            if found is not None:
-                save(self.files.resume, resume_point(self.files, found, config))
+            if checkpoint is not None:
+                save(self.files.resume, resume_point(self.files, checkpoint, config))
         except OSError as error:
             raise _not_writable(self.path, config, error.strerror or str(error)) from None
         self._used = self._again = True
         self.earlier = None
-        if found is not None and not found.weights_only:
+        if checkpoint is not None and not checkpoint.weights_only:
             self.earlier = Earlier(
-                step=found.step,
-                origin=found.origin,
+                step=checkpoint.step,
+                origin=checkpoint.origin,
                 metrics=read_lines(self.files.metrics, StepMetrics)[0],
                 validations=read_lines(self.files.validation, ValidationLoss)[0],
             )
-        return found
+        return checkpoint
 
     @contextmanager
     def never_without_result(self, resume_command: str | None = None) -> Iterator[None]:
@@ -193,7 +194,7 @@ class RunDirectory:
 
 
 def check_free(config: RunConfig, *, resumes: bool = False) -> None:
-    """Say before any long preparation that `run.dir` is taken or cannot be written. `create` has the last word."""
+    """Refuses a `run.dir` that is taken or cannot be written, before any long preparation. `create` checks again."""
     path = Path(config.run.dir or config.run.root).absolute()
     if config.run.dir is not None and not resumes and holds_run(RunFiles(path)):
         raise _already_used(path, config)
@@ -205,17 +206,17 @@ def check_free(config: RunConfig, *, resumes: bool = False) -> None:
 
 
 def prediction_here(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
-    """Simulate the step of a resolved run, and say where its profile may not hold on this machine.
+    """Simulates the step of a resolved run, and notes where its profile may not match this machine.
 
     Args:
         plan: for strategies that execute one; None for the others.
     """
-    found = predict(config, layout, plan)
-    return replace(found, mismatches=profile_mismatches(config.cluster)) if found.calibrated else found
+    prediction = predict(config, layout, plan)
+    return replace(prediction, mismatches=profile_mismatches(config.cluster)) if prediction.calibrated else prediction
 
 
 def describe_environment() -> dict[str, object]:
-    """Versions, host and the allow-listed environment variables of this launch."""
+    """Collects versions, host and the allow-listed environment variables of this launch."""
     return {
         "time": time.time(),
         "host": socket.gethostname(),
@@ -266,7 +267,7 @@ def _not_writable(path: Path, config: RunConfig, reason: str) -> EnvironmentProb
 
 
 def _git_revision() -> str | None:
-    """The commit of canzona's own source tree when it runs from one; the user's surrounding project is not asked."""
+    """Returns the commit of canzona's own source tree if it runs from one; never of the user's project around it."""
     source = Path(__file__).resolve().parents[2]
     if not (source / ".git").exists():
         return None
@@ -312,9 +313,9 @@ def unsafe_place(path: Path, *, user: int | None = None) -> str | None:
     Raises:
         OSError: the folder cannot be looked at.
     """
-    own = {os.geteuid() if user is None else user, 0}
+    trusted = {os.geteuid() if user is None else user, 0}
     link = os.lstat(path)
-    if stat.S_ISLNK(link.st_mode) and link.st_uid not in own:
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in trusted:
         return f"{path} is a link that another user created"
     if stat.S_IMODE(os.stat(path).st_mode) & stat.S_IWOTH:
         return f"every user of this machine may write to {path}, and could replace the run's files"

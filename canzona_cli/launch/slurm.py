@@ -58,11 +58,11 @@ class Adopted:
 def current_step(environment: Mapping[str, str] = os.environ) -> SlurmStep | None:
     """The step that this process belongs to; None outside of one, or where Slurm's variables are not all there."""
     names = ("JOB_ID", "STEP_ID", "STEP_NUM_NODES", "STEP_NUM_TASKS", "NODEID")
-    found = [environment.get(f"SLURM_{name}", "") for name in names]
+    values = [environment.get(f"SLURM_{name}", "") for name in names]
     node_list = environment.get("SLURM_STEP_NODELIST")
-    if not all(text.isdecimal() for text in found) or not node_list:
+    if not all(text.isdecimal() for text in values) or not node_list:
         return None
-    job_id, step_id, nodes, tasks, node_rank = map(int, found)
+    job_id, step_id, nodes, tasks, node_rank = map(int, values)
     if step_id >= _FIRST_SPECIAL_STEP:
         return None
     array, task = (environment.get(f"SLURM_ARRAY_{part}", "") for part in ("JOB_ID", "TASK_ID"))
@@ -175,9 +175,9 @@ def _address(host: str) -> str:
     if _resolves(host):
         return host
     shown = tool_output("scontrol", "--oneliner", "show", "node", host, timeout_s=20)
-    found = re.search(r"\bNodeAddr=(\S+)", shown or "")
-    if found is not None and _resolves(found.group(1)):
-        return found.group(1)
+    address = re.search(r"\bNodeAddr=(\S+)", shown or "")
+    if address is not None and _resolves(address.group(1)):
+        return address.group(1)
     reason = f"Slurm calls machine 0 {host}, and this machine cannot resolve that name"
     fix = "cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all machines can reach"
     raise EnvironmentProblem(Problem(key="cluster.rdzv_endpoint", reason=reason, fix=fix))

@@ -176,8 +176,8 @@ def submit(script: str, *, name: str, array: bool) -> Submitted:
     except subprocess.TimeoutExpired:
         raise EnvironmentProblem(Problem(key="sbatch", reason="Slurm does not answer within two minutes")) from None
     if done.returncode != 0:
-        said = done.stderr.strip().replace("sbatch: error: ", "").splitlines() or ["no reason given"]
-        raise EnvironmentProblem(Problem(key="sbatch", reason=f"Slurm refuses the job: {'; '.join(said)}"))
+        reasons = done.stderr.strip().replace("sbatch: error: ", "").splitlines() or ["no reason given"]
+        raise EnvironmentProblem(Problem(key="sbatch", reason=f"Slurm refuses the job: {'; '.join(reasons)}"))
     job_id = done.stdout.strip().partition(";")[0]
     log = Path.cwd() / f"{name}-{job_id}{'_%a' if array else ''}.out"
     return Submitted(job_id=job_id, log=log, array=array)
@@ -185,12 +185,12 @@ def submit(script: str, *, name: str, array: bool) -> Submitted:
 
 def tasks_of(array: str) -> set[int]:
     """The tasks that a checked `--array` names."""
-    found: set[int] = set()
+    tasks: set[int] = set()
     for part in array.partition("%")[0].split(","):
         span, _, stride = part.partition(":")
         first, _, last = span.partition("-")
-        found.update(range(int(first), int(last or first) + 1, max(1, int(stride or 1))))
-    return found
+        tasks.update(range(int(first), int(last or first) + 1, max(1, int(stride or 1))))
+    return tasks
 
 
 def option_problems(options: JobOptions) -> Iterator[Problem]:
@@ -259,16 +259,16 @@ def _seconds(time: str) -> int | None:
     return 86_400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
-def _with_directives(text: str, wanted: dict[str, str | None], removed: set[str]) -> str:
+def _with_directives(text: str, changes: dict[str, str | None], removed: set[str]) -> str:
     """The script with its `#SBATCH --NAME=VALUE` lines changed: in place where there is one, else after the last."""
     lines = text.splitlines()
-    found = [number for number, line in enumerate(lines) if line.startswith(_DIRECTIVE)]
-    given = {lines[number].removeprefix(_DIRECTIVE).partition("=")[0]: lines[number] for number in found}
-    for name, value in wanted.items():
+    numbers = [number for number, line in enumerate(lines) if line.startswith(_DIRECTIVE)]
+    given = {lines[number].removeprefix(_DIRECTIVE).partition("=")[0]: lines[number] for number in numbers}
+    for name, value in changes.items():
         if value is not None:
             given[name] = f"{_DIRECTIVE}{name}={value}" if value else f"{_DIRECTIVE}{name}"
     block = [line for name, line in given.items() if name not in removed]
-    return "\n".join([*lines[: found[0]], *block, *lines[found[-1] + 1 :]]) + "\n"
+    return "\n".join([*lines[: numbers[0]], *block, *lines[numbers[-1] + 1 :]]) + "\n"
 
 
 def _overrides(arguments: Sequence[str] | Path) -> str:

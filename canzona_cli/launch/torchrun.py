@@ -117,7 +117,7 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
     threads = max(1, cores() // ranks_per_node(config))
     if on_gpu:
         threads = min(threads, _MAX_THREADS_BESIDE_GPU)
-    wanted = {
+    variables = {
         "OMP_NUM_THREADS": str(threads),  # torchrun would say 1 whatever the machine, with a warning
         "MKL_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",  # a killed rank's last words reach its log
@@ -130,28 +130,28 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
         # A hardware queue for each stream: those that share one wait for what the others wait for. Megatron recommends
         # 1, so that what tensor-parallel ranks exchange starts before the product launched behind it; but then nothing
         # runs beside reductions and gatherings. That NCCL's streams come first on the device does the same.
-        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
-        wanted["TORCH_NCCL_HIGH_PRIORITY"] = "1"
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+        variables["TORCH_NCCL_HIGH_PRIORITY"] = "1"
         # torch 2.15's new NCCL backend runs the collectives of a coalesced group one after another, each a launch.
-        wanted["TORCH_DIST_USE_NCCL2"] = "0"
+        variables["TORCH_DIST_USE_NCCL2"] = "0"
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, and torch listens to it first
             # Optimizers first need memory when activations have just left theirs, in pieces of other sizes.
             # What a checkpoint is copied to is pinned by several threads, in exact sizes rather than powers of two.
-            wanted["PYTORCH_ALLOC_CONF"] = (
+            variables["PYTORCH_ALLOC_CONF"] = (
                 "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:4"
             )
             if Version(installed_version("torch") or "0") >= _PINS_EXACT_SIZES:
-                wanted["PYTORCH_ALLOC_CONF"] += ",pinned_max_round_threshold_mb:64"
+                variables["PYTORCH_ALLOC_CONF"] += ",pinned_max_round_threshold_mb:64"
     else:
         # glibc would give the memory of most activations back as each is freed, and the kernel clear every page of the
         # next one: 0.35 s of processor time rather than 0.25 for qwen3-tiny's products, norms and SwiGLU. The first is
         # at its maximum.
-        wanted["MALLOC_MMAP_THRESHOLD_"], wanted["MALLOC_TRIM_THRESHOLD_"] = str(32 << 20), str(256 << 20)
+        variables["MALLOC_MMAP_THRESHOLD_"], variables["MALLOC_TRIM_THRESHOLD_"] = str(32 << 20), str(256 << 20)
     if _installed():
         # `python -m` would look for modules in the working directory first, be it a folder of somebody else's recipes.
-        wanted["PYTHONSAFEPATH"] = "1"
-    wanted |= _interfaces(config)
-    chosen = {name: os.environ.get(name, value) for name, value in wanted.items()}
+        variables["PYTHONSAFEPATH"] = "1"
+    variables |= _interfaces(config)
+    chosen = {name: os.environ.get(name, value) for name, value in variables.items()}
     if not on_gpu:
         chosen["CUDA_VISIBLE_DEVICES"] = ""  # Megatron is given CPU meanings for its CUDA calls, in these ranks alone
     return chosen
@@ -241,7 +241,7 @@ def _interface_facing(host: str) -> str | None:
         for name, entries in addresses.items()
         if name in up and not name.startswith(_NOT_BETWEEN_MACHINES)
     }
-    candidates = [name for name, own in real.items() if own]
+    candidates = [name for name, ipv4 in real.items() if ipv4]
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # of UDP: asks the routing table, sends nothing
@@ -249,5 +249,5 @@ def _interface_facing(host: str) -> str | None:
     except OSError:
         source = None
     facing = [name for name in candidates if source in real[name]]
-    found = facing or candidates
-    return found[0] if len(found) == 1 else None
+    choice = facing or candidates
+    return choice[0] if len(choice) == 1 else None

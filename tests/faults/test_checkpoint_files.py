@@ -115,8 +115,8 @@ def folder_instead(path: Path) -> None:
         (lengthen, "too long"),
         (Path.unlink, "missing"),
         (link, "links are not followed"),
-        (pipe, "no plain file"),
-        (folder_instead, "no plain file"),
+        (pipe, "not a regular file"),
+        (folder_instead, "not a regular file"),
     ],
 )
 def test_a_file_that_is_not_all_there_is_named_before_workers_start(

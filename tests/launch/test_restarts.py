@@ -290,4 +290,4 @@ def test_what_to_know_of_it_is_said_beside_it(tmp_path: Path) -> None:
         resume_hint(preempted, files, TWO_NODES, {}) == "to go on, on every machine with its own cluster.node_rank: GO"
     )
     diverged = replace(preempted, status="diverged")
-    assert resume_hint(diverged, files, one, {}) == "to go on, with what is said above added: GO"
+    assert resume_hint(diverged, files, one, {}) == "to go on, with the change suggested above: GO"

@@ -219,12 +219,12 @@ def test_a_new_run_from_another_ones_checkpoint_and_its_requeue(config: RunConfi
     train(config, steps=4, saved=(4,))
     new = replace(resuming(config, str(tmp_path / "run")), run=replace(config.run, dir=str(tmp_path / "new")))
     run, found = relaunched(new)
-    assert (found.own, found.origin) == (False, str(tmp_path / "run" / "checkpoints" / "step-00000004"))
+    assert (found.of_this_run, found.origin) == (False, str(tmp_path / "run" / "checkpoints" / "step-00000004"))
     assert (read_json(run.files.resume) or {})["validate"] is True, "before its first step, as every new run does"
     del run
     save(new, 6)
     again = resumed(new)
-    assert (again.own, again.step) == (True, 6)
+    assert (again.of_this_run, again.step) == (True, 6)
     other = replace(new, checkpoint=CheckpointConfig(resume=str(tmp_path / "run" / "checkpoints" / "step-00000004")))
     assert "checkpoints of its own" in refusal(other)[0].reason
 
@@ -263,7 +263,7 @@ def test_a_run_begins_with_the_weights_of_another_one_until_it_has_saved_itself(
     assert found.checkpoint.name == "step-00000002"
     new = beginning(other, files_of(config).root)
     run, found = relaunched(new)
-    assert (found.step, found.progress.samples, found.own, run.earlier) == (0, 0, False, None)
+    assert (found.step, found.progress.samples, found.of_this_run, run.earlier) == (0, 0, False, None)
     assert (warning := found.warnings[0]).startswith("data.tokenizer is bpe")
     assert warning.endswith(f"the ids of {config.data.tokenizer}")
     newest = files_of(config).checkpoints / "step-00000004"
@@ -274,7 +274,7 @@ def test_a_run_begins_with_the_weights_of_another_one_until_it_has_saved_itself(
     del run
     save(new, 2)
     again = resumed(new)
-    assert (again.own, again.step, again.weights_only) == (True, 2, False)
+    assert (again.of_this_run, again.step, again.weights_only) == (True, 2, False)
 
 
 def test_weights_that_do_not_fit_or_are_not_there_are_refused_with_what_to_write(
@@ -323,15 +323,15 @@ def test_another_model_or_optimizer_is_refused_with_every_difference(config: Run
 
 
 def test_another_optimizer_is_refused_but_not_the_same_class_in_another_file(config: RunConfig) -> None:
-    own = CustomConfig(name="custom", lr=1e-3, source="mine.py:Mine")
-    saved = replace(config, optimizer=own)
+    custom = CustomConfig(name="custom", lr=1e-3, source="mine.py:Mine")
+    saved = replace(config, optimizer=custom)
     train(saved, steps=3, saved=(3,))
     for optimizer, key in (
         (config.optimizer, "optimizer.name"),
-        (replace(own, source="mine.py:Its"), "optimizer.source"),
+        (replace(custom, source="mine.py:Its"), "optimizer.source"),
     ):
         assert key in [problem.key for problem in refusal(replace(config, optimizer=optimizer))]
-    moved = resumed(replace(config, optimizer=replace(own, source="lib/mine.py:Mine")))
+    moved = resumed(replace(config, optimizer=replace(custom, source="lib/mine.py:Mine")))
     assert moved.warnings == ("optimizer.source is lib/mine.py:Mine now; up to step 3 it was mine.py:Mine",)
 
 
