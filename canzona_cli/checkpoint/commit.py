@@ -1,4 +1,4 @@
-"""A checkpoint becomes visible whole or not at all.
+"""A commit makes a checkpoint visible as a whole or not at all.
 
 Every rank writes into a hidden folder next to the checkpoints, and leaves a part file there when it is done. Rank 0
 waits for all parts, adds the manifest, and renames the folder. Ranks meet through these files alone: no collective runs
@@ -78,7 +78,7 @@ def begin(store_root: Path, step: int) -> Path:
 
 
 def write_part(partial: Path, rank: int, shard: Shard) -> None:
-    """Write one rank's share of a checkpoint, and then, in one step, that it is there. Any rank, any thread.
+    """Writes one rank's share of a checkpoint, and then atomically marks it as written. Any rank, any thread.
 
     Args:
         partial: what `begin` made.
@@ -118,7 +118,7 @@ def finish(
     texts: Mapping[str, str],
     timeout_s: float,
 ) -> Path:
-    """Wait for every rank's part and make a checkpoint of them; on rank 0, after its own `write_part`.
+    """Waits for every rank's part and makes a checkpoint of them; on rank 0, after its own `write_part`.
 
     Args:
         partial: what `begin` made.
@@ -167,7 +167,7 @@ def finish(
 
 
 def abandon(partial: Path) -> None:
-    """Remove what there is of a checkpoint that will not be finished. Never raises: the next `begin` tries again."""
+    """Removes a checkpoint that will not be finished. Never raises: the next `begin` tries again."""
     for _ in range(_REMOVALS):
         shutil.rmtree(partial, ignore_errors=True)
         if not partial.exists():
@@ -175,7 +175,7 @@ def abandon(partial: Path) -> None:
 
 
 def bytes_written(partial: Path) -> int:
-    """Bytes of all files in a checkpoint, unfinished or not: whether a save makes progress, how much is to be read."""
+    """Returns the bytes of all files in a checkpoint, finished or not: how far a save is, how much to read."""
     total = 0
     try:
         with os.scandir(partial) as entries:
@@ -192,12 +192,12 @@ def part_path(partial: Path, rank: int) -> Path:
 
 
 def _wordless_path(partial: Path, rank: int) -> Path:
-    """An empty file: where a rank says that it failed when the disk takes no words."""
+    """Returns the empty file by which a rank says that it failed when the disk has no room for text."""
     return partial / f"part-{rank:05d}.failed"
 
 
 def save_failed(path: Path, error: BaseException) -> SaveFailed:
-    """The error as the user reads it; `path` is what could not be written."""
+    """Returns the error for the user; `path` could not be written."""
     if isinstance(error, OSError):
         reason, fix = f"cannot be written: {error.strerror or error}", _FIXES.get(error.errno, "")
     else:
@@ -206,7 +206,7 @@ def save_failed(path: Path, error: BaseException) -> SaveFailed:
 
 
 def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, dict[str, Any]]:
-    """All ranks' parts, in the order of ranks."""
+    """Waits for all ranks' parts; returns them in the order of ranks."""
     parts: dict[int, dict[str, Any]] = {}
     grown, deadline = bytes_written(partial), time.monotonic() + timeout_s
     poll = _POLL_S
@@ -270,14 +270,14 @@ def _write_text(path: Path, text: str) -> StoredFile:
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    """A file that is seen whole or not at all."""
+    """Writes a file that is visible as a whole or not at all."""
     temporary = path.with_name(f".{path.name}.new")
     _write_new(temporary, data)
     os.rename(temporary, path)
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """A new file, on the disk; none is left when it fails. Plain system calls: a test kills it at each of them."""
+    """Writes a new file to the disk; leaves none if it fails. Plain system calls: a test kills it at each of them."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         rest = memoryview(data)

@@ -98,7 +98,7 @@ def slurm(
 def _resolved(
     arguments: list[str], options: "JobOptions", recipes_dirs: list[Path], *, sweep: bool
 ) -> tuple["RunConfig", "Layout", "JobOptions"]:
-    """The run, or the first one of a sweep, and the options of its job, once all of them are sound."""
+    """Resolves the run, or the first one of a sweep, and checks the options of its job."""
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.errors import ConfigError, Problem
 
@@ -163,7 +163,7 @@ def _run_dir(job: "Submitted", config: "RunConfig") -> str:
 def _swept(
     arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]
 ) -> tuple["RunConfig", "Layout", "JobOptions"]:
-    """The first of the runs, once all of them and the job's options are sound, and the options with the array.
+    """Resolves all runs of a sweep; returns the first one, and the options with the array.
 
     Raises:
         CanzonaError: as `swept_runs`; what is wrong with the options; runs that need different machines.
@@ -190,7 +190,7 @@ def _swept(
 
 
 def _composed_with_options(arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]) -> "RunConfig":
-    """The run, once it and the job's options are sound.
+    """Composes the run, and checks it together with the job's options.
 
     Raises:
         ConfigError: the mistakes of both at once.

@@ -58,7 +58,7 @@ def run(
     as_json: bool = False,
     show_config: bool = False,
 ) -> None:
-    """The whole command.
+    """Runs the whole command.
 
     Args:
         prepare_only: write the run directory and say how to start the workers, without starting them.
@@ -158,7 +158,7 @@ def _show(job: _Job, look: _Look) -> None:
 
 
 def _prepare(job: _Job, look: _Look) -> None:
-    """Everything that workers need, on the disk: another launcher starts them."""
+    """Writes everything that workers need to the disk; another launcher starts them."""
     config, layout = job.config, job.layout
     check_free(config, resumes=True)
     resumption(config, layout)
@@ -285,14 +285,14 @@ def _progress_of(view: TrainView, requests: Requests) -> Iterator[Callable[[str,
 
 
 def _claim(job: _Job) -> RunDirectory:
-    """The run directory: machine 0 creates it or resumes in it, the others wait there for machine 0's address."""
+    """Opens the run directory: machine 0 creates it or resumes in it, the others wait there for machine 0's address."""
     if job.node_rank == 0:
         return RunDirectory.create(job.config, resumes=True)
     return RunDirectory(RunFiles(Path(job.config.run.dir or "").absolute()))
 
 
 def _bring_in(config: RunConfig, run: RunDirectory) -> None:
-    """Weights of a Hugging Face folder, where the run begins with some, as its checkpoint of step 0."""
+    """Imports the weights of a Hugging Face folder, if the run begins with one, as its checkpoint of step 0."""
     where = config.checkpoint.weights_from
     folder = Path(where or "").expanduser()
     if where is None or not is_hugging_face(folder) or CheckpointStore(run.files.checkpoints).latest() is not None:
@@ -306,8 +306,10 @@ def _bring_in(config: RunConfig, run: RunDirectory) -> None:
 
 
 def _meet(run: RunDirectory, job: _Job, corpus: PreparedCorpus, *, restarts: int) -> tuple[Machines, LaunchCommand]:
-    """Prepares each attempt: machine 0 decides where it begins, the others hear where the ranks meet. Returns the
-    machines and the command that starts the ranks of this one."""
+    """Prepares an attempt: machine 0 decides where it begins, the others hear where the ranks meet.
+
+    Returns:
+        The link to the other machines, and the command that starts the ranks of this one."""
     config = job.config
     machines = Machines(run.files, node_rank=job.node_rank, nodes=torchrun.node_count(config), restarts=restarts)
     if job.node_rank:
@@ -331,7 +333,7 @@ def _say_resumption(run: RunDirectory, resumption: Resumption | None) -> None:
 
 
 def _conclude(outcome: Outcome, run: RunDirectory, config: RunConfig, console: Console) -> None:
-    """Show how the run ended. It has, and what goes wrong here changes nothing of it."""
+    """Shows how the run ended; an error here does not change its exit code."""
     try:
         _show_end(outcome, run, config, console)
     except Exception as error:
@@ -375,7 +377,7 @@ def _recordings(run: RunDirectory, config: RunConfig) -> Iterator[str]:
 
 
 def _say_why(outcome: Outcome) -> None:
-    """The error of the rank that failed, then its traceback, then the path of its log."""
+    """Shows the error of the rank that failed, then its traceback, then the path of its log."""
     show_failure(outcome.error())
     if outcome.traceback:
         tell("\n".join(("", *outcome.traceback)), "dim")

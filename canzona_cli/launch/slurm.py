@@ -43,20 +43,20 @@ class SlurmStep:
 
     @property
     def sweep(self) -> str:
-        """The name, as `name`, but the same in all tasks of an array."""
+        """The same as `name`, but equal in all tasks of an array."""
         return self.name if self.array_task is None else self.name.partition("_")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adopted:
-    """A configuration with what Slurm said filled in, and the sentences that tell the user so."""
+    """A configuration completed with facts from Slurm, and the notes that tell the user so."""
 
     config: RunConfig
     notes: tuple[str, ...] = ()
 
 
 def current_step(environment: Mapping[str, str] = os.environ) -> SlurmStep | None:
-    """The step that this process belongs to; None outside of one, or where Slurm's variables are not all there."""
+    """Returns the step that this process belongs to; None outside of one, or if Slurm's variables are incomplete."""
     names = ("JOB_ID", "STEP_ID", "STEP_NUM_NODES", "STEP_NUM_TASKS", "NODEID")
     values = [environment.get(f"SLURM_{name}", "") for name in names]
     node_list = environment.get("SLURM_STEP_NODELIST")
@@ -114,7 +114,7 @@ def adopt(config: RunConfig, step: SlurmStep | None) -> Adopted:
 
 
 def first_host(node_list: str) -> str:
-    """The first host of a list in Slurm's notation: `n01` of `n[01-03,7],m2`, `r0n4` of `r[0-1]n[4-7]`."""
+    """Returns the first host of a list in Slurm's notation: `n01` of `n[01-03,7],m2`, `r0n4` of `r[0-1]n[4-7]`."""
     host, rest = "", node_list
     while rest and not rest.startswith(","):
         if rest.startswith("["):
@@ -171,7 +171,7 @@ def _endpoint(step: SlurmStep) -> str:
 
 
 def _address(host: str) -> str:
-    """A name or address of a node that connections can be made to: its name, else what Slurm itself calls it by."""
+    """Returns a name or address at which a node can be reached: its name, else the address that Slurm uses."""
     if _resolves(host):
         return host
     shown = tool_output("scontrol", "--oneliner", "show", "node", host, timeout_s=20)

@@ -49,7 +49,7 @@ _INSTEAD = "leave it out: gpus=N, --nodes, --time, --requeues, --signal-before a
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """The options of a job, as typed. None: as the template has it, or the cluster decides."""
+    """The options of a job, as typed. None leaves the template's value, or lets the cluster decide."""
 
     job_name: str | None = None
     time: str | None = None
@@ -58,13 +58,13 @@ class JobOptions:
     qos: str | None = None
     array: str | None = None
     cpus_per_task: int | None = None
-    """Cores to ask for on each machine instead of having it alone."""
+    """The cores to request on each machine instead of the whole machine."""
     more: tuple[str, ...] = ()
     """Further directives, each as sbatch has it: `--constraint=h100`."""
     requeues: int = 20
-    """Times the job may go back to the queue; 0: never."""
+    """The number of times the job may return to the queue; 0 for never."""
     signal_before: int = 180
-    """Seconds before the time limit at which it is asked to save."""
+    """The seconds before the time limit at which the job is asked to save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Submitted:
 
 
 def template_text() -> str:
-    """The sbatch script that came with canzona: inside the package in a wheel, beside it in an editable install."""
+    """Reads the sbatch script that came with canzona: in the package of a wheel, beside it in an editable install."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "_scripts", package.parent / "scripts"):
         if (folder / TEMPLATE).is_file():
@@ -89,7 +89,7 @@ def template_text() -> str:
 
 
 def check(options: JobOptions) -> None:
-    """Refuse values that Slurm would not take, or would take for something else.
+    """Refuses values that Slurm would not accept, or would misread.
 
     Raises:
         ConfigError: every one of them at once.
@@ -98,7 +98,7 @@ def check(options: JobOptions) -> None:
 
 
 def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Path) -> str:
-    """The batch script of a run.
+    """Fills in the batch script of a run.
 
     Args:
         config: Resolved.
@@ -145,7 +145,7 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
 
 
 def write_arguments(folder: Path, name: str, arguments: Sequence[str]) -> Path:
-    """Keep a job's arguments in a new file that only its owner can read; they are needed again at each requeue.
+    """Writes a job's arguments to a new file that only its owner can read; they are needed again at each requeue.
 
     Raises:
         EnvironmentProblem: it cannot be written.
@@ -184,7 +184,7 @@ def submit(script: str, *, name: str, array: bool) -> Submitted:
 
 
 def tasks_of(array: str) -> set[int]:
-    """The tasks that a checked `--array` names."""
+    """Returns the tasks that a checked `--array` names."""
     tasks: set[int] = set()
     for part in array.partition("%")[0].split(","):
         span, _, stride = part.partition(":")
@@ -194,7 +194,7 @@ def tasks_of(array: str) -> set[int]:
 
 
 def option_problems(options: JobOptions) -> Iterator[Problem]:
-    """Lists options that Slurm would not take, or would take for something else."""
+    """Lists options that Slurm would not accept, or would misread."""
     yield from _directive_problems(options.more, shared=options.cpus_per_task is not None)
     for field, (pattern, form, example) in _PATTERNS.items():
         value = getattr(options, field)
@@ -219,7 +219,7 @@ def option_problems(options: JobOptions) -> Iterator[Problem]:
 
 
 def _directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[Problem]:
-    """Lists options that are no directives, and those that canzona sets itself: of two, sbatch would take the last.
+    """Lists options that are not directives, and those that canzona sets itself: of two, sbatch would use the last.
 
     Args:
         directives: `--constraint=h100`, ...
@@ -250,7 +250,7 @@ def _whole_name(name: str) -> str:
 
 
 def _seconds(time: str) -> int | None:
-    """A time limit in Slurm's notation (minutes, MM:SS, H:MM:SS, D-H, D-H:MM, D-H:MM:SS); None where it is none."""
+    """Parses a limit in Slurm's notation (minutes, MM:SS, H:MM:SS, D-H, D-H:MM, D-H:MM:SS); None if it is not valid."""
     if re.fullmatch(_PATTERNS["time"][0], time, re.ASCII) is None:
         return None
     days, dash, clock = time.rpartition("-")
@@ -260,7 +260,7 @@ def _seconds(time: str) -> int | None:
 
 
 def _with_directives(text: str, changes: dict[str, str | None], removed: set[str]) -> str:
-    """The script with its `#SBATCH --NAME=VALUE` lines changed: in place where there is one, else after the last."""
+    """Changes the script's `#SBATCH --NAME=VALUE` lines in place; adds new ones after the last."""
     lines = text.splitlines()
     numbers = [number for number, line in enumerate(lines) if line.startswith(_DIRECTIVE)]
     given = {lines[number].removeprefix(_DIRECTIVE).partition("=")[0]: lines[number] for number in numbers}
@@ -278,7 +278,7 @@ def _overrides(arguments: Sequence[str] | Path) -> str:
 
 
 def quoted(word: str) -> str:
-    """A word for bash, always on one line."""
+    """Quotes a word for bash, always on one line."""
     if word.isprintable():
         return shlex.quote(word)
     escaped = "".join(
@@ -288,6 +288,6 @@ def quoted(word: str) -> str:
 
 
 def _own_command() -> str:
-    """This very canzona, by its path: the job's PATH may hold another one or none."""
+    """Returns the path of this very canzona: the job's PATH may have another one or none."""
     beside = Path(sys.executable).with_name("canzona")
     return str(beside) if beside.is_file() else "canzona"

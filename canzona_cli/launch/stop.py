@@ -1,4 +1,4 @@
-"""Wishes to stop a run: which signals mean what, and whether a save is still under way.
+"""Requests to stop a run: what each signal means, and whether a save is still in progress.
 
 SIGTERM, SIGUSR1 and SIGUSR2 are how a batch system announces that it will take the machine away: the run is preempted,
 and whoever started it will start it again. SIGINT (Ctrl-C) and SIGHUP come from a person: the run is interrupted. Both
@@ -25,7 +25,7 @@ _INTERRUPTING = (signal.SIGINT, signal.SIGHUP)
 
 
 class Preempted(KeyboardInterrupt):
-    """A signal of a batch system came while nothing was running yet that could be asked to stop."""
+    """A signal of a batch system that came before there were workers to stop."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Requests:
     """The requests that a launcher got by signals."""
 
     reason: StopReason | None = None
-    """The reason why the run shall stop, by the first signal; None while nobody asked."""
+    """The reason to stop, from the first signal; None if there has been none."""
     first: float = 0.0
     """The time of the first one, seconds of the monotonic clock."""
     interrupts: int = 0
@@ -76,7 +76,7 @@ class SaveWatch:
 
 
 def sound_checkpoint(files: RunFiles, *, thorough: bool = True) -> str | None:
-    """The name of the checkpoint that a new start in this directory would continue from; None if there is none.
+    """Returns the name of the checkpoint that a new start in this directory would resume from; None if there is none.
 
     Args:
         thorough: hash all of it; else only its manifest and the sizes of its files are looked at.
@@ -110,7 +110,7 @@ def handled(handler: Callable[[int, FrameType | None], None], *, to_the_end: boo
 
 
 def before_workers(files: RunFiles | None, error: KeyboardInterrupt) -> Outcome:
-    """Returns how a run ended that was asked to stop before its workers started.
+    """Returns the outcome of a run that was asked to stop before its workers started.
 
     Args:
         files: of the run directory; None where there is none yet.

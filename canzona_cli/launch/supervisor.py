@@ -1,4 +1,4 @@
-"""Starts torchrun, watches it, passes the user's wish to stop on to the workers, and leaves nothing behind.
+"""Starts torchrun, watches it, passes the user's request to stop on to the workers, and leaves nothing behind.
 
 - Asked to stop (`canzona_cli.launch.stop`): the file `stop` appears in the run directory, and the workers end after the
   step they are in, and save. torchrun gets no signal, and ignores those that a batch system sends to every process.
@@ -43,28 +43,28 @@ _IN_A_HURRY = 2
 
 @dataclass
 class Supervision:
-    """One run of torchrun on this machine, from its start until all its processes have gone."""
+    """One run of torchrun on this machine, from its start until all its processes have ended."""
 
     files: RunFiles
     """The run directory, its inputs written."""
     command: LaunchCommand
     view: InitVar[TrainView]
-    """Is fed, and closed."""
+    """The view that receives the run's records, and is closed at its end."""
     _: KW_ONLY
     ranks: range
     """This machine's ranks, in local order."""
     machines: InitVar[Machines | None] = None
     """This launcher among those of the run; None: it is the only one."""
     grace_s: float = STOP_GRACE_S
-    """Seconds between the first wish to stop and killing the workers."""
+    """Seconds between the first request to stop and killing the workers."""
     hang_timeout_s: float | None = None
     """Seconds without progress on any rank after which the run has failed; None: never."""
     requests: Requests = field(default_factory=Requests)
     """The requests that this process got by signals so far."""
     say: Callable[[str], None] = lambda _: None
-    """Receives what the user must know at once."""
+    """A function that tells the user something at once."""
     restarts: Restarts = field(default_factory=Restarts)
-    """Those of this launch so far."""
+    """The restarts of this launch so far."""
     resume_command: str | None = None
     """The command that resumes the run, if it ends early."""
 
@@ -134,7 +134,7 @@ class Supervision:
         return True
 
     def _stops(self, saves: SaveWatch) -> bool:
-        """Pass on a wish to stop; whether the workers are to be killed now."""
+        """Passes on a request to stop; returns True if the workers must be killed now."""
         if self.requests.reason is not None and not self._asked:
             self._asked = True
             if not self._ask(self.requests.reason):
@@ -148,7 +148,7 @@ class Supervision:
         return self._forced
 
     def _ask(self, reason: StopReason) -> bool:
-        """Ask the workers to stop after their step; False where there is no use in waiting for it."""
+        """Asks the workers to stop after their step; returns False if waiting for that is useless."""
         try:
             self.files.request_stop(reason)
         except OSError as error:  # a disk that takes nothing would take no checkpoint either
@@ -203,7 +203,7 @@ class Supervision:
 
 
 def _kill_ranks(files: RunFiles, ranks: range) -> None:
-    """Kill what is left of the ranks after torchrun has gone, whatever became of it."""
+    """Kills the ranks that are left after torchrun has ended, however it ended."""
     for result in read_ranks(files, ranks):
         if result.pid is None:
             continue
@@ -217,7 +217,7 @@ def _kill_ranks(files: RunFiles, ranks: range) -> None:
 
 
 def _keep(files: RunFiles, outcome: Outcome, say: Callable[[str], None]) -> None:
-    """Write result.json; where there is no room for it, the exit code and these words are all there is."""
+    """Writes result.json; if that fails, says how the run ended."""
     try:
         save(files.result, outcome.result)
     except OSError as error:
@@ -270,7 +270,7 @@ def run_ranks(
 
 
 def _failure(outcome: Outcome) -> CanzonaError:
-    """The error of the rank that failed, with its traceback and the path of its log."""
+    """Returns the error of the rank that failed, with its traceback and the path of its log."""
     error = outcome.error()
     first, *others = error.problems
     log = "" if outcome.log is None else f"its whole output: {outcome.log}"

@@ -37,12 +37,12 @@ NODE_RANK_PLACEHOLDER = "NODE_RANK"
 ENDPOINT_PLACEHOLDER = "HOST:PORT"
 
 _NOT_BETWEEN_MACHINES = ("lo", "docker", "veth", "virbr", "br-", "cni", "podman", "tun")
-"""Beginnings of names of interfaces that lead nowhere but to this machine's own processes and containers."""
+"""The prefixes of interfaces that only lead to this machine's own processes and containers."""
 _NUMA_NODES = Path("/sys/devices/system/node")
 _PINS_EXACT_SIZES = Version("2.13")
-"""The first torch whose pinned memory need not be a power of two; those before refuse the word, and no GPU starts."""
+"""The first torch whose pinned memory need not be a power of two; older ones refuse the option, and no GPU starts."""
 _MAX_THREADS_BESIDE_GPU = 8
-"""Threads a rank with a GPU gets at most: they only feed the GPU."""
+"""The most threads that a rank with a GPU gets: they only feed the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class LaunchCommand:
     environment: Mapping[str, str]
 
     def shell(self, *, style: Literal["line", "block"] = "line") -> str:
-        """A command to paste into a shell: on one line, or one option per line."""
+        """Formats the command for a shell: on one line, or one option per line."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         prefix = ["env", *variables] if variables else []
         words = [shlex.quote(word) for word in self.argv]
@@ -70,17 +70,17 @@ class LaunchCommand:
 
 
 def node_count(config: RunConfig) -> int:
-    """Machines of a resolved run."""
+    """Returns the number of machines of a resolved run."""
     return config.cluster.nodes or 1
 
 
 def ranks_per_node(config: RunConfig) -> int:
-    """Ranks one machine carries in this run."""
+    """Returns the number of ranks on each machine of this run."""
     return config.gpus // node_count(config)
 
 
 def build(config: RunConfig, run_dir: Path, *, module: str = WORKER_MODULE) -> LaunchCommand:
-    """The command that starts this machine's workers.
+    """Builds the command that starts this machine's workers.
 
     Args:
         config: Resolved. Where several machines have no endpoint or node rank yet, placeholders stand in for them.
@@ -112,7 +112,7 @@ def forks_ranks(config: RunConfig) -> bool:
 
 
 def worker_environment(config: RunConfig) -> dict[str, str]:
-    """Variables the workers run under. What the user has set already stays as it is, but that CPU ranks see no GPU."""
+    """Returns the workers' environment variables. Those the user has set stay, but CPU ranks never see a GPU."""
     on_gpu = config.cluster.device == "cuda"
     threads = max(1, cores() // ranks_per_node(config))
     if on_gpu:
@@ -233,7 +233,7 @@ def _interfaces(config: RunConfig) -> dict[str, str]:
 
 
 def _interface_facing(host: str) -> str | None:
-    """The interface of this machine that leads to `host`; the only real one where `host` is this machine; else None."""
+    """Finds the interface that leads to `host`, or the only real one if `host` is this machine; else None."""
     addresses = psutil.net_if_addrs()
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     real = {

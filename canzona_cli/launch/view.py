@@ -24,7 +24,7 @@ class Earlier:
     """The part of a resumed run that is done."""
 
     step: int
-    """The checkpoint's, which the run goes on from."""
+    """The step of the checkpoint that the run resumes from."""
     origin: str
     """The place of that checkpoint, for people: its name, or the path of another run's."""
     metrics: Sequence[StepMetrics] = ()
@@ -33,7 +33,7 @@ class Earlier:
 
 
 class TrainView:
-    """Receives a run's records in the order they were written, and shows nothing: a view overrides what it shows.
+    """A view that receives a run's records in the order they were written, and shows none: subclasses show them.
 
     No method raises because of a record: a missing or non-finite number is shown as such.
     """
@@ -42,23 +42,23 @@ class TrainView:
         """Show a part of the preparation that takes long, `fraction` (0 to 1) of it done; fits `ensure_corpus`."""
 
     def stage(self, event: StageEvent) -> None:
-        """A stage begins; the one before ends with it."""
+        """Show that a stage begins; the one before ends with it."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """A step was logged."""
+        """Show a logged step."""
 
     def validation(self, validation: ValidationLoss) -> None:
-        """The model was validated."""
+        """Show a validation."""
 
     def note(self, note: Note) -> None:
-        """Something happened that is worth a line: a checkpoint, a straggler, a warning."""
+        """Show an event that is worth a line: a checkpoint, a straggler, a warning."""
 
     def close(self, status: RunStatus = "done", message: str = "") -> None:
         """Leave the last frame, restore the terminal and say how it ended. Calling it again does nothing."""
 
 
 class Monitor:
-    """Feeds a view from a run directory; remembers the newest numbers for the result file."""
+    """A reader of a run directory that feeds a view, and remembers the newest numbers for the result file."""
 
     def __init__(self, files: RunFiles, view: TrainView) -> None:
         self.last_step: StepMetrics | None = None
@@ -78,20 +78,20 @@ class Monitor:
         return known is not None or self._stage in ("train", "validate", "save", "finish")
 
     def poll(self) -> None:
-        """Pass on what is new, in the order it was written: three `stat` calls when nothing is.
+        """Pass new records on in the order they were written; without any, this costs three `stat` calls.
 
-        Lines that are no records are skipped.
+        Lines that are not records are skipped.
         """
         new = [(record, receive) for source, receive in self._sources for record in source.read()]
         for record, receive in sorted(new, key=lambda item: _time(item[0])):
             self._show(partial(receive, record))
 
     def close(self, status: RunStatus, message: str) -> None:
-        """The run has ended, and is in `result.json`."""
+        """Tell the view that the run has ended, after `result.json` was written."""
         self._show(partial(self._view.close, status, message))
 
     def _show(self, show: Callable[[], None]) -> None:
-        """A view that fails is a mistake of ours, and costs the run its display, nothing else."""
+        """Calls the view; if it fails, which is a bug of ours, the run loses its display and nothing else."""
         try:
             show()
         except Exception as error:
