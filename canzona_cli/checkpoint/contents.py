@@ -1,8 +1,9 @@
-"""A check of a manifest against the model: names, types, shapes, places and counts that its run could have saved.
+"""Checks a checkpoint against the run that saved it: its settings, and names, types, shapes and places in its model.
 
 The manifest has all of it, and the files' own tables agree with it (`canzona_cli.checkpoint.verify`), so a checkpoint
-is judged as a whole before a tensor of it is opened: by the launcher before it starts workers, by `canzona checkpoint
-verify`, and by the workers themselves. What tensors hold, NaN among them, is seen where they are read.
+is judged as a whole before a tensor of it is opened: by the launcher before it starts workers (`saved_run`), by
+`canzona checkpoint verify` (`verify_chosen`), and by the workers themselves (`content_problems`). What tensors hold,
+NaN among them, is seen where they are read.
 """
 
 import math

@@ -273,7 +273,7 @@ def set_aside(files: RunFiles, resumption: Resumption | None) -> list[str]:
     """Moves the files of earlier launches into a new folder of `attempts`. The caller holds the directory's lock.
 
     Args:
-        found: the checkpoint of this directory that the run goes on from; its curve up to there stays. None: everything
+        resumption: the resumption from a checkpoint of this directory, up to which its curve stays; None: everything
             goes.
 
     Returns:

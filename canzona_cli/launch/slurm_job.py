@@ -44,7 +44,7 @@ _SET_BY_CANZONA = (
     *("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "output", "open-mode", "chdir", "input"),
     *("parsable", "wrap", "wait", "test-only", "help", "usage", "version"),
 )
-_INSTEAD = "leave it out: gpus=N, --nodes, --time, --requeues, --signal-before and --cpus-per-task decide it"
+_INSTEAD = "leave it out: the run's settings and the options of canzona slurm (--help) decide it"
 
 
 @dataclass(frozen=True, kw_only=True)

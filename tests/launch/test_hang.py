@@ -1,6 +1,8 @@
 """Which rank holds a run up, and when it counts as held up at all."""
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -217,3 +219,8 @@ def test_a_machine_whose_ranks_all_wait_lets_the_one_with_the_culprit_speak_firs
     clock = Clock()
     watch = HangWatch(beats, timeout_s=10, clock=clock)
     assert seconds_until_hang(watch, clock) > 10 * PATIENCE + 5
+
+
+def test_signs_of_life_need_nothing_heavy() -> None:
+    code = "import sys, canzona_cli.launch.hang; print({'torch', 'numpy', 'megatron'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -166,6 +166,10 @@ def test_problems_that_all_ranks_refused_together_are_shown_as_written_without_t
         for problem in error.problems:
             assert all(words in told for words in (problem.key, problem.reason, problem.fix, "rank 0"))
         assert not any(words in told for words in ("Traceback", type(error).__name__, "bug", "A worker crashed"))
+    assert [(p.key, p.value, p.reason, p.fix) for p in outcome.problems] == [
+        ("plan", "1a2b", "it is for tp = 2, these ranks have tp = 1", "start anew"),
+        ("gpus", "3", "there are two", ""),
+    ]
     lines = [line.strip() for line in told.splitlines()]
     assert lines[0] == "Bad configuration: 2 problems"
     assert {"plan = 1a2b", "→ start anew", "gpus = 3", "there are two"} <= set(lines)
@@ -220,9 +224,12 @@ def test_a_run_that_ended_unsaved_says_that_and_a_damaged_checkpoint_keeps_its_c
 
 def test_records_of_earlier_versions_have_no_problems_and_damaged_ones_count_as_missing(files: RunFiles) -> None:
     record = {"rank": 0, "status": "failed", "exit_code": 70}
-    write_json_atomic(files.rank(0), {**record, "error": {"type": OWN.type, "message": OWN.message}})
-    assert verdict(files, ranks=1).problems == ()
-    assert "the loss is not finite" in str(verdict(files, ranks=1).error())
-    write_json_atomic(files.rank(0), {**record, "error": {"problems": [3]}})
-    assert (verdict(files, ranks=1).status, verdict(files, ranks=1).exit_code) == ("failed", 70)
-    assert "rank 0 ended before it could start" in verdict(files, ranks=1).message
+    earlier: dict[str, object] = {"type": OWN.type, "message": OWN.message}
+    for error in (earlier, {**earlier, "problems": []}):
+        write_json_atomic(files.rank(0), {**record, "error": error})
+        assert verdict(files, ranks=1).problems == ()
+        assert "the loss is not finite" in str(verdict(files, ranks=1).error())
+    for damage in ({"problems": "x"}, {"problems": [3]}):
+        write_json_atomic(files.rank(0), {**record, "error": damage})
+        assert (verdict(files, ranks=1).status, verdict(files, ranks=1).exit_code) == ("failed", 70)
+        assert "rank 0 ended before it could start" in verdict(files, ranks=1).message

@@ -20,7 +20,6 @@ from canzona_cli.run.files import (
     write_json_atomic,
     write_text_atomic,
 )
-from canzona_cli.run.records import read_layout
 from tests.faults.support import LAYOUT, run_config
 from tests.run.runs import CORPUS
 
@@ -83,6 +82,11 @@ def test_a_place_that_cannot_be_written_is_an_environment_problem(tmp_path: Path
         assert "file" in refused.value.problems[0].reason
 
 
+def test_a_kernel_file_system_is_refused_too() -> None:
+    with pytest.raises(EnvironmentProblem, match="cannot be created"):
+        RunDirectory.create(run_config(run_dir=Path("/proc/run")))
+
+
 def test_inputs_repeat_the_run_and_leave_secrets_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("SLURM_JOB_ID", "42")
@@ -90,7 +94,18 @@ def test_inputs_repeat_the_run_and_leave_secrets_out(tmp_path: Path, monkeypatch
     run = RunDirectory.create(config)
     command = torchrun.build(config, run.path)
     run.write_inputs(config_yaml="name: tiny\n", layout=LAYOUT, corpus=CORPUS, command=command)
-    assert read_layout(run.files.layout) == LAYOUT
+    assert read_json(run.files.layout) == {
+        "tp": 1,
+        "pp": 1,
+        "vpp": 1,
+        "cp": 1,
+        "dp": 2,
+        "micro_batch_size": 1,
+        "num_microbatches": 1,
+        "global_batch_size": 2,
+        "recompute": "none",
+        "sequence_parallel": False,
+    }
     assert read_corpus(run.files) == CORPUS
     assert run.files.config.read_text() == "name: tiny\n"
     assert run.files.command.read_text() == command.shell() + "\n"
@@ -134,7 +149,10 @@ def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("folder", "parent", "refused"),
-    [(0o775, 0o755, ""), (0o755, 0o1777, ""), (0o1777, 0o755, "run"), (0o755, 0o777, "root")],
+    [
+        *((0o755, 0o755, ""), (0o775, 0o755, ""), (0o755, 0o1777, "")),
+        *((0o777, 0o755, "run"), (0o1777, 0o755, "run"), (0o755, 0o777, "root")),
+    ],
 )
 def test_a_folder_that_everybody_may_write(tmp_path: Path, folder: int, parent: int, refused: str) -> None:
     root, run = tmp_path / "root", tmp_path / "root" / "run"
@@ -163,7 +181,7 @@ def test_files_are_written_by_their_owner_alone_and_a_strict_umask_is_kept(
 def test_planted_links_are_not_written_through(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
-    for name in ("run.lock", "ranks", "config.yaml", "metrics.jsonl"):
+    for name in ("run.lock", "ranks", "logs", "config.yaml", "metrics.jsonl", "result.json"):
         files = RunFiles(tmp_path / f"run-{name}")
         files.root.mkdir()
         (files.root / name).symlink_to(victim)

@@ -147,7 +147,9 @@ def test_no_value_can_be_more_than_itself(field: str) -> None:
             check(JobOptions(**{field: bad}))  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as error:
         check(JobOptions(**{field: BAD[0]}, cpus_per_task=0, requeues=-1, signal_before=0))  # type: ignore[arg-type]
-    assert len(error.value.problems) == 4, "every bad value is told at once"
+    keys = {problem.key for problem in error.value.problems}
+    flag = f"--{field.replace('_', '-')}"
+    assert keys == {flag, "--cpus-per-task", "--requeues", "--signal-before"}, "every bad value is told at once"
 
 
 @pytest.mark.parametrize(
@@ -176,6 +178,7 @@ def test_further_directives_are_added_as_they_are_and_only_as_one_each() -> None
     "directive",
     [
         *("-C h100", "constraint=h100", "--constraint=a\n#SBATCH --uid=0", "--constraint=", "--Constraint=x"),
+        "--a b=c",
         *("--time=1", "--nodes=4", "--gres=gpu:8", "--signal=TERM@9", "--exclusive", "--output=x", "--nod=4"),
     ],
 )
