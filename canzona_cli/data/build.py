@@ -1,47 +1,65 @@
 """Builds one pair: reads sources, tokenises them, writes `<prefix>.bin`, `.idx`, `.json` and the tokenizer used.
 
 Everything grows under temporary names while the prefix is locked, and gets its name at the end, so an interrupted or
-failed build leaves an older pair untouched. Of much input it leaves finished parts, in a hidden folder beside the pair,
-for the build after it; the pair is the same, byte for byte, however often that was and however many processes made it.
+failed build leaves an older pair untouched. Of much input it leaves what it has of the inputs that are finished, for
+the build after it; the pair is the same, byte for byte, however often that was and however many processes made it.
 """
 
 import errno
 import hashlib
+import json
+import multiprocessing
 import os
 import platform
 import random
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from canzona_cli import __version__
-from canzona_cli.data.bpe import SAMPLE_BYTES, train_bpe
-from canzona_cli.data.indexed import PairWriter, bin_path, idx_path, inspect_pair, temporary
-from canzona_cli.data.parts import Part, Recipe, cut_into_parts, finished_part, tokenise
-from canzona_cli.data.sidecar import Sidecar, dump_sidecar, saved_tokenizer_path, sidecar_path
-from canzona_cli.data.sources import (
-    MOST_BAD_SHOWN,
+from canzona_cli.data.indexed import Lengths, PairWriter, Written, bin_path, can_continue, idx_path, temporary
+from canzona_cli.data.reading import (
+    Batch,
     DocumentUnit,
     Reader,
-    Source,
-    TooManyBadLines,
+    ReadSettings,
     open_source,
     piece_bytes,
+    pieces,
 )
-from canzona_cli.data.tally import Tally
-from canzona_cli.data.tokenizers import ByteTokenizer, Tokenizer, load_json_tokenizer
-from canzona_cli.data.workers import Job, made
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, unwritable
+from canzona_cli.data.sidecar import FORMAT, Sidecar, Tally, dump_sidecar, saved_tokenizer_path, sidecar_path
+from canzona_cli.data.sources import Source
+from canzona_cli.data.tokenizers import (
+    SAMPLE_BYTES,
+    ByteTokenizer,
+    TokenArray,
+    Tokenizer,
+    begin_child,
+    load_json_tokenizer,
+    token_dtype,
+    train_bpe,
+)
+from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, unwritable
+from canzona_cli.run.codec import load_if_sound, save
 from canzona_cli.run.machine import cores
 
 Stage = Literal["read input", "learn vocabulary", "tokenise", "write"]
 
-_INPUTS_KEPT = 1000
+LARGE = 16 << 20
+"""Bytes of input after which a build notes how far it is; twice as many are worth a pool of processes."""
+_MOST_NOTES = 64
+_MOST_BAD_SHOWN = 5
+_MOST_INPUTS = 1000
 DEFAULT_VOCAB_SIZE = 16384
 
 
@@ -91,9 +109,8 @@ class Built:
     sidecar: Sidecar
     skipped: tuple[str, ...]
     """Binary files in folders, left out."""
-    parts: int
-    reused: int
-    """Parts that an earlier build, which did not come to its end, had made."""
+    already_there: int
+    """Inputs that an earlier build, which did not come to its end, had finished."""
     vocabulary_sampled: bool
     """True if a bpe learnt from a sample rather than from everything."""
     asked_vocab_size: int | None
@@ -118,32 +135,20 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
     """
     if settings.workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(settings.workers)  # read when the tokenizer's thread pool starts
-    with (
-        _disk_errors(prefix),
-        _bad_lines_told(settings.max_bad),
-        _spooled(sources, prefix, settings, on_progress) as readable,
-    ):
-        piece = piece_bytes(sources)
-        tokenizer, sampled = _make_tokenizer(readable, piece, settings, on_progress)
-        recipe = Recipe(
-            tokenizer=tokenizer,
-            piece=piece,
-            document=settings.document,
-            text_key=settings.text_key,
-            max_bad=settings.max_bad,
-        )
-        parts = cut_into_parts(readable, settings.document)
-        with PairWriter(prefix, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod) as writer:
-            if len(parts) == 1:
-                tally, reused = _in_one_go(parts[0], recipe, writer, on_progress), 0
-            else:
-                workers = settings.workers or cores()
-                tally, reused = _in_parts(parts, recipe, parts_folder(prefix), writer, workers, on_progress)
-            if writer.documents == 0:
-                raise ConfigError(
-                    Problem(key="INPUT", reason="the inputs contain no text", fix="name files that are not empty")
-                )
-            on_progress(Progress(stage="write", done=0, total=None, tokens=writer.tokens, documents=writer.documents))
+    with _disk_errors(prefix), _spooled(sources, prefix, settings, on_progress) as readable:
+        read = ReadSettings(piece=piece_bytes(sources), document=settings.document, text_key=settings.text_key)
+        tokenizer, sampled = _make_tokenizer(readable, read, settings, on_progress)
+        recipe = Recipe(tokenizer=tokenizer, read=read)
+        done = _finished_inputs(prefix, recipe, readable)
+        after = None if done is None else done.written
+        with PairWriter(prefix, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, after=after) as writer:
+            tally = _tokenise(readable, recipe, done, writer, settings, on_progress)
+            written = writer.written
+            if written.documents == 0:
+                reason, fix = "the inputs contain no text", "name files that are not empty"
+                raise ConfigError(Problem(key="INPUT", reason=reason, fix=fix))
+            facts = {"tokens": written.tokens, "documents": written.documents}
+            on_progress(Progress(stage="write", done=0, total=None, **facts))
             writer.finish()
             saved = tokenizer.to_json()
             sidecar = _describe(tokenizer, saved, tally, writer, settings)
@@ -151,95 +156,224 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
             if saved is not None:
                 companions.insert(0, (saved_tokenizer_path(prefix), saved))
             writer.publish(*companions)
+            writer.keep = False
             if saved is None:
                 saved_tokenizer_path(prefix).unlink(missing_ok=True)  # of the pair this one replaces
-            shutil.rmtree(parts_folder(prefix), ignore_errors=True)
+            _finished_path(prefix).unlink(missing_ok=True)
     return Built(
         prefix=prefix,
         sidecar=sidecar,
         skipped=tuple(tally.skipped),
-        parts=len(parts),
-        reused=reused,
+        already_there=0 if done is None else done.inputs,
         vocabulary_sampled=sampled,
         asked_vocab_size=settings.bpe_entries if settings.tokenizer == "bpe" else None,
     )
 
 
-def parts_folder(prefix: Path) -> Path:
-    """Returns the folder in which finished parts wait for the others."""
-    return prefix.with_name(f".{prefix.name}.parts")
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything beside the inputs that the tokens depend on."""
+
+    tokenizer: Tokenizer
+    read: ReadSettings
+
+    def fingerprint(self, sources: Sequence[Source]) -> str:
+        """Hash all that the tokens of these sources depend on."""
+        tokenizer = self.tokenizer
+        made_by = [FORMAT, tokenizer.kind, tokenizer.eod, tokenizer.to_json(), asdict(self.read)]
+        inputs = []
+        for source in sources:
+            status = None if source.path is None else source.path.stat()
+            place = None if source.path is None else str(source.path.absolute())
+            version = None if status is None else (status.st_size, status.st_mtime_ns, status.st_ino)
+            inputs.append((source.label, place, version, source.format))
+        return hashlib.sha256(json.dumps([made_by, inputs]).encode()).hexdigest()
 
 
-def _in_one_go(part: Part, recipe: Recipe, writer: PairWriter, on_progress: OnProgress) -> Tally:
-    reader, total = recipe.reader(), _total(part.sources)
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """The first inputs of a build, whose tokens are on the disk as a whole."""
 
-    def on_batch() -> None:
-        facts = {"tokens": writer.tokens, "documents": writer.documents}
+    inputs: int
+    fingerprint: str
+    """The hash of these inputs and of how they were tokenised."""
+    written: Written
+    tally: Tally
+
+
+def _finished_path(prefix: Path) -> Path:
+    return prefix.with_name(f".{prefix.name}.finished")
+
+
+def _finished_inputs(prefix: Path, recipe: Recipe, sources: Sequence[Source]) -> Finished | None:
+    """The inputs that an earlier build of the same finished before it was killed or failed; None for none."""
+    done = load_if_sound(_finished_path(prefix), Finished)
+    if (
+        done is not None
+        and done.inputs <= len(sources)
+        and done.fingerprint == recipe.fingerprint(sources[: done.inputs])
+        and can_continue(prefix, done.written, recipe.tokenizer.vocab_size)
+    ):
+        return done
+    _finished_path(prefix).unlink(missing_ok=True)
+    return None
+
+
+def _tokenise(
+    sources: Sequence[Source],
+    recipe: Recipe,
+    done: Finished | None,
+    writer: PairWriter,
+    settings: BuildSettings,
+    on_progress: OnProgress,
+) -> Tally:
+    """Write all documents, after each input of some size also how far that is; count what was read."""
+    tally, inputs = (Tally(), 0) if done is None else (done.tally, done.inputs)
+    writer.keep = done is not None
+    total = _total(sources)
+    reader = Reader(settings=recipe.read, bytes_read=_total(sources[:inputs]) or 0)
+    read = noted = reader.bytes_read
+    parallel = total is not None and total - reader.bytes_read >= 2 * LARGE
+    workers = (settings.workers or cores()) if parallel else 1
+    for result in _in_order(_read_all(sources[inputs:], reader), recipe, workers):
+        if isinstance(result, Encoded):
+            tally.add(result.tally)
+            writer.add(result.tokens, result.lengths, result.last)
+            _refuse_bad_lines(tally, settings.max_bad)
+        else:
+            tally.add(result)
+            inputs += 1
+            read += sum(record.bytes for record in result.records)
+            if total is not None and read - noted >= max(LARGE, total // _MOST_NOTES):
+                writer.sync()
+                written, fingerprint = writer.written, recipe.fingerprint(sources[:inputs])
+                finished = Finished(inputs=inputs, fingerprint=fingerprint, written=written, tally=tally)
+                save(_finished_path(writer.prefix), finished, indented=False)
+                writer.keep, noted = True, read
+        facts = {"tokens": writer.written.tokens, "documents": writer.written.documents}
         on_progress(Progress(stage="tokenise", done=reader.bytes_read, total=total, **facts))
+    return tally
 
-    return tokenise(part.sources, reader, recipe.tokenizer, writer, on_batch)
+
+def _read_all(sources: Sequence[Source], reader: Reader) -> Iterator[Batch | Tally | CanzonaError]:
+    """Read all inputs. A failure is the last item, so that mistakes of earlier batches are reported before it."""
+    try:
+        for source in sources:
+            yield from reader.read(source)
+    except CanzonaError as error:
+        yield error
 
 
-def _in_parts(
-    parts: Sequence[Part], recipe: Recipe, folder: Path, writer: PairWriter, workers: int, on_progress: OnProgress
-) -> tuple[Tally, int]:
-    """Make what is missing of the parts, and append them in their order; what was counted, and how many were there.
+def _in_order(
+    items: Iterable[Batch | Tally | CanzonaError], recipe: Recipe, workers: int
+) -> Iterator["Encoded | Tally"]:
+    """Encode all batches in a pool of processes, or in this one; the results in the order of the batches.
 
     Raises:
-        TooManyBadLines: in all parts up to the first after which there are too many.
+        CanzonaError: one of the items, or of a batch that cannot be tokenised.
+        EnvironmentProblem: a process of the pool died.
     """
-    folder.mkdir(exist_ok=True)
-    fingerprint = recipe.fingerprint()
-    jobs = [Job(part=part, prefix=folder / part.name(fingerprint)) for part in parts]
-    known = {job.prefix: tally for job in jobs if (tally := finished_part(job.prefix)) is not None}
-    for path in folder.iterdir():  # of other settings or inputs, or begun when a build was killed
-        if path.with_suffix("") not in known:
-            path.unlink()
-    reused, read = len(known), sum(job.part.bytes for job in jobs if job.prefix in known)
-    total, lines, appended = Tally(), Counter[str](), 0
+    if workers == 1:
+        for item in items:
+            if isinstance(item, CanzonaError):
+                raise item
+            yield encode(item, recipe) if isinstance(item, Batch) else item
+        return
+    context = multiprocessing.get_context("spawn")
+    pending: deque[Future[Encoded] | Tally | CanzonaError] = deque()
 
-    def append() -> None:
-        """Those that are there, up to the first that is not."""
-        nonlocal appended
-        while appended < len(jobs) and (found := known.pop(jobs[appended].prefix, None)) is not None:
-            job = jobs[appended]
-            label = job.part.sources[0].label
-            total.add(found, lines_before=lines[label])
-            lines[label] += found.lines
-            if total.bad > recipe.max_bad:
-                raise TooManyBadLines(total)
-            if found.documents:
-                writer.append(inspect_pair(job.prefix), max_token_id=found.max_token_id)
-            appended += 1
-        facts = {"tokens": writer.tokens, "documents": writer.documents}
-        on_progress(Progress(stage="tokenise", done=read, total=sum(job.part.bytes for job in jobs), **facts))
+    def first() -> Encoded | Tally:
+        item = pending.popleft()
+        if isinstance(item, CanzonaError):
+            raise item
+        return item.result() if isinstance(item, Future) else item
 
-    missing = [job for job in jobs if job.prefix not in known]
-    append()
-    for job, tally in made(missing, recipe, workers=workers):
-        known[job.prefix] = tally
-        read += job.part.bytes
-        append()
-    return total, reused
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(recipe,))
+    try:
+        for item in items:
+            pending.append(pool.submit(_encode_in_worker, item) if isinstance(item, Batch) else item)
+            if len(pending) > 2 * workers:
+                yield first()
+        while pending:
+            yield first()
+    except BrokenProcessPool:
+        fix = "often the machine ran out of memory: use fewer --workers"
+        raise EnvironmentProblem(Problem(key="INPUT", reason="a process that tokenised them died", fix=fix)) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """The tokens of a batch."""
+
+    tokens: TokenArray
+    """Ids of all sequences one after another, without eod."""
+    lengths: Lengths
+    """Tokens of each sequence, shape [sequences]."""
+    last: npt.NDArray[np.bool_]
+    """The document ends with that sequence, shape [sequences]."""
+    tally: Tally
+
+
+def encode(batch: Batch, recipe: Recipe) -> Encoded:
+    """Read and tokenise the texts of a batch.
+
+    Raises:
+        ConfigError: the tokenizer cannot.
+    """
+    tokenizer, tally = recipe.tokenizer, Tally()
+    texts = list(pieces(batch, recipe.read, tally))
+    tally.text_bytes = sum(len(piece.data) for piece in texts)
+    replaced = tokenizer.replaced
+    sequences = tokenizer.encode_batch([piece.data for piece in texts])
+    tally.replaced += tokenizer.replaced - replaced
+    return Encoded(
+        tokens=np.concatenate([np.empty(0, token_dtype(tokenizer.vocab_size)), *sequences]),
+        lengths=np.asarray([sequence.size for sequence in sequences], dtype=np.int32),
+        last=np.asarray([piece.last for piece in texts], dtype=np.bool_),
+        tally=tally,
+    )
+
+
+_worker_recipe: Recipe
+"""The recipe of this process of the pool."""
+
+
+def _begin_worker(recipe: Recipe) -> None:
+    global _worker_recipe
+    begin_child(threads=1)
+    _worker_recipe = recipe
+
+
+def _encode_in_worker(batch: Batch) -> Encoded:
+    return encode(batch, _worker_recipe)
 
 
 def _make_tokenizer(
-    sources: Sequence[Source], piece: int, settings: BuildSettings, on_progress: OnProgress
+    sources: Sequence[Source], read: ReadSettings, settings: BuildSettings, on_progress: OnProgress
 ) -> tuple[Tokenizer, bool]:
     if settings.tokenizer == "byte":
         return ByteTokenizer(), False
     if settings.tokenizer != "bpe":
         return load_json_tokenizer(settings.tokenizer, settings.eod), False
     total = _total(sources) or 0
-    reader = Reader(piece=piece, document=settings.document, text_key=settings.text_key, max_bad=settings.max_bad)
+    reader = Reader(settings=read)
     # Each piece is taken with the probability that fills the sample; a fixed seed keeps the vocabulary reproducible.
     # Compressed inputs hold more text than their size says, so the sample is also cut at its full size.
     chance, choose = min(1.0, SAMPLE_BYTES / max(total, 1)), random.Random(0)
     taken, left_out = 0, False
 
+    def texts() -> Iterator[bytes]:
+        tally = Tally()
+        for item in chain.from_iterable(reader.read(source) for source in sources):
+            if isinstance(item, Batch):
+                yield from (piece.data for piece in pieces(item, read, tally))
+                _refuse_bad_lines(tally, settings.max_bad)
+
     def sample() -> Iterator[bytes]:
         nonlocal taken, left_out
-        for data, _ in chain.from_iterable(reader.read(source) for source in sources):
+        for data in texts():
             if taken + len(data) > SAMPLE_BYTES:
                 left_out = True
                 break
@@ -263,6 +397,7 @@ def _total(sources: Sequence[Source]) -> int | None:
 def _describe(
     tokenizer: Tokenizer, saved: str | None, tally: Tally, writer: PairWriter, settings: BuildSettings
 ) -> Sidecar:
+    written = writer.written
     inputs = hashlib.sha256("".join(f"{record.sha256}\n" for record in tally.records).encode())
     return Sidecar(
         tokenizer_kind=tokenizer.kind,
@@ -270,17 +405,17 @@ def _describe(
         tokenizer_sha256=None if saved is None else hashlib.sha256(saved.encode()).hexdigest(),
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,
-        tokens=writer.tokens,
-        documents=writer.documents,
-        sequences=writer.sequences,
-        max_token_id=writer.max_token_id,
+        tokens=written.tokens,
+        documents=written.documents,
+        sequences=written.sequences,
+        max_token_id=written.max_token_id,
         dtype=writer.dtype.__name__,
         text_bytes=tally.text_bytes,
         replaced=tally.replaced,
         dropped=tally.dropped,
         bad_lines=tuple(tally.bad_lines),
         inputs_sha256=inputs.hexdigest(),
-        inputs=tuple(tally.records[:_INPUTS_KEPT]),
+        inputs=tuple(tally.records[:_MOST_INPUTS]),
         input_count=len(tally.records),
         document=settings.document,
         text_key=settings.text_key,
@@ -331,17 +466,16 @@ def _disk_errors(prefix: Path) -> Iterator[None]:
         raise disk_problem(prefix, error) from error
 
 
-@contextmanager
-def _bad_lines_told(most: int) -> Iterator[None]:
-    try:
-        yield
-    except TooManyBadLines as error:
-        fix = "use --text-key NAME for another field, or --format text to take lines as they are; to leave them out, "
-        fix += f"--max-bad {max(10, 2 * error.tally.bad)}" if most == 0 else "a higher --max-bad"
-        shown = error.tally.bad_lines[:MOST_BAD_SHOWN]
-        raise ConfigError(
-            *(Problem(key="INPUT", value=f"{at.path}:{at.line}", reason=at.kind + at.detail, fix=fix) for at in shown)
-        ) from None
+def _refuse_bad_lines(tally: Tally, most: int) -> None:
+    """Raise a ConfigError that names the first lines without a text, if there are more than may be left out."""
+    if tally.bad <= most:
+        return
+    fix = "use --text-key NAME for another field, or --format text to take lines as they are; to leave them out, "
+    fix += f"--max-bad {max(10, 2 * tally.bad)}" if most == 0 else "a higher --max-bad"
+    shown = tally.bad_lines[:_MOST_BAD_SHOWN]
+    raise ConfigError(
+        *(Problem(key="INPUT", value=f"{at.path}:{at.line}", reason=at.kind + at.detail, fix=fix) for at in shown)
+    )
 
 
 def disk_problem(prefix: Path, error: OSError) -> EnvironmentProblem:
@@ -351,7 +485,7 @@ def disk_problem(prefix: Path, error: OSError) -> EnvironmentProblem:
         free = 0
         with suppress(OSError):
             free = shutil.disk_usage(prefix.parent).free
-        kept = "the same command goes on from the parts that are finished"
-        left = kept if parts_folder(prefix).exists() else "nothing was left behind"
+        finished = "the same command goes on after the inputs that are finished"
+        left = finished if _finished_path(prefix).exists() else "nothing was left behind"
         fix = f"make room ({free / 2**20:,.0f} MiB free there) or choose another disk; {left}"
     return unwritable("--output", str(prefix), error, fix=fix)

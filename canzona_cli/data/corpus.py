@@ -4,18 +4,28 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from canzona_cli.config.caches import cache_root
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
 from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair, temporary
-from canzona_cli.data.inputs import stdlib_digest, stdlib_sources
 from canzona_cli.data.locks import exclusive, lock_path
 from canzona_cli.data.sidecar import FORMAT, Sidecar, load_sidecar, saved_tokenizer_path
-from canzona_cli.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, load_json_tokenizer, tokenizer_file
+from canzona_cli.data.sources import stdlib_digest, stdlib_sources
+from canzona_cli.data.tokenizers import (
+    ByteTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    bytes_by_id,
+    load_json_tokenizer,
+    tokenizer_file,
+)
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, gathered, refuse
 from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
 
@@ -97,6 +107,35 @@ def tokenizer_of(corpus: PreparedCorpus) -> Tokenizer:
         raise ConfigError(Problem(key="data.path", value=str(corpus.prefix), reason=reason, fix=_PREPARE))
     backend = RustTokenizer.from_file(str(path))
     return JsonTokenizer(kind="huggingface", name=corpus.tokenizer, eod=corpus.eod, backend=backend)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBytes:
+    """Bytes of text per token id of one tokenizer."""
+
+    values: npt.NDArray[np.float64]
+    """Shape [vocab_size]; the token that ends a document stands for none."""
+    counted: bool
+    """False: each is the corpus' mean, because the tokenizer does not tell."""
+
+
+def token_bytes(corpus: PreparedCorpus) -> TokenBytes | None:
+    """Count the bytes behind each token of a corpus; None where its tokenizer is not known.
+
+    Raises:
+        ConfigError: the corpus is damaged.
+    """
+    try:
+        tokenizer = tokenizer_of(corpus)
+    except ConfigError:
+        return None
+    if (values := bytes_by_id(tokenizer)) is not None:
+        return TokenBytes(values=values, counted=True)
+    sidecars = [sidecar for each in corpus.sets if (sidecar := load_sidecar(inspect_pair(each.prefix))) is not None]
+    if len(sidecars) < len(corpus.sets):
+        return None
+    mean = sum(sidecar.text_bytes for sidecar in sidecars) / sum(sidecar.tokens for sidecar in sidecars)
+    return TokenBytes(values=np.full(corpus.vocab_size, mean), counted=False)
 
 
 def _pairs(paths: Sequence[str], *, blended: bool) -> list[tuple[PairInfo, Sidecar | None]]:

@@ -9,7 +9,7 @@ the number of sequences up to its end.
 import os
 import shutil
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +19,11 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from canzona_cli.data.tokenizers import TokenArray, narrow, token_dtype
+from canzona_cli.data.tokenizers import TokenArray, token_dtype
 from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.run.files import sync_folder
+
+Lengths = npt.NDArray[np.int32]
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -29,8 +31,6 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPE_CODES: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _FLOAT_CODES = (6, 7)
 _SCAN_TOKENS = 16 << 20
-_INDEX_PARTS = (".lengths", ".ends")
-"""The parts that the .idx is put together from at the end."""
 
 
 def bin_path(prefix: Path) -> Path:
@@ -48,6 +48,17 @@ def temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """The size of a pair, finished or growing."""
+
+    tokens: int = 0
+    documents: int = 0
+    sequences: int = 0
+    max_token_id: int = 0
+    """The largest id that occurs."""
+
+
 class PairWriter:
     """Streams documents into temporary files beside `<prefix>`; `publish` gives them their names.
 
@@ -58,25 +69,30 @@ class PairWriter:
         prefix: the pair's path without extension; its folder exists.
         vocab_size: decides the width of ids.
         eod: id written after every document.
+        after: append to temporary files of at least this size that an earlier writer left with `keep`.
     """
 
-    def __init__(self, prefix: Path, *, vocab_size: int, eod: int) -> None:
+    def __init__(self, prefix: Path, *, vocab_size: int, eod: int, after: Written | None = None) -> None:
         self.prefix = prefix
         self.dtype = token_dtype(vocab_size)
-        self.tokens = self.documents = self.sequences = 0
-        self.max_token_id = 0
-        self._eod = narrow([eod], vocab_size)
+        self.written = after or Written()
+        self.keep = False
+        """Leave the temporary files of an unfinished pair on the disk."""
+        self._continues = after is not None
+        self._eod = eod
         self._document_tokens = 0
-        named = (bin_path(prefix), idx_path(prefix), *(prefix.with_name(prefix.name + end) for end in _INDEX_PARTS))
-        self._temporaries = {path: temporary(path) for path in named}
+        self._temporaries = [*_growing(prefix), temporary(idx_path(prefix))]
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        # 4 MiB: documents are small and many, the disk wants few and large writes.
-        grown = [path for final, path in self._temporaries.items() if final != idx_path(self.prefix)]
-        self._bin, self._lengths, self._ends = (
-            self._open.enter_context(path.open("wb", buffering=4 << 20)) for path in grown
-        )
+        streams = []
+        for path, size in zip(_growing(self.prefix), _file_sizes(self.written, self.dtype), strict=True):
+            # 4 MiB: documents are small and many, the disk wants few and large writes.
+            stream = self._open.enter_context(path.open("r+b" if self._continues else "wb", buffering=4 << 20))
+            stream.truncate(size)
+            stream.seek(size)
+            streams.append(stream)
+        self._bin, self._lengths, self._ends = streams
         return self
 
     def __exit__(
@@ -84,54 +100,47 @@ class PairWriter:
     ) -> None:
         with suppress(OSError):  # flushing to a full disk fails again; the files go anyway
             self._open.close()
-        for path in self._temporaries.values():
+        if self.keep:
+            return
+        for path in self._temporaries:
             path.unlink(missing_ok=True)
 
-    def add(self, sequences: Sequence[TokenArray], ends: Sequence[bool]) -> None:
-        """Append sequences, each of shape [tokens], in one write.
+    def add(self, tokens: TokenArray, lengths: Lengths, last: npt.NDArray[np.bool_]) -> None:
+        """Append sequences in one write.
 
         Args:
-            sequences: token ids without eod.
-            ends: whether the document ends with that sequence. A document without tokens leaves no trace; any other
-                gets the eod at its end.
+            tokens: all ids one after another, without eod.
+            lengths: tokens of each sequence, shape [sequences].
+            last: the document ends with that sequence, shape [sequences]. A document without tokens leaves no trace;
+                any other gets the eod at its end.
         """
-        parts: list[TokenArray] = []
-        lengths: list[int] = []
-        document_ends: list[int] = []
-        for tokens, last in zip(sequences, ends, strict=True):
-            self._document_tokens += tokens.size
-            ends_here = last and self._document_tokens > 0
-            if tokens.size or ends_here:
-                parts.append(tokens)
-                lengths.append(tokens.size + ends_here)
-            if ends_here:
-                parts.append(self._eod)
-                document_ends.append(self.sequences + len(lengths))
-            if last:
-                self._document_tokens = 0
-        if not parts:
+        assert tokens.dtype == self.dtype, (tokens.dtype, self.dtype)
+        if not len(lengths):
             return
-        block = np.concatenate(parts)
-        assert block.dtype == self.dtype, (block.dtype, self.dtype)
+        reached = np.cumsum(lengths, dtype=np.int64)
+        closing = np.flatnonzero(last)
+        ending = closing[np.diff(reached[closing], prepend=-self._document_tokens) > 0]
+        begun = int(reached[closing[-1]]) if len(closing) else -self._document_tokens
+        self._document_tokens = int(reached[-1]) - begun
+        stored = lengths.astype("<i4")
+        stored[ending] += 1
+        ends = np.cumsum(stored > 0)[ending] + self.written.sequences
+        block = np.insert(tokens, reached[ending], self._eod)
         self._bin.write(block.data)
-        self.max_token_id = max(self.max_token_id, int(block.max()))
-        self._index(np.asarray(lengths, dtype="<i4"), np.asarray(document_ends, dtype="<i8"))
+        stored = stored[stored > 0]
+        self._lengths.write(stored.data)
+        self._ends.write(ends.astype("<i8").data)
+        self.written = Written(
+            tokens=self.written.tokens + len(block),
+            documents=self.written.documents + len(ends),
+            sequences=self.written.sequences + len(stored),
+            max_token_id=max(self.written.max_token_id, int(block.max(initial=0))),
+        )
 
-    def append(self, pair: "PairInfo", *, max_token_id: int) -> None:
-        """Append all documents of a finished pair of the same vocabulary."""
-        assert self._document_tokens == 0, "in the middle of a document"
-        assert pair.dtype == np.dtype(self.dtype).name, pair.dtype
-        with open(bin_path(pair.prefix), "rb") as stream:
-            shutil.copyfileobj(stream, self._bin, 4 << 20)
-        self.max_token_id = max(self.max_token_id, max_token_id)
-        self._index(pair.lengths, pair.document_ends + self.sequences)
-
-    def _index(self, lengths: npt.NDArray[np.int32], document_ends: npt.NDArray[np.int64]) -> None:
-        self._lengths.write(lengths.data)
-        self._ends.write(document_ends.data)
-        self.tokens += int(lengths.sum(dtype=np.int64))
-        self.sequences += len(lengths)
-        self.documents += len(document_ends)
+    def sync(self) -> None:
+        """Bring everything written so far to the disk."""
+        for stream in (self._bin, self._lengths, self._ends):
+            _sync(stream)
 
     def finish(self) -> None:
         """Write the index and bring both files to the disk, still under their temporary names."""
@@ -139,12 +148,13 @@ class PairWriter:
         _sync(self._bin)
         self._open.close()
         code = next(code for code, name in _DTYPE_CODES.items() if name == np.dtype(self.dtype).name)
+        written = self.written
         with (
-            open(self._temporaries[idx_path(self.prefix)], "wb") as index,
+            open(temporary(idx_path(self.prefix)), "wb") as index,
             open(self._lengths.name, "rb") as lengths,
             open(self._ends.name, "rb") as ends,
         ):
-            index.write(_HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
+            index.write(_HEADER.pack(MAGIC, VERSION, code, written.sequences, written.documents + 1))
             shutil.copyfileobj(lengths, index, 4 << 20)
             lengths.seek(0)
             offset = 0
@@ -162,26 +172,44 @@ class PairWriter:
         Args:
             companions: further files (path, text) that belong to the pair; in place before the .idx.
         """
-        order: dict[Path, Path] = {bin_path(self.prefix): self._temporaries[bin_path(self.prefix)]}
         for path, text in companions:
-            order[path] = self._temporaries[path] = temporary(path)
-            with open(order[path], "w", encoding="utf-8") as stream:
+            self._temporaries.append(temporary(path))
+            with open(temporary(path), "w", encoding="utf-8") as stream:
                 stream.write(text)
                 _sync(stream)
-        order[idx_path(self.prefix)] = self._temporaries[idx_path(self.prefix)]
         # An older pair stops being one before its .bin is replaced: never a new .bin under an old .idx.
         idx_path(self.prefix).unlink(missing_ok=True)
         placed: list[Path] = []
         try:
-            for final, grown in order.items():
+            for final in (bin_path(self.prefix), *(path for path, _ in companions), idx_path(self.prefix)):
                 placed.append(final)
-                os.replace(grown, final)
+                os.replace(temporary(final), final)
         except BaseException:
             for final in placed:
                 final.unlink(missing_ok=True)
             raise
         with suppress(OSError):  # some network file systems cannot
             sync_folder(self.prefix.parent)
+
+
+def can_continue(prefix: Path, written: Written, vocab_size: int) -> bool:
+    """Tell whether the temporary files of an unfinished pair hold at least this much."""
+    sizes = _file_sizes(written, token_dtype(vocab_size))
+    return all(
+        path.is_file() and path.stat().st_size >= size for path, size in zip(_growing(prefix), sizes, strict=True)
+    )
+
+
+def _growing(prefix: Path) -> tuple[Path, Path, Path]:
+    """The temporary files of an unfinished pair: token ids, and the two parts that the .idx is put together from."""
+    names = (bin_path(prefix).name, f"{prefix.name}.lengths", f"{prefix.name}.ends")
+    ids, lengths, ends = (temporary(prefix.with_name(name)) for name in names)
+    return ids, lengths, ends
+
+
+def _file_sizes(written: Written, dtype: type[np.generic]) -> tuple[int, int, int]:
+    """Bytes of the growing .bin, of the lengths and of the document ends."""
+    return written.tokens * np.dtype(dtype).itemsize, 4 * written.sequences, 8 * written.documents
 
 
 def _sync(stream: object) -> None:

@@ -3,14 +3,12 @@
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from canzona_cli.data.bpe import MIN_VOCAB_SIZE
 from canzona_cli.data.build import (
     DEFAULT_VOCAB_SIZE,
     BuildSettings,
@@ -22,11 +20,10 @@ from canzona_cli.data.build import (
 )
 from canzona_cli.data.corpus import padded_vocab_size, usable_fraction
 from canzona_cli.data.indexed import inspect_pair
-from canzona_cli.data.inputs import find_sources
 from canzona_cli.data.locks import Busy, exclusive, lock_path
-from canzona_cli.data.parts import smallest_part
-from canzona_cli.data.sources import InputFormat, Source, package_problem
-from canzona_cli.data.tokenizers import load_json_tokenizer
+from canzona_cli.data.reading import package_problem
+from canzona_cli.data.sources import InputFormat, Source, find_sources
+from canzona_cli.data.tokenizers import MIN_VOCAB_SIZE, load_json_tokenizer
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, refuse
 from canzona_cli.run.machine import existing_folder
 
@@ -143,8 +140,7 @@ def _place_problems(prefix: Path, sources: Sequence[Source], request: PrepareReq
     folder = existing_folder(prefix.parent)
     # Every byte becomes a two-byte id; for the other tokenizers the size is not known beforehand.
     read = sum(source.size or 0 for source in sources)
-    copies = 1 if read < 2 * smallest_part else 2  # finished parts are there until the whole is
-    needed = 2 * copies * read if request.tokenizer == "byte" else 0
+    needed = 2 * read if request.tokenizer == "byte" else 0
     disk = shutil.disk_usage(folder)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         what = "is not writable" if folder.is_dir() else "is not a folder"
@@ -158,15 +154,9 @@ def _place_problems(prefix: Path, sources: Sequence[Source], request: PrepareReq
 
 
 def _package_problems(sources: Sequence[Source]) -> Iterator[Problem]:
-    parquet = [source.label for source in sources if source.format == "parquet"]
-    zstd = [source.label for source in sources if source.label.endswith(".zst")] if sys.version_info < (3, 14) else []
-    for labels, module in ((parquet, "pyarrow"), (zstd, "backports.zstd")):
-        try:
-            missing = bool(labels) and find_spec(module) is None
-        except ModuleNotFoundError:  # of the package that it is in
-            missing = True
-        if missing:
-            yield package_problem(labels[0], module)
+    labels = [source.label for source in sources if source.format == "parquet" or source.label.endswith(".zst")]
+    if labels and find_spec("pyarrow") is None:
+        yield package_problem(labels[0])
 
 
 @contextmanager

@@ -4,15 +4,83 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from canzona_cli.data.indexed import PairInfo
-from canzona_cli.data.tally import BadLine, InputRecord
 from canzona_cli.data.tokenizers import TokenizerKind
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.run.codec import load
 
 FORMAT: Literal[1] = 1
+_MOST_BAD_LINES: Final = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputRecord:
+    """The size and hash of one input: evidence of what a corpus was made from."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadLine:
+    """A line of JSONL, or row of Parquet, without the text that it should have."""
+
+    path: str
+    line: int
+    """Counted from 1."""
+    kind: str
+    """The reason as it is counted: `not JSON`."""
+    detail: str
+    """The rest of the message: `: Expecting value at column 5`."""
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """Counts of what was read and left out, of one batch or of all up to now."""
+
+    text_bytes: int = 0
+    """Bytes of the documents, decompressed."""
+    empty: int = 0
+    """Documents without text, left out."""
+    replaced: int = 0
+    """Invalid characters replaced by U+FFFD or `?`."""
+    bad_kinds: dict[str, int] = field(default_factory=dict)
+    """Lines left out, by reason."""
+    bad_lines: list[BadLine] = field(default_factory=list)
+    """The first hundred."""
+    skipped: list[str] = field(default_factory=list)
+    """Binary files met in folders, left out."""
+    records: list[InputRecord] = field(default_factory=list)
+
+    @property
+    def bad(self) -> int:
+        """Lines left out."""
+        return sum(self.bad_kinds.values())
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Documents, lines and files left out, by reason."""
+        reasons = {"empty": self.empty, **self.bad_kinds, "binary file": len(self.skipped)}
+        return {reason: number for reason, number in reasons.items() if number}
+
+    def add_bad(self, line: BadLine) -> None:
+        self.bad_kinds[line.kind] = self.bad_kinds.get(line.kind, 0) + 1
+        if len(self.bad_lines) < _MOST_BAD_LINES:
+            self.bad_lines.append(line)
+
+    def add(self, later: "Tally") -> None:
+        """Add the counts of what was read next."""
+        self.text_bytes += later.text_bytes
+        self.empty += later.empty
+        self.replaced += later.replaced
+        for kind, number in later.bad_kinds.items():
+            self.bad_kinds[kind] = self.bad_kinds.get(kind, 0) + number
+        self.bad_lines = [*self.bad_lines, *later.bad_lines][:_MOST_BAD_LINES]
+        self.skipped += later.skipped
+        self.records += later.records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +107,8 @@ class Sidecar:
     replaced: int
     """Invalid characters that were replaced."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """The number left out, by reason: documents without text, bad lines, binary files in folders. Nothing else is left
-    out: equal documents all stay."""
+    """Documents without text, bad lines and binary files in folders, by reason. Nothing else is left out: equal
+    documents all stay."""
     bad_lines: tuple[BadLine, ...] = ()
     """The first hundred of them."""
     inputs_sha256: str

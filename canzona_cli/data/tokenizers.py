@@ -6,10 +6,16 @@ ordinary text, only the writer ends documents.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from canzona_cli.config.reading import Unreadable, read_plain
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 from canzona_cli.run.codec import Damaged, parse
 
 if TYPE_CHECKING:
@@ -160,9 +166,100 @@ class TokenizerSettings:
 
 Tokenizer = ByteTokenizer | JsonTokenizer
 
+SAMPLE_BYTES = 64 << 20
+"""Text a vocabulary is learnt from. More hardly changes the merges, and time and memory grow with it."""
+MIN_VOCAB_SIZE = BYTE_VALUES + 1
+"""Every byte and the end of a document."""
+
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""The expression by which text is cut into words before merging, from the tokenizer.json of Qwen3."""
+
+
+def train_bpe(sample: Iterable[bytes], vocab_size: int, *, workers: int | None = None) -> JsonTokenizer:
+    """Train a byte-level byte-pair encoding on `sample`; the same texts give the same tokenizer.
+
+    Training is one long call into Rust during which Python cannot act on a signal, so it runs in a process of its own,
+    which can be killed at once.
+
+    Args:
+        sample: UTF-8 texts, best no more than `SAMPLE_BYTES` in all.
+        vocab_size: entries to reach, at least `MIN_VOCAB_SIZE`; a small sample may give fewer.
+        workers: threads; None: one per core.
+
+    Raises:
+        EnvironmentProblem: the training process died.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_train, args=(theirs, vocab_size, workers), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        for text in sample:
+            ours.send_bytes(text)
+        ours.send_bytes(b"")
+        trained = ours.recv_bytes().decode()
+    except (BrokenPipeError, ConnectionResetError, EOFError):
+        child.join()
+        reason = f"the process that trains it died (exit code {child.exitcode})"
+        fix = "-9 means the machine ran out of memory: try a smaller --vocab-size, or a ready tokenizer.json"
+        raise EnvironmentProblem(Problem(key="--tokenizer", value="bpe", reason=reason, fix=fix)) from None
+    finally:
+        child.kill()
+        child.join()
+    return bpe_from_json(trained)
+
+
+def _train(connection: Connection, vocab_size: int, workers: int | None) -> None:
+    """Run in the child process: texts in up to an empty one, a tokenizer.json out."""
+    begin_child(workers)
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        # All 256 bytes, so that any text can be encoded; sorted, so that ids do not depend on a hash order.
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts = (text.decode("utf-8", errors="replace") for text in iter(connection.recv_bytes, b""))
+    tokenizer.train_from_iterator(texts, trainer)
+    connection.send_bytes(tokenizer.to_str().encode())
+
+
+def begin_child(threads: int | None) -> None:
+    """Prepare a child process: it ends with its parent, which alone answers Ctrl-C.
+
+    Args:
+        threads: of its tokenizer; None: one per core.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if threads is not None:
+        os.environ["RAYON_NUM_THREADS"] = str(threads)  # read when the tokenizer's thread pool starts
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
 
 def bpe_from_json(text: str) -> JsonTokenizer:
-    """The tokenizer `canzona_cli.data.bpe` trained."""
+    """Load the tokenizer that `train_bpe` trained."""
     from tokenizers import Tokenizer as RustTokenizer
 
     backend = RustTokenizer.from_str(text)
@@ -298,3 +395,25 @@ def _offer(special: Sequence[str]) -> str:
         return "name the token that ends a document with --eod TOKEN"
     shown = ", ".join(special[:10]) + (f" and {len(special) - 10} more" if len(special) > 10 else "")
     return f"name the token that ends a document with --eod TOKEN; its special tokens are {shown}"
+
+
+def bytes_by_id(tokenizer: Tokenizer) -> npt.NDArray[np.float64] | None:
+    """Count the bytes of text that each token stands for, by token id.
+
+    None unless the vocabulary has a letter for each byte, as GPT-2's has and most since then.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        values = np.ones(tokenizer.vocab_size)
+        values[BYTE_VALUES:] = 0
+        return values
+    tree = json.loads(tokenizer.to_json())
+    decoder = tree.get("decoder") or {}
+    kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
+    if kinds != {"ByteLevel"}:
+        return None
+    values = np.zeros(tokenizer.vocab_size)
+    for token, number in tokenizer.backend.get_vocab(with_added_tokens=False).items():
+        values[number] = len(token)
+    for added in tree["added_tokens"]:
+        values[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+    return values

@@ -109,8 +109,9 @@ def _notes(built: Built, command: str) -> Iterator[str]:
     made = built.sidecar
     if made.replaced:
         yield f"{made.replaced:,} invalid characters (not UTF-8) were replaced by U+FFFD or '?'"
-    if built.reused:
-        yield f"{built.reused:,} of {built.parts:,} parts were there from a preparation that did not come to its end"
+    if built.already_there:
+        done = f"{built.already_there:,} of {made.input_count:,} inputs"
+        yield f"{done} were already there from an unfinished preparation"
     if built.skipped:
         names = ", ".join(clean(name) for name in built.skipped[:_KEPT_NAMES])
         more = f" and {len(built.skipped) - _KEPT_NAMES:,} more" if len(built.skipped) > _KEPT_NAMES else ""

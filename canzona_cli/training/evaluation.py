@@ -29,7 +29,7 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.checkpoint.restore import load_weights, verify_together
     from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
-    from canzona_cli.data.token_bytes import token_bytes
+    from canzona_cli.data.corpus import token_bytes
     from canzona_cli.errors import EnvironmentProblem, refuse
     from canzona_cli.megatron import contract, parallel
     from canzona_cli.megatron.model import build_model

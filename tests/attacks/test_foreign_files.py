@@ -12,20 +12,21 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from backports import zstd
 from safetensors import SafetensorError, safe_open
 
 from canzona_cli.checkpoint.manifest import tensor_bytes
 from canzona_cli.config.schema import ModelConfig
-from canzona_cli.data import sources
-from canzona_cli.data.inputs import find_sources
-from canzona_cli.data.sources import Reader, Source
+from canzona_cli.data import reading
+from canzona_cli.data.reading import Reader, ReadSettings, pieces
+from canzona_cli.data.sidecar import Tally
+from canzona_cli.data.sources import find_sources
 from canzona_cli.data.tokenizers import load_json_tokenizer
 from canzona_cli.errors import CanzonaError, ConfigError
 from canzona_cli.huggingface.folder import open_folder, recipe_of
 from canzona_cli.huggingface.foreign import config_json, tensor_names
 from canzona_cli.huggingface.staging import copy_file
 from canzona_cli.model.geometry import unit_shape
+from tests.attacks.cases import mostly_swept
 from tests.attacks.table import RecordAttack
 from tests.attacks.test_odd_files import NO_FILES
 from tests.commands.support import canzona
@@ -82,7 +83,7 @@ HEADERS: dict[str, tuple[Header | str | bytes, int]] = {
 }
 
 
-@pytest.mark.parametrize("kind", HEADERS)
+@pytest.mark.parametrize("kind", mostly_swept(HEADERS, "sides below 0", "an end behind the file's"))
 def test_a_header_that_is_none_is_said(kind: str, tmp_path: Path) -> None:
     """And the library, which reads the tensors, refuses it too."""
     settings(tmp_path)
@@ -107,7 +108,11 @@ def test_a_header_that_only_we_can_read_ends_an_import_in_words(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "name",
-    ["../outside.safetensors", "/etc/passwd", "..", ".", "", "a/../b", "a\0b", "\ud800", "x" * 300, 7, None, ["a"]],
+    mostly_swept(
+        ["../outside.safetensors", "/etc/passwd", "..", ".", "", "a/../b", "a\0b", "\ud800", "x" * 300, 7, None, ["a"]],
+        "../outside.safetensors",
+        "/etc/passwd",
+    ),
     ids=ascii,
 )
 def test_an_index_names_files_of_its_folder_alone(name: object, tmp_path: Path) -> None:
@@ -118,7 +123,7 @@ def test_an_index_names_files_of_its_folder_alone(name: object, tmp_path: Path) 
     assert "DIR" in said or "weight_map" in said
 
 
-@pytest.mark.parametrize("kind", NO_FILES)
+@pytest.mark.parametrize("kind", mostly_swept(NO_FILES, "a pipe"))
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "a.safetensors", "model.safetensors.index.json"])
 def test_files_that_are_none_are_said_and_nobody_waits_for_them(name: str, kind: str, tmp_path: Path) -> None:
     if name != "config.json":
@@ -140,23 +145,27 @@ def test_a_tensor_that_two_files_have_is_nobodys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [
+    mostly_swept(
+        [
+            {"num_hidden_layers": 10**15},
+            {"hidden_size": 1 << 62},
+            {"vocab_size": 10**18},
+            {"rope_theta": 1e300},
+            {"rms_norm_eps": 1e-320},
+            {"head_dim": True},
+            {"hidden_size": "64"},
+            {"num_attention_heads": 64.0},
+            {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+            {"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "evil"},
+            {"num_experts": 8},
+            {"quantization_config": {"quant_method": "fp8"}},
+            {"rope_scaling": {"rope_type": "yarn", "factor": 1e9}},
+            {"layer_types": ["sliding_attention"]},
+            {"tie_word_embeddings": "yes"},
+        ],
         {"num_hidden_layers": 10**15},
-        {"hidden_size": 1 << 62},
-        {"vocab_size": 10**18},
-        {"rope_theta": 1e300},
-        {"rms_norm_eps": 1e-320},
-        {"head_dim": True},
-        {"hidden_size": "64"},
-        {"num_attention_heads": 64.0},
-        {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
         {"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "evil"},
-        {"num_experts": 8},
-        {"quantization_config": {"quant_method": "fp8"}},
-        {"rope_scaling": {"rope_type": "yarn", "factor": 1e9}},
-        {"layer_types": ["sliding_attention"]},
-        {"tie_word_embeddings": "yes"},
-    ],
+    ),
     ids=lambda changed: "-".join(changed),
 )
 def test_settings_that_no_qwen3_has_are_refused(changed: dict[str, object], tmp_path: Path) -> None:
@@ -209,7 +218,7 @@ TOKENIZERS: dict[str, Header] = {
 }
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("kind", mostly_swept(TOKENIZERS, "a merge shorter than its prefix", "an id of 32 bits"))
 def test_a_tokenizer_that_fails_is_refused_wherever_it_does(kind: str, tmp_path: Path) -> None:
     """Some of them where Rust gives up, which is no Exception in Python."""
     path = tmp_path / "tokenizer.json"
@@ -222,27 +231,35 @@ def test_a_tokenizer_that_fails_is_refused_wherever_it_does(kind: str, tmp_path:
     assert [problem.key for problem in found.value.problems] == ["--tokenizer"]
 
 
-@pytest.mark.parametrize("kind", NO_FILES)
+@pytest.mark.parametrize("kind", mostly_swept(NO_FILES, "a pipe"))
 def test_a_tokenizer_that_is_no_file_is_refused(kind: str, tmp_path: Path) -> None:
     NO_FILES[kind](tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError):
         load_json_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
-def read(path: Path, max_bad: int = 0) -> Reader:
-    """Of all its text."""
-    found, problems = find_sources([str(path)], "auto")
+def zstd(data: bytes) -> bytes:
+    compressed: bytes = pa.compress(data, codec="zstd", asbytes=True)
+    return compressed
+
+
+def read(path: Path) -> tuple[list[bytes], Tally]:
+    """All its text, and what was counted."""
+    inputs, problems = find_sources([str(path)], "auto")
     assert not problems
-    reader = Reader(piece=1 << 20, max_bad=max_bad)
-    for source in found:
-        for _ in reader.read(source):
-            pass
-    return reader
+    reader, tally, texts = Reader(settings=ReadSettings(piece=1 << 20)), Tally(), []
+    for source in inputs:
+        for item in reader.read(source):
+            if isinstance(item, Tally):
+                tally.add(item)
+            else:
+                texts += [piece.data for piece in pieces(item, reader.settings, tally)]
+    return texts, tally
 
 
 @pytest.fixture
 def short_lines(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sources, "LONGEST_LINE", 4 << 20)
+    monkeypatch.setattr(reading, "LONGEST_LINE", 4 << 20)
     return 4 << 20
 
 
@@ -251,7 +268,7 @@ def bomb(packed: Callable[[bytes], bytes], before: bytes = b"", after: bytes = b
     return packed(before) + packed(b" " * (1 << 20)) * 128 + packed(after)
 
 
-@pytest.mark.parametrize("packed", [gzip.compress, zstd.compress], ids=["gzip", "zstd"])
+@pytest.mark.parametrize("packed", [gzip.compress, zstd], ids=["gzip", "zstd"])
 def test_a_line_that_fills_the_memory_is_left_out(
     packed: Callable[[bytes], bytes], tmp_path: Path, short_lines: int, record_attack: RecordAttack
 ) -> None:
@@ -260,34 +277,17 @@ def test_a_line_that_fills_the_memory_is_left_out(
     assert path.stat().st_size < 1 << 20
     tracemalloc.start()
     try:
-        reader = read(path, max_bad=1)
+        texts, tally = read(path)
         assert tracemalloc.get_traced_memory()[1] < 4 * short_lines
     finally:
         tracemalloc.stop()
-    assert reader.tally.text_bytes == len("before") + len("after")
-    assert [(line.line, line.kind) for line in reader.tally.bad_lines] == [(2, "too long")]
+    assert texts == [b"before", b"after"]
+    assert [(line.line, line.kind) for line in tally.bad_lines] == [(2, "too long")]
     record_attack(
         attack="a file of less than 1 MiB with a line of 128 MiB, in gzip and zstd",
         answer="read in pieces; a line over the limit is left out and told with its number",
         exit_code=None,
     )
-
-
-def test_lines_that_are_too_long_are_one_bad_line_wherever_a_file_is_cut(tmp_path: Path, short_lines: int) -> None:
-    path = tmp_path / "long.jsonl"
-    lines = [b'{"text": "%d"}' % n for n in range(3)]
-    long = b'{"text": "' + b"x" * 2 * short_lines + b'"}'
-    path.write_bytes(b"\n".join([lines[0], long, lines[1], long, lines[2]]))
-    size = path.stat().st_size
-    for step in (size, 1 << 20, short_lines + 7):
-        reader = Reader(piece=1 << 20, max_bad=9)
-        cuts = [(begin, min(begin + step, size)) for begin in range(0, size, step)]
-        found = [
-            piece.data
-            for cut in cuts
-            for piece in reader.read(Source(label="x", path=path, format="jsonl", size=size, cut=cut))
-        ]
-        assert (found, reader.tally.bad) == ([b"0", b"1", b"2"], 2)
 
 
 def twice() -> pa.Table:
@@ -303,7 +303,7 @@ TABLES: dict[str, Callable[[], pa.Table]] = {
 }
 
 
-@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("kind", mostly_swept(TABLES, "numbers"))
 def test_a_column_that_holds_no_text_is_said(kind: str, tmp_path: Path) -> None:
     pq.write_table(TABLES[kind](), tmp_path / "a.parquet")
     with pytest.raises(ConfigError) as found:
@@ -325,8 +325,8 @@ def test_a_damaged_table_is_read_or_refused(tmp_path: Path) -> None:
     for content in damaged((tmp_path / "a.parquet").read_bytes()):
         (tmp_path / "b.parquet").write_bytes(content)
         try:
-            read(tmp_path / "b.parquet", max_bad=200)
-        except (CanzonaError, sources.TooManyBadLines):
+            read(tmp_path / "b.parquet")
+        except CanzonaError:
             held += 1
     assert held > 100
 

@@ -17,6 +17,7 @@ from canzona_cli.planner.plan import Plan, content_hash
 from canzona_cli.planner.plan_file import obtain_plan, read_plan
 from canzona_cli.run.codec import load_if_sound, read_lines
 from canzona_cli.run.records import RunResult, StepMetrics, read_layout
+from tests.attacks.cases import mostly_swept
 from tests.attacks.table import RecordAttack
 from tests.commands.support import canzona
 
@@ -100,7 +101,7 @@ NO_YAML = {
 }
 
 
-@pytest.mark.parametrize("kind", [*NO_FILES, *NO_JSON])
+@pytest.mark.parametrize("kind", mostly_swept([*NO_FILES, *NO_JSON], "a pipe", "a million levels"))
 def test_what_lies_in_plans_stops_no_run(kind: str, tmp_path: Path) -> None:
     config, layout = resolve(RUN)
     name = f"{config.name}-{config.gpus}gpus"
@@ -119,7 +120,7 @@ def test_what_lies_in_plans_stops_no_run(kind: str, tmp_path: Path) -> None:
     assert [problem.key for problem in refused.value.problems] == ["plan"]
 
 
-@pytest.mark.parametrize("kind", [*NO_FILES, *NO_JSON])
+@pytest.mark.parametrize("kind", mostly_swept([*NO_FILES, *NO_JSON], "a pipe", "a million levels"))
 def test_an_odd_record_is_damaged_or_as_if_it_were_not_there(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "layout.json"
     ({**NO_FILES, **NO_JSON}[kind])(path)
@@ -130,7 +131,7 @@ def test_an_odd_record_is_damaged_or_as_if_it_were_not_there(kind: str, tmp_path
         assert read_lines(path, StepMetrics)[0] == []
 
 
-@pytest.mark.parametrize("kind", [*NO_FILES, *NO_YAML])
+@pytest.mark.parametrize("kind", mostly_swept([*NO_FILES, *NO_YAML], "a pipe", "a billion laughs", "itself"))
 def test_an_odd_yaml_file_is_refused_in_words(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "odd.yaml"
     write, said = (NO_FILES[kind], "") if kind in NO_FILES else NO_YAML[kind]
@@ -184,35 +185,39 @@ def test_odd_files_in_plans_do_not_end_a_command(tmp_path: Path, record_attack: 
 
 @pytest.mark.parametrize(
     ("overrides", "key"),
-    [
+    mostly_swept(
+        [
+            ("model.num_layers=10000000", "model.num_layers"),
+            ("model.num_layers=1" + "0" * 400, "model.num_layers"),
+            ("model.num_layers=1" + "0" * 5000, "model.num_layers"),
+            ("model.num_attention_heads=10000000000 model.num_query_groups=10000000000", "model.num_query_groups"),
+            ("gpus=1" + "0" * 30, "gpus"),
+            ("train.steps=1" + "0" * 400, "train.steps"),
+            ("train.batch_tokens=1000000000000", "train.batch_tokens"),
+            ("optimizer.lr=1" + "0" * 400, "optimizer.lr"),
+            ("optimizer.lr=1e-400", "optimizer.lr"),
+            ("optimizer.options=" + "[" * 1500 + "]" * 1500, "optimizer.options"),
+            ("checkpoint.every_minutes=-5", "checkpoint.every_minutes"),
+            ("cluster.bf16_tflops=1e300", "cluster.bf16_tflops"),
+            ("cluster.memory_gb_per_s=1e-300", "cluster.memory_gb_per_s"),
+            ("cluster.launch_us=1e300", "cluster.launch_us"),
+            ("cluster.step_factors={exchange:0}", "cluster.step_factors.exchange"),
+            ("cluster.step_factors={exchange:nan}", "cluster.step_factors.exchange"),
+            ("description=${description}", "description"),
+            ("description=${data.path} data.path=${description}", "description"),
+            (
+                "name=aaaaaaaaaa description="
+                + "${name}" * 20
+                + " run.root="
+                + "${description}" * 20
+                + " run.dir="
+                + "${run.root}" * 20,
+                "run.dir",
+            ),
+        ],
         ("model.num_layers=10000000", "model.num_layers"),
-        ("model.num_layers=1" + "0" * 400, "model.num_layers"),
-        ("model.num_layers=1" + "0" * 5000, "model.num_layers"),
-        ("model.num_attention_heads=10000000000 model.num_query_groups=10000000000", "model.num_query_groups"),
-        ("gpus=1" + "0" * 30, "gpus"),
-        ("train.steps=1" + "0" * 400, "train.steps"),
-        ("train.batch_tokens=1000000000000", "train.batch_tokens"),
-        ("optimizer.lr=1" + "0" * 400, "optimizer.lr"),
-        ("optimizer.lr=1e-400", "optimizer.lr"),
-        ("optimizer.options=" + "[" * 1500 + "]" * 1500, "optimizer.options"),
-        ("checkpoint.every_minutes=-5", "checkpoint.every_minutes"),
-        ("cluster.bf16_tflops=1e300", "cluster.bf16_tflops"),
-        ("cluster.memory_gb_per_s=1e-300", "cluster.memory_gb_per_s"),
-        ("cluster.launch_us=1e300", "cluster.launch_us"),
-        ("cluster.step_factors={exchange:0}", "cluster.step_factors.exchange"),
-        ("cluster.step_factors={exchange:nan}", "cluster.step_factors.exchange"),
         ("description=${description}", "description"),
-        ("description=${data.path} data.path=${description}", "description"),
-        (
-            "name=aaaaaaaaaa description="
-            + "${name}" * 20
-            + " run.root="
-            + "${description}" * 20
-            + " run.dir="
-            + "${run.root}" * 20,
-            "run.dir",
-        ),
-    ],
+    ),
     ids=lambda text: text[:40],
 )
 def test_values_that_no_run_has_are_refused_at_once(overrides: str, key: str) -> None:

@@ -1,6 +1,7 @@
 """`canzona data prepare` as a person runs it: a process, real files and pipes, real signals."""
 
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -191,8 +192,8 @@ def test_an_interrupt_while_the_vocabulary_is_learnt_acts_at_once(tmp_path: Path
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert "learn vocabulary" in process.stderr.readline()
-    wait_until(lambda: psutil.Process(process.pid).children(), "the process that learns", process)
-    [learner] = psutil.Process(process.pid).children()
+    wait_until(lambda: len(psutil.Process(process.pid).children()) > 1, "the process that learns", process)
+    learner = next(child for child in psutil.Process(process.pid).children() if "spawn_main" in str(child.cmdline()))
     wait_until(lambda: learner.cpu_times().user > 1, "a second of learning", process)
     learner.suspend()  # it never ends by itself
     process.send_signal(signal.SIGINT)
@@ -201,7 +202,7 @@ def test_an_interrupt_while_the_vocabulary_is_learnt_acts_at_once(tmp_path: Path
     assert names(tmp_path) == []
 
 
-def test_what_is_killed_goes_on_from_its_parts_to_the_same_bytes_as_one_process(tmp_path: Path) -> None:
+def test_what_is_killed_goes_on_after_its_finished_inputs_to_the_same_bytes_as_one_process(tmp_path: Path) -> None:
     """Kill -9 in the middle, of a foreign tokenizer over JSONL and Parquet; corrupt lines keep their place."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -217,28 +218,22 @@ def test_what_is_killed_goes_on_from_its_parts_to_the_same_bytes_as_one_process(
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     table = pa.table({"body": [f"row {n} of the fox " * 20 for n in range(2000)]})
     pq.write_table(table, tmp_path / "b.parquet", row_group_size=200, compression="none", use_dictionary=False)
-    arguments = ["a.jsonl", "b.parquet", "--text-key", "body", "--tokenizer", "tok", "--max-bad", "3", "-o"]
+    arguments = ["a.jsonl", "b.parquet", "d.jsonl", "--text-key", "body", "--tokenizer", "tok", "--max-bad", "3", "-o"]
 
-    parts = (
-        "from canzona_cli.data import parts; parts.smallest_part = 200_000; from canzona_cli.app import main; main()"
-    )
-    killed = [sys.executable, "-c", parts, "data", "prepare", *arguments]
-    process = subprocess.Popen(
-        [*killed, "p", "--workers", "2"], cwd=tmp_path, stderr=subprocess.STDOUT, stdout=subprocess.PIPE
-    )
-    folder = tmp_path / ".p.parts"
-    wait_until(lambda: len([*folder.glob("*.idx")]) > 1, "a few parts", process)
+    small = "from canzona_cli.data import build; build.LARGE = 200_000; from canzona_cli.app import main; main()"
+    command = [sys.executable, "-c", small, "data", "prepare", *arguments, "p", "--workers", "2"]
+    (tmp_path / "d.jsonl").write_text("\n".join(lines[20:4000] * 12))
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.STDOUT, stdout=subprocess.PIPE)
+    wait_until((tmp_path / ".p.finished").exists, "an input that is finished", process)
     workers = psutil.Process(process.pid).children()
     process.kill()
     process.wait()
     psutil.wait_procs(workers, PATIENCE_S)
     assert not any(worker.is_running() for worker in workers)
     assert not (tmp_path / "p.idx").exists()
-    there = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.idx")}
 
-    again = subprocess.run([*killed, "p", "--workers", "1"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    reused = next(line for line in again.stdout.splitlines() if "parts were there" in line).split()
-    assert int(reused[1]) == len(there) < int(reused[3])
+    again = subprocess.run([*command[:-1], "1"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert re.search("[12] of 3 inputs were already there", again.stdout), again.stdout
     assert "3: 3 not JSON (a.jsonl:17, a.jsonl:4321, a.jsonl:8999)" in " ".join(again.stdout.split())
 
     whole = canzona(*arguments, "whole", cwd=tmp_path)
@@ -248,6 +243,7 @@ def test_what_is_killed_goes_on_from_its_parts_to_the_same_bytes_as_one_process(
     assert not [name for name in names(tmp_path) if name.startswith(".")]
     said = json.loads((tmp_path / "p.json").read_text())
     texts = [json.loads(line)["body"] for line in lines if line != '{"body": '] + table["body"].to_pylist()
+    texts += [json.loads(line)["body"] for line in lines[20:4000]] * 12
     assert said["documents"] == len(texts) == inspect_pair(tmp_path / "p").documents
     assert said["text_bytes"] == sum(len(text.encode()) for text in texts)
     stop, expected = foreign.token_to_id("<stop>"), []
@@ -255,9 +251,33 @@ def test_what_is_killed_goes_on_from_its_parts_to_the_same_bytes_as_one_process(
         expected += [*encoding.ids, stop]
     assert ids(tmp_path / "p") == expected
 
-    few = canzona(*arguments[:6], "--max-bad", "2", "-o", "few", cwd=tmp_path)
+    few = canzona(*arguments[:7], "--max-bad", "2", "-o", "few", cwd=tmp_path)
     assert few.returncode == 2
     assert "a.jsonl:8999" in " ".join(few.stderr.split())
+
+
+def test_an_input_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    """What an unfinished preparation has of inputs counts for these very inputs alone."""
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 300_000)
+    code = (
+        "from canzona_cli.data import build; build.LARGE = 200_000\n"
+        "from canzona_cli.app import main\n"
+        "if FAILS: build.PairWriter.finish = lambda writer: 1 / 0\n"
+        "main()"
+    )
+    rest = ["data", "prepare", "a.txt", "b.txt", "c.txt", "-o", "p"]
+    failed, command = ([sys.executable, "-c", f"FAILS = {fails}\n{code}", *rest] for fails in (True, False))
+    for change, there in ((None, 3), ("c.txt", None), ("b.txt", None)):
+        assert subprocess.run(failed, cwd=tmp_path, capture_output=True, check=False).returncode == 70
+        if change is not None:
+            (tmp_path / change).write_text("changed" * 50_000)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert ("3 of 3 inputs" in done.stdout) == (there == 3)
+        expected = b"".join((tmp_path / f"{name}.txt").read_bytes() + b"\n" for name in "abc")
+        assert [10 if each == 256 else each for each in ids(tmp_path / "p")] == [*expected]
+        for end in (".bin", ".idx", ".json"):
+            (tmp_path / f"p{end}").unlink()
 
 
 def test_a_second_writer_of_the_same_output_is_refused(tmp_path: Path) -> None:

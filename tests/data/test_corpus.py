@@ -15,10 +15,10 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.build import Built
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.data.indexed import bin_path, idx_path
-from canzona_cli.data.inputs import stdlib_sources
 from canzona_cli.data.locks import Busy, exclusive
 from canzona_cli.data.prepare import PrepareRequest, prepare
 from canzona_cli.data.sidecar import sidecar_path
+from canzona_cli.data.sources import stdlib_sources
 from canzona_cli.errors import ConfigError, EnvironmentProblem
 from canzona_cli.run.corpus import supply
 from tests.waiting import PATIENCE_S

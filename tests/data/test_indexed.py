@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import pytest
@@ -22,12 +22,16 @@ def ids(values: Sequence[int], dtype: Literal["uint16", "int32"] = "uint16") -> 
     return np.asarray(values, dtype=np.uint16) if dtype == "uint16" else np.asarray(values, dtype=np.int32)
 
 
+def add(writer: PairWriter, document: Sequence[TokenArray]) -> None:
+    lengths = np.asarray([sequence.size for sequence in document], dtype=np.int32)
+    writer.add(cast(TokenArray, np.concatenate(document)), lengths, np.arange(len(document)) == len(document) - 1)
+
+
 def write(prefix: Path, documents: Sequence[Document], *, vocab_size: int = 257) -> Path:
     dtype: Literal["uint16", "int32"] = "uint16" if vocab_size < 65_500 else "int32"
     with PairWriter(prefix, vocab_size=vocab_size, eod=EOD) as writer:
         for document in documents:
-            last = [False] * (len(document) - 1) + [True]
-            writer.add([ids(sequence, dtype) for sequence in document], last)
+            add(writer, [ids(sequence, dtype) for sequence in document])
         writer.finish()
         writer.publish()
     return prefix
@@ -115,7 +119,7 @@ def test_an_aborted_writer_leaves_nothing_and_keeps_the_older_pair(tmp_path: Pat
 
     def interrupted() -> None:
         with PairWriter(prefix, vocab_size=257, eod=EOD) as writer:
-            writer.add([ids([9] * 100_000)], [True])
+            add(writer, [ids([9] * 100_000)])
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -128,7 +132,7 @@ def test_a_failed_publication_leaves_no_half_pair(tmp_path: Path) -> None:
 
     def publish() -> None:
         with PairWriter(tmp_path / "p", vocab_size=257, eod=EOD) as writer:
-            writer.add([ids([1])], [True])
+            add(writer, [ids([1])])
             writer.finish()
             writer.publish((tmp_path / "p.json", "{}"))
 

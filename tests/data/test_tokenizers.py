@@ -13,14 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.data.bpe import MIN_VOCAB_SIZE, train_bpe
-from canzona_cli.data.token_bytes import bytes_by_id
 from canzona_cli.data.tokenizers import (
     END_OF_TEXT,
+    MIN_VOCAB_SIZE,
     ByteTokenizer,
     JsonTokenizer,
+    bytes_by_id,
     load_json_tokenizer,
     token_dtype,
+    train_bpe,
 )
 from canzona_cli.errors import ConfigError
 

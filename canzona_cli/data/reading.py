@@ -1,0 +1,393 @@
+"""Reads text: plain, JSONL or Parquet, also compressed.
+
+`Reader` gives out a source in batches of about 2 MiB, and `pieces` turns a batch into pieces, in any process. A piece
+is a document or, if the document is long, a part of it cut at a line end: Megatron holds out and shuffles what it calls
+sequences, and with each document one sequence a single large file could be neither split nor shuffled, nor held in
+memory.
+"""
+
+import bz2
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Final, Literal, NamedTuple, cast
+
+from canzona_cli.data.sidecar import BadLine, InputRecord, Tally
+from canzona_cli.data.sources import Source, input_error
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+DocumentUnit = Literal["file", "line"]
+
+
+def _zstd(raw: BinaryIO) -> object:
+    from pyarrow import CompressedInputStream
+
+    return CompressedInputStream(raw, "zstd")
+
+
+_OPENERS: dict[bytes, Callable[[BinaryIO], object]] = {
+    b"\x1f\x8b": lambda raw: gzip.GzipFile(fileobj=raw),
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\x00": lzma.LZMAFile,
+    b"\x28\xb5\x2f\xfd": _zstd,
+}
+_UNREAD = {b"PAR1": "Parquet", b"PK\x03\x04": "a zip archive"}
+_UTF8_BOM = b"\xef\xbb\xbf"
+_SNIFF = 8192
+_BATCH_BYTES: Final = 2 << 20
+"""Text tokenised in one call: enough for every core, little enough that Ctrl-C acts at once."""
+_BATCH_ITEMS: Final = 8192
+_PARQUET_ROWS: Final = 128
+
+LONGEST_LINE = 128 << 20
+"""Bytes. A longer line is left out as one without text: read as JSON it takes several times as much memory."""
+
+MIN_PIECE, MAX_PIECE, STREAM_PIECE = 4 << 10, 1 << 20, 64 << 10
+
+
+class Piece(NamedTuple):
+    """A document, or part of a long one."""
+
+    data: bytes
+    last: bool
+    """The document ends here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadSettings:
+    """The settings by which bytes become documents and pieces."""
+
+    piece: int
+    """The longest piece, in bytes."""
+    document: DocumentUnit = "file"
+    """The unit of plain text that is a document; a line of JSONL or a row of Parquet always is one."""
+    text_key: str = "text"
+    """The field of a JSONL object, or column of Parquet, that holds its text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """About 2 MiB of one source."""
+
+    label: str
+    form: Literal["pieces", "lines", "jsonl", "rows"]
+    """Pieces of one document as they are, or lines or rows whose texts are still to be read."""
+    items: Sequence[bytes | None]
+    """None: a row without a text."""
+    first: int = 1
+    """The number of the first line or row, counted from 1."""
+    ends: bool = False
+    """The document ends with the last piece."""
+
+
+def piece_bytes(sources: Sequence[Source]) -> int:
+    """Longest piece for these inputs: about 1/256 of them, so that a held-out share of 1% can be cut off."""
+    if any(source.size is None for source in sources):
+        return STREAM_PIECE
+    return min(MAX_PIECE, max(MIN_PIECE, sum(source.size or 0 for source in sources) // 256))
+
+
+@dataclass(kw_only=True)
+class Reader:
+    """Reads sources as batches; counts and hashes their bytes."""
+
+    settings: ReadSettings
+    bytes_read: int = 0
+    """Bytes of the files as they are on disk, so that progress is honest for compressed ones."""
+
+    def read(self, source: Source) -> Iterator[Batch | Tally]:
+        """Read one source: its batches in order, then a tally of the source as a whole.
+
+        Raises:
+            ConfigError: unreadable, damaged or binary input.
+            EnvironmentProblem: the package that reads it is not installed.
+        """
+        tally = Tally()
+        try:
+            if source.format == "parquet":
+                yield from self._parquet(source, tally)
+            else:
+                raw = _Counted(open_source(source), self)
+                with _buffered(raw) as buffered:
+                    stream = _decompressed(buffered)
+                    yield from self._text(source, stream, tally)
+                    while buffered.read(1 << 20):  # bytes that a decompressor leaves unread still count for the hash
+                        pass
+                tally.records.append(InputRecord(path=source.label, bytes=raw.count, sha256=raw.digest.hexdigest()))
+        except ModuleNotFoundError:
+            raise EnvironmentProblem(package_problem(source.label)) from None
+        except (OSError, EOFError, zlib.error, lzma.LZMAError, _DamagedParquet) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise input_error(source.label, f"cannot be read: {error.strerror}", "") from error
+            fix = "fetch or make it again; gzip -t or zstd -t checks it"
+            raise input_error(source.label, f"damaged or cut short: {error}", fix) from error
+        yield tally
+
+    def _text(self, source: Source, stream: io.BufferedReader, tally: Tally) -> Iterator[Batch]:
+        head = stream.peek(_SNIFF)[:_SNIFF]
+        if b"\0" in head or any(head.startswith(magic) for magic in _UNREAD):
+            if not source.from_folder:
+                raise _binary(source.label, head)
+            tally.skipped.append(source.label)
+            return
+        if head.startswith(_UTF8_BOM):
+            stream.read(len(_UTF8_BOM))
+        if source.format == "jsonl" or (source.format == "auto" and head.lstrip().startswith(b"{")):
+            yield from _numbered(source.label, "jsonl", _lines(stream))
+        elif self.settings.document == "line":
+            yield from _numbered(source.label, "lines", _lines(stream))
+        else:
+            tally.empty = 1
+            for group in _grouped(cut_stream(stream, self.settings.piece), lambda piece: len(piece.data)):
+                tally.empty = 0
+                items = [piece.data for piece in group]
+                yield Batch(label=source.label, form="pieces", items=items, ends=group[-1].last)
+
+    def _parquet(self, source: Source, tally: Tally) -> Iterator[Batch]:
+        if source.path is None:
+            fix = "name the file: Parquet is read from its end"
+            raise input_error(source.label, "Parquet cannot be read from a pipe", fix)
+        with open(source.path, "rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            size = stream.tell()
+        tally.records.append(InputRecord(path=source.label, bytes=size, sha256=digest))
+        before = self.bytes_read
+        yield from _numbered(source.label, "rows", self._rows(source.path))
+        self.bytes_read = before + size
+
+    def _rows(self, path: Path) -> Iterator[bytes | None]:
+        """The texts of a Parquet column, as bytes: they need not be valid UTF-8.
+
+        Raises:
+            ConfigError: it has no such column, or one of something else than text.
+            _DamagedParquet: it cannot be read.
+        """
+        from pyarrow import ArrowException, large_binary
+        from pyarrow.parquet import ParquetFile
+
+        column = self.settings.text_key
+        try:
+            with ParquetFile(path, memory_map=True) as file:
+                _check_column(path, file, column)
+                begin, total, size = self.bytes_read, max(1, file.metadata.num_rows), path.stat().st_size
+                rows = 0
+                for batch in file.iter_batches(_PARQUET_ROWS, columns=[column], use_threads=False):
+                    yield from batch.column(column).cast(large_binary()).to_pylist()
+                    rows += batch.num_rows
+                    self.bytes_read = begin + size * rows // total
+        except ArrowException as error:
+            raise _DamagedParquet(str(error).partition("\n")[0]) from error
+
+
+class _DamagedParquet(ValueError):
+    """A Parquet file that pyarrow refuses; the message is its own."""
+
+
+def pieces(batch: Batch, settings: ReadSettings, tally: Tally) -> Iterator[Piece]:
+    """Read the texts of a batch, in order, and count what is left out."""
+    if batch.form == "pieces":
+        final = len(batch.items) if batch.ends else 0
+        yield from (Piece(item or b"", last=number == final) for number, item in enumerate(batch.items, 1))
+        return
+    for number, item in enumerate(batch.items, batch.first):
+        try:
+            text = _document(item, batch.form, settings.text_key, tally)
+        except _BadText as error:
+            tally.add_bad(BadLine(path=batch.label, line=number, kind=error.kind, detail=error.detail))
+            continue
+        if text and len(text) <= settings.piece:
+            yield Piece(text, last=True)
+        elif text:
+            yield from cut_stream(io.BytesIO(text), settings.piece)
+        elif text is not None:
+            tally.empty += 1
+
+
+def _document(item: bytes | None, form: str, text_key: str, tally: Tally) -> bytes | None:
+    """The text of a line or row; None for a blank line between JSON lines.
+
+    Raises:
+        _BadText: it has none.
+    """
+    if item is None:
+        raise _BadText("no text", " in this row")
+    if form == "rows":
+        return item
+    if len(item) > LONGEST_LINE:
+        raise _BadText("too long", f": more than {LONGEST_LINE >> 20} MiB")
+    if form == "lines":
+        return item.rstrip(b"\r\n")
+    if item.isspace():
+        return None
+    text = _text_of(item, text_key)
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # a lone surrogate of a JSON escape
+        tally.replaced += 1
+        return text.encode(errors="replace")
+
+
+def _decompressed(stream: io.BufferedReader) -> io.BufferedReader:
+    """The content of a stream, by its first bytes; itself where it is not compressed."""
+    head = stream.peek(_SNIFF)
+    opener = next((opener for magic, opener in _OPENERS.items() if head.startswith(magic)), None)
+    return stream if opener is None else _buffered(opener(stream))
+
+
+def _numbered(label: str, form: Literal["lines", "jsonl", "rows"], items: Iterable[bytes | None]) -> Iterator[Batch]:
+    first = 1
+    for group in _grouped(items, lambda item: len(item or b"")):
+        yield Batch(label=label, form=form, items=group, first=first)
+        first += len(group)
+
+
+def _grouped[T](items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+    group: list[T] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        size += length(item)
+        if size >= _BATCH_BYTES or len(group) >= _BATCH_ITEMS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Lines with their ends; of one that is too long, one byte more than is allowed."""
+    while line := stream.readline(LONGEST_LINE + 1):
+        if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+            while (rest := stream.readline(_SNIFF)) and not rest.endswith(b"\n"):
+                pass
+        yield line
+
+
+def package_problem(label: str) -> Problem:
+    """The problem to show when pyarrow, which reads an input, is not installed."""
+    reason, fix = "pyarrow, which reads it, is not installed", "pip install 'canzona[data]'"
+    return Problem(key="INPUT", value=label, reason=reason, fix=fix)
+
+
+def open_source(source: Source) -> io.BufferedReader:
+    """The bytes of a source as they are on disk. Closing it leaves standard input open."""
+    if source.path is None:
+        return open(0, "rb", closefd=False)
+    return open(source.path, "rb")
+
+
+def _buffered(raw: object) -> io.BufferedReader:
+    return io.BufferedReader(cast(io.RawIOBase, raw), 1 << 20)
+
+
+class _Counted(io.RawIOBase):
+    """A raw file that counts and hashes what goes by."""
+
+    def __init__(self, raw: io.BufferedReader, reader: Reader) -> None:
+        self._raw = raw
+        self._reader = reader
+        self.digest = hashlib.sha256()
+        self.count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: object) -> int:
+        view = memoryview(buffer)  # type: ignore[arg-type]
+        # On a pipe this returns what is there, so a slow producer still moves the progress display.
+        size = self._raw.readinto1(view)
+        self.digest.update(view[:size])
+        self.count += size
+        self._reader.bytes_read += size
+        return size
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def cut_stream(stream: BinaryIO, size: int) -> Iterator[Piece]:
+    """The content of `stream` in pieces of at most `size` bytes that end at a line end where there is one."""
+    pending = b""
+    while block := stream.read(size):
+        pending += block
+        while len(pending) > size:
+            cut = _cut_point(pending, size)
+            yield Piece(pending[:cut], last=False)
+            pending = pending[cut:]
+    if pending:
+        yield Piece(pending, last=True)
+
+
+def _cut_point(data: bytes, size: int) -> int:
+    """Returns where to cut within (size / 2, size]: after a line, else a word, else between two UTF-8 characters."""
+    for separator in (b"\n", b" "):
+        found = data.rfind(separator, size // 2, size)
+        if found >= 0:
+            return found + 1
+    for cut in range(size, max(size - 4, 0), -1):
+        if data[cut] & 0xC0 != 0x80:
+            return cut
+    return size
+
+
+class _BadText(ValueError):
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(kind + detail)
+        self.kind, self.detail = kind, detail
+
+
+def _text_of(line: bytes, key: str) -> str:
+    """The text of one JSONL line.
+
+    Raises:
+        _BadText: what is wrong with the line, in words.
+    """
+    try:
+        record: object = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        detail = f" (byte 0x{line[error.start]:02x} at column {error.start + 1})"
+        raise _BadText("not UTF-8", detail) from error
+    except json.JSONDecodeError as error:
+        raise _BadText("not JSON", f": {error.msg.removesuffix(' at')} at column {error.colno}") from error
+    except (RecursionError, ValueError) as error:  # a thousand brackets; an integer of more digits than Python reads
+        raise _BadText("not JSON", ": nested too deeply, or a number too long") from error
+    if not isinstance(record, dict):
+        raise _BadText("not an object", f" with a field {key!r} but a {type(record).__name__}")
+    if key not in record:
+        names = ", ".join(repr(name) for name in list(record)[:8]) or "nothing"
+        raise _BadText(f"no field {key!r}", f"; it has {names}")
+    text = record[key]
+    if not isinstance(text, str):
+        raise _BadText("no text", f": field {key!r} is a {type(text).__name__}")
+    return text
+
+
+def _binary(label: str, head: bytes) -> ConfigError:
+    what = next((name for magic, name in _UNREAD.items() if head.startswith(magic)), "binary (it has NUL bytes)")
+    fixes = {"Parquet": "call it .parquet, or say --format parquet"}
+    return input_error(label, f"not text: {what}", fixes.get(what, "give text as UTF-8, or JSONL"))
+
+
+def _check_column(path: Path, file: "ParquetFile", column: str) -> None:
+    from pyarrow import types
+
+    schema = file.schema_arrow
+    if column not in schema.names:
+        reason, fix = f"has no column {column!r}", f"--text-key NAME, one of {', '.join(schema.names[:20])}"
+    elif schema.names.count(column) > 1:
+        reason, fix = f"has several columns {column!r}", "write it again with a name of its own for each column"
+    elif not (types.is_string(kind := schema.field(column).type) or types.is_large_string(kind)):
+        reason, fix = f"its column {column!r} holds {kind}, not text", "--text-key NAME of a column of text"
+    else:
+        return
+    raise ConfigError(Problem(key="INPUT", value=str(path), reason=reason, fix=fix))
