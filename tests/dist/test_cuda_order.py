@@ -308,6 +308,7 @@ def test_a_steps_time_is_told_from_events_that_have_passed(stood: list[Stood]) -
             assert line.end_s - line.start_s == pytest.approx(timing.step_s)
 
 
+@pytest.mark.sweep
 def test_on_one_queue_nobody_but_the_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user may force it: a watcher's wait would then hold up every launch behind it."""
     config, layout = resolve(*SETTINGS, "train.micro_batch_size=4")

@@ -10,6 +10,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 
 from canzona_cli.config.schema import (
@@ -118,16 +119,19 @@ BF16: Run = (("optimizer=muon", "train.precision=bf16"), STEPS)
 SENT_IN_BF16: Run = (("optimizer=muon", "engine.exchange_dtype=bf16"), 3)
 COMPARED: dict[str, list[Run]] = {
     "one rank": [*SPLITTINGS.values(), *STAGGERED.values(), *AT_ONCE.values()],
-    "tp1 dp4": [*WHOLE.values(), *SPLITTINGS.values(), SHARED],
+    "tp1 dp4": [WHOLE["soap"], SPLITTINGS["qkv"], SHARED],
     "tp2 dp2": [
-        *(*WHOLE.values(), *KIN.values(), *SPLITTINGS.values(), *BUFFERS, *WHO_AND_WHEN),
+        *(*WHOLE.values(), *KIN.values(), SPLITTINGS["split"], *BUFFERS[1:3], *WHO_AND_WHEN),
         *(BF16, HOSTED, SHARED, AUTO, *LOW),
     ],
-    "tp4 dp1": [*WHOLE.values(), *SPLITTINGS.values(), SENT_IN_BF16, SHARED, SHARED_FUSED],
-    "tp2 pp2": [WHOLE["muon"], WHOLE["shampoo"], SHARED, AUTO],
-    "dp3": [WHOLE["shampoo"], SHARED],
+    "tp4 dp1": [
+        *(WHOLE["shampoo"], *(SPLITTINGS[splitting] for splitting in ("fused", "split", "per_head"))),
+        *(SENT_IN_BF16, SHARED, SHARED_FUSED),
+    ],
+    "tp2 pp2": [WHOLE["muon"]],
+    "dp3": [WHOLE["shampoo"]],
     "tp4 dp2": [WHOLE["muon"], SHARED, SHARED_APART, AUTO],
-    "tp2 pp2 dp2": [WHOLE["soap"], *AT_ONCE.values(), SHARED],
+    "tp2 pp2 dp2": [WHOLE["soap"], *AT_ONCE.values()],
 }
 """All that the tests below compare, by the ranks it runs on; what else they do is swept."""
 
@@ -138,6 +142,11 @@ def _run(cases: Sequence[tuple[str, Run]]) -> list[Result]:
 
 
 RUNS = Runs([(where, run) for where, runs in COMPARED.items() for run in runs], lambda case: case[0], _run)
+
+
+def _case(where: str, run: Run, *parameters: object) -> ParameterSet:
+    """Returns the parameters of a test, which is swept unless its run is among those compared there."""
+    return pytest.param(*parameters, marks=[] if run in COMPARED[where] else pytest.mark.sweep)
 
 
 def _resolve(*overrides: str) -> tuple[RunConfig, Layout]:
@@ -188,12 +197,7 @@ def _single_process(name: str) -> Weights:
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [
-        pytest.param(name, where, marks=[] if run in COMPARED[where] else pytest.mark.sweep)
-        for name, run in WHOLE.items()
-        for where in LAYOUTS
-        if where != "one rank"
-    ],
+    [_case(where, run, name, where) for name, run in WHOLE.items() for where in LAYOUTS if where != "one rank"],
 )
 def test_five_steps_equal_a_single_process_bitwise(name: str, where: str) -> None:
     found, expected = RUNS[where, WHOLE[name]], _single_process(name)
@@ -228,11 +232,17 @@ def _on_one_rank(splitting: str) -> Weights:
     return RUNS["one rank", SPLITTINGS[splitting]].after
 
 
-@pytest.mark.parametrize("splitting", SPLITTINGS)
-def test_every_splitting_gives_the_same_in_every_layout(splitting: str) -> None:
+@pytest.mark.parametrize(
+    ("splitting", "where"),
+    [
+        _case(where, run, splitting, where)
+        for splitting, run in SPLITTINGS.items()
+        for where in ("tp1 dp4", "tp2 dp2", "tp4 dp1")
+    ],
+)
+def test_every_splitting_gives_the_same_in_every_layout(splitting: str, where: str) -> None:
     one = _on_one_rank(splitting)
-    for where in ("tp1 dp4", "tp2 dp2", "tp4 dp1"):
-        assert _different(one, RUNS[where, SPLITTINGS[splitting]].after, one) == [], where
+    assert _different(one, RUNS[where, SPLITTINGS[splitting]].after, one) == []
 
 
 def test_splittings_differ() -> None:
@@ -243,7 +253,7 @@ def test_splittings_differ() -> None:
             assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("run", BUFFERS, ids=lambda run: " ".join(run[0][1:]))
+@pytest.mark.parametrize("run", [_case("tp2 dp2", run, run) for run in BUFFERS], ids=lambda run: " ".join(run[0][1:]))
 def test_layouts_of_the_buffer_change_nothing(run: Run) -> None:
     one = _on_one_rank("split")
     assert _different(one, RUNS["tp2 dp2", run].after, one) == []
@@ -287,7 +297,7 @@ def _planned_shares(where: str, run: Run) -> set[str]:
     return {plan.matrices[index].kind for index in plan.assignment.shares}
 
 
-@pytest.mark.parametrize("where", [where for where, runs in COMPARED.items() if SHARED in runs])
+@pytest.mark.parametrize("where", [_case(where, SHARED, where) for where in LAYOUTS if where != "one rank"])
 def test_shared_matrices_are_as_exact_as_those_of_one_process(where: str) -> None:
     tp1 = where in ("dp3", "tp1 dp4")
     assert _planned_shares(where, SHARED) == (set() if tp1 else {"q", "k", "v", "proj", "gate", "up", "down"})
@@ -318,7 +328,7 @@ def test_who_owns_and_hosts_shared_matrices_and_when_changes_nothing() -> None:
         assert _different(one, RUNS["tp4 dp2", run].after, one) == []
 
 
-@pytest.mark.parametrize("where", [where for where, runs in COMPARED.items() if AUTO in runs])
+@pytest.mark.parametrize("where", [_case(where, AUTO, where) for where in ("tp2 dp2", "tp2 pp2", "tp4 dp2")])
 def test_auto_is_one_of_both_for_each_matrix(where: str) -> None:
     _as_near(RUNS[where, AUTO].after)
 

@@ -67,7 +67,7 @@ def _everywhere(optimizer: str, *settings: str) -> dict[str, tuple[str, ...]]:
 
 
 EVERYWHERE = {optimizer: _everywhere(optimizer) for optimizer in ("soap", "shampoo")}
-USUALLY = {"soap": tuple(LAYOUTS), "shampoo": ("tp2 dp2",)}
+USUALLY = {"soap": ("tp2 dp2", "tp2 pp2"), "shampoo": ("tp2 dp2",)}
 """The layouts of each that are not left to the sweep."""
 IN_TURN = {optimizer: (*runs["one rank"], "optimizer.stagger=true") for optimizer, runs in EVERYWHERE.items()}
 SPLIT = {

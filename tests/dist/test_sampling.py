@@ -42,7 +42,8 @@ LAYOUTS = {
     "cp2": ("gpus=2", "parallel.cp=2", "model.tied_embeddings=false"),
     "tp2 pp2 bf16": ("gpus=4", "parallel.tp=2", "parallel.pp=2", "train.precision=bf16", "train.recompute=full"),
 }
-EVERYWHERE = [pytest.param(where, marks=[pytest.mark.sweep] if "bf16" in where else []) for where in LAYOUTS]
+SWEPT = ("cp2", "tp2 pp2 bf16")
+EVERYWHERE = [pytest.param(where, marks=[pytest.mark.sweep] if where in SWEPT else []) for where in LAYOUTS]
 PROMPT = (100, 101, 102, 32, 109)
 TOKENS = 40
 """More than the sequence has room for."""

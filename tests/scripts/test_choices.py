@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.sweep
 def test_every_choice_of_a_plan_is_counted_and_options_that_nobody_takes_are_named(tmp_path: Path) -> None:
     file = tmp_path / "choices.json"
     command = [sys.executable, "scripts/choices.py", "--gpus", "8", "--sizes", "qwen3-0.6b", "--json", str(file)]
