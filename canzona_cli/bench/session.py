@@ -12,7 +12,7 @@ from canzona_cli.bench.launching import Say, busy, corpus_of, create, in_folder,
 from canzona_cli.bench.lineup import LineUp, Sitting, available_bytes, into_sittings, line_up
 from canzona_cli.bench.results import BenchResult, Measured, StrategyBench, save
 from canzona_cli.bench.sitting import BenchFiles, Turns, measured, read_samples
-from canzona_cli.cluster.profile_warnings import profile_warnings
+from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.compose import Composed, compose_run
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import RunConfig

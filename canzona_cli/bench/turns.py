@@ -11,10 +11,10 @@ from canzona_cli.bench.sitting import Samples, StepSample, Turns
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.errors import Diverged, Problem
 from canzona_cli.megatron.holdings import finish_gathering, leaves
-from canzona_cli.megatron.messages import gather
-from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.megatron.model import Trainee
+from canzona_cli.megatron.parallel import gather
 from canzona_cli.training.data import Batch
-from canzona_cli.training.garbage import no_garbage_collection
+from canzona_cli.training.loop import no_garbage_collection
 from canzona_cli.training.step import train_step
 
 

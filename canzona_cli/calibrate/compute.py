@@ -15,8 +15,7 @@ from canzona_cli.calibrate.measurement import Effort, Measurement, Quantity, Rec
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.costs.update import COPY_EFFICIENCY
 from canzona_cli.megatron import model, optimizer
-from canzona_cli.megatron.messages import gather
-from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.parallel import World, gather
 from canzona_cli.optimizers.matrix_optimizer import ProductPrecision, products
 
 

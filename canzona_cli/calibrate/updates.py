@@ -21,8 +21,7 @@ from canzona_cli.engine.wire import Write, write_finite
 from canzona_cli.megatron.optimizer import megatron_adam, megatron_muon
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.optimizers.kronecker import SIDES, KroneckerOptimizer
-from canzona_cli.optimizers.packed import pack, unpack
+from canzona_cli.optimizers.kronecker import SIDES, KroneckerOptimizer, pack, unpack
 
 SPLITTINGS: tuple[Splitting, ...] = ("qkv", "split")
 ADAMW_ELEMENTS = 4 << 20

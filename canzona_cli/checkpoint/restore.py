@@ -15,18 +15,22 @@ import torch
 
 from canzona_cli.checkpoint.contents import ELEMENTWISE, GROUP, MASTER, content_problems
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Scalar
-from canzona_cli.checkpoint.random_states import check_random_states, set_random_states
 from canzona_cli.checkpoint.reader import Reader, cut, lacking
-from canzona_cli.checkpoint.snapshot import HeldPiece, held_pieces, shared_pieces
+from canzona_cli.checkpoint.snapshot import (
+    HeldPiece,
+    check_random_states,
+    held_pieces,
+    set_random_states,
+    shared_pieces,
+)
 from canzona_cli.checkpoint.verify import problem_of, read_manifest, shortened, table_problems, verify_file
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.masters import HeldFragment, MasterOptimizer
 from canzona_cli.errors import CheckpointInvalid, Problem, refuse
 from canzona_cli.megatron.holdings import gather_parameters, held, masters_to_model
 from canzona_cli.megatron.matrix_buffers import global_parameters
-from canzona_cli.megatron.messages import gather
-from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.trainee import Model, Trainee
+from canzona_cli.megatron.model import Model, Trainee
+from canzona_cli.megatron.parallel import World, gather
 from canzona_cli.model.geometry import fragment_blocks, stored_blocks
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer

@@ -20,8 +20,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from canzona_cli.cluster.compiler import compiling_lacks
-from canzona_cli.cluster.gpu_needs import driver_problem, fused_layers_problem, interface_problem
+from canzona_cli.cluster.gpu_needs import compiling_lacks, driver_problem, fused_layers_problem, interface_problem
 from canzona_cli.cluster.machine import (
     LOOPBACK,
     LOOPBACK_FIX,

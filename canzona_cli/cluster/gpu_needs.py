@@ -2,7 +2,10 @@
 
 import ctypes
 import importlib.util
+import os
 import re
+import shutil
+import sysconfig
 from collections.abc import Mapping, Set
 from pathlib import Path
 from socket import AF_INET, AF_INET6
@@ -138,3 +141,18 @@ def _interfaces() -> set[str]:
 
 def _dotted(release: Release) -> str:
     return f"{release[0]}.{release[1]}"
+
+
+def compiling_lacks() -> str | None:
+    """Says what is missing for it; None if nothing is.
+
+    torch.compile writes Triton, which builds what launches its kernels in C on every machine, once: with $CC, gcc or
+    clang, against Python's headers (`triton.runtime.build`).
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "Triton"
+    if not any(map(shutil.which, (os.environ["CC"],) if "CC" in os.environ else ("gcc", "clang"))):
+        return "a C compiler"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python's header files"
+    return None

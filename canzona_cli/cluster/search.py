@@ -1,21 +1,32 @@
 """The fastest layouts of a run: simulated one by one in the order of a plain estimate, until that is longer for all
 others than what was simulated. All legal layouts are compared, few are simulated."""
 
+import hashlib
+import json
 import math
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
-from canzona_cli.cluster.layout_cache import Cache
+import canzona_cli
 from canzona_cli.cluster.layouts import RECOMPUTE, Candidate, candidates, fill, possible_layouts
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
+from canzona_cli.config.reading import cache_root
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.memory import estimate
 from canzona_cli.errors import ConfigError, DoesNotFit
 from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.plan import Plan
-from canzona_cli.simulate.estimate import estimated_step_seconds
-from canzona_cli.simulate.predict import Spent, simulate_run, spent
+from canzona_cli.run.codec import load_if_sound, save
+from canzona_cli.simulate.predict import Spent, estimated_step_seconds, simulate_run, spent
 from canzona_cli.simulate.step import StrategyResult
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 
 ALIKE = 1e-5
 """Share of a step by which layouts that differ take the same time."""
@@ -165,3 +176,49 @@ def _plain(layout: Layout) -> tuple[int, ...]:
     """The plainest of layouts that take the same time is the least."""
     again = RECOMPUTE.index(layout.recompute)
     return layout.pp, layout.vpp, layout.cp, layout.tp, again, -layout.micro_batch_size
+
+
+ASKED: Final = ("gpus", "model", "train", "optimizer", "engine", "cluster", "parallel")
+"""The parts of a run that a layout may depend on."""
+CODE: Final = ("config", "model", "costs", "planner", "simulate", "cluster")
+"""The folders whose code may."""
+KEPT: Final = 500
+"""Files; the oldest go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """The place for the result of one search."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, config: RunConfig, count: int) -> "Cache":
+        """Returns the cache of the search for the `count` best layouts."""
+        asked = asdict(config)
+        key = json.dumps([_code(), count, {name: asked[name] for name in ASKED}], sort_keys=True, default=str)
+        name = hashlib.sha256(key.encode()).hexdigest()[:24]
+        return cls(path=cache_root(config) / "layouts" / f"{name}.json")
+
+    def read[T](self, kind: type[T]) -> T | None:
+        """The result; None where it is not known."""
+        return load_if_sound(self.path, kind)
+
+    def write(self, found: "DataclassInstance") -> None:
+        """Remember a result, if that is possible."""
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            save(self.path, found, indented=False)
+            files = sorted(self.path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+            for file in files[:-KEPT]:
+                file.unlink(missing_ok=True)
+
+
+@cache
+def _code() -> str:
+    """Hash of the sources that decide."""
+    root, digest = Path(canzona_cli.__file__).parent, hashlib.sha256()
+    for folder in CODE:
+        for file in sorted((root / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson, HtmlFile, RecipesDirs, overrides_argument
-from canzona_cli.commands.output import progress, show, warn, write_out, write_page
+from canzona_cli.commands.output import (
+    AsJson,
+    HtmlFile,
+    RecipesDirs,
+    overrides_argument,
+    progress,
+    show,
+    warn,
+    write_out,
+    write_page,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

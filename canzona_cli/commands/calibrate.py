@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
-from canzona_cli.commands.output import progress, show, warn_about
+from canzona_cli.commands.output import AsJson, RecipesDirs, overrides_argument, progress, show, warn_about
 
 
 def calibrate(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
+from canzona_cli.commands.output import AsJson, RecipesDirs, overrides_argument
 from canzona_cli.commands.output import show as show_page
 
 JSON_VERSION = 1
@@ -91,7 +91,7 @@ def import_(
     from canzona_cli.commands.output import progress, warn_about
     from canzona_cli.config.recipes import shown
     from canzona_cli.huggingface.folder import open_folder, recipe_of
-    from canzona_cli.huggingface.staging import check_empty, staged
+    from canzona_cli.huggingface.weights import check_empty, staged
     from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
     from canzona_cli.run.files import RunFiles
@@ -144,7 +144,7 @@ def export(
     from canzona_cli.commands.verified import verified_run
     from canzona_cli.config.recipes import shown
     from canzona_cli.huggingface.folder import DTYPES
-    from canzona_cli.huggingface.staging import check_empty
+    from canzona_cli.huggingface.weights import check_empty
     from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
     from canzona_cli.run.words import plural, size

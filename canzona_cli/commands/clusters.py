@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson, RecipesDirs, option_argument
+from canzona_cli.commands.output import AsJson, RecipesDirs, option_argument
 from canzona_cli.commands.output import show as show_page
 
 if TYPE_CHECKING:

@@ -2,8 +2,7 @@
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson
-from canzona_cli.commands.output import show
+from canzona_cli.commands.output import AsJson, show
 
 
 def doctor(

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
+from canzona_cli.commands.output import AsJson, RecipesDirs, overrides_argument
 
 
 def eval(
@@ -44,7 +44,7 @@ def eval(
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.commands.output import progress, show, warn, write_out
     from canzona_cli.launch import evaluation
-    from canzona_cli.report.evaluation import EvaluationView
+    from canzona_cli.report.checkpoint import EvaluationView
     from canzona_cli.run.words import json_text
 
     prepared = evaluation.prepare(

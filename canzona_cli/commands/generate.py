@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson
+from canzona_cli.commands.output import AsJson
 
 if TYPE_CHECKING:
     from canzona_cli.checkpoint.store import Found

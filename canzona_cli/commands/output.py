@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from canzona_cli.config.schema import Layout, RunConfig
     from canzona_cli.report.html.document import Document
     from canzona_cli.run.corpus import PreparedCorpus
+from typing import Annotated
+
+from typer.models import ArgumentInfo
+
+from canzona_cli.config.completion import complete_override
 
 
 def show(content: "Mapping[str, object] | RenderableType") -> None:
@@ -40,7 +45,7 @@ def warn(warnings: Iterable[str]) -> None:
 
 def warn_about(composed: "Composed", *notes: str, training: bool = True) -> None:
     """Warn of what composing a run found, of what its cluster profile is not good for, and of `notes`."""
-    from canzona_cli.cluster.profile_warnings import profile_warnings
+    from canzona_cli.cluster.profiles import profile_warnings
 
     warn((*composed.warnings, *profile_warnings(composed.config.cluster, training=training), *notes))
 
@@ -117,3 +122,32 @@ def write_page(path: Path, page: "Document") -> None:
     """
     page.write(path)
     progress(f"{path}: {page.title}")
+
+
+def overrides_argument(help: str) -> ArgumentInfo:
+    """`KEY=VALUE ...`, completed as it is typed."""
+    argument: ArgumentInfo = typer.Argument(
+        metavar="KEY=VALUE", help=help, autocompletion=complete_override, show_default=False
+    )
+    return argument
+
+
+def option_argument(group: str, help: str) -> ArgumentInfo:
+    """`NAME` of an option of a group, completed as it is typed."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [offer.removeprefix(f"{group}=") for offer in complete_override(f"{group}={incomplete}")]
+
+    argument: ArgumentInfo = typer.Argument(metavar="NAME", help=help, autocompletion=complete)
+    return argument
+
+
+RecipesDirs = Annotated[
+    list[Path] | None,
+    typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first; may be repeated."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE.html", help="Also write it as a page for a browser: one file, no network."),
+]

@@ -8,8 +8,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson, HtmlFile, RecipesDirs, overrides_argument
-from canzona_cli.commands.output import show, warn_about, write_out, write_page
+from canzona_cli.commands.output import (
+    AsJson,
+    HtmlFile,
+    RecipesDirs,
+    overrides_argument,
+    show,
+    warn_about,
+    write_out,
+    write_page,
+)
 from canzona_cli.errors import Clash, ConfigError, Problem, clashes, refuse
 
 CLASHES = (

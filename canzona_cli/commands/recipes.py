@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson, RecipesDirs, option_argument, overrides_argument
+from canzona_cli.commands.output import AsJson, RecipesDirs, option_argument, overrides_argument, warn_about
 from canzona_cli.commands.output import show as show_page
-from canzona_cli.commands.output import warn_about
 
 if TYPE_CHECKING:
     from canzona_cli.config.tree import RecipeInfo

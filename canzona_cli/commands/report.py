@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson, HtmlFile
-from canzona_cli.commands.output import show, write_page
+from canzona_cli.commands.output import AsJson, HtmlFile, show, write_page
 from canzona_cli.errors import Clash, Problem, clashes, refuse
 
 CLASHES = (

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
-from canzona_cli.commands.output import checked_inputs, show, warn_about
+from canzona_cli.commands.output import AsJson, RecipesDirs, checked_inputs, overrides_argument, show, warn_about
 
 if TYPE_CHECKING:
     from canzona_cli.config.schema import Layout, RunConfig
@@ -168,7 +167,7 @@ def _swept(
     Raises:
         CanzonaError: as `swept_runs`; what is wrong with the options; runs that need different machines.
     """
-    from canzona_cli.cluster.swept import swept_runs
+    from canzona_cli.cluster.fit import swept_runs
     from canzona_cli.errors import Problem, refuse
     from canzona_cli.launch.slurm_job import check, tasks_of
     from canzona_cli.launch.torchrun import node_count, ranks_per_node

@@ -4,8 +4,7 @@ from typing import Annotated
 
 import typer
 
-from canzona_cli.commands.arguments import RecipesDirs, overrides_argument
-from canzona_cli.commands.output import tell
+from canzona_cli.commands.output import RecipesDirs, overrides_argument, tell
 from canzona_cli.errors import Clash, Problem, clashes, refuse
 from canzona_cli.run.streams import unattended
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from canzona_cli.cluster.swept import MIN_LR_RATIO, SweptRun, swept_runs
+from canzona_cli.cluster.fit import MIN_LR_RATIO, SweptRun, swept_runs
 from canzona_cli.commands import train_run
 from canzona_cli.commands.output import progress, show, tell
 from canzona_cli.config.overrides import key_of, text_value

@@ -4,8 +4,15 @@ from typing import Annotated
 
 import typer
 
-from canzona_cli.commands.arguments import AsJson, RecipesDirs, overrides_argument
-from canzona_cli.commands.output import checked_inputs, show, tell_batch, warn_about
+from canzona_cli.commands.output import (
+    AsJson,
+    RecipesDirs,
+    checked_inputs,
+    overrides_argument,
+    show,
+    tell_batch,
+    warn_about,
+)
 
 
 def validate(

@@ -10,8 +10,7 @@ from functools import lru_cache
 
 from canzona_cli.config.execution import Execution, execution_of, splitting_of
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
-from canzona_cli.costs.buffers import FP32, element_bytes
-from canzona_cli.costs.workspace import momentary_bytes
+from canzona_cli.costs.buffers import FP32, element_bytes, momentary_bytes
 from canzona_cli.model.families import family_of, norm_parameters
 from canzona_cli.model.matrices import layer_shapes
 

@@ -21,10 +21,17 @@ from types import MappingProxyType
 from canzona_cli.config.execution import IN_ORDER, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.activations import StageWeights, matrix_shapes, stage_weights, transient
-from canzona_cli.costs.buffers import BATCH_BYTES, FP32, bucket_elements, element_bytes, exchange_bytes, lay_out
-from canzona_cli.costs.update import algorithm
-from canzona_cli.costs.work import RULES
-from canzona_cli.costs.workspace import Shape, workspace_bytes
+from canzona_cli.costs.buffers import (
+    BATCH_BYTES,
+    FP32,
+    Shape,
+    bucket_elements,
+    element_bytes,
+    exchange_bytes,
+    lay_out,
+    workspace_bytes,
+)
+from canzona_cli.costs.update import RULES, algorithm
 from canzona_cli.model.families import family_of, parameter_count
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.optimizers.facts import Algorithm

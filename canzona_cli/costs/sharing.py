@@ -15,8 +15,7 @@ from typing import Literal, NamedTuple
 from canzona_cli.config.execution import IN_ORDER
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.costs.links import Group, Links, Transfer
-from canzona_cli.costs.update import GRAM_MIN_SIDE, algorithm, duration, gram_holds, gram_scale, rounded
-from canzona_cli.costs.work import RULES
+from canzona_cli.costs.update import GRAM_MIN_SIDE, RULES, algorithm, duration, gram_holds, gram_scale, rounded
 from canzona_cli.fields import Seconds
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.facts import Algorithm, Work

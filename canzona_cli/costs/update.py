@@ -1,4 +1,4 @@
-"""The price of updating one matrix: seconds on a hardware profile of what its rule does (`costs.work`).
+"""The price of updating one matrix: seconds on a hardware profile of what its rule does (see the optimizers' facts).
 
 Nothing of an update is hidden under anything else, as it runs on one stream. Where the profile has measured the very
 update, the measurement counts instead.
@@ -6,7 +6,7 @@ update, the measurement counts instead.
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -18,7 +18,6 @@ from canzona_cli.config.schema import (
     ClusterConfig,
     CustomConfig,
     Device,
-    Form,
     KroneckerConfig,
     MomentumConfig,
     NewtonSchulzConfig,
@@ -28,9 +27,8 @@ from canzona_cli.config.schema import (
     RunConfig,
     ShampooConfig,
 )
-from canzona_cli.costs.work import RULES, work
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.optimizers.facts import Algorithm, Work
+from canzona_cli.optimizers.facts import Algorithm, Form, Rule, Work, known
 from canzona_cli.optimizers.muon_facts import MUON_AROUND, product_bytes
 from canzona_cli.run.phases import Phase
 
@@ -363,3 +361,38 @@ def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) 
 def _guessed(peak: float) -> tuple[tuple[int, float], ...]:
     """A table for a profile without one: two thirds of the peak from 4096 on, a third at 1024."""
     return (1024, peak / 3), (4096, peak * 2 / 3)
+
+
+RULES: Mapping[str, Rule] = {name: facts.rule for name, facts in known().items()}
+
+
+@lru_cache(maxsize=4096)
+def work(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+    """Returns the work of every update of a (rows, cols) matrix, and what a refresh adds."""
+    return RULES[a.name].work(a, rows, cols)
+
+
+def flops(a: Algorithm, rows: int, cols: int) -> float:
+    """FLOPs of one update of a (rows, cols) matrix, a multiply-add being two; refreshes spread over their period.
+
+    With m = min(rows, cols), n = max(rows, cols), r = rows, c = cols:
+    - muon, normuon, Newton-Schulz (Jordan et al. 2024), s steps: standard s (4 m^2 n + 2 m^3) for X X', A A and B
+      X; Gram form, see `muon_facts`: 8 m^2 n + 28 m^3 for s = 5. The form auto is the cheaper by these;
+    - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh is per side an eigendecomposition and a
+      product, 9 n^3 + 2 n^3, or the products of a Newton iteration, 62 n^3 (58 n^3 where only one side has a root);
+    - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh is per side a product that serves
+      the estimated eigenvalues and the power iteration, and a QR, 2 n^3 + 8/3 n^3, and the first moment turned to the
+      new bases 4 r^2 c + 4 r c^2;
+    - kl-shampoo: statistics 2 r^2 c + 2 r c^2, whitening and turning 6 r^2 c + 6 r c^2 + 2 m^2 n; a
+      refresh is per side a product and a QR, 2 n^3 + 8/3 n^3;
+    - soap-muon: soap and muon;
+    - adamw: 15 per element.
+    A side longer than `max_preconditioner_dim` has none of the terms of its preconditioner.
+    """
+    return min(step.flops + refresh.flops / a.refresh_period for step, refresh in _works(a, rows, cols))
+
+
+def _works(a: Algorithm, rows: int, cols: int) -> Iterator[tuple[Work, Work]]:
+    """Yields the work of each form that it may have."""
+    for form in get_args(Form) if a.form == "auto" else (a.form,):
+        yield work(replace(a, form=form), rows, cols)

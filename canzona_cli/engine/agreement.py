@@ -7,8 +7,7 @@ import torch
 
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.megatron.matrix_buffers import PlanMismatch, named_matrix_parameters
-from canzona_cli.megatron.messages import gather
-from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.parallel import World, gather
 from canzona_cli.optimizers.registry import UnusableOptimizer
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.plan_file import first_difference

@@ -33,9 +33,8 @@ from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.matrices import stage_matrices
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.facts import known
-from canzona_cli.optimizers.matrix_optimizer import OnFallback
+from canzona_cli.optimizers.matrix_optimizer import OnFallback, Workspace
 from canzona_cli.optimizers.registry import load_class, probe
-from canzona_cli.optimizers.workspace import Workspace
 from canzona_cli.planner.exchange import Route, from_hosts, to_hosts
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.refresh import by_rank, refreshes

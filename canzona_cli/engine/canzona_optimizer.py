@@ -13,8 +13,8 @@ from canzona_cli.config.schema import Clip, NonFinite
 from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.errors import Diverged, Problem
 from canzona_cli.megatron.matrix_buffers import global_parameters
-from canzona_cli.megatron.messages import gather
 from canzona_cli.megatron.owner_bucket_group import adamw_groups, nothing_to_gather
+from canzona_cli.megatron.parallel import gather
 from canzona_cli.megatron.timers import PhaseTimer
 
 

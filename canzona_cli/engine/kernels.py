@@ -14,10 +14,9 @@ import torch
 from canzona_cli.config.execution import execution_of
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.costs.activations import matrix_shapes
-from canzona_cli.costs.update import algorithm, form_of
-from canzona_cli.costs.work import RULES
-from canzona_cli.megatron.messages import gather
+from canzona_cli.costs.update import RULES, algorithm, form_of
 from canzona_cli.megatron.owner_bucket_group import device_seconds
+from canzona_cli.megatron.parallel import gather
 from canzona_cli.optimizers import symmetric
 from canzona_cli.optimizers.gram_form import products_type
 from canzona_cli.optimizers.symmetric import Kernel, Shape

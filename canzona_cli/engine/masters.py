@@ -11,9 +11,9 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from canzona_cli.model.matrix import Matrix
+from canzona_cli.optimizers.matrix_optimizer import Workspace
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.muon_facts import LOST
-from canzona_cli.optimizers.workspace import Workspace
 
 _log = logging.getLogger(__name__)
 

@@ -5,20 +5,25 @@ import importlib.util
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import FunctionCtx
 
-from canzona_cli.cluster.compiler import compiling_lacks
+from canzona_cli.cluster.gpu_needs import compiling_lacks
 from canzona_cli.config.schema import ModelConfig, Recompute, RunConfig
 from canzona_cli.megatron import qwen3
 from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Weight
 from canzona_cli.model.geometry import weight_of
@@ -253,3 +258,23 @@ class _Normalised(torch.autograd.Function):
         # In place of the products: what is along the normalised vector changes nothing of it.
         found = torch.mul(wide, weight.float(), out=products).addcmul_(unit, along, value=-1).mul_(scale)
         return found.to(hidden.dtype), grad_weight, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Everything a forward pass needs."""
+
+    config: RunConfig
+    world: World
+    chunks: Sequence[torch.nn.Module]
+    """This rank's part of the model, in forward order: one, but with an interleaved pipeline (`parallel.vpp`)."""
+    timer: PhaseTimer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainee(Model):
+    """Everything a step needs."""
+
+    chunks: Sequence[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler

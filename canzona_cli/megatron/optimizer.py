@@ -28,8 +28,7 @@ from canzona_cli.config.schema import MuonConfig, OptimizerBase, Precision, RunC
 from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.megatron import owner_bucket_group
 from canzona_cli.megatron.matrix_buffers import TAG, full_param_layout, named_matrix_parameters, tag_matrices
-from canzona_cli.megatron.messages import without_pickles
-from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.parallel import World, without_pickles
 from canzona_cli.planner.plan import Plan
 
 

@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup, Work
 
 from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.megatron.matrix_buffers import TAG, PlanMismatch, global_parameters, stage_buckets
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.owner_collectives import gathering, reduce_each, reducing
 from canzona_cli.megatron.timers import Waitable
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.plan import Bucket, Plan, Range
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 

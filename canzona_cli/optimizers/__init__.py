@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .kl_shampoo import KLShampoo
+    from .matrix_optimizer import Workspace
     from .muon import Muon
     from .normuon import NorMuon
     from .shampoo import Shampoo
     from .soap import SOAP
     from .soap_muon import SOAPMuon
-    from .workspace import Workspace
 
 __all__ = ["SOAP", "KLShampoo", "Muon", "NorMuon", "SOAPMuon", "Shampoo", "Workspace"]
 
@@ -21,7 +21,7 @@ _MODULES = {
     "SOAP": "soap",
     "SOAPMuon": "soap_muon",
     "Shampoo": "shampoo",
-    "Workspace": "workspace",
+    "Workspace": "matrix_optimizer",
 }
 
 

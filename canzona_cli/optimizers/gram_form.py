@@ -47,8 +47,8 @@ from functools import cache
 import torch
 
 from . import cpu_products, symmetric
+from .matrix_optimizer import Workspace
 from .muon_facts import SAMPLES, segments
-from .workspace import Workspace
 
 DOUBT = 0.15
 """Estimated error (see above) above which a result is not trusted: less than ten times the 0.02 to 0.2 that the

@@ -12,12 +12,11 @@ from . import muon_cpu, muon_cuda
 from . import newton_schulz as iteration
 from .facts import Form
 from .gram_form import gram_newton_schulz, products_type, starting_norm
-from .matrix_optimizer import MatrixOptimizer, OnFallback, products
+from .matrix_optimizer import MatrixOptimizer, OnFallback, Workspace, products
 from .muon_cuda import Replayed
 from .muon_facts import LOST, STANDARD_ONLY, CoefficientSet, ScaleMode, count_down, distrust, steps_left
 from .newton_schulz import newton_schulz
 from .shared_rows import Shape
-from .workspace import Workspace
 
 
 class MuonSettings(TypedDict, total=False):

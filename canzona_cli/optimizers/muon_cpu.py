@@ -4,8 +4,8 @@ import math
 
 import torch
 
+from .matrix_optimizer import Workspace
 from .muon_facts import BLOCK
-from .workspace import Workspace
 
 SAFE_NORMS = 2.0**-40, 2.0**60
 """Norms between which the squares of all elements that count, and their sum, are normal fp32 numbers."""

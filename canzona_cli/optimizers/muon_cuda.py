@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .workspace import Workspace
+from .matrix_optimizer import Workspace
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from itertools import chain, cycle, islice, repeat
 import torch
 
 from . import symmetric
+from .matrix_optimizer import Workspace
 from .muon_facts import CoefficientSet
-from .workspace import Workspace
 
 COEFFICIENTS: dict[CoefficientSet, tuple[tuple[float, float, float], ...]] = {
     # Jordan et al. 2024: one triple, steep at zero; singular values end in about 0.7 to 1.2.

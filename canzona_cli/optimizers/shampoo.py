@@ -10,8 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from .decompositions import LinAlgError, Order, by_eigenvalues, by_newton, with_fallback
 from .facts import RootMethod
-from .kronecker import LONGEST, KroneckerOptimizer, KroneckerSettings, Side
-from .packed import pack
+from .kronecker import LONGEST, KroneckerOptimizer, KroneckerSettings, Side, pack
 from .shampoo_facts import packed_elements
 
 Grafting = Literal["none", "sgd", "adam"]

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 import torch
 
 from . import muon
-from .matrix_optimizer import products
+from .matrix_optimizer import Workspace, products
 from .muon_facts import count_down, distrust
 from .newton_schulz import newton_schulz
 from .shared_rows import Shape, Sum, Together, Turns, each_turn, gram_by_rows
-from .workspace import Workspace
 
 
 class SharedMuon(muon.Muon):

@@ -27,9 +27,9 @@ from .gram_form import (
     starting_norm,
     undoing,
 )
+from .matrix_optimizer import Workspace
 from .muon_facts import segments
 from .symmetric import plain
-from .workspace import Workspace
 
 Shape = tuple[int, int]
 """Rows and columns of the whole matrix; its fragments have all of one of them."""

@@ -23,10 +23,9 @@ from typing import NamedTuple
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.activations import stage_weights, transient
-from canzona_cli.costs.buffers import BATCH_BYTES, FP32, element_bytes, exchange_bytes
+from canzona_cli.costs.buffers import BATCH_BYTES, FP32, element_bytes, exchange_bytes, workspace_bytes
 from canzona_cli.costs.memory import Memory, capacity, factor_bytes, optimizer_state
 from canzona_cli.costs.sharing import Share
-from canzona_cli.costs.workspace import workspace_bytes
 from canzona_cli.model.geometry import interleaved_kinds
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.exchange import group_traffic

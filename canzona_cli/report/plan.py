@@ -9,7 +9,7 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Gathering, Reduction
 from canzona_cli.costs.memory import GIB
-from canzona_cli.costs.work import RULES
+from canzona_cli.costs.update import RULES
 from canzona_cli.planner.measures import UpdateKind, kinds
 from canzona_cli.report.charts import MEMORY, heat_map, legend, owners_a_column, stacked
 from canzona_cli.report.header import describe_batch, describe_layout, outlook_rows, rank_word

@@ -17,8 +17,7 @@ from canzona_cli.config.execution import AnyStrategy, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.buffers import FP32, exchange_bytes
 from canzona_cli.costs.links import Transfer
-from canzona_cli.costs.update import algorithm, memory_rate
-from canzona_cli.costs.work import RULES
+from canzona_cli.costs.update import RULES, algorithm, memory_rate
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Job, Pipeline
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup

@@ -15,9 +15,9 @@ from canzona_cli.engine.build import build_engine
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.errors import EnvironmentProblem, refuse
 from canzona_cli.megatron import contract, instrument, model, optimizer, parallel
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.optimizers import cpu_products
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.heartbeat import PATIENCE, VARIABLE

@@ -27,14 +27,13 @@ SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.training.step", "canzona_cli.chec
 def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     """Find the loss of the checkpoint that the launcher chose, on the samples that it chose; rank 0 writes it."""
     from canzona_cli.checkpoint.restore import load_weights, verify_together
-    from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
+    from canzona_cli.config.reading import cache_root
     from canzona_cli.data.corpus import token_bytes
     from canzona_cli.errors import EnvironmentProblem, refuse
     from canzona_cli.megatron import contract, parallel
-    from canzona_cli.megatron.model import build_model
+    from canzona_cli.megatron.model import Model, build_model
     from canzona_cli.megatron.timers import PhaseTimer
-    from canzona_cli.megatron.trainee import Model
     from canzona_cli.run.corpus import read_corpus
     from canzona_cli.run.records import Evaluation, evaluation_file
     from canzona_cli.training.assemble import join

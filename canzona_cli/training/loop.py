@@ -1,8 +1,10 @@
 """The training loop: steps, validations, records, a clean stop between two steps."""
 
+import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
@@ -10,15 +12,13 @@ import torch
 from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
 from canzona_cli.errors import Diverged, Problem
-from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import Ending, StepMetrics, ValidationLoss
 from canzona_cli.run.words import plural
 from canzona_cli.training.data import BatchStream, Datasets
-from canzona_cli.training.divergence import Divergence, DivergenceGuard
-from canzona_cli.training.garbage import collect_after, no_garbage_collection
-from canzona_cli.training.guards import LossSpike, SpikeGuard
-from canzona_cli.training.profile import StepProfiler
+from canzona_cli.training.guards import Divergence, DivergenceGuard, LossSpike, SpikeGuard
+from canzona_cli.training.measure import StepProfiler
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.sampling import Sampler
 from canzona_cli.training.saving import Saver
@@ -286,3 +286,26 @@ def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, elaps
         skipped=progress.skipped,
         fallbacks=progress.fallbacks,
     )
+
+
+STEPS_BETWEEN = 50
+"""Steps after which all ranks collect what is new, together. Cycles are rare, and none of ours holds a tensor."""
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Nothing is collected within; what is alive at its beginning is not looked at by `gc.collect` within either."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def collect_after(step: int) -> None:
+    """Collect now if it is time; every rank calls it after every step."""
+    if step % STEPS_BETWEEN == 0:
+        gc.collect()

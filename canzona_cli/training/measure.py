@@ -1,18 +1,20 @@
 """The breakdown.json, made of per-rank step timings."""
 
+import logging
 import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from canzona_cli.config.execution import strategy_of
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.megatron.messages import gather
-from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.timers import StepTiming
+from canzona_cli.megatron.parallel import World, gather
+from canzona_cli.megatron.timers import PhaseTimer, StepTiming
 from canzona_cli.model.families import flops_per_token
 from canzona_cli.run.breakdown import MeasuredBreakdown, PeakMemory, PhaseTime, RankTimes
+from canzona_cli.run.files import RunFiles
 from canzona_cli.run.phases import IN_STEP
 from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_phases
 
@@ -89,3 +91,50 @@ def _peak_memory(world: World) -> float:
     if world.device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(world.device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+ALL_RANKS = 8
+"""The most ranks that are each profiled; with more only rank 0 is, because traces take megabytes and time."""
+
+
+class StepProfiler:
+    """Profiles steps `steps[0]` to `steps[1]` of this rank, with the breakdown's phases as ranges.
+
+    Every rank of the job has one and calls it at every step.
+    """
+
+    def __init__(self, files: RunFiles, world: World, timer: PhaseTimer, steps: tuple[int, int] | None) -> None:
+        self._first, self._last = steps or (0, 0)
+        self._world, self._timer = world, timer
+        self._path: Path | None = None
+        if steps is not None and (world.rank == 0 or world.world_size <= ALL_RANKS):
+            self._path = files.rank_profile(world.rank)
+        self._running: torch.profiler.profile | None = None
+
+    def before(self, step: int) -> None:
+        """Start with the first step. All ranks wait for one another: starting takes long, and is no part of a step."""
+        if step != self._first:
+            return
+        if self._path is not None:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if self._world.device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._running = torch.profiler.profile(activities=activities)
+            self._running.start()
+            self._timer.annotate(True)
+        torch.distributed.barrier()
+
+    def after(self, step: int, *, final: bool) -> None:
+        """Stop and write with the last step, or with the run's own last one if that comes before. As `before`."""
+        if not self._first or step < self._first or step > self._last or not (final or step == self._last):
+            return
+        if self._running is not None and self._path is not None:
+            self._timer.annotate(False)
+            self._running.stop()
+            try:
+                self._path.parent.mkdir(exist_ok=True)
+                self._running.export_chrome_trace(str(self._path))
+            except (OSError, RuntimeError) as error:  # a full disk; torch reports it as the latter
+                logging.getLogger(__name__).warning("%s cannot be written: %s", self._path, error)
+            self._running = None
+        torch.distributed.barrier()

@@ -5,7 +5,7 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,13 @@ from canzona_cli.config.secrets import redacted, shown_value
 from canzona_cli.errors import CanzonaError, Diverged, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.run.breakdown import MeasuredBreakdown
 from canzona_cli.run.codec import plain, save
-from canzona_cli.run.files import RunFiles, try_append_json_line, write_json_atomic, write_json_or_overwrite
+from canzona_cli.run.files import (
+    RunFiles,
+    append_json_line,
+    try_append_json_line,
+    write_json_atomic,
+    write_json_or_overwrite,
+)
 from canzona_cli.run.heartbeat import Heart, Stage
 from canzona_cli.run.records import (
     CheckpointEvent,
@@ -30,7 +36,6 @@ from canzona_cli.run.records import (
     ValidationLoss,
 )
 from canzona_cli.training.requests import StopRequests
-from canzona_cli.training.writers import Lines
 
 _NOT_A_RUN = (
     "a worker needs a run directory that `canzona train` has made; start the run with `canzona train`, which also runs "
@@ -191,3 +196,35 @@ class Journal:
         logging.getLogger(__name__).warning(said)
         incident = Incident(time=time.time(), event="writer", detail=said, level="warning")
         try_append_json_line(self._files.events, incident.line())
+
+
+class Lines:
+    """Adds lines to .jsonl files; a line that cannot be written is counted instead.
+
+    Args:
+        tell: receives one sentence when a file can no longer be written, and one when it can again.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.lost: dict[str, int] = {}
+        """Lines lost so far, by the name of their file."""
+        self._tell = tell
+        self._down: dict[str, int] = {}
+        """Lines lost since a file could last be written."""
+
+    def append(self, path: Path, value: Mapping[str, object]) -> None:
+        name = path.name
+        try:
+            append_json_line(path, value)
+        except OSError as error:
+            self.lost[name] = self.lost.get(name, 0) + 1
+            self._down[name] = self._down.get(name, 0) + 1
+            if self._down[name] == 1:
+                self._tell(f"{name} cannot be written ({_why(error)}); training continues, and its lines are lost")
+        else:
+            if (missing := self._down.pop(name, 0)) > 0:
+                self._tell(f"{name} can be written again; {missing} of its lines are lost")
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"

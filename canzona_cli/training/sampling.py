@@ -16,7 +16,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.corpus import tokenizer_of
 from canzona_cli.data.tokenizers import Tokenizer
-from canzona_cli.megatron.trainee import Model
+from canzona_cli.megatron.model import Model
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.training.step import evaluating
 

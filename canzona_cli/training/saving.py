@@ -20,8 +20,8 @@ from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import Problem, SaveFailed
-from canzona_cli.megatron.messages import gather
-from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.megatron.model import Trainee
+from canzona_cli.megatron.parallel import gather
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import CheckpointEvent
 from canzona_cli.training.records import Journal

@@ -11,8 +11,8 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer, NonFiniteGradients
+from canzona_cli.megatron.model import Model, Trainee
 from canzona_cli.megatron.timers import PhaseTimer
-from canzona_cli.megatron.trainee import Model, Trainee
 from canzona_cli.training.data import Batch
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

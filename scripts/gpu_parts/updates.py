@@ -19,8 +19,7 @@ import torch
 from canzona_cli.calibrate.compute import Team
 from canzona_cli.calibrate.updates import Group, Variant, expected, shapes, update_samples, variants
 from canzona_cli.config.compose import compose_run
-from canzona_cli.costs.update import algorithm
-from canzona_cli.costs.work import flops, work
+from canzona_cli.costs.update import algorithm, flops, work
 from canzona_cli.engine.kernels import choose_kernels
 from canzona_cli.optimizers.matrix_optimizer import products
 from canzona_cli.run.records import KernelChoice

@@ -24,7 +24,7 @@ from canzona_cli.data.tokenizers import load_json_tokenizer
 from canzona_cli.errors import CanzonaError, ConfigError
 from canzona_cli.huggingface.folder import open_folder, recipe_of
 from canzona_cli.huggingface.foreign import config_json, tensor_names
-from canzona_cli.huggingface.staging import copy_file
+from canzona_cli.huggingface.weights import copy_file
 from canzona_cli.model.geometry import unit_shape
 from tests.attacks.cases import mostly_swept
 from tests.attacks.table import RecordAttack

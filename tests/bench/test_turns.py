@@ -8,7 +8,7 @@ import pytest
 from canzona_cli.bench import turns as turning
 from canzona_cli.bench.sitting import Samples, StepSample, Turns, last_steps
 from canzona_cli.bench.turns import RunningStrategy, take_turns
-from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.megatron.model import Trainee
 
 
 def taken(monkeypatch: pytest.MonkeyPatch, replaced: list[int], turns: Turns) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from canzona_cli.checkpoint.snapshot import PINNED_SHARE, Snapshots
-from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.megatron.model import Trainee
 
 KIB = 1 << 10
 

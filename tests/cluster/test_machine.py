@@ -17,7 +17,7 @@ from canzona_cli.cluster.machine import (
     read_smi,
     select,
 )
-from canzona_cli.cluster.profile_warnings import profile_warnings
+from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.run.machine import cores
 from tests.sizes import CPU, H100

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.calibrate.calibrate import profile_text
-from canzona_cli.cluster.profile_warnings import profile_warnings
+from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.completion import complete_override
 from canzona_cli.config.compose import compose_run, dump_resolved
 from canzona_cli.config.recipes import builtin_recipes_dir

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from canzona_cli.cluster import fit
-from canzona_cli.cluster.swept import swept_runs
+from canzona_cli.cluster.fit import swept_runs
 from canzona_cli.config.changes import changes
 from canzona_cli.config.compose import compose_run, dump_resolved
 from canzona_cli.config.schema import DecayStyle, RunConfig

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig, MuonConfig, Splitting
 from canzona_cli.costs.activations import matrix_shapes, stage_weights
+from canzona_cli.costs.buffers import workspace_bytes
 from canzona_cli.costs.memory import (
     GIB,
     MemoryEstimate,
@@ -22,7 +23,6 @@ from canzona_cli.costs.memory import (
     placement,
 )
 from canzona_cli.costs.update import STACK_BYTES, algorithm
-from canzona_cli.costs.workspace import workspace_bytes
 from canzona_cli.model.families import parameter_count
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.optimizers.facts import Algorithm

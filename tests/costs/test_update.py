@@ -20,6 +20,7 @@ from canzona_cli.costs.update import (
     STACK_GAIN,
     adamw_seconds,
     algorithm,
+    flops,
     form_of,
     label,
     matmul_rate,
@@ -27,16 +28,16 @@ from canzona_cli.costs.update import (
     peak_seconds,
     seconds,
     stack_of,
+    work,
 )
-from canzona_cli.costs.work import flops, work
 from canzona_cli.model.matrices import matrices
 from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.optimizers.kl_shampoo import KLShampoo
+from canzona_cli.optimizers.matrix_optimizer import Workspace
 from canzona_cli.optimizers.newton_schulz import coefficients
 from canzona_cli.optimizers.soap import SOAP as OurSOAP
 from canzona_cli.optimizers.soap_muon import SOAPMuon
-from canzona_cli.optimizers.workspace import Workspace
 from tests.sizes import CPU, H100, layout, model, run
 
 MUON = STANDARD = Algorithm(name="muon")

@@ -12,7 +12,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from canzona_cli.config.schema import CustomConfig, Layout, RunConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.training.data import Batch, BatchStream
 from tests.dist import jobs
 from tests.dist.jobs import SMALL

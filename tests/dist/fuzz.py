@@ -30,8 +30,8 @@ from canzona_cli.checkpoint.manifest import step_name
 from canzona_cli.checkpoint.restore import restore, verify_together
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CanzonaError
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World, make_groups
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.plan import Plan
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.data import BatchStream

@@ -13,9 +13,9 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import StepTiming
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.corpus import PreparedCorpus

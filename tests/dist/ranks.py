@@ -108,7 +108,7 @@ def collect[T](receivers: Sequence[Connection], timeout_s: float) -> list[T]:
 
 
 def _refuse(*_: object) -> NoReturn:
-    raise AssertionError("ranks tell each other nothing by pickles: canzona_cli.megatron.messages")
+    raise AssertionError("ranks tell each other nothing by pickles: canzona_cli.megatron.parallel")
 
 
 def _rank[T](function: Callable[[], T], rank: int, world_size: int, port: int, sender: Connection) -> None:

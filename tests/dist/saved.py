@@ -18,8 +18,8 @@ from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.checkpoint.verify import read_manifest
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.geometry import stored_blocks, unit_shape
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream

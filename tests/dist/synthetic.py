@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.optimizers.newton_schulz import coefficients
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.jobs import on_ranks, planned

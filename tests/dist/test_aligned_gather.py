@@ -8,8 +8,8 @@ import pytest
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.megatron import optimizer
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step, validate

@@ -19,7 +19,7 @@ from canzona_cli.calibrate.compute import Team
 from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
 from canzona_cli.calibrate.updates import shapes, update_samples, variants
 from canzona_cli.cluster.machine import profile_mismatches
-from canzona_cli.cluster.profile_warnings import profile_warnings
+from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import SoapConfig
 from canzona_cli.costs.update import algorithm, seconds

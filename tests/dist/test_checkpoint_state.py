@@ -15,8 +15,8 @@ from canzona_cli.checkpoint.contents import content_problems
 from canzona_cli.checkpoint.manifest import step_name
 from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.errors import CheckpointInvalid
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.families import EMBEDDING
 from canzona_cli.optimizers import gram_form, muon_facts, shared_rows
 from canzona_cli.optimizers.muon_facts import DISTRUSTED, STANDARD_STEPS

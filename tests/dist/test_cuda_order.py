@@ -18,8 +18,8 @@ from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.config.schema import Layout, Reduction, RunConfig
 from canzona_cli.engine.wire import Aside
 from canzona_cli.megatron import owner_bucket_group
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.timers import CONNECTIONS, StepTiming
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import GATHERED

@@ -12,8 +12,8 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
 from canzona_cli.engine.hosted import HostedGroup
 from canzona_cli.engine.planned import PlannedOptimizer
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.make import make_plan
 from canzona_cli.training.assemble import assemble as assemble_trainee

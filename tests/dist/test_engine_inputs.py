@@ -13,8 +13,8 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.engine.agreement import OptimizerRefused, PlanRefused
 from canzona_cli.errors import ExitCode, WorkerCrashed
 from canzona_cli.megatron import model as models
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.plan import Plan
 from canzona_cli.training.assemble import assemble

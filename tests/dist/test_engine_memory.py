@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.optimizers import cpu_products
 from canzona_cli.optimizers.kl_shampoo import KLShampoo
 from canzona_cli.optimizers.muon import Muon

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from canzona_cli.checkpoint.restore import load_weights, restore, verify_together
-from canzona_cli.megatron.model import build_model
+from canzona_cli.megatron.model import Model, build_model
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
-from canzona_cli.megatron.trainee import Model
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.evaluation import Counted

@@ -18,8 +18,8 @@ from megatron.core.utils import get_model_config
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.megatron.holdings import leaves
 from canzona_cli.megatron.instrument import _PHASE_OF_TIMER
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.timers import StepTiming
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.phases import IN_STEP, Phase
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import Batch, BatchStream

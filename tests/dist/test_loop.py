@@ -13,10 +13,10 @@ import torch
 
 from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
 from canzona_cli.engine.planned import PlannedOptimizer
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.run.files import RunFiles
-from canzona_cli.training import garbage
+from canzona_cli.training import loop
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import Batch, Datasets, HeldOut
 from canzona_cli.training.loop import NonFiniteLoss, Training
@@ -238,7 +238,7 @@ class Thing:
 
 
 def test_a_stop_request_during_the_last_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "STEPS_BETWEEN", 2)
+    monkeypatch.setattr(loop, "STEPS_BETWEEN", 2)
     things: list[weakref.ref[Thing]] = []
 
     def ask(step: int, trainee: Trainee, files: RunFiles) -> None:

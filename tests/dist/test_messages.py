@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from canzona_cli.errors import Problem
-from canzona_cli.megatron.messages import gather, without_pickles
+from canzona_cli.megatron.parallel import gather, without_pickles
 from canzona_cli.run.codec import Damaged, parse
 from tests.dist.ranks import run_ranks
 

@@ -12,8 +12,8 @@ import torch
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.memory import estimate
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.step import train_step
 from tests.dist.engine_support import batches, custom, engine_of, parameter, poisoned, resolve, tensor_bytes, weights

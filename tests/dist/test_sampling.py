@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from canzona_cli.checkpoint.random_states import random_states
+from canzona_cli.checkpoint.snapshot import random_states
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.tokenizers import ByteTokenizer
 from canzona_cli.megatron.parallel import World

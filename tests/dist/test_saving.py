@@ -17,7 +17,7 @@ from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import read_manifest, verify
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ExitCode, SaveFailed
-from canzona_cli.megatron.trainee import Trainee
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.run.files import RunFiles
 from canzona_cli.training import saving
 from canzona_cli.training.data import Datasets, HeldOut

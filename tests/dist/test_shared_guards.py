@@ -14,8 +14,8 @@ import torch
 
 from canzona_cli.engine import shared
 from canzona_cli.engine.planned import PlannedOptimizer
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.optimizers import muon, muon_facts, shared_rows
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.shared_muon import SharedMuon

@@ -14,8 +14,8 @@ import torch
 from canzona_cli.config.schema import Layout, MuonConfig, RunConfig, ShampooConfig, SoapConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.wire import Fragments
+from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.trainee import Trainee
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.muon import Muon

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import _COEFFICIENT_SETS
 
-from canzona_cli.optimizers.packed import unpack
+from canzona_cli.optimizers.kronecker import unpack
 
 Shape = tuple[int, int]
 QUINTIC = [tuple(triple) for triple in _COEFFICIENT_SETS["quintic"]]

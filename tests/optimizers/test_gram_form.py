@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from canzona_cli.config import schema
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Form
-from canzona_cli.costs.update import algorithm
-from canzona_cli.costs.work import flops, work
+from canzona_cli.costs.update import algorithm, flops, work
 from canzona_cli.errors import ConfigError
 from canzona_cli.optimizers import Muon, NorMuon, Workspace, gram_form, muon, muon_facts
 from canzona_cli.optimizers.facts import Algorithm

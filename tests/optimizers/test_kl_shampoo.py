@@ -5,7 +5,7 @@ import torch
 from emerging_optimizers.soap.soap import update_kronecker_factors_kl_shampoo
 
 from canzona_cli.optimizers import KLShampoo
-from canzona_cli.optimizers.packed import pack
+from canzona_cli.optimizers.kronecker import pack
 
 from . import reference as reference
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from canzona_cli.optimizers import SOAP, Shampoo
-from canzona_cli.optimizers.kronecker import KroneckerOptimizer
-from canzona_cli.optimizers.packed import average_gram, pack, unpack
+from canzona_cli.optimizers.kronecker import KroneckerOptimizer, average_gram, pack, unpack
 from canzona_cli.optimizers.shampoo_facts import packed_elements
 
 from . import reference as reference

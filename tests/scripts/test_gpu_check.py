@@ -15,7 +15,7 @@ from gpu_parts.outcome import Outcome, Setup
 from gpu_parts.runs import on_device
 from gpu_parts.traces import Event, read_steps
 
-from canzona_cli.costs.work import flops
+from canzona_cli.costs.update import flops
 from canzona_cli.errors import WorkerCrashed
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.optimizers.facts import Algorithm

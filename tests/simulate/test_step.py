@@ -14,8 +14,7 @@ from canzona_cli.config.schema import ClusterConfig, Layout, Precision, RunConfi
 from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import Module, StageTime, passes, stage_time
-from canzona_cli.costs.update import algorithm, memory_rate, seconds
-from canzona_cli.costs.work import flops
+from canzona_cli.costs.update import algorithm, flops, memory_rate, seconds
 from canzona_cli.model.matrices import matrices
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign

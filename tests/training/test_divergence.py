@@ -9,8 +9,7 @@ import pytest
 
 from canzona_cli.checkpoint.manifest import Header, LossMemory, Manifest, Progress, manifest_text, parse_manifest
 from canzona_cli.config.schema import DataConfig, EngineConfig, MuonConfig, RunConfig, TrainConfig
-from canzona_cli.training.divergence import Divergence, DivergenceGuard
-from canzona_cli.training.guards import SpikeGuard
+from canzona_cli.training.guards import Divergence, DivergenceGuard, SpikeGuard
 from tests.sizes import CPU, model
 
 VOCABULARY = 384

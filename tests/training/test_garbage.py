@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from canzona_cli.training.garbage import STEPS_BETWEEN, collect_after, no_garbage_collection
+from canzona_cli.training.loop import STEPS_BETWEEN, collect_after, no_garbage_collection
 
 
 class Thing:

@@ -8,14 +8,13 @@ from typing import cast
 import pytest
 import torch
 
-from canzona_cli.checkpoint.random_states import random_states, set_random_states
+from canzona_cli.checkpoint.snapshot import random_states, set_random_states
 from canzona_cli.megatron import cpu_backend, parallel
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.run.files import RunFiles
 from canzona_cli.training import probe
-from canzona_cli.training.measure import _peak_memory
-from canzona_cli.training.profile import StepProfiler
+from canzona_cli.training.measure import StepProfiler, _peak_memory
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
 from tests.dist.ranks import run_ranks
 from tests.sizes import layout

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from canzona_cli.training.writers import Lines
+from canzona_cli.training.records import Lines
 
 
 @contextmanager
