@@ -25,9 +25,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.cluster import fit
+from canzona_cli.config.caches import cache_root
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import Execution, execution_of
-from canzona_cli.config.reading import cache_root
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.megatron import parallel
 from canzona_cli.megatron.model import Trainee

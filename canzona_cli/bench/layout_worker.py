@@ -99,9 +99,9 @@ def _measure(files: RunFiles, record: RankRecord, rank: int, number: int, name: 
     import canzona_cli.megatron  # noqa: F401 - before anything imports Megatron
     from canzona_cli.bench.turns import RunningStrategy, gather_samples, take_turns
     from canzona_cli.cluster.fit import resolve
+    from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.execution import Execution, execution_of
-    from canzona_cli.config.reading import cache_root
     from canzona_cli.planner.plan_file import read_plan
     from canzona_cli.run.corpus import read_corpus
     from canzona_cli.training.assemble import assemble, join

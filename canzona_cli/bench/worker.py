@@ -16,9 +16,9 @@ SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.bench.turns")
 def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     """Run one sitting; rank 0 writes the samples. Every strategy has its own model, optimizer and batches."""
     from canzona_cli.bench.turns import RunningStrategy, gather_samples, take_turns
+    from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.execution import Execution, execution_of
-    from canzona_cli.config.reading import cache_root
     from canzona_cli.megatron import parallel
     from canzona_cli.planner.plan_file import read_plan
     from canzona_cli.run.corpus import read_corpus

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import canzona_cli
 from canzona_cli.cluster.layouts import RECOMPUTE, Candidate, candidates, fill, possible_layouts
+from canzona_cli.config.caches import cache_root
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
-from canzona_cli.config.reading import cache_root
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.memory import estimate
 from canzona_cli.errors import ConfigError, DoesNotFit

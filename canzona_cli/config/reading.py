@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-from canzona_cli.config.schema import RunConfig
-
 LARGEST: Final = 256 << 20
 """Bytes of a file that a program writes."""
 LARGEST_YAML: Final = 1 << 20
@@ -220,9 +218,3 @@ def _made[T](kind: type[T]) -> "TypeAdapter[T]":
             del os.environ[_NO_PLUGINS]
         else:
             os.environ[_NO_PLUGINS] = before
-
-
-def cache_root(config: RunConfig) -> Path:
-    """Returns the folder of corpora, indices and layouts: `data.cache_dir`, $CANZONA_CACHE or ~/.cache/canzona."""
-    chosen = config.data.cache_dir or os.environ.get("CANZONA_CACHE") or "~/.cache/canzona"
-    return Path(chosen).expanduser().absolute()

@@ -27,8 +27,8 @@ SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.training.step", "canzona_cli.chec
 def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     """Find the loss of the checkpoint that the launcher chose, on the samples that it chose; rank 0 writes it."""
     from canzona_cli.checkpoint.restore import load_weights, verify_together
+    from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
-    from canzona_cli.config.reading import cache_root
     from canzona_cli.data.corpus import token_bytes
     from canzona_cli.errors import EnvironmentProblem, refuse
     from canzona_cli.megatron import contract, parallel

@@ -20,9 +20,9 @@ SLOW_IMPORTS = (
 def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     """Train one rank to the end of the run, from the checkpoint that the launcher chose if it did."""
     from canzona_cli.checkpoint.restore import restore, verify_together
+    from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.execution import Execution, execution_of
-    from canzona_cli.config.reading import cache_root
     from canzona_cli.engine.kernels import choose_kernels
     from canzona_cli.errors import Diverged, WorkerCrashed
     from canzona_cli.megatron import owner_bucket_group, parallel

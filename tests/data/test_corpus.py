@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.caches import cache_root
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.reading import cache_root
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.build import Built
 from canzona_cli.data.corpus import ensure_corpus
