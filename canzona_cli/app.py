@@ -131,8 +131,8 @@ def main() -> None:
 
     if {"--install-completion", "--show-completion"} & set(sys.argv):
         prepare_completion_options(sys.argv)
-    # A plan makes many objects that last, and few cycles: looking for these all the time would take a tenth of it, and
-    # once more at the end, where Python goes through all that there is, another.
+    # A plan makes many objects that last, and few cycles: looking for these all the time would take a tenth
+    # of it, and once more at the end, where Python goes through all that there is, another.
     gc.set_threshold(500_000)
     atexit.register(gc.freeze)
     os.umask(os.umask(0o077) | 0o002)  # nothing that canzona or what it starts writes is for everybody to change

@@ -1,4 +1,5 @@
-"""The error family of canzona: each class is one exit code, each problem is written for the person at the terminal."""
+"""The error family of canzona: each class is one exit code,
+each problem is written for the person at the terminal."""
 
 import errno
 import os
@@ -97,7 +98,8 @@ def refuse(problems: Iterable[Problem], kind: type[CanzonaError] = ConfigError) 
 
 @contextmanager
 def gathered(problems: list[Problem]) -> Iterator[None]:
-    """Adds what a ConfigError of the block says to `problems`, and goes on behind the block: `refuse` them then."""
+    """Adds what a ConfigError of the block says to `problems`, and goes on behind the block:
+    `refuse` them then."""
     try:
         yield
     except ConfigError as error:

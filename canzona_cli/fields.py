@@ -1,8 +1,8 @@
 """The marks that a setting has at its field: `lr: Annotated[Positive, "Peak learning rate.", CURVE]`.
 
-The text is its help. `Affects` says what a change of it does, to a run that goes on from a checkpoint and to plans.
-Everything else reads it from there: the range check, `canzona recipes copy`, completion, the comparison of a resumed
-run with the one that was saved, and the planner's choice of what a plan depends on.
+The text is its help. `Affects` says what a change of it does, to a run that goes on from a checkpoint and to
+plans. Everything else reads it from there: the range check, `canzona recipes copy`, completion, the
+comparison of a resumed run with the one that was saved, and the planner's choice of what a plan depends on.
 """
 
 import math
@@ -44,8 +44,8 @@ PLAN = Affects.PLAN
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """The numbers that a setting, an entry of it, or a field of a record admits. pydantic checks it wherever a type is
-    annotated with it, as it does the grouped bounds of `annotated_types`."""
+    """The numbers that a setting, an entry of it, or a field of a record admits. pydantic checks it wherever
+    a type is annotated with it, as it does the grouped bounds of `annotated_types`."""
 
     __is_annotated_types_grouped_metadata__: ClassVar = True
 
@@ -71,8 +71,8 @@ class Range:
 
 
 def bound_words(name: str, bound: float, value: float) -> str:
-    """`at most 1,000,000,000`: a bound that a number must keep. The tiny ones only keep zero out: one that is not even
-    above zero is told just that.
+    """`at most 1,000,000,000`: a bound that a number must keep. The tiny ones only keep zero out: one that is
+    not even above zero is told just that.
 
     Args:
         name: `above`, `at least`, `below` or `at most`.
@@ -96,8 +96,8 @@ class Example:
     value: str
 
 
-# No quantity of a run or a machine is beyond these, whatever its unit, and what is computed from a few of them is still
-# a number.
+# No quantity of a run or a machine is beyond these, whatever its unit, and what is computed from a few of
+# them is still a number.
 Positive = Annotated[float, Range(at_least=1e-9, at_most=1e9)]
 NotNegative = Annotated[float, Range(at_least=0, at_most=1e9)]
 Share = Annotated[float, Range(at_least=0, below=1)]

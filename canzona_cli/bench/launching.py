@@ -43,8 +43,8 @@ def in_folder(composed: Composed, root: str, directory: str | None = None) -> Ru
 
 
 def unready(config: RunConfig, what: str, otherwise: str) -> tuple[Problem, ...]:
-    """Lists why nothing can be measured: more than one machine; missing or damaged data. The built-in corpus is
-    prepared later, when everything else is known to work.
+    """Lists why nothing can be measured: more than one machine; missing or damaged data. The built-in corpus
+    is prepared later, when everything else is known to work.
 
     Args:
         what: measures: `a bench`.
@@ -74,7 +74,8 @@ def corpus_of(config: RunConfig, say: Say) -> PreparedCorpus:
 
 
 def machine_now(config: RunConfig) -> dict[str, str | int | float]:
-    """The machine that measures. Includes the load of the last minute: call it before anything of ours runs."""
+    """The machine that measures. Includes the load of the last minute:
+    call it before anything of ours runs."""
     load = round(os.getloadavg()[0], 2)
     return {**machine_facts(config.cluster.device), "ranks": config.gpus, "load_average": load}
 

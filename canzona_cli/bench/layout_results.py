@@ -1,7 +1,9 @@
-"""The result of `canzona tune`: layouts of one run, measured and predicted, and how wrong predictions were. No torch.
+"""The result of `canzona tune`: layouts of one run, measured and predicted,
+and how wrong predictions were. No torch.
 
-Errors are relative to what was measured: predicted / measured - 1. MAPE is the mean of their absolute values. Times are
-seconds of a step of the slowest rank; layouts are compared per sequence, for their batches may differ.
+Errors are relative to what was measured: predicted / measured - 1. MAPE is the mean of their absolute values.
+Times are seconds of a step of the slowest rank; layouts are compared per sequence, for their batches may
+differ.
 """
 
 import itertools

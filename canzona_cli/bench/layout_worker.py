@@ -1,9 +1,10 @@
-"""One rank of the sitting in which layouts take turns: `python -m canzona_cli.bench.layout_worker SITTING_DIR`.
+"""One rank of the sitting in which layouts take turns:
+`python -m canzona_cli.bench.layout_worker SITTING_DIR`.
 
-Megatron has one layout for all of a process's life, so each turn is a process of its own: on CPUs a fork of this one,
-which has imported everything and computed nothing; where there are GPUs a new Python, for what imports leave on a
-device does not survive a fork. A layout that fails on one rank is over on all, and has no further turns; the others go
-on.
+Megatron has one layout for all of a process's life, so each turn is a process of its own: on CPUs a fork of
+this one, which has imported everything and computed nothing; where there are GPUs a new Python, for what
+imports leave on a device does not survive a fork. A layout that fails on one rank is over on all, and has no
+further turns; the others go on.
 """
 
 import logging
@@ -67,7 +68,8 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
 
 def _tell(failure: Path, reason: str) -> None:
-    """Leave why a turn failed; what others already said stays, for one rank's end is why the next one fails."""
+    """Leave why a turn failed; what others already said stays,
+    for one rank's end is why the next one fails."""
     with suppress(FileExistsError), failure.open("x", encoding="utf-8") as file:
         file.write(reason)
 

@@ -1,4 +1,5 @@
-"""`canzona tune` from its command line to its result: the layouts to measure, their turns, the recipe of the fastest.
+"""`canzona tune` from its command line to its result: the layouts to measure, their turns,
+the recipe of the fastest.
 
 No torch.
 """
@@ -31,11 +32,12 @@ WORKER_MODULE = "canzona_cli.bench.layout_worker"
 ROOT = "tune"
 """The folder for the directories of tunings, unless run.root names another."""
 WARM_UP_STEPS = 2
-"""First steps of a process, which make buffers and optimizer state, and gather nothing under their forward."""
+"""First steps of a process, which make buffers and optimizer state,
+and gather nothing under their forward."""
 SETTLING_STEPS = 4
-"""And as many more at most while Muon's Gram form is not trusted yet: momentum of few gradients has hardly any small
-singular values. Of qwen3-mini with a batch of two sequences 36 of 84 updates took twice as long in the first three
-steps, ten in the fourth."""
+"""And as many more at most while Muon's Gram form is not trusted yet: momentum of few gradients has hardly
+any small singular values. Of qwen3-mini with a batch of two sequences 36 of 84 updates took twice as long in
+the first three steps, ten in the fourth."""
 _START_S = {"cpu": 4.0, "cuda": 40.0}
 """About what a turn takes before its first step."""
 

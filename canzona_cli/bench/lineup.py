@@ -1,8 +1,8 @@
 """The lineup of a bench: which strategies run, and which of them share a process group. No torch.
 
-All have the same layout, batch and schedule; each has a resolved configuration and, where it executes one, a plan.
-Strategies take turns in one process group, a sitting. As many share one as fit into memory together; where that takes
-several sittings, the reference takes part in each.
+All have the same layout, batch and schedule; each has a resolved configuration and, where it executes one, a
+plan. Strategies take turns in one process group, a sitting. As many share one as fit into memory together;
+where that takes several sittings, the reference takes part in each.
 """
 
 from collections.abc import Sequence
@@ -132,7 +132,8 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
 
 
 def into_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting, ...]:
-    """Put each strategy into the first sitting that has room for it; the first sitting begins with the reference.
+    """Put each strategy into the first sitting that has room for it;
+    the first sitting begins with the reference.
 
     Args:
         available_bytes: free memory of the machine that CPU ranks share; None where ranks have their own.
@@ -192,7 +193,8 @@ def _of_option(problem: Problem, strategy: AnyStrategy) -> Problem:
 
 
 def _split_alike(config: RunConfig, names: Sequence[AnyStrategy], notes: list[str]) -> RunConfig:
-    """Split q, k and v but nothing else if one of the strategies splits no further: it would update other matrices."""
+    """Split q, k and v but nothing else if one of the strategies splits no further:
+    it would update other matrices."""
     shapes = {matrix_shapes(with_strategy(config, name)) for name in names if name != "adamw"}
     if len(shapes) < 2:
         return config
@@ -203,8 +205,8 @@ def _split_alike(config: RunConfig, names: Sequence[AnyStrategy], notes: list[st
 
 
 def _form_alike(config: RunConfig, names: Sequence[AnyStrategy], *, chosen: bool) -> tuple[RunConfig, str]:
-    """The standard form for all if Megatron's own Muon is among them, unless the user chose another; and what to say of
-    it (`BenchResult.arithmetic`)."""
+    """The standard form for all if Megatron's own Muon is among them, unless the user chose another; and what
+    to say of it (`BenchResult.arithmetic`)."""
     optimizer = config.optimizer
     theirs = [name for name in names if name != "adamw" and not execution_of(with_strategy(config, name)).ours]
     if not isinstance(optimizer, MomentumConfig) or optimizer.form == "standard" or not theirs:
@@ -217,8 +219,8 @@ def _form_alike(config: RunConfig, names: Sequence[AnyStrategy], *, chosen: bool
 
 
 def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, layout: Layout) -> RunConfig:
-    """One micro-batch on every data-parallel rank, or as many as there are pipeline stages; on CPU ranks a micro-batch
-    is one sequence unless the user set another size. The mesh stays as it was chosen."""
+    """One micro-batch on every data-parallel rank, or as many as there are pipeline stages; on CPU ranks a
+    micro-batch is one sequence unless the user set another size. The mesh stays as it was chosen."""
     train = base.train
     micro = 1 if base.cluster.device == "cpu" else layout.micro_batch_size
     if "train.micro_batch_size" in explicit and train.micro_batch_size is not None:

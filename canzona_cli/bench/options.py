@@ -81,7 +81,8 @@ def read_options(
     simulate: bool = False,
     gpus: str | None = None,
 ) -> Options:
-    """Check the options by themselves; their problems are kept and raised later, together with those of the run.
+    """Check the options by themselves; their problems are kept and raised later,
+    together with those of the run.
 
     Args:
         strategies, values: as typed; a word may hold several, separated by commas.

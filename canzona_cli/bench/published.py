@@ -158,7 +158,8 @@ def load_published(path: Path = ROWS) -> Published:
 
 
 def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
-    """The run that a published step is predicted as: AdamW in its layout, whether or not it fits by our estimate.
+    """The run that a published step is predicted as: AdamW in its layout,
+    whether or not it fits by our estimate.
 
     Raises:
         ConfigError: the layout is impossible.
@@ -208,7 +209,8 @@ def mean_absolute_error(compared: Sequence[PredictedSeries]) -> float:
 
 
 def orders(compared: Sequence[PredictedSeries]) -> Iterator[tuple[PredictedSeries, PredictedSeries, bool]]:
-    """Pairs of different layouts of one model, and whether the quicker one, per sequence and GPU, is predicted so.
+    """Pairs of different layouts of one model, and whether the quicker one,
+    per sequence and GPU, is predicted so.
 
     Only of one publication and only on numbers of GPUs that both were measured on.
     """

@@ -1,13 +1,15 @@
-"""The result of `canzona bench`, measured and predicted, as values that reports lay out and `--json` writes. No torch.
+"""The result of `canzona bench`, measured and predicted,
+as values that reports lay out and `--json` writes. No torch.
 
-Times are seconds. A turn is a few consecutive training steps of one strategy; its first step is not counted. A round is
-one turn of every strategy of a sitting. A sitting is one process group in which strategies take turns on the same
-batches; where not all fit into memory together there are several, each with the reference strategy in it.
+Times are seconds. A turn is a few consecutive training steps of one strategy; its first step is not counted.
+A round is one turn of every strategy of a sitting. A sitting is one process group in which strategies take
+turns on the same batches; where not all fit into memory together there are several, each with the reference
+strategy in it.
 
-Strategies that compute the same update must learn the same: a fast wrong answer is not a result. All start from the
-same weights and see the same batches, so the first losses, before any update, agree except for the order of sums in the
-forward pass. After that bf16 runs drift apart slowly: an update that is rounded differently changes a weight's last
-bit, and so the next loss a little.
+Strategies that compute the same update must learn the same: a fast wrong answer is not a result. All start
+from the same weights and see the same batches, so the first losses, before any update, agree except for the
+order of sums in the forward pass. After that bf16 runs drift apart slowly: an update that is rounded
+differently changes a weight's last bit, and so the next loss a little.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,11 +34,12 @@ class Measured:
     iteration_s: tuple[float, ...]
     """Seconds of a whole training step by round, on the slowest rank, mean over the turn's measured steps."""
     optimizer_s: tuple[float, ...]
-    """Seconds by round, from reduced gradients to the next forward. Exchange, matrix update and AdamW's update
-    are those of the slowest rank; norm and clip, and the wait for gathered parameters, those of the rank that reaches
-    them last (the others wait for it there, which is not part of the optimizer step)."""
+    """Seconds by round, from reduced gradients to the next forward. Exchange, matrix update and AdamW's
+    update are those of the slowest rank; norm and clip, and the wait for gathered parameters, those of the
+    rank that reaches them last (the others wait for it there, which is not part of the optimizer step)."""
     processor_s: tuple[float, ...]
-    """Processor seconds by round, all ranks together, in one step; with more ranks than cores it shows the work."""
+    """Processor seconds by round, all ranks together, in one step;
+    with more ranks than cores it shows the work."""
     phases: Mapping[str, OverRanks]
     """The in-step phases and `_total`s, by the breakdown's names."""
     load_balance: float
@@ -46,7 +49,8 @@ class Measured:
     tensor_bytes: tuple[int, ...]
     """Bytes of each rank's buffers, masters, optimizer state, messages and scratch; no activations."""
     update_s: tuple[float, ...] = ()
-    """Seconds of each rank's matrix updates in one step, mean over the measured steps; empty if not recorded."""
+    """Seconds of each rank's matrix updates in one step, mean over the measured steps;
+    empty if not recorded."""
 
     @property
     def means(self) -> dict[str, float]:
@@ -64,7 +68,8 @@ class Predicted:
     """Mean over ranks."""
     load_balance: float
     tensor_bytes: int | None
-    """Predicted bytes of what `Measured.tensor_bytes` counts, on the fullest rank; None where there is no plan."""
+    """Predicted bytes of what `Measured.tensor_bytes` counts, on the fullest rank;
+    None where there is no plan."""
     memory_bytes: int
     """Predicted bytes of the fullest rank, activations included."""
 
@@ -123,9 +128,11 @@ class BenchResult:
         return Speedup.of(found.measured.iteration_s, self.references[found.sitting].iteration_s)
 
     def overhead(self, strategy: str) -> Speedup | None:
-        """Returns its iteration as a multiple of AdamW's; None for AdamW itself and where AdamW was not measured.
+        """Returns its iteration as a multiple of AdamW's;
+        None for AdamW itself and where AdamW was not measured.
 
-        Strategies of different sittings are compared through the reference, which takes part in every sitting.
+        Strategies of different sittings are compared through the reference, which takes part in every
+        sitting.
         """
         if strategy == "adamw" or "adamw" not in self.strategies:
             return None
@@ -162,10 +169,12 @@ class BenchResult:
 
 
 FIRST_STEP = 1e-3
-"""Largest relative difference of the first losses. Measured: none, as all strategies run the same forward pass."""
+"""Largest relative difference of the first losses. Measured: none,
+as all strategies run the same forward pass."""
 LATER = 0.03
-"""The same for later steps. Measured over 21 steps of qwen3-tiny in bf16, one sequence on each data-parallel rank: at
-most 0.002 with Muon, 0.005 with Shampoo, 0.011 with SOAP; a learning rate 10% off led to 0.034 within 8 steps."""
+"""The same for later steps. Measured over 21 steps of qwen3-tiny in bf16, one sequence on each data-parallel
+rank: at most 0.002 with Muon, 0.005 with Shampoo, 0.011 with SOAP; a learning rate 10% off led to 0.034
+within 8 steps."""
 COMPARED = 30
 """The number of compared steps; later even runs that compute the same drift apart by rounding alone."""
 
@@ -198,7 +207,8 @@ def disagreements(result: BenchResult) -> list[Problem]:
 
 
 def kin(result: BenchResult) -> dict[str, str]:
-    """Returns for each strategy the first that computes the same updates, whose losses it must match; or itself."""
+    """Returns for each strategy the first that computes the same updates,
+    whose losses it must match; or itself."""
     firsts: dict[str, str] = {result.strategies[result.reference].arithmetic: result.reference}
     return {
         name: name if name == "adamw" else firsts.setdefault(bench.arithmetic, name)  # adamw has another rule
@@ -288,7 +298,8 @@ def load(path: Path) -> BenchResult:
 
 
 def _speedups(result: BenchResult) -> tuple[dict[str, object], dict[str, str]]:
-    """Optimizer step and iteration of every other strategy over the reference's; the reasons why some are missing."""
+    """Optimizer step and iteration of every other strategy over the reference's;
+    the reasons why some are missing."""
     found: dict[str, object] = {}
     withheld: dict[str, str] = {}
     disagree = bool(disagreements(result))

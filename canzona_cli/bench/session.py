@@ -1,4 +1,5 @@
-"""One bench from its command line to its result: check and resolve, launch each sitting, put the result together.
+"""One bench from its command line to its result: check and resolve, launch each sitting,
+put the result together.
 
 This is the launcher's side, so it imports no torch.
 """

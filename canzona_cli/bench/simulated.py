@@ -1,8 +1,8 @@
 """`canzona bench --simulate`: predicted times of every size and strategy on more and more GPUs. No torch.
 
-Every size gets, for each number of GPUs, the layout that `canzona train` would choose, a plan, and a simulated
-iteration of each strategy on that layout; AdamW and layerwise also one in the layout that is fastest for themselves.
-Nothing here is measured.
+Every size gets, for each number of GPUs, the layout that `canzona train` would choose, a plan, and a
+simulated iteration of each strategy on that layout; AdamW and layerwise also one in the layout that is
+fastest for themselves. Nothing here is measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,8 @@ from canzona_cli.simulate.step import assumptions
 
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 YARDSTICKS: tuple[AnyStrategy, ...] = ("adamw", "layerwise")
-"""Strategies that are also simulated in their own fastest layout: the least that canzona has to be compared with."""
+"""Strategies that are also simulated in their own fastest layout:
+the least that canzona has to be compared with."""
 MOST_GPUS = 65_536
 """More would take minutes to plan, and no profile describes links of such a machine."""
 VERSION = 3
@@ -34,7 +35,8 @@ VERSION = 3
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedCell:
-    """One size on one number of GPUs: all strategies on one layout, or the reason why no layout is possible."""
+    """One size on one number of GPUs: all strategies on one layout,
+    or the reason why no layout is possible."""
 
     recipe: str
     gpus: int
@@ -53,7 +55,8 @@ class SimulatedCell:
         return mine / best.per_sequence_s - 1
 
     def ratio(self, strategy: str) -> float | None:
-        """Returns how many times longer a strategy's optimizer step is than canzona's, if it fits in this layout."""
+        """Returns how many times longer a strategy's optimizer step is than canzona's,
+        if it fits in this layout."""
         return None if self.study is None else self.study.optimizer_speedup(strategy)
 
     def as_json(self) -> dict[str, object]:

@@ -1,4 +1,5 @@
-"""The files that the launcher and the ranks of one sitting exchange, and the samples that figures are computed from.
+"""The files that the launcher and the ranks of one sitting exchange,
+and the samples that figures are computed from.
 
 Both sides use this module, so it imports no torch.
 """
@@ -17,8 +18,9 @@ from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_p
 _OWN: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update")
 """Phases of the optimizer step in which a rank works alone or exchanges with its TP group."""
 _TOGETHER: tuple[str, ...] = ("norm_clip", "param_gather")
-"""Phases in which early ranks wait for late ones: until all have finished their backward pass, or have reached the
-point of the next forward pass where the gathering needs them. The last rank waits for the transfer only."""
+"""Phases in which early ranks wait for late ones: until all have finished their backward pass, or have
+reached the point of the next forward pass where the gathering needs them. The last rank waits for the
+transfer only."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,9 @@ class Turns:
     warm_up_steps: int = 0
     """The first steps of a turn, which are not measured."""
     settling: int = 0
-    """The most often that a turn in processes of its own repeats the last of them, as long as updates of the previous
-    step were replaced (`Muon`'s Gram form by the standard form), which takes longer than the planned update."""
+    """The most often that a turn in processes of its own repeats the last of them, as long as updates of the
+    previous step were replaced (`Muon`'s Gram form by the standard form), which takes longer than the planned
+    update."""
 
     def order(self, round_: int) -> Sequence[str]:
         shift = round_ % len(self.names)
@@ -112,7 +115,8 @@ def read_samples(files: RunFiles) -> dict[str, Samples]:
 def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int, skipped: int = 1) -> Measured:
     """Summarise a strategy's steps, without the warm-up and without the first steps of each turn.
 
-    The first step of a turn starts with parameters that are already gathered and caches that another strategy filled.
+    The first step of a turn starts with parameters that are already gathered and caches that another strategy
+    filled.
 
     Args:
         skipped: how many steps of each turn do not count.
@@ -144,7 +148,8 @@ def last_steps(samples: Samples, count: int) -> Measured:
 
 
 def _optimizer_s(step: Sequence[StepSample]) -> float:
-    """Sums seconds until the next forward: of the slowest rank in `_OWN` phases, of the last in `_TOGETHER`."""
+    """Sums seconds until the next forward: of the slowest rank in `_OWN` phases,
+    of the last in `_TOGETHER`."""
     own = max(sum(sample.phases.get(name, 0.0) for name in _OWN) for sample in step)
     return own + sum(min(sample.phases.get(name, 0.0) for sample in step) for name in _TOGETHER)
 

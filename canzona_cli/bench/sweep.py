@@ -86,7 +86,8 @@ def simulate_sweep(
     """Simulate the same runs once for each swept value; results by value.
 
     Raises:
-        ConfigError: the options exclude each other, or runs are impossible; with the problems of all values at once.
+        ConfigError: the options exclude each other, or runs are impossible; with the problems of all values
+        at once.
     """
     kind = options.sweep
     assert kind is not None

@@ -97,7 +97,8 @@ def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Sampl
 
 
 def tensor_bytes(trainee: Trainee) -> int:
-    """Bytes that this rank's tensors take from step to step: buffers, masters, optimizer state, messages, scratch."""
+    """Bytes that this rank's tensors take from step to step: buffers, masters, optimizer state,
+    messages, scratch."""
     optimizer = trainee.optimizer
     buffers = [buffer for chunk in trainee.chunks for buffer in chunk.buffers]
     tensors = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)]

@@ -1,4 +1,5 @@
-"""The launcher's side of `canzona calibrate`: starts the ranks, reads their measurements, and writes a profile of them.
+"""The launcher's side of `canzona calibrate`: starts the ranks, reads their measurements,
+and writes a profile of them.
 
 The YAML of the profile is what `cluster=./FILE.yaml` reads, with each number's spread beside it.
 """
@@ -136,7 +137,8 @@ def calibrate(
         files.logs.mkdir()
         write_text_atomic(files.config, dump_resolved(config))
         write_json_atomic(files.layout, asdict(layout))
-        # A GPU is no faster while others idle; CPU ranks share caches and cores, so all of them compute as in a run.
+        # A GPU is no faster while others idle; CPU ranks share caches and cores, so all of them compute as in
+        # a run.
         workers = config.gpus if config.cluster.device == "cpu" else 1
         Orders(effort=effort.on(config.cluster.device), workers=workers).write(files)
         command = torchrun.build(config, files.root, module=worker)

@@ -1,12 +1,12 @@
 """Seconds of collectives on the real backend, by kind, group size and bytes.
 
-On CPU ranks what counts is what a collective adds to ranks that compute between two of them, in all groups of a size at
-the same time. In a loop of nothing but collectives every rank is awake, every cache warm, every core free: in steps of
-four ranks on two cores they took two to six times as long as such a loop had said.
+On CPU ranks what counts is what a collective adds to ranks that compute between two of them, in all groups of
+a size at the same time. In a loop of nothing but collectives every rank is awake, every cache warm, every
+core free: in steps of four ranks on two cores they took two to six times as long as such a loop had said.
 
-On GPUs the skew of leaving a barrier and launching would be as long as what is measured: there, several in a row are
-timed between two events on the device, behind a collective that brings all devices together and keeps them busy until
-the rest has been launched.
+On GPUs the skew of leaving a barrier and launching would be as long as what is measured: there, several in a
+row are timed between two events on the device, behind a collective that brings all devices together and keeps
+them busy until the rest has been launched.
 """
 
 import statistics
@@ -104,8 +104,8 @@ def measure(members: Members, kind: Collective, make: Make, size: int, budget_s:
 
 
 def _between_work(members: Members, run: Transfer, budget_s: float) -> tuple[list[float], float]:
-    """Seconds that a collective adds to work it lies between, the slowest rank's, and the processor cores that each
-    group's keeps busy meanwhile."""
+    """Seconds that a collective adds to work it lies between, the slowest rank's, and the processor cores
+    that each group's keeps busy meanwhile."""
     team, side = members.team, torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16)
     product, touched = torch.empty_like(side), torch.ones(_TOUCHED // 4)
 
@@ -177,8 +177,8 @@ def _broadcast(size: int, members: Members) -> Transfer:
 
 
 def _ranges(data: torch.Tensor, members: Members) -> list[tuple[torch.Tensor, int]]:
-    """Returns a range for each rank on GPUs, because only together do they show what sharing the link and a launch
-    comes to; on CPU ranks one range, for gloo runs them apart, in threads."""
+    """Returns a range for each rank on GPUs, because only together do they show what sharing the link and a
+    launch comes to; on CPU ranks one range, for gloo runs them apart, in threads."""
     if members.device.type == "cpu":
         return [(data, 0)]
     return [(part, owner) for owner, part in enumerate(data.chunk(members.size))]

@@ -1,5 +1,5 @@
-"""Rates of products, decompositions and memory, the cost of a launch, and the model's own forward and backward; and the
-ranks that measure at the same time, with the clock they use."""
+"""Rates of products, decompositions and memory, the cost of a launch, and the model's own forward and
+backward; and the ranks that measure at the same time, with the clock they use."""
 
 import datetime
 import time
@@ -57,7 +57,8 @@ class Team:
         return max(theirs for (theirs,) in self.gather([value]))
 
     def samples(self, work: Callable[[], None], budget_s: float) -> list[float]:
-        """Seconds of one call of `work` while all members run it at the same time; the samples of all of them."""
+        """Seconds of one call of `work` while all members run it at the same time;
+        the samples of all of them."""
         self.meet()
         return [sample for own in self.gather(repeat(work, self.device, budget_s)) for sample in own]
 
@@ -94,9 +95,9 @@ def timed(work: Callable[[], None], device: torch.device, calls: int = 1) -> flo
 def clock(device: torch.device) -> float:
     """Seconds since whenever: the wall clock's, or of a CPU rank's only thread the processor's.
 
-    Of ranks that take turns on a core each sleeps while others run, for longer than most of what is measured takes: its
-    wall clock shows either nothing of that or all. Its processor time is what it takes of a core, with the caches that
-    the others leave it, and without what other programs take.
+    Of ranks that take turns on a core each sleeps while others run, for longer than most of what is measured
+    takes: its wall clock shows either nothing of that or all. Its processor time is what it takes of a core,
+    with the caches that the others leave it, and without what other programs take.
     """
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time() if alone else time.perf_counter()
@@ -170,8 +171,8 @@ def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
 
 
 def measure_memory(team: Team, effort: Effort, recorder: Recorder) -> None:
-    """Time a copy between buffers too large for any cache, over the share of the bandwidth that copies reach. Team
-    only."""
+    """Time a copy between buffers too large for any cache, over the share of the bandwidth that copies reach.
+    Team only."""
     elements = SIZES[team.device.type].copied_bytes // 4
     source, target = (torch.ones(elements, device=team.device) for _ in range(2))
     moved = 2 * source.nbytes
@@ -183,11 +184,11 @@ def measure_memory(team: Team, effort: Effort, recorder: Recorder) -> None:
 def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, recorder: Recorder) -> None:
     """Time micro-batches of random tokens through the recipe's model, shortened to a few layers. Collective.
 
-    On all ranks at once: ranks that take turns on a core find caches, and the processor's own of instructions, full of
-    each other's.
+    On all ranks at once: ranks that take turns on a core find caches, and the processor's own of
+    instructions, full of each other's.
 
-    Of two sizes: what a pass takes however small it is, and what more of it takes, are two numbers. Gradients are added
-    to Megatron's buffers and nothing is sent.
+    Of two sizes: what a pass takes however small it is, and what more of it takes, are two numbers. Gradients
+    are added to Megatron's buffers and nothing is sent.
 
     Args:
         config: `profile.shortened`.
@@ -203,7 +204,8 @@ def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, r
 def _passes(
     team: Team, config: RunConfig, wrapped: DistributedDataParallel, size: int, budget_s: float
 ) -> list[tuple[float, float]]:
-    """Seconds of forward and backward of micro-batches of `size` sequences, on all members at the same time."""
+    """Seconds of forward and backward of micro-batches of `size` sequences,
+    on all members at the same time."""
     shape = (size, config.train.seq_length)
     tokens, labels = (torch.randint(config.model.vocab_size, shape, device=team.device) for _ in range(2))
     positions = torch.arange(config.train.seq_length, device=team.device).expand(shape)

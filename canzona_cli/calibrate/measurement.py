@@ -1,4 +1,5 @@
-"""The orders of a calibration's launcher to its ranks, and their reports: a line of JSON per number. No torch."""
+"""The orders of a calibration's launcher to its ranks, and their reports:
+a line of JSON per number. No torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,8 +28,8 @@ Quantity = Literal[
     "forward",
     "backward",
 ]
-"""Profile fields in their own units (grouped_collectives: 1 or 0); updates, collectives, forward and backward in
-seconds."""
+"""Profile fields in their own units (grouped_collectives: 1 or 0); updates, collectives, forward and backward
+in seconds."""
 
 WHAT: dict[Part, str] = {
     "arithmetic": "matrix products, decompositions, launches",
@@ -87,7 +88,8 @@ class Measurement:
 
     quantity: Quantity
     key: tuple[str | int, ...] = ()
-    """matmul_tflops: (n,); updates: (label, rows, columns); collectives: (kind, ranks, bytes); forward and backward:
+    """matmul_tflops: (n,); updates: (label, rows, columns); collectives: (kind, ranks, bytes);
+    forward and backward:
     (sequences,)."""
     spread: Quartiles
     repetitions: int
@@ -127,7 +129,8 @@ class Record:
 
 
 class Recorder:
-    """Writes for rank 0: every number is on disk before the next one is measured. Other ranks write nothing."""
+    """Writes for rank 0: every number is on disk before the next one is measured.
+    Other ranks write nothing."""
 
     def __init__(self, files: RunFiles, *, writes: bool) -> None:
         self._path, self._writes = _measured(files), writes

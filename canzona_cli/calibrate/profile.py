@@ -38,8 +38,8 @@ def shortened(config: RunConfig) -> RunConfig:
 
 
 def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
-    """The run under each optimizer that is measured: Muon, SOAP, Shampoo and the recipe's own, with its settings; what
-    has forms in each of them, and what can be stacked both one by one and stacked."""
+    """The run under each optimizer that is measured: Muon, SOAP, Shampoo and the recipe's own, with its
+    settings; what has forms in each of them, and what can be stacked both one by one and stacked."""
     own, lr = config.optimizer, config.optimizer.lr
     usual = (MuonConfig(name="muon", lr=lr), SoapConfig(name="soap", lr=lr), ShampooConfig(name="shampoo", lr=lr))
     chosen: dict[str, OptimizerConfig] = {optimizer.name: optimizer for optimizer in usual}
@@ -71,7 +71,8 @@ def profile_of(
 ) -> ClusterConfig:
     """The base profile of `config` with every measured value in place.
 
-    Rows of the base's own tables stay where this calibration has none, provided the base was measured on this machine.
+    Rows of the base's own tables stay where this calibration has none, provided the base was measured on this
+    machine.
     """
     base = config.cluster
     known = {m.quantity: m.spread.median for m in record.measurements if not m.key}
@@ -110,11 +111,13 @@ def profile_of(
 
 
 def with_peak(profile: ClusterConfig) -> ClusterConfig:
-    """A CPU rank's peak as what was measured of it: its fastest product, or what passes come to that were faster.
+    """A CPU rank's peak as what was measured of it: its fastest product,
+    or what passes come to that were faster.
 
-    No datasheet has the peak of this many threads on this processor, so it is a measurement like those that would be
-    judged by it, each of another moment of a machine that may be faster in the next one. A product of a pass is said to
-    take its factor times as long as by itself: at the peak over the smallest factor no pass is beyond it.
+    No datasheet has the peak of this many threads on this processor, so it is a measurement like those that
+    would be judged by it, each of another moment of a machine that may be faster in the next one. A product
+    of a pass is said to take its factor times as long as by itself: at the peak over the smallest factor no
+    pass is beyond it.
     """
     if profile.device != "cpu":
         return profile
@@ -144,7 +147,8 @@ def _collectives(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, f
 
 
 def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
-    """Latency and bandwidth inside the machine, from all-to-all of two ranks: for sizes and kinds without a row."""
+    """Latency and bandwidth inside the machine, from all-to-all of two ranks:
+    for sizes and kinds without a row."""
     pairs = sorted(
         (int(m.key[2]), m.spread.median)
         for m in _those(record, "collectives")
@@ -158,8 +162,8 @@ def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
 
 
 def _with_factors(config: RunConfig, layout: Layout, record: Record) -> ClusterConfig:
-    """Measured forward and backward over what the cost model predicts on this profile, and what it leaves unexplained
-    however many sequences there are."""
+    """Measured forward and backward over what the cost model predicts on this profile, and what it leaves
+    unexplained however many sequences there are."""
     plain = replace(config.cluster, forward_factor=1.0, backward_factor=1.0, forward_module_us=0.0)
     # What is measured has no schedule around it.
     short = replace(shortened(config), cluster=replace(plain, backward_module_us=0.0, pass_us=0.0))

@@ -1,8 +1,9 @@
 """Seconds of one update, by algorithm and shape, as the engine runs it; and AdamW's time for one element.
 
-The timed work is what the engine does for a matrix, except for exchanging it: clip the gradient, step, check that the
-new weight is finite, and write it in the model's precision. Each matrix has its own memory, and there are as many as
-the model has layers, because in training each update finds the caches full of other matrices.
+The timed work is what the engine does for a matrix, except for exchanging it: clip the gradient, step, check
+that the new weight is finite, and write it in the model's precision. Each matrix has its own memory, and
+there are as many as the model has layers, because in training each update finds the caches full of other
+matrices.
 """
 
 from collections.abc import Callable, Iterator
@@ -75,7 +76,8 @@ def measure_updates(
 
 
 def measure_adamw(team: Team, config: RunConfig, effort: Effort, recorder: Recorder) -> None:
-    """Nanoseconds of an element: AdamW on a flat fp32 shard, and its copy into the model's weights. Team only."""
+    """Nanoseconds of an element: AdamW on a flat fp32 shard,
+    and its copy into the model's weights. Team only."""
     shard = torch.nn.Parameter(torch.randn(ADAMW_ELEMENTS, device=team.device))
     shard.grad = torch.randn_like(shard)
     weight = torch.empty(ADAMW_ELEMENTS, dtype=_dtype(config), device=team.device)
@@ -90,7 +92,8 @@ def measure_adamw(team: Team, config: RunConfig, effort: Effort, recorder: Recor
 
 
 def expected(variant: Variant, rows: int, cols: int) -> float:
-    """Seconds that measuring it will roughly take, by the cost model: refreshes dominate, including the first one."""
+    """Seconds that measuring it will roughly take, by the cost model: refreshes dominate,
+    including the first one."""
     how, cluster = algorithm(variant.config), replace(variant.config.cluster, measured_updates=())
     if isinstance(variant.config.optimizer, MomentumConfig):
         return 8 * seconds(how, rows, cols, cluster)
@@ -98,7 +101,8 @@ def expected(variant: Variant, rows: int, cols: int) -> float:
 
 
 def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s: float) -> list[float]:
-    """Seconds of one update of one (rows, columns) matrix, of all members; for SOAP and Shampoo the mean over a period.
+    """Seconds of one update of one (rows, columns) matrix, of all members;
+    for SOAP and Shampoo the mean over a period.
 
     The samples of such a mean are those of plain steps, each weighted with the median of the refreshes.
     """
@@ -159,7 +163,8 @@ class Group:
         write_finite(list(enumerate(self._writes)), self._finite, on_host=self._device.type == "cpu")
 
     def fill_factors(self, optimizer: KroneckerOptimizer) -> None:
-        """Make all eigenvalues distinct: factors of few gradients are mostly zero, and decompose too quickly."""
+        """Make all eigenvalues distinct: factors of few gradients are mostly zero,
+        and decompose too quickly."""
         for master in self._masters:
             for side in SIDES:
                 factor = optimizer.state[master].get(side)
@@ -179,7 +184,8 @@ class Group:
 
 
 def _count(variant: Variant, rows: int, cols: int, device: torch.device) -> int:
-    """Counts the matrices to update: one for each layer, or as many as memory allows; one where each takes long."""
+    """Counts the matrices to update: one for each layer, or as many as memory allows;
+    one where each takes long."""
     if not isinstance(variant.config.optimizer, MomentumConfig) and max(rows, cols) > 1024:
         return 1
     squares = 0 if isinstance(variant.config.optimizer, MomentumConfig) else rows * rows + cols * cols

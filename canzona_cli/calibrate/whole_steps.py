@@ -1,9 +1,9 @@
 """Whole steps compared with the sum of their parts: the last part of a calibration. No torch.
 
-A loop over one operation has warm caches, memory that was used a moment ago and ranks that arrive together; a training
-step has none of these. So two short benches run on the profile just measured, one with data-parallel ranks and one with
-pairs of tensor-parallel ones, with as many ranks as the run has, at most twice as many as there are cores. The measured
-time of each phase over its predicted time becomes a factor of the profile.
+A loop over one operation has warm caches, memory that was used a moment ago and ranks that arrive together; a
+training step has none of these. So two short benches run on the profile just measured, one with data-parallel
+ranks and one with pairs of tensor-parallel ones, with as many ranks as the run has, at most twice as many as
+there are cores. The measured time of each phase over its predicted time becomes a factor of the profile.
 """
 
 import itertools
@@ -60,7 +60,8 @@ class ShortBenches:
         self, overrides: Sequence[str], config: RunConfig, profile: Path, say: Say, recipes_dirs: Sequence[Path] = ()
     ) -> None:
         on_cpu = config.cluster.device == "cpu"
-        # Ranks that take turns on a core find its caches full of each other's data, so a crowd is measured as one.
+        # Ranks that take turns on a core find its caches full of each other's data, so a crowd is measured as
+        # one.
         most = min(config.gpus, 2 * cores() if on_cpu else RANKS)
         self.ranks = most if most < RANKS else most // RANKS * RANKS
         self.overrides = [
@@ -93,8 +94,8 @@ class ShortBenches:
 
 
 def with_steps(found: Calibration, benches: ShortBenches, write: Callable[[Calibration], None]) -> Calibration:
-    """`found` with the factors of whole steps; where a bench failed or was stopped, with those of the one before it,
-    and marked as lacking the rest.
+    """`found` with the factors of whole steps; where a bench failed or was stopped, with those of the one
+    before it, and marked as lacking the rest.
 
     Args:
         write: writes a calibration to the profile that the benches run on, so that they predict from it.
@@ -143,17 +144,18 @@ def _fitted(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterCo
 
 
 def fitted_on(results: Sequence[BenchResult]) -> str:
-    """The layouts whose steps a profile is fitted to, as its `measured_on` says it: `DP2, TP2 DP1`. Errors of its
-    predictions are told of others."""
+    """The layouts whose steps a profile is fitted to, as its `measured_on` says it: `DP2, TP2 DP1`. Errors of
+    its predictions are told of others."""
     return ", ".join(dict.fromkeys(layout_code(result.layout) for result in results))
 
 
 def factors(results: Sequence[BenchResult]) -> StepFactors:
-    """Computes factors from the data-parallel bench and, if there were two ranks, the tensor-parallel one after it.
+    """Computes factors from the data-parallel bench and, if there were two ranks,
+    the tensor-parallel one after it.
 
-    Forward and backward are the first one's: it has no collectives in them, which have prices of their own. They have
-    one factor together, and with the waits for gradients and parameters, where ranks meet that were given the cores
-    unevenly.
+    Forward and backward are the first one's: it has no collectives in them, which have prices of their own.
+    They have one factor together, and with the waits for gradients and parameters, where ranks meet that were
+    given the cores unevenly.
     """
     phases: dict[str, float] = {}
     for prefix, (updating, elementwise) in {"": ("canzona", "canzona"), "megatron/": ("sc", "adamw")}.items():

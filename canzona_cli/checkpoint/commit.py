@@ -1,9 +1,9 @@
 """A commit makes a checkpoint visible as a whole or not at all.
 
-Every rank writes into a hidden folder next to the checkpoints, and leaves a part file there when it is done. Rank 0
-waits for all parts, adds the manifest, and renames the folder. Ranks meet through these files alone: no collective runs
-alongside the training's own. At every moment, killed or not, the store holds the old checkpoints, or them and the new
-one, whole.
+Every rank writes into a hidden folder next to the checkpoints, and leaves a part file there when it is done.
+Rank 0 waits for all parts, adds the manifest, and renames the folder. Ranks meet through these files alone:
+no collective runs alongside the training's own. At every moment, killed or not, the store holds the old
+checkpoints, or them and the new one, whole.
 """
 
 import errno
@@ -55,7 +55,8 @@ _FIXES: Final[Mapping[int | None, str]] = {
 
 
 def begin(store_root: Path, step: int) -> Path:
-    """Make the empty folder that the ranks write a checkpoint of `step` into; on rank 0, before any rank writes.
+    """Make the empty folder that the ranks write a checkpoint of `step` into; on rank 0,
+    before any rank writes.
 
     The other ranks get its path by `manifest.partial_path`. What earlier saves left unfinished is removed.
 
@@ -86,7 +87,8 @@ def write_part(partial: Path, rank: int, shard: Shard) -> None:
         shard: must not change meanwhile.
 
     Raises:
-        SaveFailed: it could not be written. Rank 0 learns it from the part file, if the disk takes that at least.
+        SaveFailed: it could not be written. Rank 0 learns it from the part file, if the disk takes that at
+            least.
     """
     path = partial / f"rank-{rank:05d}.safetensors"
     part: dict[str, object] = {"rank": rank, "file": None, "tensors": {}, "scalars": dict(shard.scalars)}
@@ -128,11 +130,12 @@ def finish(
         timeout_s: seconds to wait while no file of any rank grows.
 
     Returns:
-        The checkpoint's folder, `step-00000030`. One of the same step that was there is replaced; until that moment it
-        stays what readers find.
+        The checkpoint's folder, `step-00000030`. One of the same step that was there is replaced; until that
+        moment it stays what readers find.
 
     Raises:
-        SaveFailed: names the rank and what stopped it. The folder is removed; earlier checkpoints are untouched.
+        SaveFailed: names the rank and what stopped it. The folder is removed; earlier checkpoints are
+            untouched.
     """
     try:
         files: dict[str, StoredFile] = {}
@@ -175,7 +178,8 @@ def abandon(partial: Path) -> None:
 
 
 def bytes_written(partial: Path) -> int:
-    """Returns the bytes of all files in a checkpoint, finished or not: how far a save is, how much to read."""
+    """Returns the bytes of all files in a checkpoint, finished or not: how far a save is,
+    how much to read."""
     total = 0
     try:
         with os.scandir(partial) as entries:
@@ -277,7 +281,8 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Writes a new file to the disk; leaves none if it fails. Plain system calls: a test kills it at each of them."""
+    """Writes a new file to the disk; leaves none if it fails. Plain system calls:
+    a test kills it at each of them."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         rest = memoryview(data)

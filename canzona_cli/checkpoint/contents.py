@@ -1,9 +1,10 @@
-"""Checks a checkpoint against the run that saved it: its settings, and names, types, shapes and places in its model.
+"""Checks a checkpoint against the run that saved it: its settings, and names, types,
+shapes and places in its model.
 
-The manifest has all of it, and the files' own tables agree with it (`canzona_cli.checkpoint.verify`), so a checkpoint
-is judged as a whole before a tensor of it is opened: by the launcher before it starts workers (`saved_run`), by
-`canzona checkpoint verify` (`verify_chosen`), and by the workers themselves (`content_problems`). What tensors hold,
-NaN among them, is seen where they are read.
+The manifest has all of it, and the files' own tables agree with it (`canzona_cli.checkpoint.verify`), so a
+checkpoint is judged as a whole before a tensor of it is opened: by the launcher before it starts workers
+(`saved_run`), by `canzona checkpoint verify` (`verify_chosen`), and by the workers themselves
+(`content_problems`). What tensors hold, NaN among them, is seen where they are read.
 """
 
 import math
@@ -118,8 +119,8 @@ def _wrong_tensor(name: str, field: str, tensor: StoredTensor, manifest: Manifes
 
 
 def _own_optimizers(name: str, optimizer: str) -> str | None:
-    """Returns who keeps state for a weight: AdamW and its like (element), the matrices' optimizer (matrix), or one
-    that may keep anything (None)."""
+    """Returns who keeps state for a weight: AdamW and its like (element), the matrices' optimizer (matrix),
+    or one that may keep anything (None)."""
     if name.endswith("weight") or optimizer in ELEMENTWISE:
         return "element"
     return None if optimizer == "custom" else "matrix"
@@ -144,7 +145,8 @@ def _rectangle(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _tiled(pieces: Sequence[Piece], all_rows: int, all_cols: int) -> bool:
-    """Returns True if pieces cover a whole exactly once: bands of rows, cut into columns, in consecutive runs."""
+    """Returns True if pieces cover a whole exactly once: bands of rows, cut into columns,
+    in consecutive runs."""
     rectangles: dict[tuple[int, int, int, int], list[tuple[int, int]]] = defaultdict(list)
     for piece in pieces:
         rectangles[piece.row, piece.rows, piece.col, piece.cols].append((piece.start, piece.end))

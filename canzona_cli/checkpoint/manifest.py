@@ -1,10 +1,11 @@
-"""The contents of a checkpoint, and the names of the folders in a store of them. No torch: commands do without it.
+"""The contents of a checkpoint, and the names of the folders in a store of them. No torch:
+commands do without it.
 
-A checkpoint is a folder `step-00000030`: safetensors files, one per rank that writes something, `config.yaml` and
-`layout.json` of the run, and `manifest.json`, written last. Tensors are named in model space (`layers.3.q/master`,
-`layers.3.q/momentum_buffer`, `embedding.word_embeddings.weight/exp_avg`), whole or in pieces that say where they lie in
-it, so that no rank, no stage and no fragment of the run that wrote them matters to the one that reads them. Visible
-folders are whole, hidden ones are on their way in or out.
+A checkpoint is a folder `step-00000030`: safetensors files, one per rank that writes something, `config.yaml`
+and `layout.json` of the run, and `manifest.json`, written last. Tensors are named in model space
+(`layers.3.q/master`, `layers.3.q/momentum_buffer`, `embedding.word_embeddings.weight/exp_avg`), whole or in
+pieces that say where they lie in it, so that no rank, no stage and no fragment of the run that wrote them
+matters to the one that reads them. Visible folders are whole, hidden ones are on their way in or out.
 """
 
 import hashlib
@@ -125,7 +126,8 @@ class StoredTensor:
     """The part of the whole that it is, flat; None if it is the whole."""
 
     def whole(self, stored: str) -> str:
-        """Returns the name of the whole tensor, `layers.3.q/master`, from the name that this one is stored under."""
+        """Returns the name of the whole tensor, `layers.3.q/master`,
+        from the name that this one is stored under."""
         return stored if self.piece is None else stored.rpartition("@")[0]
 
 
@@ -185,7 +187,8 @@ class Shard:
 
 
 def step_name(step: int) -> str:
-    """Returns the name of a step's checkpoint, `step-00000030`; names sort by step below a hundred million."""
+    """Returns the name of a step's checkpoint, `step-00000030`;
+    names sort by step below a hundred million."""
     return f"step-{step:08d}"
 
 
@@ -198,7 +201,8 @@ def step_of(name: str) -> int | None:
 
 
 def hidden_name(name: str) -> tuple[str, str] | None:
-    """Returns checkpoint and state (`partial`, `replaced`, `removed`) of a hidden folder; None for any other name."""
+    """Returns checkpoint and state (`partial`, `replaced`, `removed`) of a hidden folder;
+    None for any other name."""
     match = _HIDDEN.fullmatch(name)
     return None if match is None or step_of(match[1]) is None else (match[1], match[2])
 
@@ -264,7 +268,8 @@ def parse_manifest(text: bytes) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Checks what types do not say: names stay inside the folder, sizes are sizes, tensors lie in files that exist."""
+    """Checks what types do not say: names stay inside the folder, sizes are sizes,
+    tensors lie in files that exist."""
     for name, file in manifest.files.items():
         check_file_name(name)
         if not _HASH.fullmatch(file.blake3):
@@ -294,6 +299,7 @@ def _fits(name: str, tensor: StoredTensor) -> bool:
 
 
 def check_file_name(name: str) -> None:
-    """Raises ValueError for what could lie outside a checkpoint's folder, be hidden in it, or be its manifest."""
+    """Raises ValueError for what could lie outside a checkpoint's folder, be hidden in it,
+    or be its manifest."""
     if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
         raise ValueError(f"files.{name!r}: not a valid file name in a checkpoint")

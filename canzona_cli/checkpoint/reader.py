@@ -29,7 +29,8 @@ class _Source:
 
 
 class Reader:
-    """A reader of parts of units, whatever tensors they are stored in. It maps files and reads only what is needed."""
+    """A reader of parts of units, whatever tensors they are stored in.
+    It maps files and reads only what is needed."""
 
     def __init__(self, folder: Path, manifest: Manifest, model: ModelConfig) -> None:
         self._folder, self._manifest, self.model = folder, manifest, model
@@ -161,7 +162,8 @@ class Reader:
         return problem_of(self._folder, MANIFEST, reason)
 
     def _sound(self, name: str, field: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor if training can resume with it: weights are finite, and our optimizers keep no NaN."""
+        """Returns the tensor if training can resume with it: weights are finite,
+        and our optimizers keep no NaN."""
         if field == MASTER and tensor.numel() and all(bound.isfinite() for bound in torch.aminmax(tensor)):
             return tensor  # without what isfinite() needs: another tensor as large
         bad = ~tensor.isfinite() if field == MASTER else tensor.isnan()
@@ -230,7 +232,8 @@ def cut(region: torch.Tensor, piece: Piece, out: torch.Tensor) -> None:
     """Read a piece's elements into `out` (flat).
 
     Args:
-        region: the rectangle's rows that have elements of the piece, from the first such row on, all its columns.
+        region: the rectangle's rows that have elements of the piece, from the first such row on, all its
+            columns.
     """
     for part_of_region, part in _runs(region, replace(trimmed(piece), row=0, col=0), out):
         part.copy_(part_of_region)
@@ -249,7 +252,8 @@ def trimmed(piece: Piece) -> Piece:
 
 
 def _runs(whole: torch.Tensor, piece: Piece, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Splits a flat piece into at most three rectangles (end of a row, whole rows, start of a row), with their data."""
+    """Splits a flat piece into at most three rectangles (end of a row, whole rows, start of a row),
+    with their data."""
     rectangle = whole[piece.row : piece.row + piece.rows, piece.col : piece.col + piece.cols]
     cols, position = piece.cols, 0
     flat = data.reshape(-1)

@@ -1,7 +1,8 @@
-"""Loads a checkpoint into a run of any layout, strategy or plan: each rank reads what it updates, and nothing else.
+"""Loads a checkpoint into a run of any layout, strategy or plan:
+each rank reads what it updates, and nothing else.
 
-Weights are made from masters by the very path an update takes: rounded, sent to the tensor-parallel ranks, gathered
-over the data-parallel ones.
+Weights are made from masters by the very path an update takes: rounded, sent to the tensor-parallel ranks,
+gathered over the data-parallel ones.
 """
 
 import logging
@@ -58,7 +59,8 @@ def verify_together(world: World, folder: Path) -> Manifest:
 def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only: bool = False) -> None:
     """Restores weights, masters, optimizer state, schedule and random states from a checkpoint.
 
-    Random states are a rank's own: with another number of ranks they stay as they are after start-up. Collective.
+    Random states are a rank's own: with another number of ranks they stay as they are after start-up.
+    Collective.
 
     Args:
         weights_only: weights and masters alone; whatever optimizer they are of, and however it split them.
@@ -98,7 +100,8 @@ class _Problems:
 
 @contextmanager
 def together(world: World, folder: Path) -> Iterator[None]:
-    """Raises CheckpointInvalid on all ranks if reading the checkpoint failed on any, each problem once. Collective.
+    """Raises CheckpointInvalid on all ranks if reading the checkpoint failed on any,
+    each problem once. Collective.
 
     Whatever it was that failed: a rank that ended by itself would leave the others waiting for it.
     """
@@ -189,7 +192,8 @@ def unlike(
     counts: Mapping[str, Scalar],
     shared: Mapping[str, Scalar],
 ) -> str:
-    """Says how the stored state of a matrix differs from its optimizer's; empty if it matches or none is stored.
+    """Says how the stored state of a matrix differs from its optimizer's;
+    empty if it matches or none is stored.
 
     Args:
         tensors, counts: of the matrix, without its master.

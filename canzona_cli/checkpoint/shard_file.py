@@ -1,4 +1,5 @@
-"""One rank's file of a checkpoint, as safetensors: 8 bytes of length, a JSON header, the tensors without gaps.
+"""One rank's file of a checkpoint, as safetensors: 8 bytes of length, a JSON header,
+the tensors without gaps.
 
 Written by ourselves, because the library's own writer needs all tensors at once, knows no hash, and no fsync.
 """
@@ -27,10 +28,12 @@ _CHUNK = 8 << 20
 def write_shard(
     path: Path, tensors: Mapping[str, Buffer], *, metadata: Mapping[str, str] | None = None
 ) -> tuple[StoredFile, dict[str, StoredTensor]]:
-    """Write a new safetensors file and have it on the disk. Nothing is copied, so the buffers must not change.
+    """Write a new safetensors file and have it on the disk. Nothing is copied,
+    so the buffers must not change.
 
     Args:
-        tensors: those whose data is still to be read are read piece by piece, each when the one before is written.
+        tensors: those whose data is still to be read are read piece by piece, each when the one before is
+            written.
         metadata: what else its header says.
 
     Returns:
@@ -143,7 +146,8 @@ def _chunks(data: memoryview) -> Iterator[memoryview]:
 
 
 def read_table(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], int]:
-    """Reads names, types and shapes of a safetensors file's tensors from its header, and the size it should have.
+    """Reads names, types and shapes of a safetensors file's tensors from its header,
+    and the size it should have.
 
     Raises:
         OSError: it cannot be read.

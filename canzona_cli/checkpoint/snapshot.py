@@ -1,8 +1,8 @@
 """Copies what a checkpoint must hold to host memory, so that it can be written while training goes on.
 
-Weights are not saved: they are their masters, rounded. In model space (`canzona_cli.model.geometry`), every element by
-one rank that holds it: hosts write the matrices they host, and what is spread over ranks, fragments of shared matrices
-among it, is written in pieces.
+Weights are not saved: they are their masters, rounded. In model space (`canzona_cli.model.geometry`), every
+element by one rank that holds it: hosts write the matrices they host, and what is spread over ranks,
+fragments of shared matrices among it, is written in pieces.
 """
 
 import logging
@@ -34,7 +34,8 @@ from canzona_cli.model.geometry import Block, fragment_blocks, matrix_blocks, un
 _LOG = logging.getLogger(__name__)
 
 PINNED_SHARE = 0.5
-"""The share of a machine's memory that its ranks together may pin for saves; nobody else can use pinned pages."""
+"""The share of a machine's memory that its ranks together may pin for saves;
+nobody else can use pinned pages."""
 DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -129,7 +130,8 @@ class Snapshots:
         return Shard(tensors=saved, scalars=scalars)
 
     def _agree(self, holding: Holding) -> Writers:
-        """Agrees on who writes what; repeated only when a rank's holdings have changed, as in the first step."""
+        """Agrees on who writes what; repeated only when a rank's holdings have changed,
+        as in the first step."""
         changed = torch.full((1,), float(holding != self._holding), device=self._trainee.world.device)
         torch.distributed.all_reduce(changed, op=torch.distributed.ReduceOp.MAX)
         if self._writers is None or any(self._trainee.timer.read(changed)):
@@ -323,7 +325,8 @@ _MEGATRON = "megatron."
 
 
 def random_states() -> dict[str, torch.Tensor]:
-    """Copies the random states of torch (host and device), Megatron's tracker, Python and numpy to host tensors."""
+    """Copies the random states of torch (host and device), Megatron's tracker,
+    Python and numpy to host tensors."""
     version, words, gauss = random.getstate()
     assert version == _PYTHON_VERSION
     states = {
@@ -345,7 +348,8 @@ def check_random_states(states: dict[str, torch.Tensor]) -> None:
     """Compares `states` with those of this process, and tries them on generators that nobody uses.
 
     Raises:
-        Exception: of whatever kind: they are no such states. Megatron's are of another length on another device.
+        Exception: of whatever kind: they are no such states. Megatron's are of another length on another
+        device.
     """
     for name, current in random_states().items():
         if name != "cuda" and not name.startswith(_MEGATRON):

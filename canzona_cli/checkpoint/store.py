@@ -1,4 +1,5 @@
-"""The checkpoints of a run: which exist, which is the newest, which are removed, and which one a run resumes from."""
+"""The checkpoints of a run: which exist, which is the newest, which are removed,
+and which one a run resumes from."""
 
 import os
 import shutil
@@ -44,7 +45,8 @@ class CheckpointStore:
 
     @classmethod
     def under(cls, path: Path) -> "CheckpointStore":
-        """Returns the store of the run directory `path`, or of the folder itself if it is not a run directory."""
+        """Returns the store of the run directory `path`,
+        or of the folder itself if it is not a run directory."""
         return cls(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
 
     def found(self) -> tuple[Found, ...]:
@@ -60,7 +62,8 @@ class CheckpointStore:
         return self._steadily(lambda: next((checkpoint for checkpoint in self._backwards() if checkpoint.sound), None))
 
     def retain(self, keep: int, keep_every: int | None) -> tuple[str, ...]:
-        """Remove all that are older than the newest `keep` usable ones, but for multiples of `keep_every` steps.
+        """Remove all that are older than the newest `keep` usable ones,
+        but for multiples of `keep_every` steps.
 
         Returns:
             The names that went.
@@ -74,7 +77,8 @@ class CheckpointStore:
         for name, path in reversed(self._paths().items()):
             step = step_of(name)
             if usable < keep:
-                # Only those that count are read; a damaged one must not cause the removal of an older, sound one.
+                # Only those that count are read; a damaged one must not cause the removal of an older, sound
+                # one.
                 usable += judge(name, path).sound
             elif keep_every is None or step is None or step % keep_every:
                 _remove(path, removed_path(self.root / name))
@@ -100,7 +104,8 @@ class CheckpointStore:
         return tuple(later)
 
     def clear_partials(self) -> tuple[str, ...]:
-        """Removes what killed saves and removals left, and completes a replacement. No save may be in progress.
+        """Removes what killed saves and removals left, and completes a replacement.
+        No save may be in progress.
 
         Returns:
             Names of the folders that went.
@@ -186,7 +191,8 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
 
     Raises:
         ConfigError: there is no such checkpoint.
-        CheckpointInvalid: it is the one that is meant, and it cannot be used; an older one is offered, not taken.
+        CheckpointInvalid: it is the one that is meant, and it cannot be used; an older one is offered, not
+            taken.
     """
     store = CheckpointStore(run_checkpoints)
     if resume == "auto":
@@ -210,7 +216,8 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
 
 
 def _usable(checkpoint: Found | None, *, by_path: bool = False) -> Path | None:
-    """Returns its folder if it is sound; `by_path` offers the previous one by path, as it is another run's."""
+    """Returns its folder if it is sound; `by_path` offers the previous one by path,
+    as it is another run's."""
     if checkpoint is None:
         return None
     if checkpoint.sound:

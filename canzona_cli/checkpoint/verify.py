@@ -1,4 +1,5 @@
-"""Checkpoints are judged before anything in them is opened: the manifest by its own hash, all else by the manifest.
+"""Checkpoints are judged before anything in them is opened: the manifest by its own hash,
+all else by the manifest.
 
 Nothing is executed, no link is followed, no name leads out of the folder.
 """
@@ -28,10 +29,12 @@ _SHARDS = ".safetensors"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a checkpoint, and checks that its files exist with their sizes, without reading them.
+    """Reads the manifest of a checkpoint, and checks that its files exist with their sizes,
+    without reading them.
 
     Raises:
-        CheckpointInvalid: names every file that is missing or has another size, and the checkpoint before this one.
+        CheckpointInvalid: names every file that is missing or has another size, and the checkpoint before
+        this one.
     """
     manifest = _parsed(folder)
     refuse(shortened(size_problems(folder, manifest)), CheckpointInvalid)

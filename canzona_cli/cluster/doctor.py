@@ -1,4 +1,5 @@
-"""Everything `canzona doctor` looks at: versions, torch, GPUs, memory, disks, network, Slurm and variables."""
+"""Everything `canzona doctor` looks at: versions, torch, GPUs, memory, disks, network,
+Slurm and variables."""
 
 import json
 import os
@@ -46,7 +47,8 @@ _PROBE_TIMEOUT_S = 60.0
 _RESOLVE_TIMEOUT_S = 3.0
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The variables that torchrun sets for its workers; left over in a shell, they confuse whatever starts there."""
+"""The variables that torchrun sets for its workers; left over in a shell,
+they confuse whatever starts there."""
 _WATCHED = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_", "NVTE_", "OMP_", "MKL_", "CUBLAS_", "PYTORCH_", "CANZONA_CACHE")
 """Beginnings of the names of variables that change how workers run."""
 
@@ -137,7 +139,8 @@ def diagnose(*, run_root: Path = Path("runs")) -> Diagnosis:
 
 
 def packages() -> Iterator[Finding]:
-    """The interpreter and the packages that canzona asks for, by its own metadata, without importing any of them."""
+    """The interpreter and the packages that canzona asks for, by its own metadata,
+    without importing any of them."""
     try:
         about = metadata.metadata("canzona")
     except metadata.PackageNotFoundError:
@@ -168,8 +171,8 @@ def package(requirement: Requirement) -> Finding:
 
 
 class _TorchProbe:
-    """A process that imports torch, in which two ranks meet over gloo; started at once, so that other checks run
-    meanwhile."""
+    """A process that imports torch, in which two ranks meet over gloo; started at once, so that other checks
+    run meanwhile."""
 
     def __init__(self) -> None:
         # What a run on one machine uses, so that this tests what a run will do.
@@ -225,7 +228,8 @@ def _torch(found: Mapping[str, object] | str) -> Iterator[Finding]:
 
 
 def gpus(usable: bool, visible: Sequence[GpuInfo], installed: int) -> Iterator[Finding]:
-    """GPUs of the machine (`installed`), those this shell may use (`visible`), and what running on them needs.
+    """GPUs of the machine (`installed`), those this shell may use (`visible`),
+    and what running on them needs.
 
     Args:
         usable: whether torch can use them.

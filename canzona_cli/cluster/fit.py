@@ -1,6 +1,7 @@
 """Fit a model to a number of GPUs: the fastest layout that fits, or what would make one fit.
 
-What the user set is a hard constraint; everything null is searched, exhaustively and the same way on every machine.
+What the user set is a hard constraint; everything null is searched, exhaustively and the same way on every
+machine.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +28,8 @@ SHORTEST_SUGGESTED_SEQUENCE = 512
 
 
 def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """Choose every null of `config` and return it filled in, with its layout. Resolving the result changes nothing.
+    """Choose every null of `config` and return it filled in, with its layout.
+    Resolving the result changes nothing.
 
     Raises:
         ConfigError: what is set is impossible, or leaves a matrix optimizer no matrix; carries every problem.
@@ -54,7 +56,8 @@ def choose(config: RunConfig) -> Candidate | None:
     found = () if typed else search(config).best
     if found:
         return Candidate(layout=found[0].layout, memory=estimate(config, found[0].layout))
-    # There is nothing to choose from; or no plan fits, which planning says in more detail than a search could.
+    # There is nothing to choose from; or no plan fits, which planning says in more detail than a search
+    # could.
     fitting = [candidate for candidate in candidates(config) if candidate.fits]
     return min(fitting, key=lambda one: one.memory.total, default=None)
 
@@ -161,7 +164,8 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
     """Compose every run of a sweep, so that none of them is refused hours later.
 
     Raises:
-        CanzonaError: what is wrong with any of them; of a mistake that not all have, with the values that have it.
+        CanzonaError: what is wrong with any of them; of a mistake that not all have, with the values that
+        have it.
     """
     found: list[SweptRun] = []
     failed: list[tuple[Combination, CanzonaError]] = []

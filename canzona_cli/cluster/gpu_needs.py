@@ -29,7 +29,8 @@ Release = tuple[int, int]
 
 
 def driver_problem() -> Problem | None:
-    """A driver that cannot run torch's CUDA, or a torch without CUDA; None where it can, or where nothing tells."""
+    """A driver that cannot run torch's CUDA, or a torch without CUDA; None where it can,
+    or where nothing tells."""
     wanted, here = torch_cuda(), driver_cuda()
     if here is None or wanted is None:
         return None
@@ -59,7 +60,8 @@ def driver_cuda() -> Release | None:
 
 
 def torch_cuda() -> Release | None:
-    """Returns the CUDA release that the installed torch is built for, (0, 0) for none; None if it does not say."""
+    """Returns the CUDA release that the installed torch is built for, (0, 0) for none;
+    None if it does not say."""
     found = importlib.util.find_spec("torch")
     try:
         text = Path(found.origin).with_name("version.py").read_text("utf-8") if found and found.origin else ""
@@ -72,8 +74,8 @@ def torch_cuda() -> Release | None:
 def backend_problem(chosen: str | None) -> Problem | None:
     """A TORCH_DIST_USE_NCCL2 that asks for an NCCL backend which would let gradients be used before they arrive.
 
-    Before 2.15 what ends a coalesced group there waits for its sends and receives, and none of its reductions is said
-    to be waited for.
+    Before 2.15 what ends a coalesced group there waits for its sends and receives, and none of its reductions
+    is said to be waited for.
     """
     version = installed_version("torch")
     if chosen in (None, "0") or version is None or Version(version) >= _COVERS_COALESCED:
@@ -83,7 +85,8 @@ def backend_problem(chosen: str | None) -> Problem | None:
 
 
 def fused_layers_problem() -> Problem | None:
-    """A Transformer Engine that is missing, or that megatron-core was not written for; None where it will do."""
+    """A Transformer Engine that is missing, or that megatron-core was not written for;
+    None where it will do."""
     version, asked = installed_version("transformer-engine"), requirement("transformer-engine")
     key, without = "cluster.transformer_engine", "cluster.transformer_engine=false, which trains the same without"
     if importlib.util.find_spec("transformer_engine") is None:
@@ -146,8 +149,8 @@ def _dotted(release: Release) -> str:
 def compiling_lacks() -> str | None:
     """Says what is missing for it; None if nothing is.
 
-    torch.compile writes Triton, which builds what launches its kernels in C on every machine, once: with $CC, gcc or
-    clang, against Python's headers (`triton.runtime.build`).
+    torch.compile writes Triton, which builds what launches its kernels in C on every machine, once: with $CC,
+    gcc or clang, against Python's headers (`triton.runtime.build`).
     """
     if importlib.util.find_spec("triton") is None:
         return "Triton"

@@ -1,4 +1,5 @@
-"""Every layout a run could have, and the memory it needs: what the user set is kept, everything null is tried."""
+"""Every layout a run could have, and the memory it needs: what the user set is kept,
+everything null is tried."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,7 +11,8 @@ from canzona_cli.costs.memory import MemoryEstimate, estimate
 from canzona_cli.errors import ConfigError, Problem, refuse
 
 BATCH_TOLERANCE = 0.125
-"""The share by which a chosen batch may differ from `train.batch_tokens`: no GPU count changes the job silently."""
+"""The share by which a chosen batch may differ from `train.batch_tokens`:
+no GPU count changes the job silently."""
 MICRO_BATCHES = (8, 4, 2, 1)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -115,7 +117,8 @@ def _least_batch(pp: int, vpp: int, dp: int, micro: int) -> int:
 
 
 def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
-    """(tp, pp, vpp, cp, dp), whose ranks multiply to the GPUs. tp * cp crosses machines only when the user says so."""
+    """(tp, pp, vpp, cp, dp), whose ranks multiply to the GPUs.
+    tp * cp crosses machines only when the user says so."""
     parallel, model, sequence = config.parallel, config.model, config.train.seq_length
     per_node = min(config.cluster.gpus_per_node, config.gpus)
     tps = tuple(tp for tp in possible_tp(model) if tp <= per_node) if parallel.tp is None else (parallel.tp,)
@@ -141,7 +144,8 @@ def _model_chunks(config: RunConfig, pp: int) -> tuple[int, ...]:
 
 
 def _global_batch(config: RunConfig, step: int) -> int | None:
-    """Sequences of an optimizer step in multiples of `step`; None where that is too far from what was asked."""
+    """Sequences of an optimizer step in multiples of `step`;
+    None where that is too far from what was asked."""
     train = config.train
     if train.global_batch_size is not None:
         return train.global_batch_size if train.global_batch_size % step == 0 else None

@@ -1,7 +1,7 @@
 """This machine without torch: its processor and GPUs, and whether a calibrated profile was measured on another one.
 
-GPUs are read by nvidia-smi, which comes with the driver, else from /proc. CUDA_VISIBLE_DEVICES is honoured as CUDA
-reads it: the first entry that names no device hides all that follow it.
+GPUs are read by nvidia-smi, which comes with the driver, else from /proc. CUDA_VISIBLE_DEVICES is honoured as
+CUDA reads it: the first entry that names no device hides all that follow it.
 """
 
 import hashlib
@@ -37,7 +37,8 @@ _ANSWER_S = 5.0
 
 
 def machine_facts(device: Device) -> dict[str, str | int | float]:
-    """Processor, cores, memory and torch, and the GPU for a profile of GPUs. Nothing that names the machine."""
+    """Processor, cores, memory and torch, and the GPU for a profile of GPUs.
+    Nothing that names the machine."""
     import psutil  # here, as packaging below: a plan asks this module for nothing that needs them
 
     facts: dict[str, str | int | float] = {
@@ -54,7 +55,8 @@ def machine_facts(device: Device) -> dict[str, str | int | float]:
 
 
 def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
-    """Lists how the machine a profile was measured on differs from this one; empty for a profile written by hand."""
+    """Lists how the machine a profile was measured on differs from this one;
+    empty for a profile written by hand."""
     found = list(_differences(cluster)) if cluster.calibrated else []
     if not found:
         return ()
@@ -97,7 +99,8 @@ def installed_version(package: str) -> str | None:
 
 
 def requirement(package: str) -> "Requirement | None":
-    """Returns canzona's requirement of a package, optional ones too; None without one, or if not installed itself."""
+    """Returns canzona's requirement of a package, optional ones too; None without one,
+    or if not installed itself."""
     from packaging.requirements import Requirement
 
     try:
@@ -108,7 +111,8 @@ def requirement(package: str) -> "Requirement | None":
 
 
 def admits(requirement: "Requirement", version: str) -> bool:
-    """Returns True if a version satisfies a requirement; a pre-release counts as its release (2.10.0a0 is a 2.10)."""
+    """Returns True if a version satisfies a requirement;
+    a pre-release counts as its release (2.10.0a0 is a 2.10)."""
     from packaging.version import Version
 
     return requirement.specifier.contains(Version(version).base_version)
@@ -124,7 +128,8 @@ def fingerprint() -> str:
 
 
 def loopback_problem(ranks: int) -> str | None:
-    """Says why so many ranks, each with a port of its own, could not meet on this machine; None if they could."""
+    """Says why so many ranks, each with a port of its own, could not meet on this machine;
+    None if they could."""
     try:
         with ExitStack() as sockets:
             for _ in range(ranks + 1):  # torchrun's store has one, too
@@ -177,7 +182,8 @@ def gpu_inventory() -> tuple[GpuInfo, ...]:
 
 @cache
 def installed_gpus() -> tuple[GpuInfo, ...]:
-    """All GPUs of the machine, in PCI order; empty without an NVIDIA driver. Asked once: it may take a second."""
+    """All GPUs of the machine, in PCI order; empty without an NVIDIA driver. Asked once:
+    it may take a second."""
     fields = ",".join(_SMI_FIELDS)
     found = read_smi(tool_output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", timeout_s=30))
     return read_proc(_PROC_GPUS) if found is None else found
@@ -186,9 +192,9 @@ def installed_gpus() -> tuple[GpuInfo, ...]:
 def select(gpus: tuple[GpuInfo, ...], visible: str | None) -> tuple[GpuInfo, ...]:
     """Returns those of `gpus` that a CUDA_VISIBLE_DEVICES value leaves.
 
-    None shows all, an empty value none. Entries are indices or the start of a UUID that fits one GPU; the first other
-    entry (-1 by custom) ends the list, and a GPU named twice makes CUDA show none. MIG entries count as one device of
-    the size of their GPU.
+    None shows all, an empty value none. Entries are indices or the start of a UUID that fits one GPU; the
+    first other entry (-1 by custom) ends the list, and a GPU named twice makes CUDA show none. MIG entries
+    count as one device of the size of their GPU.
     """
     if visible is None:
         return gpus

@@ -1,4 +1,5 @@
-"""Cluster profiles as files: the built-in ones, the user's own, and whether each could be of a real machine."""
+"""Cluster profiles as files: the built-in ones, the user's own,
+and whether each could be of a real machine."""
 
 import re
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
-"""The fastest layouts of a run: simulated one by one in the order of a plain estimate, until that is longer for all
-others than what was simulated. All legal layouts are compared, few are simulated."""
+"""The fastest layouts of a run: simulated one by one in the order of a plain estimate, until that is longer
+for all others than what was simulated. All legal layouts are compared, few are simulated."""
 
 import hashlib
 import json
@@ -32,16 +32,19 @@ ALIKE = 1e-5
 """Share of a step by which layouts that differ take the same time."""
 
 MARGIN = 1.005
-"""Layouts are simulated up to this many times the shortest simulated step: estimates are hardly ever longer."""
+"""Layouts are simulated up to this many times the shortest simulated step:
+estimates are hardly ever longer."""
 EXHAUSTIVE_RANKS = 1024
 """Ranks up to which every layout within `MARGIN` is simulated."""
 MOST_BEYOND = 10
-"""Simulations with more ranks, of the layouts that may be the fastest: there one takes a second and proves little."""
+"""Simulations with more ranks, of the layouts that may be the fastest:
+there one takes a second and proves little."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A layout, planned and simulated on devices of their own: which cores this machine has must not decide."""
+    """A layout, planned and simulated on devices of their own:
+    which cores this machine has must not decide."""
 
     layout: Layout
     iteration_s: float
@@ -62,8 +65,8 @@ class Found:
     """The result of a search."""
 
     best: tuple[Tried, ...]
-    """The fastest that were asked for, the fastest first, of those that take the same time the plainest; none where no
-    plan fits."""
+    """The fastest that were asked for, the fastest first, of those that take the same time the plainest; none
+    where no plan fits."""
     legal: int
     """The number of layouts that were compared."""
     simulated: int
@@ -97,8 +100,8 @@ def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> T
 
 
 def _holds(config: RunConfig, remembered: Found) -> bool:
-    """Checks remembered layouts against the run: everything that is set is as it is set, and they fit. A file may be
-    another run's, or from before a rule changed, and the run trains what it says."""
+    """Checks remembered layouts against the run: everything that is set is as it is set, and they fit. A file
+    may be another run's, or from before a rule changed, and the run trains what it says."""
     layouts = {tried.layout for tried in remembered.best}
     return layouts <= set(possible_layouts(config)) and all(estimate(config, layout).fits for layout in layouts)
 
@@ -117,8 +120,8 @@ def _search(config: RunConfig, count: int) -> Found:
         enough = config.gpus > EXHAUSTIVE_RANKS and best and simulated >= max(count, MOST_BEYOND)
         if estimate_s > MARGIN * slowest or enough:
             break
-        # Slicing sequences and putting more of them into a micro-batch leaves tokens, messages and owners as they were:
-        # where attention takes no longer for it, nothing does.
+        # Slicing sequences and putting more of them into a micro-batch leaves tokens, messages and owners as
+        # they were: where attention takes no longer for it, nothing does.
         layout = candidate.layout
         unsliced = replace(layout, cp=1, dp=layout.owners, micro_batch_size=1)
         same = (unsliced, layout.micro_batch_size / layout.cp, estimate_s)

@@ -63,8 +63,8 @@ def bench(
 ) -> None:
     """Run strategies of one recipe in turns on the same data, and compare speed, memory and prediction error.
 
-    Results, configurations, plans and logs are kept in bench/RECIPE-TIME. Ctrl-C stops after the current step, a second
-    Ctrl-C at once.
+    Results, configurations, plans and logs are kept in bench/RECIPE-TIME. Ctrl-C stops after the current
+    step, a second Ctrl-C at once.
     """
     from canzona_cli.bench.options import read_options
 
@@ -173,7 +173,8 @@ def _conclude(
     *,
     as_json: bool,
 ) -> None:
-    """Write and show a result. A fast wrong answer is none: its numbers are kept, but no speed-up is shown."""
+    """Write and show a result. A fast wrong answer is none: its numbers are kept,
+    but no speed-up is shown."""
     from canzona_cli.bench.results import check_losses
 
     write_json(content, options, as_json=as_json)

@@ -26,8 +26,8 @@ def calibrate(
 ) -> None:
     """Measure this machine: products, memory, updates of the recipe's matrices, collectives, whole steps.
 
-    Writes a cluster profile; any command uses it with `cluster=./FILE.yaml`. Takes one to three minutes. Ctrl-C keeps
-    everything measured until then.
+    Writes a cluster profile; any command uses it with `cluster=./FILE.yaml`. Takes one to three minutes.
+    Ctrl-C keeps everything measured until then.
     """
     from functools import partial
 

@@ -45,7 +45,8 @@ def list_(where: Where = None, as_json: AsJson = False) -> None:
 def verify(where: Where = None, as_json: AsJson = False) -> None:
     """Read every byte and compare it with the hashes.
 
-    Of one checkpoint, or of all of a run. Names each missing, truncated or damaged file; exit code 5 if there is one.
+    Of one checkpoint, or of all of a run. Names each missing, truncated or damaged file; exit code 5 if there
+    is one.
     """
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.checkpoint.verify import shortened
@@ -136,7 +137,8 @@ def export(
 ) -> None:
     """Write weights as a Hugging Face folder, which transformers and what builds on it read.
 
-    Whole or not at all: it is written beside OUT, and renamed. The checkpoint's every byte is verified before.
+    Whole or not at all: it is written beside OUT, and renamed. The checkpoint's every byte is verified
+    before.
     """
     from canzona_cli.checkpoint.manifest import tensor_bytes
     from canzona_cli.checkpoint.store import choose

@@ -8,7 +8,8 @@ from canzona_cli.commands.output import AsJson, show
 def doctor(
     json: AsJson = False,
 ) -> None:
-    """Check versions, GPUs, NCCL and gloo, memory, disks, ports, Slurm; exit code 3 when nothing can run here."""
+    """Check versions, GPUs, NCCL and gloo, memory, disks, ports, Slurm;
+    exit code 3 when nothing can run here."""
     from rich.console import Console
 
     from canzona_cli.cluster.doctor import diagnose

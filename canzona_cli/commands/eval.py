@@ -37,9 +37,11 @@ def eval(
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Loss, perplexity and bits per byte of a checkpoint, in any layout that fits; nothing is trained or changed.
+    """Loss, perplexity and bits per byte of a checkpoint, in any layout that fits;
+    nothing is trained or changed.
 
-    Without settings it is the run's own validation: the same samples, layout and arithmetic, and so the same number.
+    Without settings it is the run's own validation: the same samples, layout and arithmetic, and so the same
+    number.
     """
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.commands.output import progress, show, warn, write_out

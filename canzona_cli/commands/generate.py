@@ -49,7 +49,8 @@ def generate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a checkpoint write, through transformers (canzona[hf]): each prompt by itself, without chat templates."""
+    """Let a checkpoint write, through transformers (canzona[hf]): each prompt by itself,
+    without chat templates."""
     from canzona_cli.errors import Problem, refuse
 
     problems = []

@@ -51,8 +51,8 @@ def warn_about(composed: "Composed", *notes: str, training: bool = True) -> None
 
 
 def checked_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | None":
-    """Check what a run will open as far as it is there; warn of what its data is not good for, and say what only
-    running somebody's code would tell.
+    """Check what a run will open as far as it is there; warn of what its data is not good for, and say what
+    only running somebody's code would tell.
 
     Raises:
         ConfigError: as `canzona_cli.data.corpus.look_at_data`.

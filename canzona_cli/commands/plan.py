@@ -61,8 +61,8 @@ def plan(
 ) -> None:
     """Plan which rank updates which matrix: load balance, bound, traffic, memory, simulated step times.
 
-    Unless it is a dry run, the plan is written where `canzona train` finds it. A dry run without a recipe shows every
-    built-in size.
+    Unless it is a dry run, the plan is written where `canzona train` finds it. A dry run without a recipe
+    shows every built-in size.
     """
     if dry_run and not {out, html, compare, shapes} - {None} and not _names_recipe(overrides or ()):
         from canzona_cli.report.plan_overview import overview

@@ -114,7 +114,8 @@ def from_hf(
 ) -> None:
     """Write a recipe for a published model.
 
-    Its shape and tokenizer are the folder's; the rest is that of recipe=NAME, or of the built-in one nearest in size.
+    Its shape and tokenizer are the folder's; the rest is that of recipe=NAME, or of the built-in one nearest
+    in size.
     """
     from dataclasses import replace
 

@@ -44,7 +44,8 @@ def report(
     html: HtmlFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a run went: status, loss, validation, step-time breakdown. Works on failed and unfinished runs too."""
+    """Show how a run went: status, loss, validation, step-time breakdown.
+    Works on failed and unfinished runs too."""
     run_dirs = run_dirs or _newest()
     _check_usage(run_dirs, compare=compare, trace=trace, html=html, as_json=as_json)
     if trace is not None:
@@ -99,7 +100,8 @@ def _newest() -> list[Path]:
 
 
 def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, html: Path | None, as_json: bool) -> None:
-    """Refuse what does not go together: several directories without --compare, a trace beside another output."""
+    """Refuse what does not go together: several directories without --compare,
+    a trace beside another output."""
     from canzona_cli.bench.options import page_problems
 
     problems = [*page_problems(html)]

@@ -63,8 +63,8 @@ def slurm(
 ) -> None:
     """Print a run's sbatch script, or submit it.
 
-    The script is scripts/train.sbatch filled in. A job that is preempted, or near its time limit, saves a checkpoint,
-    queues again and continues from there.
+    The script is scripts/train.sbatch filled in. A job that is preempted, or near its time limit, saves a
+    checkpoint, queues again and continues from there.
     """
     from canzona_cli.launch.slurm_job import JobOptions
     from canzona_cli.launch.torchrun import node_count, ranks_per_node

@@ -66,7 +66,8 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run or --prepare-only: print JSON.")] = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Train a model, or continue the run in run.dir. Ctrl-C saves after the current step; twice stops at once."""
+    """Train a model, or continue the run in run.dir. Ctrl-C saves after the current step;
+    twice stops at once."""
     from canzona_cli.launch.stop import Preempted, Requests, before_workers, handled
 
     printed = dry_run or prepare_only

@@ -262,7 +262,8 @@ def _check(job: _Job) -> None:
 
 @contextmanager
 def _progress_of(view: TrainView, requests: Requests) -> Iterator[Callable[[str, float], None]]:
-    """Shows the progress of what happens before the launch; gives the terminal back before an error is shown."""
+    """Shows the progress of what happens before the launch;
+    gives the terminal back before an error is shown."""
     shown = False
 
     def on_progress(what: str, fraction: float) -> None:
@@ -285,14 +286,16 @@ def _progress_of(view: TrainView, requests: Requests) -> Iterator[Callable[[str,
 
 
 def _claim(job: _Job) -> RunDirectory:
-    """Opens the run directory: machine 0 creates it or resumes in it, the others wait there for machine 0's address."""
+    """Opens the run directory: machine 0 creates it or resumes in it,
+    the others wait there for machine 0's address."""
     if job.node_rank == 0:
         return RunDirectory.create(job.config, resumes=True)
     return RunDirectory(RunFiles(Path(job.config.run.dir or "").absolute()))
 
 
 def _bring_in(config: RunConfig, run: RunDirectory) -> None:
-    """Imports the weights of a Hugging Face folder, if the run begins with one, as its checkpoint of step 0."""
+    """Imports the weights of a Hugging Face folder, if the run begins with one,
+    as its checkpoint of step 0."""
     where = config.checkpoint.weights_from
     folder = Path(where or "").expanduser()
     if where is None or not is_hugging_face(folder) or CheckpointStore(run.files.checkpoints).latest() is not None:

@@ -1,5 +1,5 @@
-"""`canzona train --sweep`: one run after another, each in a directory called after its values; in a task of a Slurm
-array only that task's run."""
+"""`canzona train --sweep`: one run after another, each in a directory called after its values; in a task of a
+Slurm array only that task's run."""
 
 import shlex
 import time

@@ -26,10 +26,11 @@ def tune(
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Measure the simulator's best layouts in turns, next to their predictions; write a recipe with the fastest.
+    """Measure the simulator's best layouts in turns, next to their predictions;
+    write a recipe with the fastest.
 
-    Settings that are typed hold for all layouts. Raw numbers are kept in tune/RECIPE-TIME. Ctrl-C stops after the
-    current step.
+    Settings that are typed hold for all layouts. Raw numbers are kept in tune/RECIPE-TIME. Ctrl-C stops after
+    the current step.
     """
     from canzona_cli.bench.layout_results import content_of
     from canzona_cli.bench.layouts import prepare, run, tuned_recipe

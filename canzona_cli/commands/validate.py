@@ -22,11 +22,11 @@ def validate(
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Check a recipe and its overrides, how they fit the cluster, plan, prepared data and the checkpoint to go on from;
-    shows all mistakes at once.
+    """Check a recipe and its overrides, how they fit the cluster, plan, prepared data and the checkpoint to
+    go on from; shows all mistakes at once.
 
-    Exit code 0 when `canzona train` with the same arguments has a sound configuration, 2 when not, 4 when the model
-    does not fit in the cluster's memory, 5 when the checkpoint cannot be used.
+    Exit code 0 when `canzona train` with the same arguments has a sound configuration, 2 when not, 4 when the
+    model does not fit in the cluster's memory, 5 when the checkpoint cannot be used.
     """
 
     from rich.console import Console

@@ -1,4 +1,5 @@
-"""Differences of a resumed run from the saved one: impossible, another loss curve, or work shared differently."""
+"""Differences of a resumed run from the saved one: impossible, another loss curve,
+or work shared differently."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -18,7 +19,8 @@ class Changes:
     warnings: tuple[str, ...]
     """One for each setting whose change alters the loss curve."""
     spread: tuple[str, ...]
-    """One for each setting whose change shares the work out differently, apart from the layout. The curve stays."""
+    """One for each setting whose change shares the work out differently, apart from the layout.
+    The curve stays."""
 
 
 def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
@@ -65,7 +67,8 @@ def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem
 
 
 def _settings(config: RunConfig) -> dict[str, object]:
-    """All settings, the schedule with its nulls chosen: another number of steps may well be another schedule."""
+    """All settings, the schedule with its nulls chosen:
+    another number of steps may well be another schedule."""
     chosen = config.schedule.complete(config.train.steps)
     return dict(leaves(asdict(config))) | {f"schedule.{name}": value for name, value in vars(chosen).items()}
 

@@ -1,7 +1,7 @@
 """Checks whether the values of a run make sense together, and finds settings that were typed without effect.
 
-A run that would train something else than was typed is refused; where training is the same, a warning mentions it. The
-arithmetic of layouts is in `config.layout_rules`.
+A run that would train something else than was typed is refused; where training is the same, a warning
+mentions it. The arithmetic of layouts is in `config.layout_rules`.
 """
 
 import ast
@@ -30,7 +30,8 @@ BYTE_TOKENIZER_IDS = 257
 def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem]:
     """Everything about values that are each in range and cannot work together; empty when nothing is wrong.
 
-    Without `training`, what only a run would need is left out: a plan can be made for what cannot be trained yet.
+    Without `training`, what only a run would need is left out: a plan can be made for what cannot be trained
+    yet.
     """
     problems = [
         *_values(config),
@@ -49,8 +50,8 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
 def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool = True) -> Iterator[str]:
     """Yields what is typed without effect on what is trained, and what will run but not as well as it could.
 
-    Without `training`, a plan is made whatever strategy the run has. What would train something else than was typed is
-    refused (`unused_problems`).
+    Without `training`, a plan is made whatever strategy the run has. What would train something else than was
+    typed is refused (`unused_problems`).
     """
     execution, strategy = execution_of(config), config.engine.strategy
     if execution is Execution.ADAMW and explicit & {"engine", "engine.strategy"}:

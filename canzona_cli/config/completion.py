@@ -1,8 +1,8 @@
 """Shell completion of overrides: recipe names after `recipe=`, options of the other groups, keys, choices.
 
-Bash hands over words that it has split at every `=` and `:` (COMP_WORDBREAKS), and inserts what comes back after the
-last break. `bash_words` undoes the split before Typer reads the words, and takes off completions what bash already has.
-Nothing here may be slow: it runs at every press of Tab.
+Bash hands over words that it has split at every `=` and `:` (COMP_WORDBREAKS), and inserts what comes back
+after the last break. `bash_words` undoes the split before Typer reads the words, and takes off completions
+what bash already has. Nothing here may be slow: it runs at every press of Tab.
 """
 
 import io
@@ -20,7 +20,8 @@ COMPLETE_VARIABLE = "_CANZONA_COMPLETE"
 CALIBRATED = "`canzona calibrate`"
 """The words in the first line of a calibrated profile."""
 
-# Typer's own script for bash, but without a space after a key, and with files only where there is nothing else.
+# Typer's own script for bash, but without a space after a key, and with files only where there is nothing
+# else.
 BASH_SCRIPT = """
 %(complete_func)s() {
     local IFS=$'\\n'
@@ -44,7 +45,8 @@ def complete_override(incomplete: str) -> list[str]:
 
 @contextmanager
 def bash_words() -> Iterator[None]:
-    """Around Typer's completion in bash: joins the words it reads, and takes what bash has off the words it prints.
+    """Around Typer's completion in bash: joins the words it reads,
+    and takes what bash has off the words it prints.
 
     Does nothing outside a completion in bash. Where COMP_WORDBREAKS has no `=` there is nothing to join.
     """
@@ -71,8 +73,8 @@ def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, st
         current: COMP_CWORD, the place of the word the cursor is in.
 
     Returns:
-        The joined words, the place of the cursor's word among them, and how much of that word bash leaves alone: a
-        completion is inserted after it.
+        The joined words, the place of the cursor's word among them, and how much of that word bash leaves
+        alone: a completion is inserted after it.
     """
     joined: list[str] = []
     place, already = len(words), ""
@@ -91,7 +93,8 @@ def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, st
 def prepare_completion_options(arguments: list[str]) -> None:
     """Makes Typer's --install-completion and --show-completion write `BASH_SCRIPT`, and take a shell's name.
 
-    Without a name Typer asks the process tree which shell it runs under; a script or a container may have none.
+    Without a name Typer asks the process tree which shell it runs under; a script or a container may have
+    none.
     """
     from typer import _completion_shared
 

@@ -1,4 +1,5 @@
-"""Loads one run's configuration: recipe, groups and overrides composed by Hydra, typed, and checked as a whole."""
+"""Loads one run's configuration: recipe, groups and overrides composed by Hydra, typed,
+and checked as a whole."""
 
 import json
 import math
@@ -52,10 +53,10 @@ class Composed:
 def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), training: bool = True) -> Composed:
     """Composes and checks the run that `overrides` (`KEY=VALUE`, one of them `recipe=...`) ask for.
 
-    A recipe, model, ... is looked for in `recipes_dirs`, then $CANZONA_RECIPES_DIR, then among the built-in ones.
-    Raises ConfigError with every problem at once: of the recipe, of each override, of types, and of how values
-    go together. A bad value does not hide the others: the rest is checked with the recipe's own in its place.
-    Without `training` it is for planning only, and what only a run needs is not asked for.
+    A recipe, model, ... is looked for in `recipes_dirs`, then $CANZONA_RECIPES_DIR, then among the built-in
+    ones. Raises ConfigError with every problem at once: of the recipe, of each override, of types, and of how
+    values go together. A bad value does not hide the others: the rest is checked with the recipe's own in its
+    place. Without `training` it is for planning only, and what only a run needs is not asked for.
     """
     try:
         return _compose(overrides, (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir()), training=training)
@@ -150,8 +151,8 @@ def _choose_min_lr(tree: dict[str, object], asked: Overrides, problems: list[Pro
 
 
 def _choose_batch(tree: dict[str, object], asked: Overrides) -> None:
-    """A number of tokens on the command line counts, whatever number of sequences the recipe has. Where both are typed
-    the number of sequences counts, and a warning says so."""
+    """A number of tokens on the command line counts, whatever number of sequences the recipe has. Where both
+    are typed the number of sequences counts, and a warning says so."""
     tokens, sequences = "train.batch_tokens", "train.global_batch_size"
     if tokens not in asked.values or asked.values.get(sequences) is not None:
         return
@@ -160,7 +161,8 @@ def _choose_batch(tree: dict[str, object], asked: Overrides) -> None:
 
 
 def _choose_source(tree: dict[str, object], asked: Overrides) -> None:
-    """Prepared data on the command line are trained on, whatever the recipe has, also without `data=prepared`."""
+    """Prepared data on the command line are trained on, whatever the recipe has,
+    also without `data=prepared`."""
     typed = asked.values.get("data.path") or asked.values.get("data.blend")
     data = tree.get("data")
     if not typed or "data" in asked.groups or "data.source" in asked.values or not isinstance(data, dict):
@@ -173,8 +175,8 @@ def _choose_source(tree: dict[str, object], asked: Overrides) -> None:
 
 
 def _with_rates(config: RunConfig, asked: Overrides) -> RunConfig:
-    """The optimizer's own learning rate where the recipe has one, and the minimum from its ratio: the decimal product,
-    so that 0.1 of 0.0003 is 0.00003 to the bit."""
+    """The optimizer's own learning rate where the recipe has one, and the minimum from its ratio: the decimal
+    product, so that 0.1 of 0.0003 is 0.00003 to the bit."""
     own = config.optimizer
     for name in own.lrs.keys() - OPTIMIZERS.keys():
         fix = f"use {', '.join(OPTIMIZERS)}"
@@ -186,9 +188,11 @@ def _with_rates(config: RunConfig, asked: Overrides) -> RunConfig:
 
 
 def _choices(asked: Overrides, dirs: Sequence[Path], problems: list[Problem]) -> tuple[dict[str, str], dict[str, Path]]:
-    """Returns the command line's choices: options by group, under their full names, and the files it gives instead.
+    """Returns the command line's choices: options by group, under their full names,
+    and the files it gives instead.
 
-    What there is not is added to `problems`. For a misspelt recipe, the one that was probably meant is chosen.
+    What there is not is added to `problems`. For a misspelt recipe, the one that was probably meant is
+    chosen.
     """
     options: dict[str, str] = {}
     given: dict[str, Path] = {}
@@ -215,8 +219,8 @@ def _choices(asked: Overrides, dirs: Sequence[Path], problems: list[Problem]) ->
 
 
 def _stand_in(base: Mapping[str, object], asked: Overrides, bad: Collection[str]) -> RunConfig | None:
-    """The run with the recipe's own values, or else the defaults, in place of bad ones, so that the others can be
-    checked together; None where neither makes a run."""
+    """The run with the recipe's own values, or else the defaults, in place of bad ones, so that the others
+    can be checked together; None where neither makes a run."""
     values = {key: value for key, value in asked.values.items() if not _among(key, bad)}
     without: dict[str, object] = {}
     for key, value in leaves(base):

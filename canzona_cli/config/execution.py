@@ -1,4 +1,5 @@
-"""The five ways to execute a run's updates: decided here once from optimizer and strategy, and asked everywhere."""
+"""The five ways to execute a run's updates: decided here once from optimizer and strategy,
+and asked everywhere."""
 
 from dataclasses import replace
 from enum import Enum
@@ -11,20 +12,24 @@ AnyStrategy = Strategy | Literal["adamw"]
 PLANNED: tuple[Strategy, ...] = ("canzona", "paper", "asc")
 """Strategies that execute a plan."""
 IN_ORDER: tuple[Strategy, ...] = ("paper", "asc")
-"""Strategies whose buckets keep Megatron's order, whatever `engine.layout`, and whose matrices are updated by hosts."""
+"""Strategies whose buckets keep Megatron's order, whatever `engine.layout`,
+and whose matrices are updated by hosts."""
 
 
 class Execution(Enum):
     """The ranks that update each weight, and the code that does it."""
 
     PLANNED = "planned"
-    """Strategies of `PLANNED`: a plan gives each matrix an owner and a host, and canzona's engine executes it."""
+    """Strategies of `PLANNED`: a plan gives each matrix an owner and a host,
+    and canzona's engine executes it."""
     REDUNDANT = "redundant"
-    """Strategy sc by canzona's engine, for optimizers that Megatron does not have: every rank updates every matrix."""
+    """Strategy sc by canzona's engine, for optimizers that Megatron does not have:
+    every rank updates every matrix."""
     MEGATRON_SC = "megatron_sc"
     """Strategy sc with Muon: Megatron's own, and every rank updates everything."""
     LAYERWISE = "layerwise"
-    """Megatron's `LayerWiseDistributedOptimizer`: owners of whole matrices, and every TP rank repeats their updates."""
+    """Megatron's `LayerWiseDistributedOptimizer`: owners of whole matrices,
+    and every TP rank repeats their updates."""
     ADAMW = "adamw"
     """Megatron's `DistributedOptimizer` updates every parameter element by element."""
 
@@ -40,7 +45,8 @@ class Execution(Enum):
 
     @property
     def everywhere(self) -> bool:
-        """True if every rank updates everything: optimizer state is not sharded, and no parameter is gathered."""
+        """True if every rank updates everything: optimizer state is not sharded,
+        and no parameter is gathered."""
         return self in (Execution.REDUNDANT, Execution.MEGATRON_SC)
 
 
@@ -63,22 +69,25 @@ def strategy_of(config: RunConfig) -> AnyStrategy:
 
 
 def splitting_of(config: RunConfig) -> Splitting:
-    """Returns what the run updates as one matrix: Megatron's own optimizers split q, k and v apart at most."""
+    """Returns what the run updates as one matrix: Megatron's own optimizers split q,
+    k and v apart at most."""
     splitting = config.engine.splitting
     return splitting if execution_of(config).ours or splitting == "fused" else "qkv"
 
 
 def overlaps_param_gather(config: RunConfig) -> bool:
-    """Returns True if parameters are gathered under the forward pass; a strategy that updates everywhere has none."""
+    """Returns True if parameters are gathered under the forward pass;
+    a strategy that updates everywhere has none."""
     parallel = config.parallel
     return parallel.overlap_param_gather and parallel.overlap_grad_reduce and not execution_of(config).everywhere
 
 
 def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
-    """Returns True if parameters are gathered by whole model chunks, as Megatron-LM does with interleaved pipelines.
+    """Returns True if parameters are gathered by whole model chunks,
+    as Megatron-LM does with interleaved pipelines.
 
-    Its `align_param_gather`, on by default; its other way, and the only one without interleaving, is one bucket ahead.
-    A plan has an order of its own.
+    Its `align_param_gather`, on by default; its other way, and the only one without interleaving, is one
+    bucket ahead. A plan has an order of its own.
     """
     planned = execution_of(config) is Execution.PLANNED
     return overlaps_param_gather(config) and layout.vpp > 1 and not planned

@@ -1,9 +1,10 @@
 """The layouts that are possible at all: the arithmetic Megatron-core 0.19 and torchrun ask for.
 
-Only what is set is checked: a null is chosen later by `canzona_cli.cluster.fit`, which keeps to the same rules.
-Sources: `TransformerConfig.__post_init__` (heads and query groups over tp), `get_num_layers_to_build` (even pipeline
-stages), `WrappedTorchNorm` (no sequence parallelism), `get_batch_on_this_cp_rank` (2 * cp slices of a sequence),
-`forward_backward_pipelining_with_interleaving` (micro-batches in groups of as many as there are stages).
+Only what is set is checked: a null is chosen later by `canzona_cli.cluster.fit`, which keeps to the same
+rules. Sources: `TransformerConfig.__post_init__` (heads and query groups over tp), `get_num_layers_to_build`
+(even pipeline stages), `WrappedTorchNorm` (no sequence parallelism), `get_batch_on_this_cp_rank` (2 * cp
+slices of a sequence), `forward_backward_pipelining_with_interleaving` (micro-batches in groups of as many as
+there are stages).
 """
 
 import math
@@ -49,7 +50,8 @@ def pipeline_problems(layers: int, pp: int, vpp: int) -> Iterator[Problem]:
 
 
 def layout_problems(config: RunConfig) -> list[Problem]:
-    """Everything about the parallelism, the machines and the batch of a run that cannot work; empty when it can."""
+    """Everything about the parallelism, the machines and the batch of a run that cannot work;
+    empty when it can."""
     return with_own_values(config, [*_parallelism(config), *_machines(config), *_batch(config)])
 
 

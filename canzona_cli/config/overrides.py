@@ -27,8 +27,8 @@ _NOT_HERE = {
     ),
     ("epoch", "epochs"): ("the length of a run is its number of steps", "write train.steps=N"),
 }
-"""Features that people look for and canzona does not have, by words of the key: why, and what there is instead, with
-`{}` for the matching word."""
+"""Features that people look for and canzona does not have, by words of the key: why, and what there is
+instead, with `{}` for the matching word."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Files that anybody may have written, read within bounds before anything looks at what they mean.
 
-Plain files alone, no larger, no deeper and of no more values than anything that canzona needs; numbers that a machine
-has. Every YAML and JSON file is read here. Nothing in it is slow to import.
+Plain files alone, no larger, no deeper and of no more values than anything that canzona needs; numbers that a
+machine has. Every YAML and JSON file is read here. Nothing in it is slow to import.
 """
 
 import json
@@ -199,8 +199,8 @@ _NO_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 
 def adapter[T](kind: type[T]) -> "TypeAdapter[T]":
-    """Made once: that takes longer than all it then reads. And without pydantic's plugins, as Typer does: to look for
-    them it reads the entry points of every package there is."""
+    """Made once: that takes longer than all it then reads. And without pydantic's plugins, as Typer does: to
+    look for them it reads the entry points of every package there is."""
     found: TypeAdapter[T] = _made(kind)  # type: ignore[arg-type]
     return found
 

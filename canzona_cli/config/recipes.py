@@ -48,7 +48,8 @@ def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
 
 
 def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
-    """Options of one group by name, each with the file that provides it; the first folder wins. Sorted by name.
+    """Options of one group by name, each with the file that provides it;
+    the first folder wins. Sorted by name.
 
     A folder without folders of groups holds recipes.
     """
@@ -61,13 +62,14 @@ def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
 
 
 def lies_flat(recipe: Path) -> bool:
-    """Returns True if a recipe lies in a folder of recipes and nothing else, rather than in a group's: Hydra takes it
-    as a given file."""
+    """Returns True if a recipe lies in a folder of recipes and nothing else, rather than in a group's: Hydra
+    takes it as a given file."""
     return recipe.parent.name != "recipe"
 
 
 def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | None:
-    """The option that a user means by `option`: itself, or with `qwen3-` in front (`8b`, `tiny`); case is free."""
+    """The option that a user means by `option`: itself, or with `qwen3-` in front (`8b`,
+    `tiny`); case is free."""
     lowered = {name.lower(): name for name in options}
     for candidate in (option.lower(), f"qwen3-{option.lower()}"):
         if candidate in lowered:
@@ -99,7 +101,8 @@ def find_option(group: str, asked: str, dirs: Sequence[Path]) -> str:
 def find_file(group: str, asked: str, dirs: Sequence[Path]) -> Path:
     """The file at this path, which takes the place of an option of the group.
 
-    Raises ConfigError when there is none, it is not a mapping in YAML, or it asks for code or environment variables.
+    Raises ConfigError when there is none, it is not a mapping in YAML, or it asks for code or environment
+    variables.
     """
     path = Path(asked).expanduser()
     if not path.is_file():
@@ -173,7 +176,8 @@ _WIDTH = 120
 
 
 def recipe_text(config: "RunConfig", *, origin: str, notes: Sequence[str] = ()) -> str:
-    """The configuration as a recipe file that depends on no other file. Null settings are chosen at the start of a run.
+    """The configuration as a recipe file that depends on no other file.
+    Null settings are chosen at the start of a run.
 
     Args:
         config: what to write.
@@ -217,7 +221,8 @@ def write_recipe(destination: Path, text: str, *, force: bool, what: str = "a re
 
 
 def check_destination(destination: Path, *, force: bool, what: str = "a recipe", key: str = "DEST") -> None:
-    """Raises ConfigError for a file that `write_recipe` would not write, before it costs anything to have its text.
+    """Raises ConfigError for a file that `write_recipe` would not write,
+    before it costs anything to have its text.
 
     Args:
         key: where the user named it.

@@ -1,7 +1,8 @@
-"""Settings, values and options that canzona had once: what to use instead, and how a stored configuration is read.
+"""Settings, values and options that canzona had once: what to use instead,
+and how a stored configuration is read.
 
-An entry here is all that a removal needs. Whoever types it is told what to use; a run directory or a recipe that was
-written before keeps working where the entry says what its value means today.
+An entry here is all that a removal needs. Whoever types it is told what to use; a run directory or a recipe
+that was written before keeps working where the entry says what its value means today.
 """
 
 from collections.abc import Mapping
@@ -70,7 +71,8 @@ def removed_setting_problem(key: str, value: object, *, where: str = "") -> Prob
 
 
 def bring_up_to_date(tree: dict[str, object]) -> None:
-    """Reads a stored configuration as today's: drops removed settings that have no effect, and maps removed values.
+    """Reads a stored configuration as today's: drops removed settings that have no effect,
+    and maps removed values.
 
     A removed setting with another value stays, and is refused like any unknown key.
 

@@ -1,8 +1,8 @@
-"""Limits on every configuration: it may not hold secrets, run code unasked, or carry characters that end up in file
-names, commands and terminals. Texts of others are written down without their secrets.
+"""Limits on every configuration: it may not hold secrets, run code unasked, or carry characters that end up
+in file names, commands and terminals. Texts of others are written down without their secrets.
 
-Tokens, keys and passwords are recognised by their name, by how they look, or because an environment variable of such a
-name holds them. Standard library and the schema only: workers use it before their slow imports.
+Tokens, keys and passwords are recognised by their name, by how they look, or because an environment variable
+of such a name holds them. Standard library and the schema only: workers use it before their slow imports.
 """
 
 import logging
@@ -40,14 +40,16 @@ _LOOKS = re.compile(
 _IN_URL = re.compile(r"(?P<before>\b[a-z][a-z0-9+.-]*://[^\s/:@]*:)(?P<secret>[^\s/@]+)(?=@)", re.IGNORECASE)
 _NAMED = re.compile(r"""(?P<name>[A-Za-z_][\w.-]*)(?P<between>["']?\s*[=:]\s*["']?)(?P<value>[^\s"',;&]+)""")
 _DIRECTORIES = ("PWD", "OLDPWD")
-"""The shells' variables of the current and the last directory: no passwords, and the beginning of many a path."""
+"""The shells' variables of the current and the last directory: no passwords,
+and the beginning of many a path."""
 _SHORTEST = 8
 """Characters. A shorter value of an environment variable would be found in innocent words."""
 
 REFERENCE = re.compile(r"\$\{\s*([\w.\[\]]+)\s*\}")
 """A reference to another setting, by its name."""
 _ARGUMENTS = ("run.dir", "cluster.rdzv_endpoint")
-"""Settings that, or whose last part, become arguments of torchrun: a leading dash would make an option of them."""
+"""Settings that, or whose last part, become arguments of torchrun:
+a leading dash would make an option of them."""
 _OWN_RULES = ("name", "cluster.rdzv_id")
 """Settings that `canzona_cli.config.checks` is stricter about."""
 _PROSE = ("description",)
@@ -56,7 +58,8 @@ _FOLDERS = ("run.dir", "run.root")
 
 
 def secret_name(name: str) -> bool:
-    """Returns True if a name is probably a secret's: `HF_TOKEN`, `apiKey`, `options.password`; not `tokenizer`."""
+    """Returns True if a name is probably a secret's: `HF_TOKEN`, `apiKey`, `options.password`;
+    not `tokenizer`."""
     words = [word.lower() for word in _WORD.findall(name)]
     if not words or words[-1] in _PLACES:
         return False
@@ -162,7 +165,8 @@ def target_problem(key: str, where: str) -> Problem:
 def resolver_problem(key: str, value: str) -> Problem | None:
     """Refuses all but `${section.setting}`: what resolvers give would stand in the run directory, secrets included.
 
-    Whatever is not plainly a reference is refused, because resolvers' names may be put together: `${oc.${name}:HOME}`.
+    Whatever is not plainly a reference is refused, because resolvers' names may be put together:
+    `${oc.${name}:HOME}`.
     """
     if "${" not in REFERENCE.sub("", value):
         return None
@@ -181,7 +185,8 @@ class RedactingFormatter(logging.Formatter):
 
 
 def _from_environment() -> list[str]:
-    """Values of this process's variables that are named like secrets; the longest first, for one may hold another."""
+    """Values of this process's variables that are named like secrets; the longest first,
+    for one may hold another."""
     found = {
         value
         for name, value in os.environ.items()

@@ -1,5 +1,5 @@
-"""The settings that exist, read off the schema: dotted names, types, defaults, what their fields say about them; and
-which of them a misspelt key was probably meant to be."""
+"""The settings that exist, read off the schema: dotted names, types, defaults, what their fields say about
+them; and which of them a misspelt key was probably meant to be."""
 
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -138,11 +138,13 @@ OTHER_WORDS = {
     "output_dir": "run.dir",
     "resume": "run.dir",
 }
-"""The names that other programs give a setting of ours, where they look different. A run continues in its directory."""
+"""The names that other programs give a setting of ours, where they look different.
+A run continues in its directory."""
 
 
 def exact_key(word: str) -> str | None:
-    """The setting that `word` is the name, the last word, or another program's name of; None where several share it."""
+    """The setting that `word` is the name, the last word, or another program's name of;
+    None where several share it."""
     flat = word.replace("-", "_").lower()
     known = [key for key in settings() if flat in (key, key.rpartition(".")[2])]
     return OTHER_WORDS.get(flat) or (known[0] if len(known) == 1 or flat in known else None)
@@ -151,8 +153,9 @@ def exact_key(word: str) -> str | None:
 def closest_key(key: str) -> str | None:
     """The setting the user probably meant by `key`.
 
-    `tp` means `parallel.tp`, `train.lr` means `optimizer.lr`: the last word counts most, then the whole. Words left
-    out are forgiven: `num_heads` means `num_attention_heads`, though it looks more like `num_layers`.
+    `tp` means `parallel.tp`, `train.lr` means `optimizer.lr`: the last word counts most, then the whole.
+    Words left out are forgiven: `num_heads` means `num_attention_heads`, though it looks more like
+    `num_layers`.
     """
     flat = key.strip("/").replace("/", ".").replace("-", "_").lower()
     last = flat.rpartition(".")[2]
@@ -174,7 +177,8 @@ def closest_key(key: str) -> str | None:
 
 
 def leaves(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Every setting that a tree of sections gives, by its dotted key. A mapping such as `optimizer.options` is one."""
+    """Every setting that a tree of sections gives, by its dotted key.
+    A mapping such as `optimizer.options` is one."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and name in sections():
             yield from ((f"{name}.{own}", inner) for own, inner in value.items())

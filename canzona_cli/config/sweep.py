@@ -35,7 +35,8 @@ class Combination:
 
 
 def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
-    """The runs that `arguments` ask for; the last setting that is swept changes fastest. The same ones each time.
+    """The runs that `arguments` ask for; the last setting that is swept changes fastest.
+    The same ones each time.
 
     What is no sweep, and what cannot be read, stays as it is: composing a run says what is wrong with it.
 

@@ -1,4 +1,5 @@
-"""The tree of values that a run's files come to: Hydra composes it, and the command line's values are laid over it."""
+"""The tree of values that a run's files come to: Hydra composes it,
+and the command line's values are laid over it."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,8 +32,8 @@ _LONGEST = 10_000
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 _MISSING = "???"
 _PRIMARY = "_canzona_"
-# What is given as a file takes this place in its group: a name of its own, so that a recipe may build on a built-in
-# one it is named after.
+# What is given as a file takes this place in its group: a name of its own, so that a recipe may build on a
+# built-in one it is named after.
 _GIVEN = "_given_"
 # The setting that distinguishes a section that is complete from one that adjusts its group's file.
 _COMPLETE = {"model": "name", "optimizer": "name", "engine": "strategy", "cluster": "name", "data": "source"}
@@ -58,7 +59,8 @@ class RecipeInfo:
 
 
 def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
-    """The user's own recipes by name, then the built-in ones. Raises ConfigError for a folder that is not there."""
+    """The user's own recipes by name, then the built-in ones.
+    Raises ConfigError for a folder that is not there."""
     builtin = builtin_recipes_dir()
     dirs = (*user_recipes_dirs(recipes_dirs), builtin)
     found = []
@@ -128,7 +130,8 @@ def composed(
     assert isinstance(container, dict)
     tree = {str(key): value for key, value in container.items()}
     refuse(content_problems(tree, where))
-    # Hydra reads a recipe before those that it builds on, and applies it after them; group files come before recipes.
+    # Hydra reads a recipe before those that it builds on, and applies it after them; group files come before
+    # recipes.
     files = {group: [path for path in reversed(read) if path.parent.name == group] for group in GROUPS}
     for group, path in given.items():
         files[group].append(path)
@@ -184,7 +187,8 @@ def _folder_source() -> list[Path]:
 
 @contextmanager
 def _stored(options: Mapping[str, str], given: Mapping[str, Path]) -> Iterator[None]:
-    """Keeps in Hydra's memory what is not an option in a folder: the primary configuration and the given files."""
+    """Keeps in Hydra's memory what is not an option in a folder:
+    the primary configuration and the given files."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
@@ -215,8 +219,8 @@ def _leave_home(content: Mapping[str, object], path: Path) -> None:
 def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object]:
     """The content of a recipe file as an option of the recipe group.
 
-    A section that is complete (a run's config.yaml, a copied recipe) replaces its group's file, unless the command
-    line chooses an option of that group, which then replaces the section.
+    A section that is complete (a run's config.yaml, a copied recipe) replaces its group's file, unless the
+    command line chooses an option of that group, which then replaces the section.
     """
     defaults = content.pop("defaults", [])
     entries: list[object] = list(defaults) if isinstance(defaults, list) else [defaults]
@@ -288,7 +292,8 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
 
 
 def _stands_for(name: str, texts: Mapping[str, str], within: tuple[str, ...]) -> int:
-    """Characters of a setting, or of a section, once its references are filled in; too many where that has no end.
+    """Characters of a setting, or of a section, once its references are filled in;
+    too many where that has no end.
 
     Args:
         within: what is being filled in with it.

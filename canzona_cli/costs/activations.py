@@ -1,7 +1,9 @@
-"""Memory a rank needs while it computes, on top of what it keeps: activations, logits, workspace of the update.
+"""Memory a rank needs while it computes, on top of what it keeps: activations, logits,
+workspace of the update.
 
-Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), rewritten for SwiGLU, grouped-query attention,
-QK-norm and no dropout (see `layer_activations`). Everything is bytes on one rank; (t, p, c, D) are tp, pp, cp and dp.
+Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), rewritten for SwiGLU, grouped-query
+attention, QK-norm and no dropout (see `layer_activations`). Everything is bytes on one rank; (t, p, c, D) are
+tp, pp, cp and dp.
 """
 
 import math
@@ -56,9 +58,11 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
     """Bytes one layer keeps for the backward pass of one micro-batch.
 
     With T = micro-batch * s / c tokens, element size w, and x = t under sequence parallelism, else 1:
-    - the family's activations (`Family.activations`): T / x tokens of the residual stream, T / t of everything else;
-    - core attention by torch (no Transformer Engine) with c > 1: the k and v of the whole sequence, 2 T c g d / t, in
-      place of the rotated k, and on GPUs the context once more, T a d / t, where its two chunks are joined.
+    - the family's activations (`Family.activations`): T / x tokens of the residual stream, T / t of
+      everything else;
+    - core attention by torch (no Transformer Engine) with c > 1: the k and v of the whole sequence, 2 T c g d
+      / t, in place of the rotated k, and on GPUs the context once more, T a d / t, where its two chunks are
+      joined.
     On CPU SwiGLU is not fused. selective recomputes core attention, full keeps only the layer's input.
     """
     model, t, width = config.model, layout.tp, element_bytes(config)[0]
@@ -94,8 +98,8 @@ class Transient:
 
         Args:
             reduction: what gradients on their way hold under the backward pass.
-            gathering: what weights on their way hold under the forward pass, until the last layers have them: with up
-                to all activations, but no logits.
+            gathering: what weights on their way hold under the forward pass, until the last layers have them:
+                with up to all activations, but no logits.
         """
         freed = self.activations + self.logits
         working = max(self.working + reduction, gathering) - self.logits
@@ -108,8 +112,8 @@ class Transient:
 
 
 def forwards_ahead(layout: Layout, stage: int) -> int:
-    """Forward passes of a stage's model chunks before its first backward pass, as `get_pp_rank_microbatches` counts
-    them."""
+    """Forward passes of a stage's model chunks before its first backward pass, as `get_pp_rank_microbatches`
+    counts them."""
     ahead = layout.pp - stage - 1
     if layout.vpp > 1:
         ahead = 2 * ahead + (layout.vpp - 1) * layout.pp
@@ -127,10 +131,11 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
     logits = 0
     if stage == layout.pp - 1:
         activations += 2 * element_bytes(config)[0] * stream_elements(config, layout)
-        # Per vocabulary entry and token: the logits, their softmax in fp32 (in place in fp32), and their gradient.
+        # Per vocabulary entry and token: the logits, their softmax in fp32 (in place in fp32), and their
+        # gradient.
         logits = (2 * width + FP32 if width < FP32 else 2 * FP32) * tokens * model.vocab_size // t
-    # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient of the
-    # largest weight before it joins the buffer, and what recomputation brings back.
+    # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient
+    # of the largest weight before it joins the buffer, and what recomputation brings back.
     largest = family_of(model).activations(model, True).largest * tokens // t
     working = width * (largest + 2 * tokens * model.hidden_size + weights.largest)
     working += layer_activations(config, layout, "none") - layer
@@ -139,7 +144,8 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
 
 
 def _scratch(config: RunConfig, layout: Layout, weights: StageWeights) -> tuple[int, int]:
-    """Scratch of the optimizer step when activations are gone, and of AdamW's part where that comes first, or 0.
+    """Scratch of the optimizer step when activations are gone,
+    and of AdamW's part where that comes first, or 0.
 
     What canzona's engine and its optimizers hold all the time is in `step_buffers`.
     """
@@ -149,7 +155,8 @@ def _scratch(config: RunConfig, layout: Layout, weights: StageWeights) -> tuple[
     share = FP32 * (elements if execution.everywhere else math.ceil(elements / layout.owners))
     # Reduced in bf16, gradients are copied to fp32 for the masters, until the step is over.
     copies = share if element_bytes(config)[1] < FP32 else 0
-    # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary of what it updates.
+    # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary of what it
+    # updates.
     adamw = copies if config.cluster.transformer_engine else copies + share
     if execution is Execution.ADAMW:
         return adamw, 0

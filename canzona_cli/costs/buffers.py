@@ -69,9 +69,9 @@ class PaddedBucket:
 def lay_out(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[PaddedBucket]:
     """`LayerWiseDistributedOptimizer._compute_per_buffer_param_layout` of megatron-core 0.19.
 
-    Walks parameters of `sizes` elements (creation order) backwards, cuts a bucket at `bucket` elements (None: one
-    bucket) or once the largest parameter no longer dominates, packs each bucket into `shards` by largest first onto
-    the least loaded, and pads every shard to the fullest.
+    Walks parameters of `sizes` elements (creation order) backwards, cuts a bucket at `bucket` elements (None:
+    one bucket) or once the largest parameter no longer dominates, packs each bucket into `shards` by largest
+    first onto the least loaded, and pads every shard to the fullest.
     """
     for chunk in _chunks(sizes, shards, bucket):
         yield _largest_first(sizes, chunk, shards)
@@ -125,15 +125,17 @@ def workspace_bytes(
 ) -> int:
     """Bytes that the optimizers of one rank keep as scratch; 0 where they are not canzona's own.
 
-    Muon: two iterates and two squares of the short side (four in Gram form) in the type of its products, for all
-    stacked matrices of one shape, and a direction in fp32 (with Nesterov's momentum; NorMuon always; on GPUs what the
-    Gram form makes in fp16 of a matrix alone). Shampoo and SOAP, all fp32: one square, one whole matrix, and one for
-    each preconditioned side. SOAP-Muon: both, in standard form and without stacking.
+    Muon: two iterates and two squares of the short side (four in Gram form) in the type of its products, for
+    all stacked matrices of one shape, and a direction in fp32 (with Nesterov's momentum; NorMuon always; on
+    GPUs what the Gram form makes in fp16 of a matrix alone). Shampoo and SOAP, all fp32: one square, one
+    whole matrix, and one for each preconditioned side. SOAP-Muon: both, in standard form and without
+    stacking.
 
     Args:
         together: shapes of the matrices that one optimizer steps at once, for each optimizer.
         shared: of each matrix that the TP group shares, the elements of the fragment and of a square.
-        beside: the same of each that takes turns with one of `shared`: it has iterates and squares of its own.
+        beside: the same of each that takes turns with one of `shared`: it has iterates and squares of its
+            own.
     """
     if not keeps_workspace(config):
         return 0
@@ -194,10 +196,10 @@ def _muon(
 def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:
     """Bytes that the update of the largest of `shapes` needs besides, given back when it is done.
 
-    With a workspace: nothing for Muon; in a refresh, five squares of Shampoo's and SOAP's longest preconditioned side
-    and one matrix. Without: for Newton-Schulz, per element of the largest matrix that is worked on whole, the fp32
-    update, its gathered copy and three iterates, and two Gram matrices of the short side; else three such matrices and
-    four squares.
+    With a workspace: nothing for Muon; in a refresh, five squares of Shampoo's and SOAP's longest
+    preconditioned side and one matrix. Without: for Newton-Schulz, per element of the largest matrix that is
+    worked on whole, the fp32 update, its gathered copy and three iterates, and two Gram matrices of the short
+    side; else three such matrices and four squares.
     """
     how, width = algorithm(config), element_bytes(config)[0]
     rows, cols = max(shapes, key=math.prod)

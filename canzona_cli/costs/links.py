@@ -1,17 +1,20 @@
-"""The time that a transfer takes on a cluster profile: latency plus bytes over the bandwidth of the busiest link.
+"""The time that a transfer takes on a cluster profile:
+latency plus bytes over the bandwidth of the busiest link.
 
-Every GPU has two links: one to its peers inside a machine and one to other machines. A collective is given the
-geometry of its group (`Group`) and comes to a `Transfer`: a latency that nothing shares and a time on one link at its
-full rate, which stretches where transfers share the link (`simulate.timeline`).
+Every GPU has two links: one to its peers inside a machine and one to other machines. A collective is given
+the geometry of its group (`Group`) and comes to a `Transfer`: a latency that nothing shares and a time on one
+link at its full rate, which stretches where transfers share the link (`simulate.timeline`).
 
-Rings (Patarasuk and Yuan 2009): all-gather and reduce-scatter move (n-1)/n of the buffer through every rank. Over
-several machines NCCL runs as many rings as the group has members on a machine, each leaving it through another
-network port, so a group with k members a machine has k ports' bandwidth, at most the inner link's.
+Rings (Patarasuk and Yuan 2009): all-gather and reduce-scatter move (n-1)/n of the buffer through every rank.
+Over several machines NCCL runs as many rings as the group has members on a machine, each leaving it through
+another network port, so a group with k members a machine has k ports' bandwidth, at most the inner link's.
 
-Chains: a reduction or broadcast passes through the same ring, but starts at one rank. A rank hands on a chunk once it
-has it, so a chain of n ranks first has to be filled: n - 1 hops, each with its latency and the time of a chunk.
+Chains: a reduction or broadcast passes through the same ring, but starts at one rank. A rank hands on a chunk
+once it has it, so a chain of n ranks first has to be filled: n - 1 hops, each with its latency and the time
+of a chunk.
 
-Where the profile has measured the collective inside a machine (`ClusterConfig.collectives`), that counts instead.
+Where the profile has measured the collective inside a machine (`ClusterConfig.collectives`), that counts
+instead.
 """
 
 import math
@@ -26,13 +29,14 @@ from canzona_cli.model.family import Copies
 Link = Literal["machine", "network"]
 
 EFFICIENCY: dict[Link, float] = {"machine": 0.8, "network": 0.9}
-"""Share of a link's nominal bandwidth that large NCCL collectives without in-network reduction reach: 360 of NVLink 4's
-450 GB/s, 45 of a 400 Gb/s port's 50."""
+"""Share of a link's nominal bandwidth that large NCCL collectives without in-network reduction reach: 360 of
+NVLink 4's 450 GB/s, 45 of a 400 Gb/s port's 50."""
 
 
 CHUNK = 512 << 10
-"""Bytes that a rank of a chain hands on at a time through each of its channels: one of the eight steps into which NCCL
-divides a channel's buffer of 4 MiB (NCCL_BUFFSIZE; NCCL_STEPS, REDUCE_CHUNKSTEPS, BROADCAST_CHUNKSTEPS of its sources).
+"""Bytes that a rank of a chain hands on at a time through each of its channels: one of the eight steps into
+which NCCL divides a channel's buffer of 4 MiB (NCCL_BUFFSIZE; NCCL_STEPS, REDUCE_CHUNKSTEPS,
+BROADCAST_CHUNKSTEPS of its sources).
 """
 
 
@@ -45,10 +49,11 @@ class Transfer:
     link_s: float = 0.0
     """Seconds on `link` when nothing else uses it."""
     fill_s: float = 0.0
-    """The part of `latency_s` in which a chain of ranks fills: as long before its end its first ranks are done, and may
-    go on with the next one."""
+    """The part of `latency_s` in which a chain of ranks fills: as long before its end its first ranks are
+    done, and may go on with the next one."""
     cores: float = 0.0
-    """Processor cores that moving it keeps busy, all ranks of the group together; 0 where devices do it themselves."""
+    """Processor cores that moving it keeps busy, all ranks of the group together;
+    0 where devices do it themselves."""
 
     @property
     def seconds(self) -> float:
@@ -184,11 +189,12 @@ class Links:
     def rooted(
         self, kind: Literal["reduce", "broadcast"], sizes: Sequence[float], group: Group, *, collectives: int
     ) -> Transfer:
-        """Reductions to (broadcasts from) one rank after another, each of its number of bytes, started together.
+        """Reductions to (broadcasts from) one rank after another,
+        each of its number of bytes, started together.
 
-        Each owner's share runs down a chain that ends at it, so a rank sends every share but its own, whoever owns
-        most; whoever owns least sends most. Nobody is flooded. On GPUs the link carries one byte after another and
-        only latencies overlap, in a group: without one, each of the `collectives` has its own.
+        Each owner's share runs down a chain that ends at it, so a rank sends every share but its own, whoever
+        owns most; whoever owns least sends most. Nobody is flooded. On GPUs the link carries one byte after
+        another and only latencies overlap, in a group: without one, each of the `collectives` has its own.
         """
         on_gpu = self.cluster.device == "cuda"
         chains = collectives if on_gpu and not self.cluster.grouped_collectives else 1
@@ -207,7 +213,8 @@ class Links:
         return Transfer(link_s=seconds, cores=at_once * max(one.cores for one in measured))
 
     def chains(self, size: float, group: Group, launches: int = 1) -> Transfer:
-        """Reductions or broadcasts that move `size` bytes through every rank, in `launches` alike, one after another.
+        """Reductions or broadcasts that move `size` bytes through every rank, in `launches` alike,
+        one after another.
 
         In one launch NCCL deals them over its channels, where they fill at the same time.
         """
@@ -262,8 +269,8 @@ class Links:
         return Transfer(latency_s=self.latency(link), link=link, link_s=size / self.bandwidth(link))
 
     def _measured_exchange(self, sent: Sequence[float], busiest: float, group: Group) -> Transfer | None:
-        """Measured with as much from every rank. Where cores are few, they move all bytes one after another: the mean
-        counts; else the busiest rank does, and the others leave their cores to somebody else.
+        """Measured with as much from every rank. Where cores are few, they move all bytes one after another:
+        the mean counts; else the busiest rank does, and the others leave their cores to somebody else.
         """
         mean = sum(sent) / group.size
         cores = self.cluster.cores
@@ -273,8 +280,8 @@ class Links:
         return found and replace(found, cores=found.cores * mean / busiest)
 
     def _measured(self, kind: Collective, size: float, group: Group) -> Transfer | None:
-        """Interpolates the profile's table: linear in bytes between two rows, and beyond the last as between the last
-        two."""
+        """Interpolates the profile's table: linear in bytes between two rows, and beyond the last as between
+        the last two."""
         if group.machines > 1 or group.size == 1 or not self.cluster.collectives:
             return None
         rows = _rows(self.cluster.collectives, kind, group.size)
@@ -300,7 +307,8 @@ class Links:
 def _rows(
     table: tuple[tuple[str, int, float, float, float], ...], kind: Collective, ranks: int
 ) -> tuple[tuple[float, float, float], ...]:
-    """(bytes, seconds, cores), ascending, of the group size that comes nearest: not below it where there is one."""
+    """(bytes, seconds, cores), ascending, of the group size that comes nearest:
+    not below it where there is one."""
     sizes = sorted({row[1] for row in table if row[0] == kind})
     if not sizes:
         return ()

@@ -1,9 +1,11 @@
-"""Memory of a run's fullest GPU: what it keeps from step to step, what it needs while it computes, what it may use.
+"""Memory of a run's fullest GPU: what it keeps from step to step,
+what it needs while it computes, what it may use.
 
-`estimate` needs no plan and bounds memory from shapes alone: it ranks layouts, and is all there is for strategies
-without a plan. `planner.memory.plan_memory` knows every rank's matrices, micro-groups and buckets. Both add the same
-parts; they differ in who holds which matrices (`placement`, or the plan) and in the size of the engine's buffers
-(`least_step_bytes`, or `step_buffers`). State follows from how Megatron-core 0.19 keeps it.
+`estimate` needs no plan and bounds memory from shapes alone: it ranks layouts, and is all there is for
+strategies without a plan. `planner.memory.plan_memory` knows every rank's matrices, micro-groups and buckets.
+Both add the same parts; they differ in who holds which matrices (`placement`, or the plan) and in the size of
+the engine's buffers (`least_step_bytes`, or `step_buffers`). State follows from how Megatron-core 0.19 keeps
+it.
 
 Buffers of the communication library are no tensors: they are in the profile's `reserved_gib`.
 
@@ -62,10 +64,10 @@ class MemoryEstimate(Memory):
     """Bytes on the rank that needs most, and what its GPU has."""
 
     parts: Mapping[str, int]
-    """weights, gradients, optimizer, activations, logits, workspace, exchange. What is never alive together counts
-    once: `workspace` is only what it needs beyond the memory that logits or activations have freed by then. `exchange`
-    is the least of the engine's own buffers and its optimizers' lasting scratch; how much more a plan takes is known
-    once there is one."""
+    """weights, gradients, optimizer, activations, logits, workspace, exchange. What is never alive together
+    counts once: `workspace` is only what it needs beyond the memory that logits or activations have freed by
+    then. `exchange` is the least of the engine's own buffers and its optimizers' lasting scratch; how much
+    more a plan takes is known once there is one."""
     worst_rank: str
     """The rank that needs most: `every rank`, or `pp stage 0`."""
 
@@ -76,8 +78,8 @@ class MemoryEstimate(Memory):
 
     @property
     def state(self) -> int:
-        """The bytes that stay from step to step: weights, gradient buffers, optimizer state and the engine's own
-        buffers."""
+        """The bytes that stay from step to step: weights, gradient buffers, optimizer state and the engine's
+        own buffers."""
         return sum(self.parts[part] for part in ("weights", "gradients", "optimizer", "exchange"))
 
 
@@ -101,8 +103,8 @@ def capacity(config: RunConfig) -> int:
 def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
     """Memory of the worst rank of `layout`.
 
-    Only the first and the last stage can be the worst: the first has the embedding and the most micro-batches in
-    flight, the last the output layer and the logits.
+    Only the first and the last stage can be the worst: the first has the embedding and the most micro-batches
+    in flight, the last the output layer and the logits.
     """
     candidates = {stage: _stage_parts(config, layout, stage) for stage in sorted({0, layout.pp - 1})}
     stage = max(candidates, key=lambda s: sum(candidates[s].values()))
@@ -128,7 +130,8 @@ def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int
 def _lasting(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int, int, int]:
     """Weights, gradients, optimizer and exchange."""
     weights, held = stage_weights(config, layout, stage), placement(config, layout, stage)
-    # Megatron pads its layer-wise buffers until whole parameters fit equal shards, and every rank stores them.
+    # Megatron pads its layer-wise buffers until whole parameters fit equal shards, and every rank stores
+    # them.
     stored = weights.others + (weights.matrices if held is None else max(weights.matrices, held.padded))
     width, grad = element_bytes(config)
     state = sum(_bounded_state(config, layout, weights, held).values())
@@ -136,7 +139,8 @@ def _lasting(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int, i
 
 
 def _bounded_state(config: RunConfig, layout: Layout, weights: StageWeights, held: Placement | None) -> dict[str, int]:
-    """State of the fullest rank by `placement`; with None, every rank keeps the state of all matrices it stores."""
+    """State of the fullest rank by `placement`; with None,
+    every rank keeps the state of all matrices it stores."""
     execution = execution_of(config)
     if execution is Execution.ADAMW:
         return optimizer_state(config, layout, weights.matrices + weights.others, 0, 0)
@@ -152,11 +156,12 @@ def _bounded_state(config: RunConfig, layout: Layout, weights: StageWeights, hel
 
 
 def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None:
-    """Finds who holds the matrices' optimizer state on a stage, as far as that can be said before there is a plan.
+    """Finds who holds the matrices' optimizer state on a stage,
+    as far as that can be said before there is a plan.
 
-    None where it is not divided by whole matrices. layerwise: Megatron's own packing of TP fragments over D * c ranks,
-    padding included. canzona: whole matrices over the D * c * t cells of the grid, balanced by state. asc: the same
-    cells in natural order, unbalanced.
+    None where it is not divided by whole matrices. layerwise: Megatron's own packing of TP fragments over D *
+    c ranks, padding included. canzona: whole matrices over the D * c * t cells of the grid, balanced by
+    state. asc: the same cells in natural order, unbalanced.
     """
     execution = execution_of(config)
     if not execution.has_owners:
@@ -222,12 +227,12 @@ def optimizer_state(config: RunConfig, layout: Layout, others: int, whole: int, 
     """Bytes of masters, matrix_state and adamw_state on a rank.
 
     AdamW keeps an fp32 master and two moments, 12 bytes a parameter (8 with fp32 weights, which are their own
-    masters), sharded over D * c by `DistributedOptimizer`. A matrix optimizer keeps a master, 4 bytes (0), its moments
-    and its factors, see `moment_bytes` and `factor_bytes`:
-    - sc: `Float16OptimizerWithFloat16Params` without any sharding, for matrices and AdamW parameters alike; where the
-      engine does it, matrices are whole, with masters at fp32 weights too;
-    - layerwise, asc, canzona: whole matrices on some rank, the AdamW parameters sharded. What asc and canzona host has
-      a master with fp32 weights too: nowhere else is the matrix whole.
+    masters), sharded over D * c by `DistributedOptimizer`. A matrix optimizer keeps a master, 4 bytes (0),
+    its moments and its factors, see `moment_bytes` and `factor_bytes`:
+    - sc: `Float16OptimizerWithFloat16Params` without any sharding, for matrices and AdamW parameters alike;
+      where the engine does it, matrices are whole, with masters at fp32 weights too;
+    - layerwise, asc, canzona: whole matrices on some rank, the AdamW parameters sharded. What asc and canzona
+      host has a master with fp32 weights too: nowhere else is the matrix whole.
 
     Args:
         others: elements that AdamW updates, of all that a TP rank of the stage stores.
@@ -255,8 +260,8 @@ def moment_bytes(algorithm: Algorithm) -> int:
 def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
     """Bytes of a matrix's other fp32 state.
 
-    Shampoo and SOAP: for each side that has them a statistic, packed, and Shampoo's root, packed, or SOAP's basis, a
-    square; KL-Shampoo also its eigenvalues. NorMuon: a number for each row.
+    Shampoo and SOAP: for each side that has them a statistic, packed, and Shampoo's root, packed, or SOAP's
+    basis, a square; KL-Shampoo also its eigenvalues. NorMuon: a number for each row.
     """
     rule = RULES[algorithm.name]
     sides = factored_sides(algorithm, rows, cols)
@@ -265,8 +270,8 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Counts the bytes of a checkpoint's tensors, whatever the layout: fp32 masters and state, each once. Weights are
-    not stored."""
+    """Counts the bytes of a checkpoint's tensors, whatever the layout: fp32 masters and state, each once.
+    Weights are not stored."""
     how, count = algorithm(config), parameter_count(config.model)
     adamw = 3 * FP32
     if execution_of(config) is Execution.ADAMW:
@@ -277,8 +282,8 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
-    """Returns the part of `step_buffers` that every plan needs: groups of one matrix a host; with tp = 1 no plan has a
-    choice."""
+    """Returns the part of `step_buffers` that every plan needs: groups of one matrix a host; with tp = 1 no
+    plan has a choice."""
     return _least_workspace(config) + _least_buffers(config, layout, stage)
 
 
@@ -310,11 +315,11 @@ def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def _gathered_elements(config: RunConfig, layout: Layout) -> int:
-    """Counts the elements of sc by the engine, which gathers one matrix at a time: its fragment, all ranks' fragments,
-    the whole they make.
+    """Counts the elements of sc by the engine, which gathers one matrix at a time: its fragment, all ranks'
+    fragments, the whole they make.
 
-    With tp = 1 only what does not lie whole in the gradient buffer is copied: all of it if reduced in bf16, else q, k
-    and v where they are matrices.
+    With tp = 1 only what does not lie whole in the gradient buffer is copied: all of it if reduced in bf16,
+    else q, k and v where they are matrices.
     """
     largest = max(math.prod(shape) for shape in matrix_shapes(config))
     if layout.tp > 1:

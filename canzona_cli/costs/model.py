@@ -1,9 +1,10 @@
 """Seconds a stage's modules take forward and backward, from shapes and the profile's achieved rates.
 
-A module is what one weight of Megatron's belongs to, because a bucket of gradients may be complete (a bucket of
-weights needed) between any two. Matrix products run at the profile's achieved rate for their size, core attention at a
-share of the peak, everything elementwise at memory bandwidth; tensor- and context-parallel collectives are kept apart,
-for they use a link, and on ranks that share a machine's cores keep other cores busy than computing does.
+A module is what one weight of Megatron's belongs to, because a bucket of gradients may be complete (a bucket
+of weights needed) between any two. Matrix products run at the profile's achieved rate for their size, core
+attention at a share of the peak, everything elementwise at memory bandwidth; tensor- and context-parallel
+collectives are kept apart, for they use a link, and on ranks that share a machine's cores keep other cores
+busy than computing does.
 """
 
 from dataclasses import dataclass, replace
@@ -27,28 +28,28 @@ from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Attention, Part, Work
 
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.55, 0.45
-"""Share of the bf16 peak that a causal flash kernel reaches with heads of 128 at 4k tokens on Hopper: Shah et al. 2024
-(FlashAttention-3, arXiv 2407.08608, figures 5 and 6)."""
+"""Share of the bf16 peak that a causal flash kernel reaches with heads of 128 at 4k tokens on Hopper: Shah et
+al. 2024 (FlashAttention-3, arXiv 2407.08608, figures 5 and 6)."""
 TORCH_ATTENTION = 1.6
-"""Time of torch's own kernel, FlashAttention-2, over that of Transformer Engine's on Hopper: 1.5 to 2 forward, 1.5 to
-1.75 backward (the same paper)."""
+"""Time of torch's own kernel, FlashAttention-2, over that of Transformer Engine's on Hopper: 1.5 to 2
+forward, 1.5 to 1.75 backward (the same paper)."""
 CPU_ATTENTION = 0.4
-"""Share of a core's fp32 rate that torch's kernel reaches on CPU, in bf16 too and in both directions: measured 0.25 to
-0.8 of it with 256 to 2,048 tokens and heads of 32 to 128, the least with the fewest."""
+"""Share of a core's fp32 rate that torch's kernel reaches on CPU, in bf16 too and in both directions:
+measured 0.25 to 0.8 of it with 256 to 2,048 tokens and heads of 32 to 128, the least with the fewest."""
 CUT_STARTS = 0.58
-"""The modules whose operations a layer starts on top, without Transformer Engine, where its sequence is cut: keys
-and values are put in order. Counted on CPU ranks, of 256 tokens whose queries are two blocks either way: 157 instead
-of 138 forward, 241 instead of 209 backward, of four modules."""
+"""The modules whose operations a layer starts on top, without Transformer Engine, where its sequence is cut:
+keys and values are put in order. Counted on CPU ranks, of 256 tokens whose queries are two blocks either way:
+157 instead of 138 forward, 241 instead of 209 backward, of four modules."""
 ELEMENTWISE_PASSES = {True: 1.2, False: 3.0}
-"""Memory traffic of elementwise work over what fully fused kernels would need: with Transformer Engine, where queries,
-keys and values are split and joined and gradients are added up (fitted to published step times, bench/published.yaml),
-and without."""
+"""Memory traffic of elementwise work over what fully fused kernels would need: with Transformer Engine, where
+queries, keys and values are split and joined and gradients are added up (fitted to published step times,
+bench/published.yaml), and without."""
 QK_NORM_PASSES = 5.8
-"""The time of a norm of rows of 128 (QK-norm) over that of a norm of whole rows of as many elements: 345 us over
-60 us (B200, https://github.com/flashinfer-ai/flashinfer/issues/2396, 2026-01)."""
+"""The time of a norm of rows of 128 (QK-norm) over that of a norm of whole rows of as many elements: 345 us
+over 60 us (B200, https://github.com/flashinfer-ai/flashinfer/issues/2396, 2026-01)."""
 LOSS_FORWARD_BYTES, LOSS_BACKWARD_BYTES = 18, 8
-"""Memory traffic of the vocabulary-parallel cross-entropy, bytes per logit: to fp32, maximum, exponential and sum;
-then the gradient."""
+"""Memory traffic of the vocabulary-parallel cross-entropy, bytes per logit: to fp32, maximum, exponential and
+sum; then the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,8 @@ class Module:
     weights: int
     """Elements on this rank that are its own: a tied output layer has none where the embedding is on its stage."""
     moves: tuple[Transfer, Transfer]
-    """Tensor- and context-parallel collectives, in the forward and in the backward with what recomputation repeats.
-    `cores` are those of all groups that one owner's ranks are in."""
+    """Tensor- and context-parallel collectives, in the forward and in the backward with what recomputation
+    repeats. `cores` are those of all groups that one owner's ranks are in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,15 +137,15 @@ class StageTime:
 def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     """Times of the modules of `stage`.
 
-    With T = micro-batch * s / c tokens, h hidden, a heads and g groups of d, f the MLP's width, t tp, x = t under
-    sequence parallelism, per micro-batch and rank:
-    - qkv: product T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal), behind an all-gather of keys
-      and values, 2 T c gd/t, without Transformer Engine, whose ring shows only what a slice of them takes longer than
-      its attention; norm 2 T h/x, QK-norm and rotary
-      embedding 4 T (a+g)d/t elements through memory; proj: product T x ad/t x h, residual 3 T h/x;
+    With T = micro-batch * s / c tokens, h hidden, a heads and g groups of d, f the MLP's width, t tp, x = t
+    under sequence parallelism, per micro-batch and rank:
+    - qkv: product T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal), behind an all-gather
+      of keys and values, 2 T c gd/t, without Transformer Engine, whose ring shows only what a slice of them
+      takes longer than its attention; norm 2 T h/x, QK-norm and rotary embedding 4 T (a+g)d/t elements
+      through memory; proj: product T x ad/t x h, residual 3 T h/x;
     - fc1: product T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: product T x f/t x h, residual 3 T h/x;
-    - the backward multiplies twice for each product, 2.5 times in core attention, moves twice the elements, and adds
-      every weight's gradient to its buffer once a micro-batch;
+    - the backward multiplies twice for each product, 2.5 times in core attention, moves twice the elements,
+      and adds every weight's gradient to its buffer once a micro-batch;
     - half an all-reduce of the residual stream before qkv and fc1 and behind proj, fc2 and the embedding (an
       all-gather, and a reduce-scatter, under sequence parallelism), and the same in the backward.
     """
@@ -166,8 +167,8 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
 
 
 def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]:
-    """Forward and backward of one micro-batch by stage and model chunk, in seconds: `stage_time` without its lists of
-    modules."""
+    """Forward and backward of one micro-batch by stage and model chunk, in seconds: `stage_time` without its
+    lists of modules."""
     shared = replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
     layer, first, last = _pieces(config, shared)
     layers, pass_s = config.model.num_layers // (layout.pp * layout.vpp), _pass_s(config)
@@ -179,7 +180,8 @@ def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]
 
 @lru_cache(maxsize=1024)
 def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...]:
-    """Forward and backward of a layer, of the embedding and of the output layer, which tying does not make faster.
+    """Forward and backward of a layer, of the embedding and of the output layer,
+    which tying does not make faster.
 
     Cached, for stages and data-parallel ranks make no difference to them.
     """
@@ -231,7 +233,8 @@ def _heads(attention: Attention, layout: Layout) -> int:
 def _core_attention(
     config: RunConfig, layout: Layout, attention: Attention
 ) -> tuple[float, float, tuple[Transfer, Transfer]]:
-    """Prices one layer's core attention, forward and backward, and the transfers of its slices of the sequence."""
+    """Prices one layer's core attention, forward and backward,
+    and the transfers of its slices of the sequence."""
     cluster, t = config.cluster, layout.tp
     tokens, unit = micro_batch_tokens(config, layout), config.train.precision
     operations = 2.0 * tokens * config.train.seq_length * attention.queries / t
@@ -299,16 +302,17 @@ def _output(config: RunConfig, layout: Layout, *, tied: bool) -> Module:
 
 @lru_cache(maxsize=256)
 def slowest(cluster: ClusterConfig, ranks: int) -> float:
-    """Time of the slowest of `ranks` GPUs over that of the mean one, in expectation: their speeds are taken to be
-    normal with `cluster.speed_spread` (Blom 1958, the expected largest of n)."""
+    """Time of the slowest of `ranks` GPUs over that of the mean one, in expectation: their speeds are taken
+    to be normal with `cluster.speed_spread` (Blom 1958, the expected largest of n)."""
     return 1.0 + cluster.speed_spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def _exposed(cluster: ClusterConfig, layout: Layout, collective: Transfer, product_s: float) -> Transfer:
     """The part of a tensor-parallel collective that its product, of `product_s`, does not hide.
 
-    With `cluster.tp_overlap` both are cut into as many pieces as the group has ranks: a piece is multiplied while the
-    next one travels, so that one piece stands alone, and the others take `collective_units` from the product.
+    With `cluster.tp_overlap` both are cut into as many pieces as the group has ranks: a piece is multiplied
+    while the next one travels, so that one piece stands alone, and the others take `collective_units` from
+    the product.
     """
     if not cluster.tp_overlap or layout.tp == 1:
         return collective
@@ -317,8 +321,8 @@ def _exposed(cluster: ClusterConfig, layout: Layout, collective: Transfer, produ
 
 
 def _forward(cluster: ClusterConfig, layout: Layout, seconds: float, starts: float = 1.0) -> float:
-    """Seconds that a module takes on the slowest GPU for modelled `seconds`, with as many operations as `starts`
-    modules have."""
+    """Seconds that a module takes on the slowest GPU for modelled `seconds`, with as many operations as
+    `starts` modules have."""
     computed_s = slowest(cluster, layout.world_size) * seconds * cluster.forward_factor
     return computed_s + 1e-6 * cluster.forward_module_us * starts
 
@@ -369,7 +373,8 @@ def _exchange(config: RunConfig, layout: Layout) -> Transfer:
 
 
 def _loss_sums(config: RunConfig, layout: Layout) -> Transfer:
-    """The vocabulary-parallel cross-entropy's three all-reduces, of an fp32 number a token: maximum, target, sum."""
+    """The vocabulary-parallel cross-entropy's three all-reduces, of an fp32 number a token:
+    maximum, target, sum."""
     if layout.tp == 1:
         return Transfer()
     links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp

@@ -1,8 +1,8 @@
 """The price of a shared matrix's update: all TP ranks of its owner work on their fragments of it.
 
 The optimizer is one with a shared form (`optimizers.shared_muon`), in which the Gram form of Newton-Schulz is
-divided between the ranks. Every rank makes its rows of each square of the short side, without a symmetric product's
-gain, and the rows are gathered between products.
+divided between the ranks. Every rank makes its rows of each square of the short side, without a symmetric
+product's gain, and the rows are gathered between products.
 """
 
 from collections import Counter
@@ -110,8 +110,8 @@ class Behind(NamedTuple):
 
 
 def shared_exchanges(steps: int) -> tuple[Behind, ...]:
-    """Lists the exchanges after each part of one update but the last: norms and what to trust, Gram matrices, and
-    products' rows (`optimizers.shared_rows`). Each product of squares is a part."""
+    """Lists the exchanges after each part of one update but the last: norms and what to trust, Gram matrices,
+    and products' rows (`optimizers.shared_rows`). Each product of squares is a part."""
     told, summed = Behind(("all_reduce",)), Behind(("all_reduce", "all_to_all"))
     gathered, hidden = Behind(("all_gather",)), Behind(("all_gather",), 1)
     found = [told]
@@ -158,8 +158,8 @@ class _Around(NamedTuple):
 
 
 def _around(m: int, n: int, tp: int, *, width: int) -> _Around:
-    """Bytes: around the iteration as `work.work` has it of Muon; an answer is applied to the fragment divided by what
-    was answered, a copy of it, and what it is added to."""
+    """Bytes: around the iteration as `work.work` has it of Muon; an answer is applied to the fragment divided
+    by what was answered, a copy of it, and what it is added to."""
     own = m * n // tp
     return _Around(
         before=Work(traffic=(32 + width) * own, launches=_AROUND[0]),

@@ -1,7 +1,7 @@
 """The price of updating one matrix: seconds on a hardware profile of what its rule does (see the optimizers' facts).
 
-Nothing of an update is hidden under anything else, as it runs on one stream. Where the profile has measured the very
-update, the measurement counts instead.
+Nothing of an update is hidden under anything else, as it runs on one stream. Where the profile has measured
+the very update, the measurement counts instead.
 """
 
 import math
@@ -40,27 +40,30 @@ Unit = Literal["bf16", "tf32", "fp32"]
 COPY_EFFICIENCY = 0.9
 """Share of the memory bandwidth that a plain copy reaches: 3.0 of an H100's 3.35 TB/s."""
 MEMORY_EFFICIENCY: Mapping[Device, float] = MappingProxyType({"cpu": COPY_EFFICIENCY, "cuda": 0.72})
-"""Share of the memory bandwidth that elementwise kernels of several operands and types reach: 2.4 TB/s on an H100. An
-estimate between a copy's 3.0 and the 2.0 to 2.3 of norms by torch.compile and Liger (QuACK, Dao-AILab, 2025-07)."""
+"""Share of the memory bandwidth that elementwise kernels of several operands and types reach: 2.4 TB/s on an
+H100. An estimate between a copy's 3.0 and the 2.0 to 2.3 of norms by torch.compile and Liger (QuACK,
+Dao-AILab, 2025-07)."""
 MEGATRON_HOST_S = 1.3e-3
-"""Seconds of host time that one update of Megatron's Muon takes on GPUs, which it issues operation by operation:
-Megatron-core's own test goldens of a model of 12 layers on 8 H100, 195.8 ms a step with layer-wise Muon and 158.6 with
-Adam, for about 29 matrices a rank (gpt3_moe_mcore_te_ep8, 2026)."""
+"""Seconds of host time that one update of Megatron's Muon takes on GPUs,
+which it issues operation by operation:
+Megatron-core's own test goldens of a model of 12 layers on 8 H100, 195.8 ms a step with layer-wise Muon and
+158.6 with Adam, for about 29 matrices a rank (gpt3_moe_mcore_te_ep8, 2026)."""
 ADAMW_BYTES = {True: 30, False: 86}
-"""Bytes of memory traffic per element of AdamW. Fused (Transformer Engine's): gradient 4 read, master and both moments
-4 read and 4 written each, bf16 weight 2 written. torch's foreach passes: decay 8, first moment 12, second 8 + 12, root
-8, correction 8, eps 8, weight 16, and 6 to copy the weight."""
+"""Bytes of memory traffic per element of AdamW. Fused (Transformer Engine's): gradient 4 read, master and
+both moments 4 read and 4 written each, bf16 weight 2 written. torch's foreach passes: decay 8, first moment
+12, second 8 + 12, root 8, correction 8, eps 8, weight 16, and 6 to copy the weight."""
 MEGATRON_BYTES = {"bf16": 28, "fp32": 12}
-"""Bytes of memory traffic per element of Megatron's Muon, emerging-optimizers 0.3's, on top of ours: decay 8, momentum
-12, Nesterov 12, norm 4 and division 8, scaling twice 16, weight 12, its copy 4 + w; casts to and from bf16 6 each."""
+"""Bytes of memory traffic per element of Megatron's Muon, emerging-optimizers 0.3's, on top of ours: decay 8,
+momentum 12, Nesterov 12, norm 4 and division 8, scaling twice 16, weight 12, its copy 4 + w; casts to and
+from bf16 6 each."""
 GRAM_GAIN, GRAM_MIN_SIDE = 0.98, 128
-"""The Gram form is chosen where it takes at most this share of the standard form's time, on matrices whose short side
-is at least this: roundings average over fewer elements of smaller ones."""
+"""The Gram form is chosen where it takes at most this share of the standard form's time, on matrices whose
+short side is at least this: roundings average over fewer elements of smaller ones."""
 STACK_GAIN = 0.95
 """Matrices are stacked by themselves where each then takes at most this share of its time alone."""
 STACK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
-"""The most bytes that iterates and squares of stacked matrices take; two matrices may take more where stacking was
-asked for."""
+"""The most bytes that iterates and squares of stacked matrices take; two matrices may take more where
+stacking was asked for."""
 PRICED_STACK = 4
 """Matrices in a stack as the model prices it: a host may have fewer of a shape than would fit."""
 
@@ -119,9 +122,9 @@ def implementation(config: RunConfig) -> Implementation:
 def stack_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
     """Returns the most (rows, cols) matrices that a host updates together; 1: one by one.
 
-    As `form_of`, it depends on the shape and the profile alone. By itself it goes by two measurements, or else on GPUs
-    by the model. On CPUs batched products are not always quicker, and strips of large ones (`optimizers.symmetric`)
-    always are.
+    As `form_of`, it depends on the shape and the profile alone. By itself it goes by two measurements, or
+    else on GPUs by the model. On CPUs batched products are not always quicker, and strips of large ones
+    (`optimizers.symmetric`) always are.
     """
     if not RULES[a.name].orthogonal or a.custom or a.stack is False:
         return 1
@@ -160,8 +163,8 @@ def seconds(
     """Seconds of one update on one device, in its form; refreshes spread over their period.
 
     Args:
-        implementation: megatron for what Megatron's own strategies execute: as measured apart where it was, and always
-            the standard form in full products.
+        implementation: megatron for what Megatron's own strategies execute: as measured apart where it was,
+            and always the standard form in full products.
     """
     if implementation == "megatron":
         a, cluster = replace(a, form="standard", stack=False, graph=False), replace(cluster, symmetric_factor=1.0)
@@ -176,7 +179,8 @@ def seconds(
 
 @lru_cache(maxsize=1024)
 def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
-    """Chooses how a (rows, cols) matrix is orthogonalised: as the run says, or else what this device does faster.
+    """Chooses how a (rows, cols) matrix is orthogonalised: as the run says,
+    or else what this device does faster.
 
     It depends on the shape and the profile alone, so a matrix has one form whoever updates it.
     """
@@ -190,17 +194,20 @@ def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
 
 
 def gram_holds(a: Algorithm, cluster: ClusterConfig) -> bool:
-    """True where the Gram form can be trusted with momentum as training has it, on this device and in this precision.
+    """True where the Gram form can be trusted with momentum as training has it,
+    on this device and in this precision.
 
-    Where half precision is bf16, as on CPUs with instructions for it, it cannot: of qwen3-tiny's 28 momenta it doubted
-    all in the first thirty steps and half after 300, which are then in standard form all the same. In fp16, which GPUs
-    and CPUs without such instructions have for it (`optimizers.gram_form.products_type`), it doubted none.
+    Where half precision is bf16, as on CPUs with instructions for it, it cannot: of qwen3-tiny's 28 momenta
+    it doubted all in the first thirty steps and half after 300, which are then in standard form all the same.
+    In fp16, which GPUs and CPUs without such instructions have for it (`optimizers.gram_form.products_type`),
+    it doubted none.
     """
     return a.precision != "bf16" or cluster.device == "cuda" or cluster.bf16_in_fp32
 
 
 def gram_scale(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Divides what whole updates in Gram form take by the profile's measurements, over what they take by the model."""
+    """Divides what whole updates in Gram form take by the profile's measurements,
+    over what they take by the model."""
     a = replace(a, form="gram", stack=False)
     return _seconds(a, rows, cols, cluster) / _modelled(a, rows, cols, cluster)[0]
 
@@ -227,23 +234,27 @@ def update_costs(
 
 
 def peak_seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Seconds of an update in the step that refreshes; a measurement is scaled as the model's are to each other."""
+    """Seconds of an update in the step that refreshes;
+    a measurement is scaled as the model's are to each other."""
     a = _as_run(a, rows, cols, cluster)
     mean, peak = _modelled(a, rows, cols, cluster)
     return _seconds(a, rows, cols, cluster) * (peak / mean)
 
 
 def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
-    """Seconds that AdamW takes to update `elements` on one device: as measured, or else from memory traffic alone."""
+    """Seconds that AdamW takes to update `elements` on one device: as measured,
+    or else from memory traffic alone."""
     if cluster.adamw_ns is not None:
         return elements * cluster.adamw_ns * 1e-9
     return elements * ADAMW_BYTES[cluster.transformer_engine] / memory_rate(cluster)
 
 
 def step_factor(cluster: ClusterConfig, phase: Phase, implementation: Implementation) -> float:
-    """Divides what a phase takes in whole steps by what its parts take alone, as the profile has measured it; else 1.
+    """Divides what a phase takes in whole steps by what its parts take alone,
+    as the profile has measured it; else 1.
 
-    Between other work caches are cold, memory is fresh and ranks come late; a loop over one operation shows none of it.
+    Between other work caches are cold, memory is fresh and ranks come late; a loop over one operation shows
+    none of it.
     """
     found = cluster.step_factors
     own = found.get(f"megatron/{phase}") if implementation == "megatron" else None
@@ -258,9 +269,9 @@ def memory_rate(cluster: ClusterConfig) -> float:
 def matmul_rate(cluster: ClusterConfig, size: float, unit: Unit) -> float:
     """FLOP/s that a product of (size, size) matrices reaches.
 
-    bf16: the profile's table, linear in log(size) between its sizes, in proportion to the size below the smallest (a
-    small product leaves units idle), and flat above the largest; at most what the power limit sustains. fp32 and TF32
-    have one rate.
+    bf16: the profile's table, linear in log(size) between its sizes, in proportion to the size below the
+    smallest (a small product leaves units idle), and flat above the largest; at most what the power limit
+    sustains. fp32 and TF32 have one rate.
     """
     if unit != "bf16":
         fp32 = cluster.fp32_tflops or cluster.bf16_tflops / 16
@@ -292,7 +303,8 @@ def _as_run(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Algor
 
 
 def _seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Prices one form: measured, or else modelled; where only another form was measured, scaled as the model's are."""
+    """Prices one form: measured, or else modelled; where only another form was measured,
+    scaled as the model's are."""
     own, modelled = _measured(a, rows, cols, cluster), _modelled(a, rows, cols, cluster)[0]
     if own is not None:
         return own
@@ -336,8 +348,8 @@ def _unit(a: Algorithm) -> Unit:
 
 
 def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) -> float:
-    """Prices one of `together` stacked matrices: a batch is multiplied as fast as one product of its volume, launched
-    once, and never by a symmetric kernel."""
+    """Prices one of `together` stacked matrices: a batch is multiplied as fast as one product of its volume,
+    launched once, and never by a symmetric kernel."""
 
     def product(m: int, k: int, n: int) -> float:
         return matmul_seconds(cluster, together * m, k, n, unit) / together
@@ -373,16 +385,18 @@ def work(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def flops(a: Algorithm, rows: int, cols: int) -> float:
-    """FLOPs of one update of a (rows, cols) matrix, a multiply-add being two; refreshes spread over their period.
+    """FLOPs of one update of a (rows, cols) matrix, a multiply-add being two;
+    refreshes spread over their period.
 
     With m = min(rows, cols), n = max(rows, cols), r = rows, c = cols:
-    - muon, normuon, Newton-Schulz (Jordan et al. 2024), s steps: standard s (4 m^2 n + 2 m^3) for X X', A A and B
-      X; Gram form, see `muon_facts`: 8 m^2 n + 28 m^3 for s = 5. The form auto is the cheaper by these;
-    - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh is per side an eigendecomposition and a
-      product, 9 n^3 + 2 n^3, or the products of a Newton iteration, 62 n^3 (58 n^3 where only one side has a root);
-    - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh is per side a product that serves
-      the estimated eigenvalues and the power iteration, and a QR, 2 n^3 + 8/3 n^3, and the first moment turned to the
-      new bases 4 r^2 c + 4 r c^2;
+    - muon, normuon, Newton-Schulz (Jordan et al. 2024), s steps: standard s (4 m^2 n + 2 m^3) for X X', A A
+      and B X; Gram form, see `muon_facts`: 8 m^2 n + 28 m^3 for s = 5. The form auto is the cheaper by these;
+    - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh is per side an
+      eigendecomposition and a product, 9 n^3 + 2 n^3, or the products of a Newton iteration, 62 n^3 (58 n^3
+      where only one side has a root);
+    - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh is per side a product that
+      serves the estimated eigenvalues and the power iteration, and a QR, 2 n^3 + 8/3 n^3, and the first
+      moment turned to the new bases 4 r^2 c + 4 r c^2;
     - kl-shampoo: statistics 2 r^2 c + 2 r c^2, whitening and turning 6 r^2 c + 6 r c^2 + 2 m^2 n; a
       refresh is per side a product and a QR, 2 n^3 + 8/3 n^3;
     - soap-muon: soap and muon;

@@ -1,8 +1,10 @@
-"""Builds one pair: reads sources, tokenises them, writes `<prefix>.bin`, `.idx`, `.json` and the tokenizer used.
+"""Builds one pair: reads sources, tokenises them, writes `<prefix>.bin`, `.idx`,
+`.json` and the tokenizer used.
 
-Everything grows under temporary names while the prefix is locked, and gets its name at the end, so an interrupted or
-failed build leaves an older pair untouched. Of much input it leaves what it has of the inputs that are finished, for
-the build after it; the pair is the same, byte for byte, however often that was and however many processes made it.
+Everything grows under temporary names while the prefix is locked, and gets its name at the end, so an
+interrupted or failed build leaves an older pair untouched. Of much input it leaves what it has of the inputs
+that are finished, for the build after it; the pair is the same, byte for byte, however often that was and
+however many processes made it.
 """
 
 import errno
@@ -94,7 +96,8 @@ class BuildSettings:
     max_bad: int = 0
     """Lines without a text to leave out; one more ends the build."""
     workers: int | None = None
-    """Processes or, where there is too little input for several, threads of the tokenizer; None: one per core."""
+    """Processes or, where there is too little input for several, threads of the tokenizer;
+    None: one per core."""
 
     @property
     def bpe_entries(self) -> int:
@@ -359,8 +362,9 @@ def _make_tokenizer(
         return load_json_tokenizer(settings.tokenizer, settings.eod), False
     total = _total(sources) or 0
     reader = Reader(settings=read)
-    # Each piece is taken with the probability that fills the sample; a fixed seed keeps the vocabulary reproducible.
-    # Compressed inputs hold more text than their size says, so the sample is also cut at its full size.
+    # Each piece is taken with the probability that fills the sample; a fixed seed keeps the vocabulary
+    # reproducible. Compressed inputs hold more text than their size says, so the sample is also cut at its
+    # full size.
     chance, choose = min(1.0, SAMPLE_BYTES / max(total, 1)), random.Random(0)
     taken, left_out = 0, False
 
@@ -428,7 +432,8 @@ def _describe(
 def _spooled(
     sources: Sequence[Source], prefix: Path, settings: BuildSettings, on_progress: OnProgress
 ) -> Iterator[list[Source]]:
-    """The sources; pipes are copied to disk first if they must be read twice, for the vocabulary and for the ids."""
+    """The sources; pipes are copied to disk first if they must be read twice,
+    for the vocabulary and for the ids."""
     if settings.tokenizer != "bpe" or all(source.size is not None for source in sources):
         yield list(sources)
         return
@@ -467,7 +472,8 @@ def _disk_errors(prefix: Path) -> Iterator[None]:
 
 
 def _refuse_bad_lines(tally: Tally, most: int) -> None:
-    """Raise a ConfigError that names the first lines without a text, if there are more than may be left out."""
+    """Raise a ConfigError that names the first lines without a text,
+    if there are more than may be left out."""
     if tally.bad <= most:
         return
     fix = "use --text-key NAME for another field, or --format text to take lines as they are; to leave them out, "

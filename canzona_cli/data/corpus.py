@@ -49,7 +49,8 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
         on_progress: receives what is being done and the share that is done, 0 to 1.
 
     Raises:
-        ConfigError: missing or damaged data, token ids beyond the vocabulary, too few tokens; all problems at once.
+        ConfigError: missing or damaged data, token ids beyond the vocabulary, too few tokens; all problems at
+            once.
         EnvironmentProblem: the cache cannot be written, or this Python has no library sources.
     """
     report = on_progress or (lambda what, share: None)
@@ -176,8 +177,8 @@ def _identity(sidecar: Sidecar | None) -> tuple[str | None, int, int] | None:
 
 
 def look_at_data(config: RunConfig, on_progress: ReportProgress | None = None) -> PreparedCorpus | None:
-    """Check all of a run's data that is there before the run is: somebody's own corpus as the run checks it, and of the
-    built-in one, which the first run that needs it prepares, the tokenizer.
+    """Check all of a run's data that is there before the run is: somebody's own corpus as the run checks it,
+    and of the built-in one, which the first run that needs it prepares, the tokenizer.
 
     Returns:
         The corpus; None for the built-in one.
@@ -341,7 +342,8 @@ def _sample_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Prob
 
 
 def usable_fraction(pair: PairInfo, needed: int, *, at_least: float = 0.01) -> float | None:
-    """The smallest share for validation, in hundredths, that leaves both splits `needed` tokens; None if none does."""
+    """The smallest share for validation, in hundredths, that leaves both splits `needed` tokens;
+    None if none does."""
     shares = [percent / 100 for percent in range(round(at_least * 100), 51)]
     return next((share for share in shares if min(pair.split_tokens(share)) >= needed), None)
 

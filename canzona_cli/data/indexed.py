@@ -44,7 +44,8 @@ def idx_path(prefix: Path) -> Path:
 
 
 def temporary(path: Path) -> Path:
-    """Returns the path where the content of `path` grows: hidden, in the same folder, never taken for data."""
+    """Returns the path where the content of `path` grows: hidden, in the same folder,
+    never taken for data."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -62,8 +63,9 @@ class Written:
 class PairWriter:
     """Streams documents into temporary files beside `<prefix>`; `publish` gives them their names.
 
-    One writer per prefix at a time: callers hold the prefix's lock. Leaving the `with` block without `publish`
-    removes the temporary files. The index grows on the disk too: memory does not depend on the number of documents.
+    One writer per prefix at a time: callers hold the prefix's lock. Leaving the `with` block without
+    `publish` removes the temporary files. The index grows on the disk too: memory does not depend on the
+    number of documents.
 
     Args:
         prefix: the pair's path without extension; its folder exists.
@@ -111,8 +113,8 @@ class PairWriter:
         Args:
             tokens: all ids one after another, without eod.
             lengths: tokens of each sequence, shape [sequences].
-            last: the document ends with that sequence, shape [sequences]. A document without tokens leaves no trace;
-                any other gets the eod at its end.
+            last: the document ends with that sequence, shape [sequences]. A document without tokens leaves no
+                trace; any other gets the eod at its end.
         """
         assert tokens.dtype == self.dtype, (tokens.dtype, self.dtype)
         if not len(lengths):
@@ -167,7 +169,8 @@ class PairWriter:
             _sync(index)
 
     def publish(self, *companions: tuple[Path, str]) -> None:
-        """Give the finished files their names, the .idx last, so that an .idx exists only beside a whole .bin.
+        """Give the finished files their names, the .idx last,
+        so that an .idx exists only beside a whole .bin.
 
         Args:
             companions: further files (path, text) that belong to the pair; in place before the .idx.
@@ -201,7 +204,8 @@ def can_continue(prefix: Path, written: Written, vocab_size: int) -> bool:
 
 
 def _growing(prefix: Path) -> tuple[Path, Path, Path]:
-    """The temporary files of an unfinished pair: token ids, and the two parts that the .idx is put together from."""
+    """The temporary files of an unfinished pair: token ids,
+    and the two parts that the .idx is put together from."""
     names = (bin_path(prefix).name, f"{prefix.name}.lengths", f"{prefix.name}.ends")
     ids, lengths, ends = (temporary(prefix.with_name(name)) for name in names)
     return ids, lengths, ends

@@ -35,7 +35,8 @@ def exclusive(path: Path, *, on_wait: Callable[[], None] | None = None) -> Itera
                 on_wait()
                 time.sleep(_POLL_S)
                 continue
-            # The previous holder may have removed the file between our open and our lock; then we hold nothing.
+            # The previous holder may have removed the file between our open and our lock; then we hold
+            # nothing.
             if not _is_same_file(descriptor, path):
                 continue
             try:

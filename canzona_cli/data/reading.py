@@ -1,9 +1,9 @@
 """Reads text: plain, JSONL or Parquet, also compressed.
 
-`Reader` gives out a source in batches of about 2 MiB, and `pieces` turns a batch into pieces, in any process. A piece
-is a document or, if the document is long, a part of it cut at a line end: Megatron holds out and shuffles what it calls
-sequences, and with each document one sequence a single large file could be neither split nor shuffled, nor held in
-memory.
+`Reader` gives out a source in batches of about 2 MiB, and `pieces` turns a batch into pieces, in any process.
+A piece is a document or, if the document is long, a part of it cut at a line end: Megatron holds out and
+shuffles what it calls sequences, and with each document one sequence a single large file could be neither
+split nor shuffled, nor held in memory.
 """
 
 import bz2
@@ -49,7 +49,8 @@ _BATCH_ITEMS: Final = 8192
 _PARQUET_ROWS: Final = 128
 
 LONGEST_LINE = 128 << 20
-"""Bytes. A longer line is left out as one without text: read as JSON it takes several times as much memory."""
+"""Bytes. A longer line is left out as one without text:
+read as JSON it takes several times as much memory."""
 
 MIN_PIECE, MAX_PIECE, STREAM_PIECE = 4 << 10, 1 << 20, 64 << 10
 
@@ -329,7 +330,8 @@ def cut_stream(stream: BinaryIO, size: int) -> Iterator[Piece]:
 
 
 def _cut_point(data: bytes, size: int) -> int:
-    """Returns where to cut within (size / 2, size]: after a line, else a word, else between two UTF-8 characters."""
+    """Returns where to cut within (size / 2, size]: after a line, else a word,
+    else between two UTF-8 characters."""
     for separator in (b"\n", b" "):
         found = data.rfind(separator, size // 2, size)
         if found >= 0:

@@ -1,4 +1,5 @@
-"""`<prefix>.json`: the inputs and settings a pair was made from, checked before a run and readable by people."""
+"""`<prefix>.json`: the inputs and settings a pair was made from,
+checked before a run and readable by people."""
 
 import json
 from collections.abc import Mapping
@@ -107,8 +108,8 @@ class Sidecar:
     replaced: int
     """Invalid characters that were replaced."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Documents without text, bad lines and binary files in folders, by reason. Nothing else is left out: equal
-    documents all stay."""
+    """Documents without text, bad lines and binary files in folders, by reason. Nothing else is left out:
+    equal documents all stay."""
     bad_lines: tuple[BadLine, ...] = ()
     """The first hundred of them."""
     inputs_sha256: str

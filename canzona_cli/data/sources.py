@@ -1,8 +1,9 @@
 """The files that the INPUT arguments name: files, globs, folders, standard input, the standard library.
 
-The standard library is the default corpus: the sources of the running Python, about 11 MB of real text on every
-machine. Its tests are left out: they are half of the bytes where they are installed, and distributions often omit
-them. So are installed packages and the build's generated configuration, which differ between machines.
+The standard library is the default corpus: the sources of the running Python, about 11 MB of real text on
+every machine. Its tests are left out: they are half of the bytes where they are installed, and distributions
+often omit them. So are installed packages and the build's generated configuration, which differ between
+machines.
 """
 
 import hashlib
@@ -45,7 +46,8 @@ class Source:
 
 
 def find_sources(inputs: Sequence[str], wanted: InputFormat) -> tuple[list[Source], list[Problem]]:
-    """Expand the INPUT arguments, in the order given; globs and folders are sorted, a file named twice is read once.
+    """Expand the INPUT arguments, in the order given; globs and folders are sorted,
+    a file named twice is read once.
 
     Returns:
         What to read, and what is wrong with the arguments.
@@ -124,8 +126,8 @@ def _nearby(path: Path) -> str:
 def stdlib_sources() -> list[Source]:
     """Every module's source file, in an order that looks random and is always the same.
 
-    Validation is cut from the end of a corpus. Ordered by the hash of its name, a document's place says nothing about
-    its content, while by name the held-out part would be all `xml*` to `zip*`.
+    Validation is cut from the end of a corpus. Ordered by the hash of its name, a document's place says
+    nothing about its content, while by name the held-out part would be all `xml*` to `zip*`.
 
     Raises:
         EnvironmentProblem: this Python comes without readable sources.

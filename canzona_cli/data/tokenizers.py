@@ -1,8 +1,9 @@
-"""Text to token ids: raw bytes, a byte-pair encoding trained on the spot, or any local Hugging Face tokenizer.json.
+"""Text to token ids: raw bytes, a byte-pair encoding trained on the spot,
+or any local Hugging Face tokenizer.json.
 
-Every kind takes UTF-8 bytes, because that is what files hold: the byte tokenizer then needs no decoding at all, and
-the others count what they had to replace. Text never produces a special token: `<|endoftext|>` inside a document is
-ordinary text, only the writer ends documents.
+Every kind takes UTF-8 bytes, because that is what files hold: the byte tokenizer then needs no decoding at
+all, and the others count what they had to replace. Text never produces a special token: `<|endoftext|>`
+inside a document is ordinary text, only the writer ends documents.
 """
 
 import hashlib
@@ -107,8 +108,8 @@ class JsonTokenizer:
     replaced: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        # Files from the Hub often truncate to the model's context, pad batches, and read special tokens inside text:
-        # each would silently damage a corpus.
+        # Files from the Hub often truncate to the model's context, pad batches, and read special tokens
+        # inside text: each would silently damage a corpus.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = True
@@ -181,8 +182,8 @@ SPLIT_PATTERN = (
 def train_bpe(sample: Iterable[bytes], vocab_size: int, *, workers: int | None = None) -> JsonTokenizer:
     """Train a byte-level byte-pair encoding on `sample`; the same texts give the same tokenizer.
 
-    Training is one long call into Rust during which Python cannot act on a signal, so it runs in a process of its own,
-    which can be killed at once.
+    Training is one long call into Rust during which Python cannot act on a signal, so it runs in a process of
+    its own, which can be killed at once.
 
     Args:
         sample: UTF-8 texts, best no more than `SAMPLE_BYTES` in all.
@@ -295,8 +296,8 @@ def tokenizer_file(spec: str) -> Path:
 
 
 def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
-    """Load a local tokenizer.json (or the folder holding one), with the special tokens of the tokenizer_config.json
-    beside it.
+    """Load a local tokenizer.json (or the folder holding one), with the special tokens of the
+    tokenizer_config.json beside it.
 
     Args:
         spec: its path.
@@ -345,7 +346,8 @@ def _refused(error: BaseException, value: str, what: str) -> ConfigError:
 
 
 def _configured(backend: "RustTokenizer", path: Path) -> str | None:
-    """Adds the tokens that only a tokenizer_config.json has, as transformers does; its eos_token, if it has one.
+    """Adds the tokens that only a tokenizer_config.json has, as transformers does;
+    its eos_token, if it has one.
 
     Raises:
         ConfigError: it cannot be read, or gives a token an id that the tokenizer cannot give it.

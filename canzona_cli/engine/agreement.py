@@ -1,4 +1,5 @@
-"""Checks before anything is built: all ranks have the same plan, for this model and these ranks; optimizers work."""
+"""Checks before anything is built: all ranks have the same plan, for this model and these ranks;
+optimizers work."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -55,10 +55,12 @@ def build_engine(
 
     Args:
         chunks: of the model, wrapped with the plan's buffers, or without sharding where there is no plan.
-        plan: of strategies canzona, paper and asc; None for sc, where every rank updates all matrices of its stage.
+        plan: of strategies canzona, paper and asc; None for sc, where every rank updates all matrices of its
+            stage.
 
     Raises:
-        OptimizerRefused: on all ranks together: a user's own class cannot update 2-D parameters by `step()` alone.
+        OptimizerRefused: on all ranks together: a user's own class cannot update 2-D parameters by `step()`
+            alone.
     """
     if plan is not None:
         mine, ranks = updated_matrices(plan, world), by_rank(plan.matrices, plan.assignment.cells)
@@ -105,7 +107,8 @@ def build_engine(
         build_adamw(chunks, world, adamw_settings(config)),
         updater,
         chunks,
-        # With a plan every gradient element is reduced on one rank; without, data-parallel ranks have equal gradients.
+        # With a plan every gradient element is reduced on one rank; without, data-parallel ranks have equal
+        # gradients.
         stats_group=world.groups.intra_dist_opt if plan is not None else world.groups.mp,
         timer=timer,
         non_finite=config.train.non_finite,
@@ -114,7 +117,8 @@ def build_engine(
 
 
 def updated_matrices(plan: Plan, world: World) -> list[Matrix]:
-    """Lists the matrices that a rank has masters and state of, whole or, where they are shared, as a fragment."""
+    """Lists the matrices that a rank has masters and state of, whole or,
+    where they are shared, as a fragment."""
     return [
         matrix
         for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
@@ -182,7 +186,8 @@ def _hosting(config: RunConfig, plan: Plan, world: World, wiring: Wiring) -> Hos
 
 
 def _sharing(plan: Plan, world: World, wiring: Wiring) -> Sharing | None:
-    """Makes the optimizer of the fragments that this rank's owner shares, with the model's weights as masters."""
+    """Makes the optimizer of the fragments that this rank's owner shares,
+    with the model's weights as masters."""
     shares = plan.assignment.shares
     matrices = [matrix for batch in _owned(plan, world) for matrix in batch if matrix.index in shares]
     if not matrices:
@@ -199,7 +204,8 @@ def optimizer_factory(
     """Returns the function that makes an optimizer of some of the matrices a rank hosts.
 
     Args:
-        ranks: what this rank and all that wait for it update: refreshes of factors take turns (`planner.refresh`).
+        ranks: what this rank and all that wait for it update: refreshes of factors take turns
+            (`planner.refresh`).
 
     Raises:
         UnusableOptimizer: a user's own class cannot update 2-D parameters by `step()` alone.
@@ -229,7 +235,8 @@ def _class_of(chosen: OptimizerBase) -> Kind:
 
 
 def _own(chosen: OptimizerBase) -> dict[str, object]:
-    """Collects the settings that only this optimizer or its kin have; its class takes them by the same names."""
+    """Collects the settings that only this optimizer or its kin have;
+    its class takes them by the same names."""
     names = {field.name for field in fields(chosen)} - _NO_ARGUMENTS
     return {name: getattr(chosen, name) for name in names}
 

@@ -40,15 +40,15 @@ class _Culprits:
 class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
     """One step: norm and finite check, clip, AdamW, its gathering under the matrix updates, the matrices.
 
-    The first gradients set out to their hosts before all that, and are thrown away where it ends the step. AdamW goes
-    first so that its parameters, which the next forward needs first, travel while matrices are updated. The norm is the
-    step's one host synchronisation; it comes before any state changes. With it comes how many updates of the step
-    before went wrong: until then nobody needs to know.
+    The first gradients set out to their hosts before all that, and are thrown away where it ends the step.
+    AdamW goes first so that its parameters, which the next forward needs first, travel while matrices are
+    updated. The norm is the step's one host synchronisation; it comes before any state changes. With it comes
+    how many updates of the step before went wrong: until then nobody needs to know.
 
     Args:
         matrices: by the plan (`PlannedOptimizer`), or all of them on every rank (`RedundantOptimizer`).
-        stats_group: ranks over which every gradient element is counted once: all of them, or, where data-parallel
-            ranks have equal gradients, those of one model replica.
+        stats_group: ranks over which every gradient element is counted once: all of them, or, where
+            data-parallel ranks have equal gradients, those of one model replica.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         """Update everything once.
 
         Returns:
-            Whether weights were updated, the global gradient norm before clipping, and None (zeros are not counted).
+            Whether weights were updated, the global gradient norm before clipping, and None (zeros are not
+            counted).
 
         Raises:
             NonFiniteGradients: on every rank together, with non_finite="stop".
@@ -104,7 +105,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """AdamW, the gathering of its first model chunk, the matrices with what follows (`gathering_order`)."""
+        """AdamW, the gathering of its first model chunk,
+        the matrices with what follows (`gathering_order`)."""
         with self._timer.phase("adamw_update"):
             self._adamw.step_with_ready_grads()
         if self._chunks[0].ddp_config.overlap_param_gather:
@@ -114,7 +116,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def settle(self) -> int:
-        """Count and repair what went wrong in the last update now, not with the next norm. Collective; the host waits.
+        """Count and repair what went wrong in the last update now, not with the next norm.
+        Collective; the host waits.
 
         Returns:
             As `fallbacks`, but of the last step.
@@ -131,7 +134,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         """Computes the global norm of the reduced gradients, before clipping; sets `fallbacks`."""
         counted = self._adamw.get_grads_for_grad_norm()
         squares = self._squares([*counted, *self.matrices.gradients_for_norm()])
-        # What tensor-parallel ranks have equal copies of counts on one of them; a copy that is broken has to be seen.
+        # What tensor-parallel ranks have equal copies of counts on one of them; a copy that is broken has to
+        # be seen.
         seen = {gradient.data_ptr() for gradient in counted}
         copies = [param.grad for param in self._adamw.get_parameters() if param.grad is not None]
         squares += 0.0 * self._squares([gradient for gradient in copies if gradient.data_ptr() not in seen])
@@ -147,7 +151,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         return torch.stack(list(torch._foreach_norm(gradients, 2, torch.float32))).square().sum()
 
     def _culprits(self) -> list[Problem]:
-        """Names the parameters with non-finite gradients on any rank, the same list on every rank. Collective."""
+        """Names the parameters with non-finite gradients on any rank,
+        the same list on every rank. Collective."""
         gradients = (
             (name, getattr(parameter, "main_grad", None)) for name, parameter in global_parameters(self._chunks)
         )

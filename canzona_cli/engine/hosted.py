@@ -1,4 +1,5 @@
-"""One micro-group on one TP rank: its part of the two all-to-alls, and the update of the matrices it hosts."""
+"""One micro-group on one TP rank: its part of the two all-to-alls,
+and the update of the matrices it hosts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,16 +18,18 @@ from canzona_cli.run.phases import Phase
 class HostedGroup:
     """Call, in the pipeline's order: send_gradients, receive_gradients, step, send_weights, receive_weights.
 
-    Everything is bound to its place once; a step moves data and allocates nothing. Gradients are put together and
-    matrices updated on the current stream; what is sent, and weights that come back, are left to `wiring.aside`, which
-    the caller joins.
+    Everything is bound to its place once; a step moves data and allocates nothing. Gradients are put together
+    and matrices updated on the current stream; what is sent, and weights that come back, are left to
+    `wiring.aside`, which the caller joins.
 
     Args:
         hosted: the matrices of the micro-group that this rank hosts, in the plan's order.
         gradients: fragments from all ranks to the hosts of their matrices.
         weights: fragments of new weights from the hosts back to all ranks.
-        scratch: fp32, flat, of at least `scratch_elements(hosted)`; gradients of what is updated, one group at a time.
-        finite: by hosted matrix, where to say how the update went: a number, or NaN or infinite where it was not.
+        scratch: fp32, flat, of at least `scratch_elements(hosted)`; gradients of what is updated, one group
+            at a time.
+        finite: by hosted matrix, where to say how the update went: a number, or NaN or infinite where it was
+            not.
     """
 
     def __init__(
@@ -75,8 +78,8 @@ class HostedGroup:
         self._bind_arriving_weights()
 
     def _bind_gradients(self, scratch: torch.Tensor) -> None:
-        """Binds the place where each hosted matrix's gradient is put together: in `scratch`, or where it lies whole
-        already."""
+        """Binds the place where each hosted matrix's gradient is put together: in `scratch`, or where it lies
+        whole already."""
         fragments, rank = self._wiring.fragments, self._wiring.rank
         offset = 0
         for matrix in self.hosted:
@@ -131,7 +134,8 @@ class HostedGroup:
             self._start(self._gradients)
 
     def receive_gradients(self, scale: float) -> None:
-        """Wait for the fragments and put the hosted matrices' gradients together, times `scale` (clipping)."""
+        """Wait for the fragments and put the hosted matrices' gradients together,
+        times `scale` (clipping)."""
         with self._wiring.timer.phase(self._moving):
             # Where nothing comes in, only the next message to be packed has to wait until this one is away.
             with nullcontext() if self._grad_unpack else self._wiring.aside.work():
@@ -171,7 +175,8 @@ class HostedGroup:
             write_finite(self._own_weights, self._finite, on_host=self._on_host)
 
     def receive_weights(self) -> None:
-        """Wait for the updated fragments and write them; those of a non-finite update are left as they were."""
+        """Wait for the updated fragments and write them;
+        those of a non-finite update are left as they were."""
         with self._wiring.timer.phase(self._moving), self._wiring.aside.work():
             self._finish(self._weights)
             if self._weight_unpack:
@@ -215,7 +220,8 @@ class Hosting:
 
 @torch.no_grad()
 def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[Matrix]) -> None:
-    """Makes masters of the model's weights. Collective: every TP rank calls it with the same matrices that travel."""
+    """Makes masters of the model's weights. Collective:
+    every TP rank calls it with the same matrices that travel."""
     fragments, masters, rank, tp = wiring.fragments, wiring.masters, wiring.rank, wiring.fragments.tp
     # A few at a time: this needs memory on top of the pipeline's own.
     for batch in runs(matrices, BATCH_BYTES // 4):
@@ -265,7 +271,8 @@ def lies_whole(wiring: Wiring, matrix: Matrix) -> bool:
 
 def _own_write(fragments: Fragments, matrix: Matrix, source: torch.Tensor) -> Write:
     weight = fragments.weight(matrix)
-    # The fragment's reduced gradient has been used up when its weight is written, and has room for the rounded weight.
+    # The fragment's reduced gradient has been used up when its weight is written, and has room for the
+    # rounded weight.
     same = weight.dtype is source.dtype
     room = weight if same else fragments.gradient(matrix).view(weight.dtype)[..., : weight.shape[-1]]
     return Write(target=weight, source=source, rounded=room)

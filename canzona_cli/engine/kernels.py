@@ -1,7 +1,8 @@
 """The ladder: which kernel multiplies to symmetric results, found out when a run starts, on its own shapes.
 
-Every kernel is compared with cuBLAS before it is timed, and none is taken that one rank cannot use, that is wrong
-anywhere, or that gains too little. All ranks take the same: strategy sc relies on equal updates everywhere.
+Every kernel is compared with cuBLAS before it is timed, and none is taken that one rank cannot use, that is
+wrong anywhere, or that gains too little. All ranks take the same: strategy sc relies on equal updates
+everywhere.
 """
 
 import statistics
@@ -28,14 +29,15 @@ Seconds = Callable[[Callable[[], None]], float]
 LEAST_SIDE = 512
 """Smaller products fill no GPU, whole or halved, and every shape that is tried takes seconds of compiling."""
 GAIN = 0.97
-"""A kernel is taken where it takes at most this share of cuBLAS's time: less is within the spread of a few samples."""
+"""A kernel is taken where it takes at most this share of cuBLAS's time:
+less is within the spread of a few samples."""
 _REPEATS = 9
 _NAMES: Mapping[torch.dtype, Literal["bf16", "fp16"]] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def product_shapes(config: RunConfig, device: torch.device) -> list[Shape]:
-    """Lists the products of the run's updates that have symmetric results, smallest first, each in the type that its
-    form has on `device`; nothing where they do not."""
+    """Lists the products of the run's updates that have symmetric results, smallest first, each in the type
+    that its form has on `device`; nothing where they do not."""
     how = algorithm(config)
     if not RULES[how.name].orthogonal or how.custom or how.precision != "bf16" or not execution_of(config).ours:
         return []
@@ -142,8 +144,8 @@ class _Case:
         kernel(a, b, self._out, *self._scalars)
 
     def wrong(self, kernel: Kernel) -> bool:
-        """Tells whether an element is off by more than two roundings to its type, or by more than sums of terms of this
-        size in another order are. What is not written stays NaN."""
+        """Tells whether an element is off by more than two roundings to its type, or by more than sums of
+        terms of this size in another order are. What is not written stays NaN."""
         self._out.fill_(float("nan"))
         self.run(kernel)
         exact = self._exact.float()
@@ -152,8 +154,8 @@ class _Case:
 
 
 def _cases(shape: Shape, device: torch.device) -> Iterable[_Case]:
-    """Yields X X^T of both strides an iterate can have; of squares also what Newton-Schulz makes of a symmetric one.
-    Rows have norms near 1."""
+    """Yields X X^T of both strides an iterate can have; of squares also what Newton-Schulz makes of a
+    symmetric one. Rows have norms near 1."""
     side, long, dtype = shape
     x = torch.randn(side, long, device=device).mul_(long**-0.5).to(dtype)
     tall = x.mT.contiguous().mT

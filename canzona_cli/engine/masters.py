@@ -1,4 +1,5 @@
-"""The base of optimizers of whole matrices, whoever updates which: fp32 masters, and state saved whole and by name."""
+"""The base of optimizers of whole matrices, whoever updates which: fp32 masters,
+and state saved whole and by name."""
 
 import logging
 from abc import abstractmethod
@@ -64,8 +65,8 @@ class HeldFragment:
 
 
 def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tensor:
-    """Counts the updates of the last step that were left out as not to be trusted: (1,), on the device, without
-    waiting."""
+    """Counts the updates of the last step that were left out as not to be trusted: (1,), on the device,
+    without waiting."""
     count = torch.zeros(1, device=device)
     for group in groups:
         if isinstance(group.optimizer, Muon) and (doubted := group.optimizer.doubted()) is not None:
@@ -111,8 +112,8 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
     """The matrices' part of a `CanzonaOptimizer`; a subclass moves fragments and steps the groups' optimizers.
 
     Args:
-        masters: by matrix index: the fp32 weights of what this rank updates, (rows, columns); of a shared matrix its
-            fragment.
+        masters: by matrix index: the fp32 weights of what this rank updates, (rows, columns); of a shared
+            matrix its fragment.
     """
 
     groups: Sequence[MatrixGroup]
@@ -150,8 +151,8 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
 
     @abstractmethod
     def fallbacks(self) -> torch.Tensor:
-        """Counts the updates of the last step that were not finite, or needed their optimizer's fallback; each counted
-        on one rank of a `CanzonaOptimizer`'s `stats_group`. (1,), on the device."""
+        """Counts the updates of the last step that were not finite, or needed their optimizer's fallback;
+        each counted on one rank of a `CanzonaOptimizer`'s `stats_group`. (1,), on the device."""
 
     @abstractmethod
     def repair(self) -> None:
@@ -201,8 +202,8 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
         return list(self.masters.values())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: the model zeroes Megatron's gradient buffers, and masters have gradients only while they are
-        updated."""
+        """Does nothing: the model zeroes Megatron's gradient buffers, and masters have gradients only while
+        they are updated."""
 
     def get_loss_scale(self) -> torch.Tensor:
         return torch.ones(1, device=self._device)
@@ -213,7 +214,8 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
     def state_dict(self) -> dict[str, object]:
         """Returns the state of the matrices hosted here, whole, by name; that of `fragments` is not in it.
 
-        Of each: "master", fp32; "state", the optimizer's own; "group", what it counts for all matrices together.
+        Of each: "master", fp32; "state", the optimizer's own; "group", what it counts for all matrices
+        together.
         """
         self.repair()
         saved: dict[str, object] = {}
@@ -255,8 +257,8 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
 
 
 def _counted(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Collects what an optimizer itself has changed in its parameter group; the schedule changes rate and decay, the
-    user the rest."""
+    """Collects what an optimizer itself has changed in its parameter group; the schedule changes rate and
+    decay, the user the rest."""
     return {
         key: value
         for key, value in optimizer.param_groups[0].items()

@@ -1,4 +1,5 @@
-"""The matrices' part of an optimizer step: micro-groups in a pipeline, then gathering over the data-parallel ranks."""
+"""The matrices' part of an optimizer step: micro-groups in a pipeline,
+then gathering over the data-parallel ranks."""
 
 import logging
 from collections.abc import Sequence
@@ -56,12 +57,14 @@ class PlannedOptimizer(MasterOptimizer):
     # --- one step ---
 
     def gradients_for_norm(self) -> list[torch.Tensor]:
-        """Lists what this rank adds to the global gradient norm: every element of the stage's matrices on one rank."""
+        """Lists what this rank adds to the global gradient norm:
+        every element of the stage's matrices on one rank."""
         return self._slices
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Pack and send the first groups' gradients. Messages carry them as they are: hosts scale what arrives."""
+        """Pack and send the first groups' gradients. Messages carry them as they are:
+        hosts scale what arrives."""
         self._run(ahead(len(self.groups)))
 
     @torch.no_grad()
@@ -79,8 +82,8 @@ class PlannedOptimizer(MasterOptimizer):
         return True
 
     def _update(self) -> None:
-        """Updates group i while messages of the groups before and after it travel; what is packed and written for them
-        is done aside. `planner.order.order` says what comes when."""
+        """Updates group i while messages of the groups before and after it travel; what is packed and written
+        for them is done aside. `planner.order.order` says what comes when."""
         self._run(None)
         self._begun = 0
         if self._sharing is not None:
@@ -96,8 +99,8 @@ class PlannedOptimizer(MasterOptimizer):
         self._begun = max(self._begun, end or 0)
 
     def _gather(self) -> None:
-        """Starts gathering: overlapped, what the forward needs first travels at once (`owner_bucket_group.install` has
-        the rest follow); else all matrices now."""
+        """Starts gathering: overlapped, what the forward needs first travels at once
+        (`owner_bucket_group.install` has the rest follow); else all matrices now."""
         ahead = gathering_order(self._chunks)[:GATHERED_AHEAD]
         for bucket in ahead if self._overlap else reversed(matrix_groups(self._chunks)):
             bucket.start_param_sync()
@@ -113,10 +116,12 @@ class PlannedOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def repair(self) -> None:
-        """Give matrices whose last update was not finite their previous weights back, and a new optimizer state.
+        """Give matrices whose last update was not finite their previous weights back,
+        and a new optimizer state.
 
-        Fragments of such an update were never written, so the model's own weights are the previous ones; the master is
-        made of them again. The TP ranks agree first: where no fragment travelled, flags did not either.
+        Fragments of such an update were never written, so the model's own weights are the previous ones; the
+        master is made of them again. The TP ranks agree first: where no fragment travelled, flags did not
+        either.
         """
         settle(self.groups, self.masters)
         if self._sharing is not None:
@@ -144,8 +149,8 @@ class PlannedOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Rounds masters into the weights of this owner's TP ranks; gathering them over the data-parallel ranks is not
-        done."""
+        """Rounds masters into the weights of this owner's TP ranks; gathering them over the data-parallel
+        ranks is not done."""
         for group in self.groups:
             group.send_weights()
             group.receive_weights()
@@ -160,8 +165,8 @@ class PlannedOptimizer(MasterOptimizer):
     # --- set-up ---
 
     def _gradient_slices(self) -> list[torch.Tensor]:
-        """Lists the owned ranges of the buckets; where TP ranks have equal copies of a matrix, only the first one's
-        count."""
+        """Lists the owned ranges of the buckets; where TP ranks have equal copies of a matrix, only the first
+        one's count."""
         fragments = self._wiring.fragments
         owned = self._hosting.owned
         if any(matrix.replicated and self._tp > 1 for matrix in owned):

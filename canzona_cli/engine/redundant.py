@@ -1,9 +1,11 @@
-"""The baseline, strategy sc: every rank updates every matrix of its stage, whole, with the optimizers the engine hosts.
+"""The baseline, strategy sc: every rank updates every matrix of its stage, whole,
+with the optimizers the engine hosts.
 
-Megatron's own sc has Muon only. For every other optimizer this does what its `muon_tp_mode=duplicated` does: gradients
-are all-reduced over the data-parallel ranks; then, one matrix after another, tensor-parallel ranks gather its
-fragments, all of them update the whole, and each keeps its own fragment of the new weight. Nothing overlaps, every
-rank has all masters and states, and what comes out equals strategy canzona's, turns of refreshes included.
+Megatron's own sc has Muon only. For every other optimizer this does what its `muon_tp_mode=duplicated` does:
+gradients are all-reduced over the data-parallel ranks; then, one matrix after another, tensor-parallel ranks
+gather its fragments, all of them update the whole, and each keeps its own fragment of the new weight. Nothing
+overlaps, every rank has all masters and states, and what comes out equals strategy canzona's, turns of
+refreshes included.
 """
 
 from collections.abc import Sequence
@@ -50,7 +52,8 @@ class FragmentGather:
         """Gathers fragments of all TP ranks into `whole`. Every rank of the group calls it.
 
         Args:
-            fragment: this rank's, as `Fragments` has it; where the matrix lives on another rank alone it is not read.
+            fragment: this rank's, as `Fragments` has it; where the matrix lives on another rank alone it is
+                not read.
             whole: fp32 (rows, columns).
         """
         in_whole, rank, group = self._wiring.fragments.in_whole, self._wiring.rank, self._wiring.tp_group
@@ -87,7 +90,8 @@ class RedundantUpdate:
         self._gradient = whole.view(matrix.rows, matrix.cols)
 
     def run(self, scale: float) -> None:
-        """Gather the gradient, times `scale` (clipping), update the master, keep this rank's fragment of it."""
+        """Gather the gradient, times `scale` (clipping), update the master,
+        keep this rank's fragment of it."""
         matrix, gathering, master = self._matrix, self._gathering, self._master
         # With nothing to gather, what is copied is a part of the update.
         with self._wiring.timer.phase("exchange" if gathering.travels(matrix) else "matrix_update"):
@@ -111,7 +115,8 @@ class RedundantUpdate:
 class RedundantOptimizer(MasterOptimizer):
     """The updates of all matrices of this rank's stage, one after another.
 
-    Unlike strategy canzona it does not put back a weight whose update was not finite: that is left to the loss.
+    Unlike strategy canzona it does not put back a weight whose update was not finite: that is left to the
+    loss.
 
     Args:
         matrices: of the stage, in their order, which is the same on every rank: their gathers meet.
@@ -140,7 +145,8 @@ class RedundantOptimizer(MasterOptimizer):
         ]
 
     def gradients_for_norm(self) -> list[torch.Tensor]:
-        """Lists this rank's fragments; where TP ranks have equal copies of a matrix, only the first one's count."""
+        """Lists this rank's fragments; where TP ranks have equal copies of a matrix,
+        only the first one's count."""
         held = [matrix for matrix in self._matrices if _stores(self._wiring, matrix)]
         return [self._wiring.fragments.gradient(m) for m in held if not m.replicated or self._wiring.rank == 0]
 

@@ -188,15 +188,15 @@ class Sharing:
             write_finite([(place, shared.write()) for place, shared in enumerate(left)], sums, on_host=on_host)
 
     def fallbacks(self) -> torch.Tensor:
-        """Counts the updates of the last step that were left out or not finite: (1,). All TP ranks know the same: one
-        counts."""
+        """Counts the updates of the last step that were left out or not finite: (1,). All TP ranks know the
+        same: one counts."""
         count = left_out((self,), self._wiring.device) + self._sums.isfinite().logical_not().sum()
         return count if self._wiring.rank == 0 else torch.zeros_like(count)
 
     @torch.no_grad()
     def repair(self, masters: Mapping[int, torch.nn.Parameter]) -> None:
-        """Repairs as `PlannedOptimizer.repair` does; here every rank has its part of the previous weight itself. The
-        host waits."""
+        """Repairs as `PlannedOptimizer.repair` does; here every rank has its part of the previous weight
+        itself. The host waits."""
         settle((self,), masters)
         for shared, total in zip(self.matrices, self._wiring.timer.read(self._sums), strict=True):
             if math.isfinite(total):

@@ -1,5 +1,5 @@
-"""The means that move matrices between ranks: views of fragments, messages, a stream for packing them, and writes of
-weights."""
+"""The means that move matrices between ranks: views of fragments, messages, a stream for packing them, and
+writes of weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,25 +38,29 @@ class Fragments:
         return self.in_parameter(matrix, self._parameters[matrix.parameter].detach())
 
     def in_parameter(self, matrix: Matrix, parameter: torch.Tensor) -> torch.Tensor:
-        """Views the fragment in `parameter`, which this rank stores; 2-D or 3-D, see `geometry.in_parameter`."""
+        """Views the fragment in `parameter`, which this rank stores; 2-D or 3-D,
+        see `geometry.in_parameter`."""
         view = geometry.in_parameter(matrix, self._model, self.tp)
         return parameter.view(view.shape)[view.index]
 
     def in_whole(self, matrix: Matrix, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Views the place of TP rank `rank`'s fragment in the whole (rows, columns), in the shape of `in_parameter`."""
+        """Views the place of TP rank `rank`'s fragment in the whole (rows, columns),
+        in the shape of `in_parameter`."""
         view = geometry.in_whole(matrix, self._model, self.tp, rank)
         return whole.view(view.shape)[view.index]
 
 
 class Aside:
-    """A stream for work that overlaps what computes after it; on a device without streams the work is just done.
+    """A stream for work that overlaps what computes after it;
+    on a device without streams the work is just done.
 
-    Nothing needs `record_stream`: what is touched within `work` was allocated at set-up and stays; and a tensor that
-    is made within it is used and freed within it.
+    Nothing needs `record_stream`: what is touched within `work` was allocated at set-up and stays; and a
+    tensor that is made within it is used and freed within it.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Urgent: a few short copies beside products that occupy the whole device, and somebody waits for the messages.
+        # Urgent: a few short copies beside products that occupy the whole device, and somebody waits for the
+        # messages.
         self._stream = torch.cuda.Stream(priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -76,7 +80,8 @@ class Aside:
 
 
 SETS = 2
-"""While group i is updated, gradients of i + 1 travel in and weights of i - 1 out: of each direction two are in use."""
+"""While group i is updated, gradients of i + 1 travel in and weights of i - 1 out:
+of each direction two are in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +169,8 @@ class Wiring:
     """The stream on which messages are packed and arriving weights are written."""
     device: torch.device
     masters: Mapping[int, torch.nn.Parameter]
-    """The fp32 weights by matrix index of what this rank updates, (rows, columns); of a shared matrix its fragment."""
+    """The fp32 weights by matrix index of what this rank updates, (rows, columns);
+    of a shared matrix its fragment."""
     make_optimizer: MakeOptimizer
 
 
@@ -191,8 +197,8 @@ class Write:
     target: torch.Tensor
     source: torch.Tensor
     rounded: torch.Tensor
-    """Shape and dtype of `target`; scratch where `source` has another dtype: `torch.where` of two dtypes would work in
-    the wider one, in memory of its own."""
+    """Shape and dtype of `target`; scratch where `source` has another dtype: `torch.where` of two dtypes
+    would work in the wider one, in memory of its own."""
 
 
 def write_finite(writes: Sequence[tuple[int, Write]], flags: torch.Tensor, *, on_host: bool) -> None:

@@ -1,7 +1,8 @@
-"""A Hugging Face folder as it lies on the disk: its settings, and which tensor is in which file. Opens headers only.
+"""A Hugging Face folder as it lies on the disk: its settings, and which tensor is in which file.
+Opens headers only.
 
-Nothing in it is executed, and no file outside of it is named by its index; files may be links, as in Hugging Face's
-own cache.
+Nothing in it is executed, and no file outside of it is named by its index; files may be links, as in Hugging
+Face's own cache.
 """
 
 import math
@@ -76,7 +77,8 @@ class HuggingFaceFolder:
         """Refuses a folder of another model.
 
         Raises:
-            ConfigError: every setting that differs, and every tensor that is missing, is one too many, or has another
+            ConfigError: every setting that differs, and every tensor that is missing, is one too many, or has
+            another
                 shape or type.
         """
         refuse([*self._other_settings(model), *_first(self._wrong_tensors(model))])
@@ -294,7 +296,8 @@ def _of_the_text(run: RunFiles) -> Beside:
 
 
 def _settings_of(text: str, eod: int | None) -> str:
-    """`tokenizer_config.json`: the class that reads any tokenizer.json, and the token that ends a document."""
+    """`tokenizer_config.json`: the class that reads any tokenizer.json,
+    and the token that ends a document."""
     from tokenizers import Tokenizer
 
     settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

@@ -1,8 +1,8 @@
 """The model in Hugging Face's words: its `config.json`, and the names of its tensors.
 
-Sources: the settings classes of transformers, and the published files. Version 5 nests the rotary embedding's base in
-`rope_parameters` and says `dtype` for `torch_dtype`; it reads the older words, which are written here. A tensor is a
-unit of model space (`canzona_cli.model.geometry`), with the same rows.
+Sources: the settings classes of transformers, and the published files. Version 5 nests the rotary embedding's
+base in `rope_parameters` and says `dtype` for `torch_dtype`; it reads the older words, which are written
+here. A tensor is a unit of model space (`canzona_cli.model.geometry`), with the same rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -123,7 +123,8 @@ def _problem(key: str, value: object, reason: str) -> Problem:
 
 @lru_cache(maxsize=4)
 def tensor_names(model: ModelConfig) -> Mapping[str, str]:
-    """Hugging Face's name by unit, in the order of the model: each weight once, so none of a tied output layer."""
+    """Hugging Face's name by unit, in the order of the model: each weight once,
+    so none of a tied output layer."""
     foreign = family_of(model).foreign
     names = {EMBEDDING: foreign.embedding}
     for layer in range(model.num_layers):

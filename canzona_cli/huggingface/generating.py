@@ -1,4 +1,5 @@
-"""Text from a checkpoint, by transformers' own generation: its class of the family, with our masters as its weights."""
+"""Text from a checkpoint, by transformers' own generation: its class of the family,
+with our masters as its weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

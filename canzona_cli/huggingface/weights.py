@@ -1,7 +1,8 @@
 """Weights from and to Hugging Face folders, a piece of one tensor in memory at a time.
 
-An import is the checkpoint of step 0: fp32 masters in model space without optimizer state, from which every layout,
-optimizer and splitting can start, as from the weights of any other run. An export is sharded safetensors.
+An import is the checkpoint of step 0: fp32 masters in model space without optimizer state, from which every
+layout, optimizer and splitting can start, as from the weights of any other run. An export is sharded
+safetensors.
 """
 
 import json
@@ -196,7 +197,8 @@ def export_weights(
         on_bytes: told how many further bytes have been written.
 
     Raises:
-        ConfigError: the model is no Qwen3 of Hugging Face; the place has something; a weight is too large for fp16.
+        ConfigError: the model is no Qwen3 of Hugging Face; the place has something; a weight is too large for
+            fp16.
         CheckpointInvalid: the checkpoint lacks a weight, or has one that is no number.
         EnvironmentProblem: it cannot be written.
     """
@@ -265,7 +267,8 @@ def _rounded(reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[i
 def staged(out: Path, *, key: str) -> Iterator[Path]:
     """A hidden folder beside `out`, which takes its name when the block is over.
 
-    Files in it must be on the disk by then. What a kill leaves of it, the next one for the same place removes.
+    Files in it must be on the disk by then. What a kill leaves of it, the next one for the same place
+    removes.
 
     Args:
         key: what the user named the place by.
@@ -299,7 +302,8 @@ def staged(out: Path, *, key: str) -> Iterator[Path]:
 
 
 def check_empty(place: Path, *, key: str) -> None:
-    """Raises ConfigError for a place that has something: what is there is never mixed with anything, nor replaced."""
+    """Raises ConfigError for a place that has something:
+    what is there is never mixed with anything, nor replaced."""
     if os.path.lexists(place) and (place.is_symlink() or not place.is_dir() or any(place.iterdir())):
         fix = "name a folder that does not exist yet, or an empty one"
         raise ConfigError(Problem(key=key, value=place, reason="there is something already", fix=fix))

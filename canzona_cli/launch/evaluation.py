@@ -36,8 +36,8 @@ _NOT_THE_RUNS = (
     *("run.dir=null", f"run.root={ROOT}", "run.trackers=[]", "run.restarts=0"),
     *("run.trace_steps=null", "run.profile_steps=null", "train.sample_every=0", "train.recompute=full"),
 )
-"""Settings of a run that an evaluation does not use; some would be in the way: somebody's own optimizer is code that
-nobody has asked for. Recomputation only says here that no activations are kept."""
+"""Settings of a run that an evaluation does not use; some would be in the way: somebody's own optimizer is
+code that nobody has asked for. Recomputation only says here that no activations are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,8 @@ def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Pat
 
 
 def _spread(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """Chooses a layout that fits the settings and the memory: of several, the one with the most data-parallel ranks."""
+    """Chooses a layout that fits the settings and the memory: of several,
+    the one with the most data-parallel ranks."""
     possible = candidates(config)
     fitting = [candidate for candidate in possible if candidate.memory.forward <= candidate.memory.capacity]
     if not fitting:

@@ -1,11 +1,13 @@
 """Tells a run that hangs from one that is slow, and which of its ranks holds the others up.
 
-A run hangs when none of this machine's ranks makes progress for `run.hang_timeout_s`. Progress is every change of phase
-and both ends of every wait for other ranks, many times per step. Where a single operation may take long (start-up,
-reading data, saving, the first step, which may compile), the limit is `PATIENCE` times as long.
+A run hangs when none of this machine's ranks makes progress for `run.hang_timeout_s`. Progress is every
+change of phase and both ends of every wait for other ranks, many times per step. Where a single operation may
+take long (start-up, reading data, saving, the first step, which may compile), the limit is `PATIENCE` times
+as long.
 
-The culprit is, in this order: a process that no longer runs (stopped, swapped out, or waiting for a disk), whose beat
-has ceased; a rank that is stuck in its own work while others wait for it; the rank that has waited longest.
+The culprit is, in this order: a process that no longer runs (stopped, swapped out, or waiting for a disk),
+whose beat has ceased; a rank that is stuck in its own work while others wait for it; the rank that has waited
+longest.
 """
 
 import os
@@ -148,7 +150,8 @@ def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[i
 
     Args:
         signs: of at least one rank, none of which goes on.
-        now, began: seconds of the monotonic clock; when the launcher began stands in for a rank that never started.
+        now, began: seconds of the monotonic clock; when the launcher began stands in for a rank that never
+            started.
         state: of a process, in psutil's words; empty when it is gone.
     """
 

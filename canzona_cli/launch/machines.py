@@ -1,8 +1,8 @@
 """The launchers of a run's machines: they meet before the workers start, and agree on how the run ended.
 
-They share nothing but the run directory. Its folder `nodes` holds a file per machine for the meeting, one per machine
-that has ended, and one with the verdict of machine 0, so every launcher exits with the same code and names the same
-culprit, whichever of them saw it.
+They share nothing but the run directory. Its folder `nodes` holds a file per machine for the meeting, one per
+machine that has ended, and one with the verdict of machine 0, so every launcher exits with the same code and
+names the same culprit, whichever of them saw it.
 """
 
 import secrets
@@ -22,12 +22,14 @@ from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
 MEETING_PATIENCE_S = 300.0
 """Seconds in which all machines have to arrive: Slurm starts a step's tasks together, people take longer."""
 END_PATIENCE_S = 30.0
-"""Seconds the other machines get to say how they ended once one's workers have gone: a rank that has lost its neighbour
-notices at once, torchrun gives it 15 seconds to go."""
+"""Seconds the other machines get to say how they ended once one's workers have gone: a rank that has lost its
+neighbour notices at once, torchrun gives it 15 seconds to go."""
 VERDICT_PATIENCE_S = 900.0
-"""Seconds in which machine 0 has to end as well where nothing has failed: it may be reading a checkpoint again."""
+"""Seconds in which machine 0 has to end as well where nothing has failed:
+it may be reading a checkpoint again."""
 FAILURE_GRACE_S = 20.0
-"""Seconds the workers here get to notice by themselves that another machine's have failed; NCCL may wait forever."""
+"""Seconds the workers here get to notice by themselves that another machine's have failed;
+NCCL may wait forever."""
 HANG_GRACE_S = 15.0
 """Seconds for which a machine whose ranks only wait lets the others name the rank that hangs."""
 _LOOK_S = 2.0
@@ -50,8 +52,8 @@ class Machines:
     """The link between this launcher and those of the other machines; on a single machine it does nothing."""
 
     def __init__(self, files: RunFiles, *, node_rank: int = 0, nodes: int = 1, restarts: int = 0) -> None:
-        """`restarts`: how often this launch has started the run again; each time the machines meet in a new folder, so
-        that one which is slow to hear how it ended still can."""
+        """`restarts`: how often this launch has started the run again; each time the machines meet in a new
+        folder, so that one which is slow to hear how it ended still can."""
         self._files = files
         self.node_rank = node_rank
         self._nodes = nodes
@@ -68,7 +70,8 @@ class Machines:
         """
         if self._nodes == 1:
             return
-        # Of an earlier launch in this directory. One who arrives at this moment may keep the folder from going.
+        # Of an earlier launch in this directory. One who arrives at this moment may keep the folder from
+        # going.
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)
         others = range(1, self._nodes)
@@ -143,7 +146,8 @@ class Machines:
         """Returns how the whole run ended, the same on every machine. This machine's workers have gone.
 
         Args:
-            settle: on machine 0, what follows from it where all machines are still there; the others do likewise.
+            settle: on machine 0, what follows from it where all machines are still there; the others do
+                likewise.
         """
         if self._nodes == 1:
             return settle(outcome)
@@ -187,7 +191,8 @@ class Machines:
         )
 
     def _ended(self) -> Iterator[tuple[float, int, Outcome]]:
-        """Yields each other machine's end: when its workers had gone (seconds since 1970), its number, its outcome."""
+        """Yields each other machine's end: when its workers had gone (seconds since 1970),
+        its number, its outcome."""
         for number in range(self._nodes):
             if number != self.node_rank:
                 ended = load_if_sound(self._folder / f"ended-{number}.json", _Ended)
@@ -201,8 +206,9 @@ class Machines:
 def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
     """Combines how the machines ended into how the run ended.
 
-    A rank or a torchrun that failed by itself is why the others lost it; a missing machine explains what nobody
-    else does. Of several failures the first counts: a rank may die of losing another in ways that do not look like it.
+    A rank or a torchrun that failed by itself is why the others lost it; a missing machine explains what
+    nobody else does. Of several failures the first counts: a rank may die of losing another in ways that do
+    not look like it.
 
     Args:
         ended: by machine, in the order in which they ended.
@@ -214,8 +220,8 @@ def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
     first = next(iter([*(o for o in failed if not o.secondary), *gone, *failed]), None)
     if first is not None:
         return first
-    # A machine that was told to stop knows more than one whose ranks had just come to their end; machine 0 has the
-    # rank that completes checkpoints.
+    # A machine that was told to stop knows more than one whose ranks had just come to their end; machine 0
+    # has the rank that completes checkpoints.
     in_order = [outcome for _, outcome in sorted(ended.items())]
     return next((outcome for outcome in in_order if outcome.status != "done"), in_order[0])
 

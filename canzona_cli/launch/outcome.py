@@ -1,7 +1,8 @@
 """The outcome of a run, worked out from what the ranks wrote.
 
-torchrun's own exit code is 1 for every failure, and the failure it calls the root cause may be a rank that merely lost
-its neighbour. The rank files say what each rank saw; torchrun's log adds the signals that killed ranks.
+torchrun's own exit code is 1 for every failure, and the failure it calls the root cause may be a rank that
+merely lost its neighbour. The rank files say what each rank saw; torchrun's log adds the signals that killed
+ranks.
 """
 
 import re
@@ -47,7 +48,8 @@ class Outcome(RunResult):
     """The end of a run, with what the terminal shows of a failure beyond `result.json`."""
 
     traceback: tuple[str, ...] = ()
-    """The last lines of the failing rank's traceback; empty for a mistake of the user, which the message explains."""
+    """The last lines of the failing rank's traceback; empty for a mistake of the user,
+    which the message explains."""
     problems: tuple[Problem, ...] = ()
     """The problems that this rank wrote for the user; empty where something else ended it."""
     error_type: str = ""
@@ -93,7 +95,8 @@ def interrupted(message: str) -> Outcome:
 
 
 def unsaved(message: str, checkpoint: str | None) -> Outcome:
-    """Returns the outcome of a preempted run that was not saved: an older checkpoint, if any, is where it resumes."""
+    """Returns the outcome of a preempted run that was not saved: an older checkpoint, if any,
+    is where it resumes."""
     if checkpoint is None:
         return interrupted(f"{message}; there is no checkpoint to continue from")
     message = f"{message}; the checkpoint to continue from is {checkpoint}, and it is intact"
@@ -142,7 +145,8 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
         stopping: somebody asked for a clean stop.
     """
     agent_code, results = workers.agent_code, read_ranks(workers.files, workers.ranks)
-    # A rank without room left to write how it ended reports it by its exit code, which torchrun passes on if it is 0.
+    # A rank without room left to write how it ended reports it by its exit code, which torchrun passes on if
+    # it is 0.
     unreported = "running" if agent_code == 0 and not stopping else None
     if all(r.status in ("done", unreported) for r in results):
         return Outcome(status="done", exit_code=ExitCode.OK, message=_lost(results))
@@ -259,7 +263,8 @@ def _code(code: int) -> str:
 
 
 def _deaths(agent_log: Path) -> dict[int, int]:
-    """Reads exit codes by rank from torchrun's failure report; negative for a signal. Empty if there is no report."""
+    """Reads exit codes by rank from torchrun's failure report; negative for a signal.
+    Empty if there is no report."""
     try:
         text = agent_log.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,5 @@
-"""Processes that the launcher starts on its own machine. They die with it, and so does everything that they started."""
+"""Processes that the launcher starts on its own machine. They die with it,
+and so does everything that they started."""
 
 import os
 import subprocess
@@ -43,8 +44,8 @@ def start_child(
 
 
 def kill_tree(child: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all below it, if it has not ended. Some have sessions of their own, so that its process group
-    would not be enough."""
+    """Kill a process and all below it, if it has not ended. Some have sessions of their own, so that its
+    process group would not be enough."""
     if child.poll() is None:
         processes = list[psutil.Process]()
         with suppress(psutil.NoSuchProcess):  # it may end meanwhile
@@ -74,7 +75,8 @@ def tracked(
 ) -> Iterator[None]:
     """Have the trackers follow the run for as long as the block lasts, and shortly after it.
 
-    A tracker can do nothing to the run: one that cannot even be started, or is not done in time, is only reported.
+    A tracker can do nothing to the run: one that cannot even be started, or is not done in time, is only
+    reported.
 
     Args:
         start: the step after which this launch begins.

@@ -1,7 +1,8 @@
-"""Running again after an early end: the launch itself restarts a run that failed, a person resumes it with a command.
+"""Running again after an early end: the launch itself restarts a run that failed,
+a person resumes it with a command.
 
-A restart happens within one launch, `run.restarts` times at most, after a wait. The resume command repeats what was
-typed, with the directory that the run has.
+A restart happens within one launch, `run.restarts` times at most, after a wait. The resume command repeats
+what was typed, with the directory that the run has.
 """
 
 import os
@@ -29,7 +30,8 @@ from canzona_cli.run.words import duration, plural
 
 FIRST_WAIT_S = 10.0
 LONGEST_WAIT_S = 600.0
-"""Seconds that a machine or a file server takes to come back; longer only keeps the GPUs from somebody else."""
+"""Seconds that a machine or a file server takes to come back;
+longer only keeps the GPUs from somebody else."""
 _POLL_S = 0.2
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
@@ -51,8 +53,9 @@ class Restarts:
     def decide(self, outcome: Outcome) -> Outcome:
         """Returns the same end with the wait before the restart, or with the reason why there is none.
 
-        A crash or a hang may be a machine's fault. A user's mistake and a divergence would happen again, and so would,
-        most likely, what has happened twice at the same step in the same words (apart from numbers: times, addresses).
+        A crash or a hang may be a machine's fault. A user's mistake and a divergence would happen again, and
+        so would, most likely, what has happened twice at the same step in the same words (apart from numbers:
+        times, addresses).
         """
         if self.most == 0 or outcome.status != "failed" or outcome.exit_code not in (ExitCode.CRASH, ExitCode.HANG):
             return outcome
@@ -78,7 +81,8 @@ def run_with_restarts(
     node_rank: int,
     say: Callable[[str], None],
 ) -> Outcome:
-    """Attempt the run until it ends in a way that no restart follows, or somebody stops it between two attempts.
+    """Attempt the run until it ends in a way that no restart follows,
+    or somebody stops it between two attempts.
 
     Args:
         attempt: starts the run and watches it to its end, which it writes to `result.json`.
@@ -108,7 +112,8 @@ def run_with_restarts(
 
 
 def _asked_to_stop(files: RunFiles, requests: Requests, wait_s: float) -> StopReason | None:
-    """Waits; returns why somebody asked to stop meanwhile, here or on another of the run's machines; else None."""
+    """Waits; returns why somebody asked to stop meanwhile,
+    here or on another of the run's machines; else None."""
     until = time.monotonic() + wait_s
     while requests.reason is None and not files.stop_requested():
         if time.monotonic() > until:
@@ -160,7 +165,8 @@ def resume_hint(
 
 
 def _is_replaced(text: str) -> bool:
-    """Returns True if an override only applied to the first start: a directory, or a checkpoint by its name in it."""
+    """Returns True if an override only applied to the first start: a directory,
+    or a checkpoint by its name in it."""
     key, _, value = (part.strip() for part in text.partition("="))
     return key == "run.dir" or (key == "checkpoint.resume" and step_of(value.strip("'\"")) is not None)
 

@@ -1,4 +1,5 @@
-"""The checkpoint that a launch resumes from, and the files of earlier launches, which make room for it. No torch.
+"""The checkpoint that a launch resumes from, and the files of earlier launches,
+which make room for it. No torch.
 
 The checkpoint is chosen before anything is moved, written or started.
 
@@ -66,7 +67,8 @@ class Resumption:
 
 
 def holds_run(files: RunFiles) -> bool:
-    """Returns True if the directory holds files of a run; other files, such as a batch system's log, do not count."""
+    """Returns True if the directory holds files of a run; other files,
+    such as a batch system's log, do not count."""
     known = (files.claim, files.config, files.result, files.metrics, files.ranks, files.logs, files.checkpoints)
     return any(path.exists() for path in known)
 
@@ -78,10 +80,10 @@ def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Res
         again: the same launch restarts the run, rather than a person.
 
     Raises:
-        ConfigError: the run directory holds a finished run; the checkpoint is none, or of another model or optimizer;
-            every reason at once.
-        CheckpointInvalid: the checkpoint is damaged, or holds what no run of its model saves, as far as its manifest,
-            and the sizes and headers of its files show.
+        ConfigError: the run directory holds a finished run; the checkpoint is none, or of another model or
+            optimizer; every reason at once.
+        CheckpointInvalid: the checkpoint is damaged, or holds what no run of its model saves, as far as its
+            manifest, and the sizes and headers of its files show.
     """
     if config.checkpoint.weights_from is not None and config.checkpoint.resume != "auto":
         reason = f"checkpoint.resume={config.checkpoint.resume} says already what the run begins with"
@@ -154,7 +156,8 @@ def _begun_from(
 
 
 def _begun(config: RunConfig, place: Path, *, created: float, tokenizer: str, of_this_run: bool = False) -> Resumption:
-    """Begins at the first step, with weights that have learnt the ids of `tokenizer`; empty if that is not known."""
+    """Begins at the first step, with weights that have learnt the ids of `tokenizer`;
+    empty if that is not known."""
     now = config.data.tokenizer
     known = config.data.source == "stdlib" and tokenizer != ""
     other = f"data.tokenizer is {now}; the weights in {place} have learnt the ids of {tokenizer}"
@@ -170,7 +173,8 @@ def _begun(config: RunConfig, place: Path, *, created: float, tokenizer: str, of
 
 
 def resume_point(files: RunFiles, resumption: Resumption, config: RunConfig) -> ResumePoint:
-    """Returns the resume point for the workers; call it after `set_aside`, which removes lines of later steps."""
+    """Returns the resume point for the workers; call it after `set_aside`,
+    which removes lines of later steps."""
     interval = config.train.eval_interval
     regular = interval > 0 and (resumption.step % interval == 0 or resumption.step == config.train.steps)
     due = regular or not resumption.of_this_run
@@ -197,7 +201,8 @@ def next_free(path: Path) -> Path:
 def _asked_again(files: RunFiles, asked: str, *, again: bool) -> str:
     """Returns `auto` if the previous launch had the same request and has saved since, else the request.
 
-    A batch system starts a preempted job with the command it had, which must not throw away what the job did."""
+    A batch system starts a preempted job with the command it had, which must not throw away what the job
+    did."""
     before, newest = load_if_sound(files.resume, ResumePoint), CheckpointStore(files.checkpoints).latest()
     restarted = step_of(asked) is None or again or int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
     if before is not None and before.asked == asked and restarted and newest is not None:
@@ -270,11 +275,12 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run
 
 
 def set_aside(files: RunFiles, resumption: Resumption | None) -> list[str]:
-    """Moves the files of earlier launches into a new folder of `attempts`. The caller holds the directory's lock.
+    """Moves the files of earlier launches into a new folder of `attempts`.
+    The caller holds the directory's lock.
 
     Args:
-        resumption: the resumption from a checkpoint of this directory, up to which its curve stays; None: everything
-            goes.
+        resumption: the resumption from a checkpoint of this directory, up to which its curve stays; None:
+            everything goes.
 
     Returns:
         Notes for the user, a line each.
@@ -344,7 +350,8 @@ def _step(line: Mapping[str, object]) -> float:
 
 
 def _is_before(line: Mapping[str, object], resumption: Resumption) -> bool:
-    """Returns True if an event happened before the checkpoint's step was over. Most have no step; they have a time."""
+    """Returns True if an event happened before the checkpoint's step was over. Most have no step;
+    they have a time."""
     if "step" in line:
         return _step(line) <= resumption.step
     time = line.get("time")

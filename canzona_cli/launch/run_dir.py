@@ -1,4 +1,5 @@
-"""The run directory: claimed by one launch at a time, safe from other users, filled with all that repeats the run."""
+"""The run directory: claimed by one launch at a time, safe from other users,
+filled with all that repeats the run."""
 
 import errno
 import fcntl
@@ -96,9 +97,11 @@ class RunDirectory:
                 path = next_free(stem)
 
     def resume(self, config: RunConfig, layout: Layout) -> Resumption | None:
-        """Choose the checkpoint to continue from, move away the files of earlier launches, and tell the workers.
+        """Choose the checkpoint to continue from, move away the files of earlier launches,
+        and tell the workers.
 
-        Called again, to start the run again by the same launch, it takes the newest checkpoint that was saved since.
+        Called again, to start the run again by the same launch, it takes the newest checkpoint that was saved
+        since.
 
         Returns:
             None where the run starts at its first step.
@@ -194,7 +197,8 @@ class RunDirectory:
 
 
 def check_free(config: RunConfig, *, resumes: bool = False) -> None:
-    """Refuses a `run.dir` that is taken or cannot be written, before any long preparation. `create` checks again."""
+    """Refuses a `run.dir` that is taken or cannot be written, before any long preparation.
+    `create` checks again."""
     path = Path(config.run.dir or config.run.root).absolute()
     if config.run.dir is not None and not resumes and holds_run(RunFiles(path)):
         raise _already_used(path, config)
@@ -267,7 +271,8 @@ def _not_writable(path: Path, config: RunConfig, reason: str) -> EnvironmentProb
 
 
 def _git_revision() -> str | None:
-    """Returns the commit of canzona's own source tree if it runs from one; never of the user's project around it."""
+    """Returns the commit of canzona's own source tree if it runs from one;
+    never of the user's project around it."""
     source = Path(__file__).resolve().parents[2]
     if not (source / ".git").exists():
         return None
@@ -276,7 +281,8 @@ def _git_revision() -> str | None:
 
 
 def _hold(files: RunFiles, config: RunConfig) -> IO[str]:
-    """Hold the directory until the returned file is closed or this process ends: of two launches, one gets it.
+    """Hold the directory until the returned file is closed or this process ends:
+    of two launches, one gets it.
 
     Raises:
         ConfigError: names the process that has it.
@@ -305,7 +311,8 @@ def _hold(files: RunFiles, config: RunConfig) -> IO[str]:
 
 
 def unsafe_place(path: Path, *, user: int | None = None) -> str | None:
-    """Says why a run should not write to the folder `path`, which exists; None when nothing speaks against it.
+    """Says why a run should not write to the folder `path`, which exists;
+    None when nothing speaks against it.
 
     Args:
         user: numeric id; None: whoever runs this process.

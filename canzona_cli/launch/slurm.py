@@ -1,7 +1,7 @@
 """The facts a run takes from its Slurm step: its place among the machines, the meeting point, its directory.
 
-Only inside a step (`srun canzona train ...`). The shell of a batch job or of `salloc` is not one: what is started there
-would run on its first machine alone. Nothing that the user has set is changed.
+Only inside a step (`srun canzona train ...`). The shell of a batch job or of `salloc` is not one: what is
+started there would run on its first machine alone. Nothing that the user has set is changed.
 """
 
 import os
@@ -56,7 +56,8 @@ class Adopted:
 
 
 def current_step(environment: Mapping[str, str] = os.environ) -> SlurmStep | None:
-    """Returns the step that this process belongs to; None outside of one, or if Slurm's variables are incomplete."""
+    """Returns the step that this process belongs to; None outside of one,
+    or if Slurm's variables are incomplete."""
     names = ("JOB_ID", "STEP_ID", "STEP_NUM_NODES", "STEP_NUM_TASKS", "NODEID")
     values = [environment.get(f"SLURM_{name}", "") for name in names]
     node_list = environment.get("SLURM_STEP_NODELIST")
@@ -81,14 +82,16 @@ def current_step(environment: Mapping[str, str] = os.environ) -> SlurmStep | Non
 
 
 def adopt(config: RunConfig, step: SlurmStep | None) -> Adopted:
-    """Fill in what the step knows and the user has not set: node rank, meeting point, rendezvous id, run directory.
+    """Fill in what the step knows and the user has not set: node rank, meeting point,
+    rendezvous id, run directory.
 
     Args:
         config: Resolved.
         step: None: nothing is filled in.
 
     Raises:
-        ConfigError: the step does not have the machines that the run needs, or starts it several times on one.
+        ConfigError: the step does not have the machines that the run needs, or starts it several times on
+            one.
         EnvironmentProblem: no address of the head node is found.
     """
     if step is None:
@@ -114,7 +117,8 @@ def adopt(config: RunConfig, step: SlurmStep | None) -> Adopted:
 
 
 def first_host(node_list: str) -> str:
-    """Returns the first host of a list in Slurm's notation: `n01` of `n[01-03,7],m2`, `r0n4` of `r[0-1]n[4-7]`."""
+    """Returns the first host of a list in Slurm's notation: `n01` of `n[01-03,7],m2`,
+    `r0n4` of `r[0-1]n[4-7]`."""
     host, rest = "", node_list
     while rest and not rest.startswith(","):
         if rest.startswith("["):
@@ -171,7 +175,8 @@ def _endpoint(step: SlurmStep) -> str:
 
 
 def _address(host: str) -> str:
-    """Returns a name or address at which a node can be reached: its name, else the address that Slurm uses."""
+    """Returns a name or address at which a node can be reached: its name,
+    else the address that Slurm uses."""
     if _resolves(host):
         return host
     shown = tool_output("scontrol", "--oneliner", "show", "node", host, timeout_s=20)

@@ -1,8 +1,8 @@
 """The batch script of a run, filled in from `scripts/train.sbatch`, and submitting it.
 
-sbatch reads directives from comments, so a value with a newline in it could smuggle in one of its own: every value that
-goes into a directive matches a pattern first. Overrides never go into directives. They travel in a file that only their
-owner can read, because Slurm shows a job's arguments to everybody.
+sbatch reads directives from comments, so a value with a newline in it could smuggle in one of its own: every
+value that goes into a directive matches a pattern first. Overrides never go into directives. They travel in a
+file that only their owner can read, because Slurm shows a job's arguments to everybody.
 """
 
 import os
@@ -78,7 +78,8 @@ class Submitted:
 
 
 def template_text() -> str:
-    """Reads the sbatch script that came with canzona: in the package of a wheel, beside it in an editable install."""
+    """Reads the sbatch script that came with canzona: in the package of a wheel,
+    beside it in an editable install."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "_scripts", package.parent / "scripts"):
         if (folder / TEMPLATE).is_file():
@@ -145,7 +146,8 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
 
 
 def write_arguments(folder: Path, name: str, arguments: Sequence[str]) -> Path:
-    """Writes a job's arguments to a new file that only its owner can read; they are needed again at each requeue.
+    """Writes a job's arguments to a new file that only its owner can read;
+    they are needed again at each requeue.
 
     Raises:
         EnvironmentProblem: it cannot be written.
@@ -219,7 +221,8 @@ def option_problems(options: JobOptions) -> Iterator[Problem]:
 
 
 def _directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[Problem]:
-    """Lists options that are not directives, and those that canzona sets itself: of two, sbatch would use the last.
+    """Lists options that are not directives, and those that canzona sets itself: of two,
+    sbatch would use the last.
 
     Args:
         directives: `--constraint=h100`, ...
@@ -250,7 +253,8 @@ def _whole_name(name: str) -> str:
 
 
 def _seconds(time: str) -> int | None:
-    """Parses a limit in Slurm's notation (minutes, MM:SS, H:MM:SS, D-H, D-H:MM, D-H:MM:SS); None if it is not valid."""
+    """Parses a limit in Slurm's notation (minutes, MM:SS, H:MM:SS, D-H, D-H:MM, D-H:MM:SS);
+    None if it is not valid."""
     if re.fullmatch(_PATTERNS["time"][0], time, re.ASCII) is None:
         return None
     days, dash, clock = time.rpartition("-")

@@ -1,8 +1,8 @@
 """Requests to stop a run: what each signal means, and whether a save is still in progress.
 
-SIGTERM, SIGUSR1 and SIGUSR2 are how a batch system announces that it will take the machine away: the run is preempted,
-and whoever started it will start it again. SIGINT (Ctrl-C) and SIGHUP come from a person: the run is interrupted. Both
-save it.
+SIGTERM, SIGUSR1 and SIGUSR2 are how a batch system announces that it will take the machine away: the run is
+preempted, and whoever started it will start it again. SIGINT (Ctrl-C) and SIGHUP come from a person: the run
+is interrupted. Both save it.
 """
 
 import signal
@@ -37,11 +37,11 @@ class Requests:
     first: float = 0.0
     """The time of the first one, seconds of the monotonic clock."""
     interrupts: int = 0
-    """The number of times a person pressed Ctrl-C: twice means a hurry. Batch systems repeat signals, and so does the
-    closing of a terminal: its shell passes on the SIGHUP that the kernel sends to all."""
+    """The number of times a person pressed Ctrl-C: twice means a hurry. Batch systems repeat signals, and so
+    does the closing of a terminal: its shell passes on the SIGHUP that the kernel sends to all."""
     raising: bool = False
-    """True to end at once what the launcher does, by `Preempted` or KeyboardInterrupt: while there are no workers yet
-    who could be asked."""
+    """True to end at once what the launcher does, by `Preempted` or KeyboardInterrupt: while there are no
+    workers yet who could be asked."""
 
     def add(self, number: int, _frame: FrameType | None) -> None:
         if self.reason is None:
@@ -76,7 +76,8 @@ class SaveWatch:
 
 
 def sound_checkpoint(files: RunFiles, *, thorough: bool = True) -> str | None:
-    """Returns the name of the checkpoint that a new start in this directory would resume from; None if there is none.
+    """Returns the name of the checkpoint that a new start in this directory would resume from;
+    None if there is none.
 
     Args:
         thorough: hash all of it; else only its manifest and the sizes of its files are looked at.
@@ -92,11 +93,12 @@ def sound_checkpoint(files: RunFiles, *, thorough: bool = True) -> str | None:
 
 @contextmanager
 def handled(handler: Callable[[int, FrameType | None], None], *, to_the_end: bool = False) -> Iterator[None]:
-    """Route all these signals to `handler`. One that is ignored stays ignored: nohup and `&` ask for it that way.
+    """Route all these signals to `handler`. One that is ignored stays ignored:
+    nohup and `&` ask for it that way.
 
     Args:
-        to_the_end: what follows the block is the end of this process, in the way that is known by then: from there on
-            they are ignored, so that none of them changes how it ends.
+        to_the_end: what follows the block is the end of this process, in the way that is known by then: from
+            there on they are ignored, so that none of them changes how it ends.
     """
     before = {number: signal.getsignal(number) for number in (*_PREEMPTING, *_INTERRUPTING)}
     for number, previous in before.items():

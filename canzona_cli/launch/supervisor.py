@@ -1,10 +1,12 @@
-"""Starts torchrun, watches it, passes the user's request to stop on to the workers, and leaves nothing behind.
+"""Starts torchrun, watches it, passes the user's request to stop on to the workers,
+and leaves nothing behind.
 
-- Asked to stop (`canzona_cli.launch.stop`): the file `stop` appears in the run directory, and the workers end after the
-  step they are in, and save. torchrun gets no signal, and ignores those that a batch system sends to every process.
-- The whole process tree is killed by process id on a second Ctrl-C, when the grace period passes without an end or
-  progress of a save, and when training has not begun, as there is nothing to lose. A save may finish: only a third
-  Ctrl-C ends it.
+- Asked to stop (`canzona_cli.launch.stop`): the file `stop` appears in the run directory, and the workers end
+  after the step they are in, and save. torchrun gets no signal, and ignores those that a batch system sends
+  to every process.
+- The whole process tree is killed by process id on a second Ctrl-C, when the grace period passes without an
+  end or progress of a save, and when training has not begun, as there is nothing to lose. A save may finish:
+  only a third Ctrl-C ends it.
 - The ranks hang (`canzona_cli.launch.hang`): they write their stacks to their logs and are killed.
 - The launcher itself is killed: the kernel kills torchrun, and then the workers (`canzona_cli.run.orphan`).
 """
@@ -182,7 +184,8 @@ class Supervision:
         return outcome if self.files.stop_requested() else self.restarts.decide(outcome)
 
     def _completed(self, outcome: Outcome) -> Outcome:
-        """Adds the newest step and losses (from the metrics, else from the ranks) and the command that resumes it."""
+        """Adds the newest step and losses (from the metrics,
+        else from the ranks) and the command that resumes it."""
         results = read_ranks(self.files, self.ranks)
         last, validation = self._monitor.last_step, self._monitor.last_validation
         losses = [None if last is None else last.loss, *(result.loss for result in results)]
@@ -236,7 +239,8 @@ def run_ranks(
     grace_s: float = STOP_GRACE_S,
     hang_timeout_s: float | None = None,
 ) -> RunFiles:
-    """Launch ranks of this machine for something other than training, in a run directory of their own, to their end.
+    """Launch ranks of this machine for something other than training,
+    in a run directory of their own, to their end.
 
     Args:
         config: resolved; the ranks get `run.dir`, or a new directory under `run.root`.
@@ -246,7 +250,8 @@ def run_ranks(
 
     Raises:
         KeyboardInterrupt: somebody stopped it.
-        CanzonaError: the directory is taken or cannot be written; or a rank failed: the error that it ended with.
+        CanzonaError: the directory is taken or cannot be written; or a rank failed: the error that it ended
+            with.
     """
     run = RunDirectory.create(config)
     command = torchrun.build(config, run.path, module=module)

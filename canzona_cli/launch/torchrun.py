@@ -1,11 +1,11 @@
 """The torchrun command of a run, and the environment its workers need.
 
-What listens where. torchrun's own backends put their TCPStore on every interface, also when given 127.0.0.1 and
-`--local-addr` (`c10d` and `--standalone` open two such ports, `static` one). So a run on one machine uses the
-`canzona-loopback` backend of `canzona_cli.training.rendezvous`, on 127.0.0.1 and a port the kernel chooses; gloo and
-NCCL are sent to the loopback interface below; nothing can be reached from outside. The same holds for a run of several
-launchers that meet at a loopback address. Runs over several machines use `static`; in both, ranks follow the node
-ranks, so that tensor-parallel groups stay inside a machine.
+What listens where. torchrun's own backends put their TCPStore on every interface, also when given 127.0.0.1
+and `--local-addr` (`c10d` and `--standalone` open two such ports, `static` one). So a run on one machine uses
+the `canzona-loopback` backend of `canzona_cli.training.rendezvous`, on 127.0.0.1 and a port the kernel
+chooses; gloo and NCCL are sent to the loopback interface below; nothing can be reached from outside. The same
+holds for a run of several launchers that meet at a loopback address. Runs over several machines use `static`;
+in both, ranks follow the node ranks, so that tensor-parallel groups stay inside a machine.
 """
 
 import errno
@@ -40,7 +40,8 @@ _NOT_BETWEEN_MACHINES = ("lo", "docker", "veth", "virbr", "br-", "cni", "podman"
 """The prefixes of interfaces that only lead to this machine's own processes and containers."""
 _NUMA_NODES = Path("/sys/devices/system/node")
 _PINS_EXACT_SIZES = Version("2.13")
-"""The first torch whose pinned memory need not be a power of two; older ones refuse the option, and no GPU starts."""
+"""The first torch whose pinned memory need not be a power of two; older ones refuse the option,
+and no GPU starts."""
 _MAX_THREADS_BESIDE_GPU = 8
 """The most threads that a rank with a GPU gets: they only feed the GPU."""
 
@@ -83,7 +84,8 @@ def build(config: RunConfig, run_dir: Path, *, module: str = WORKER_MODULE) -> L
     """Builds the command that starts this machine's workers.
 
     Args:
-        config: Resolved. Where several machines have no endpoint or node rank yet, placeholders stand in for them.
+        config: Resolved. Where several machines have no endpoint or node rank yet, placeholders stand in for
+            them.
         run_dir: Given to the workers as their only argument.
         module: What each worker runs as `python -m`.
     """
@@ -107,12 +109,14 @@ def build(config: RunConfig, run_dir: Path, *, module: str = WORKER_MODULE) -> L
 
 
 def forks_ranks(config: RunConfig) -> bool:
-    """Returns True if torchrun imports Megatron and ranks are forks of it, rather than programs that each import it."""
+    """Returns True if torchrun imports Megatron and ranks are forks of it,
+    rather than programs that each import it."""
     return config.cluster.device == "cpu" and sys.platform == "linux"
 
 
 def worker_environment(config: RunConfig) -> dict[str, str]:
-    """Returns the workers' environment variables. Those the user has set stay, but CPU ranks never see a GPU."""
+    """Returns the workers' environment variables. Those the user has set stay,
+    but CPU ranks never see a GPU."""
     on_gpu = config.cluster.device == "cuda"
     threads = max(1, cores() // ranks_per_node(config))
     if on_gpu:
@@ -127,28 +131,32 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15",  # seconds the other ranks get after one has failed; torch 2.11: 30
     }
     if on_gpu:
-        # A hardware queue for each stream: those that share one wait for what the others wait for. Megatron recommends
-        # 1, so that what tensor-parallel ranks exchange starts before the product launched behind it; but then nothing
-        # runs beside reductions and gatherings. That NCCL's streams come first on the device does the same.
+        # A hardware queue for each stream: those that share one wait for what the others wait for. Megatron
+        # recommends 1, so that what tensor-parallel ranks exchange starts before the product launched behind
+        # it; but then nothing runs beside reductions and gatherings. That NCCL's streams come first on the
+        # device does the same.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
         variables["TORCH_NCCL_HIGH_PRIORITY"] = "1"
-        # torch 2.15's new NCCL backend runs the collectives of a coalesced group one after another, each a launch.
+        # torch 2.15's new NCCL backend runs the collectives of a coalesced group one after another, each a
+        # launch.
         variables["TORCH_DIST_USE_NCCL2"] = "0"
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, and torch listens to it first
             # Optimizers first need memory when activations have just left theirs, in pieces of other sizes.
-            # What a checkpoint is copied to is pinned by several threads, in exact sizes rather than powers of two.
+            # What a checkpoint is copied to is pinned by several threads, in exact sizes rather than powers
+            # of two.
             variables["PYTORCH_ALLOC_CONF"] = (
                 "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:4"
             )
             if Version(installed_version("torch") or "0") >= _PINS_EXACT_SIZES:
                 variables["PYTORCH_ALLOC_CONF"] += ",pinned_max_round_threshold_mb:64"
     else:
-        # glibc would give the memory of most activations back as each is freed, and the kernel clear every page of the
-        # next one: 0.35 s of processor time rather than 0.25 for qwen3-tiny's products, norms and SwiGLU. The first is
-        # at its maximum.
+        # glibc would give the memory of most activations back as each is freed, and the kernel clear every
+        # page of the next one: 0.35 s of processor time rather than 0.25 for qwen3-tiny's products, norms and
+        # SwiGLU. The first is at its maximum.
         variables["MALLOC_MMAP_THRESHOLD_"], variables["MALLOC_TRIM_THRESHOLD_"] = str(32 << 20), str(256 << 20)
     if _installed():
-        # `python -m` would look for modules in the working directory first, be it a folder of somebody else's recipes.
+        # `python -m` would look for modules in the working directory first, be it a folder of somebody else's
+        # recipes.
         variables["PYTHONSAFEPATH"] = "1"
     variables |= _interfaces(config)
     chosen = {name: os.environ.get(name, value) for name, value in variables.items()}
@@ -207,9 +215,11 @@ def taken(host: str, port: int) -> bool:
 
 
 def on_one_machine(config: RunConfig) -> bool:
-    """Returns True if every launcher of the run is on this machine: the only one, or all meet at a loopback address.
+    """Returns True if every launcher of the run is on this machine: the only one,
+    or all meet at a loopback address.
 
-    A name is not looked up: many systems give a machine's own name a loopback address, which the others do not see.
+    A name is not looked up: many systems give a machine's own name a loopback address, which the others do
+    not see.
     """
     host = (config.cluster.rdzv_endpoint or "").rpartition(":")[0]
     return node_count(config) == 1 or host == "localhost" or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
@@ -218,8 +228,8 @@ def on_one_machine(config: RunConfig) -> bool:
 def _interfaces(config: RunConfig) -> dict[str, str]:
     """Returns the network interfaces that gloo and NCCL may use.
 
-    Left to themselves, gloo takes the one its host name resolves to, often loopback, and NCCL the first that looks
-    right, at times one of a container bridge.
+    Left to themselves, gloo takes the one its host name resolves to, often loopback, and NCCL the first that
+    looks right, at times one of a container bridge.
     """
     on_gpu = config.cluster.device == "cuda"
     if on_one_machine(config):

@@ -33,13 +33,15 @@ class Earlier:
 
 
 class TrainView:
-    """A view that receives a run's records in the order they were written, and shows none: subclasses show them.
+    """A view that receives a run's records in the order they were written, and shows none:
+    subclasses show them.
 
     No method raises because of a record: a missing or non-finite number is shown as such.
     """
 
     def progress(self, what: str, fraction: float) -> None:
-        """Show a part of the preparation that takes long, `fraction` (0 to 1) of it done; fits `ensure_corpus`."""
+        """Show a part of the preparation that takes long, `fraction` (0 to 1) of it done;
+        fits `ensure_corpus`."""
 
     def stage(self, event: StageEvent) -> None:
         """Show that a stage begins; the one before ends with it."""
@@ -102,7 +104,8 @@ class Monitor:
     def _event(self, line: dict[str, object]) -> None:
         event = event_of(line)
         if isinstance(event, StageEvent):
-            # Workers started by hand announce a stage that the launcher, if there is one, has announced before them.
+            # Workers started by hand announce a stage that the launcher, if there is one, has announced
+            # before them.
             if event.stage != self._stage:
                 self._stage = event.stage
                 self._view.stage(event)

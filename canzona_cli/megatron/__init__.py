@@ -1,11 +1,11 @@
 """Everything that touches Megatron-core's internals. Import it before Megatron.
 
-Megatron and emerging-optimizers decorate some thirty functions with `torch.compile` when they are imported, and the
-decorator alone loads the whole compiler: more than half of a worker's start-up, on four ranks of two cores ten seconds.
-A run on CPUs calls none of them. Here compilation waits for the first call.
+Megatron and emerging-optimizers decorate some thirty functions with `torch.compile` when they are imported,
+and the decorator alone loads the whole compiler: more than half of a worker's start-up, on four ranks of two
+cores ten seconds. A run on CPUs calls none of them. Here compilation waits for the first call.
 
-Its timers import wandb where that is installed, a quarter of the time Megatron takes, to write what canzona's trackers
-write in processes of their own. Here it is not there meanwhile.
+Its timers import wandb where that is installed, a quarter of the time Megatron takes, to write what canzona's
+trackers write in processes of their own. Here it is not there meanwhile.
 """
 
 import functools
@@ -19,7 +19,8 @@ _compile = torch.compile
 
 
 def compile_when_called(function: Callable[..., object] | None = None, **options: object) -> Callable[..., object]:
-    """`torch.compile`, at the first call of what it returns. Inside of other compiled functions it is not there."""
+    """`torch.compile`, at the first call of what it returns.
+    Inside of other compiled functions it is not there."""
     if function is None:
         return lambda function: compile_when_called(function, **options)
     compiled: Callable[..., object] | None = None

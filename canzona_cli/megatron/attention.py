@@ -1,9 +1,9 @@
-"""Core attention of layers without Transformer Engine: causal, with grouped queries, over sequences that context
-parallelism has cut.
+"""Core attention of layers without Transformer Engine: causal, with grouped queries, over sequences that
+context parallelism has cut.
 
-Scores are never stored: torch's kernel keeps a logarithm a row for the backward pass, `attend` nothing. Megatron
-cuts a sequence into 2 * cp chunks and gives rank r chunks r and 2 * cp - 1 - r (`get_batch_on_this_cp_rank`), so that
-every rank has as many keys to look at.
+Scores are never stored: torch's kernel keeps a logarithm a row for the backward pass, `attend` nothing.
+Megatron cuts a sequence into 2 * cp chunks and gives rank r chunks r and 2 * cp - 1 - r
+(`get_batch_on_this_cp_rank`), so that every rank has as many keys to look at.
 """
 
 import torch
@@ -18,8 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 class CausalAttention(torch.nn.Module):
     """Attention as Megatron's `DotProductAttention` computes it under a causal mask without dropout, for any cp.
 
-    Keys and values of the whole sequence are gathered, and their gradients reduce-scattered, in one collective each; a
-    chunk of queries looks only at the keys up to its own end.
+    Keys and values of the whole sequence are gathered, and their gradients reduce-scattered, in one
+    collective each; a chunk of queries looks only at the keys up to its own end.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class CausalAttention(torch.nn.Module):
         )
 
     def _whole(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gathers keys and values of the whole sequence in its order, `[seq, batch, groups, head_dim]` each."""
+        """Gathers keys and values of the whole sequence in its order, `[seq, batch, groups,
+        head_dim]` each."""
         both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self._cp)
         first, second = both.unflatten(0, (self._cp.size(), 2, -1)).unbind(1)
         keys, values = torch.cat([first, second.flip(0)]).flatten(0, 1).chunk(2, dim=-1)
@@ -118,9 +119,9 @@ _SCORES, _QUERIES = 1 << 21, 128
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Computes causal attention on a processor by products of blocks of queries with the keys that they see.
 
-    The last query sees all keys, the one before it all but one, and so on. torch's own kernel keeps to fp32 arithmetic
-    on CPUs: in bf16, with heads of 32 to 64 at 256 to 2,048 tokens, products took 0.35 to 0.65 of its processor time
-    forward and backward (one thread, AVX512-BF16).
+    The last query sees all keys, the one before it all but one, and so on. torch's own kernel keeps to fp32
+    arithmetic on CPUs: in bf16, with heads of 32 to 64 at 256 to 2,048 tokens, products took 0.35 to 0.65 of
+    its processor time forward and backward (one thread, AVX512-BF16).
 
     Args:
         query: `[queries, batch, heads, head_dim]`.

@@ -1,8 +1,9 @@
-"""The facts that canzona takes for granted about Megatron-core beyond its documentation, as data that can be checked.
+"""The facts that canzona takes for granted about Megatron-core beyond its documentation,
+as data that can be checked.
 
-Each entry of contract.yaml is one name, the sentence it stands for, and a look at that name in the installed package.
-Looking is all `verify` does: nothing is built and nothing runs. What a look cannot tell is tested on real ranks in
-`tests/dist`.
+Each entry of contract.yaml is one name, the sentence it stands for, and a look at that name in the installed
+package. Looking is all `verify` does: nothing is built and nothing runs. What a look cannot tell is tested on
+real ranks in `tests/dist`.
 """
 
 import functools
@@ -82,7 +83,8 @@ def says(*texts: str) -> Check:
 
 
 def reads(digest: str) -> Check:
-    """Checks for code that is token for token what it was; canzona has its own version of it, that must do the same."""
+    """Checks for code that is token for token what it was; canzona has its own version of it,
+    that must do the same."""
 
     def check(thing: object) -> str | None:
         now = source_digest(thing)
@@ -149,7 +151,8 @@ def _lacks(kind: str, needed: tuple[str, ...], known: object) -> str | None:
 
 @functools.cache
 def _words(code: Hashable) -> tuple[str, ...]:
-    """Splits the source of `code` into tokens, without comments and line breaks; blocks open and close by name."""
+    """Splits the source of `code` into tokens, without comments and line breaks;
+    blocks open and close by name."""
     unwrapped = inspect.unwrap(code) if callable(code) else code
     source = io.StringIO(textwrap.dedent(inspect.getsource(unwrapped)))  # type: ignore[arg-type]
     left_out = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)

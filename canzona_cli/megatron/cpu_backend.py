@@ -2,9 +2,9 @@
 
 Megatron-core asks `torch.cuda` for its device, its streams and its random state, and names `'cuda'` where it
 creates tensors. On a machine without CUDA each of those calls raises. `install` gives every such name a CPU
-meaning, so that the very same Megatron code runs over gloo; it refuses to act where CUDA exists. Each replaced name
-is one `Replacement` and has a contract test (`tests/megatron/test_cpu_backend.py`) that runs the Megatron
-code which needs it.
+meaning, so that the very same Megatron code runs over gloo; it refuses to act where CUDA exists. Each
+replaced name is one `Replacement` and has a contract test (`tests/megatron/test_cpu_backend.py`) that runs
+the Megatron code which needs it.
 """
 
 import functools
@@ -19,7 +19,8 @@ CPU = torch.device("cpu")
 
 
 class CpuStream:
-    """The one stream of a device that has none: work is done when a call returns, so there is nothing to wait for."""
+    """The one stream of a device that has none: work is done when a call returns,
+    so there is nothing to wait for."""
 
     def wait_event(self, event: object) -> None: ...
 
@@ -53,7 +54,8 @@ def _is_cuda(device: object) -> bool:
 
 
 def _factory_on_cpu(original: Callable[..., object]) -> Callable[..., object]:
-    """`device='cuda'` becomes the CPU, and memory is not pinned; every other call passes through untouched."""
+    """`device='cuda'` becomes the CPU, and memory is not pinned;
+    every other call passes through untouched."""
 
     @functools.wraps(original)
     def create(*args: object, **kwargs: object) -> object:
@@ -68,8 +70,8 @@ def _factory_on_cpu(original: Callable[..., object]) -> Callable[..., object]:
 def _megatron_type_name(original: Callable[..., object]) -> Callable[..., object]:
     """`Tensor.type()` as Megatron expects it.
 
-    Its optimizers sort parameters by type *name* (`'torch.cuda.FloatTensor'`). Only callers inside Megatron are
-    told so; all other callers get the truth.
+    Its optimizers sort parameters by type *name* (`'torch.cuda.FloatTensor'`). Only callers inside Megatron
+    are told so; all other callers get the truth.
     """
 
     @functools.wraps(original)

@@ -1,4 +1,5 @@
-"""The holdings of Megatron's own optimizers on this rank: masters, their state, and which part of which parameter."""
+"""The holdings of Megatron's own optimizers on this rank: masters, their state,
+and which part of which parameter."""
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,8 @@ class Held:
     def replace_state(self, tensors: dict[str, torch.Tensor], step: float | None) -> None:
         """Make `tensors`, each as long as the master, its state after `step` steps.
 
-        torch's AdamW counts steps for each parameter, the fused ones of Transformer Engine and apex for a group.
+        torch's AdamW counts steps for each parameter, the fused ones of Transformer Engine and apex for a
+        group.
         """
         state: dict[str, torch.Tensor] = {key: value.view(self.master.shape) for key, value in tensors.items()}
         if step is not None:
@@ -66,7 +68,8 @@ class Held:
 
 
 def held(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> list[Held]:
-    """Lists everything that Megatron's optimizers inside `optimizer` hold here; canzona's own are passed over."""
+    """Lists everything that Megatron's optimizers inside `optimizer` hold here;
+    canzona's own are passed over."""
     names = {parameter: name for name, parameter in global_parameters(chunks)}
     return [item for leaf in _holders(optimizer) for item in _held_by(leaf, names)]
 
@@ -86,7 +89,8 @@ def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def finish_gathering(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Wait for what the last optimizer step gathers, as the next forward pass would, and leave nothing for it to do."""
+    """Wait for what the last optimizer step gathers, as the next forward pass would,
+    and leave nothing for it to do."""
     if not chunks[0].ddp_config.overlap_param_gather:
         return  # the step itself has waited
     for group in reversed(bucket_groups(chunks)):

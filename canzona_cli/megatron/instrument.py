@@ -1,8 +1,8 @@
 """The places where Megatron-core's step is cut into the phases of the breakdown.
 
-Megatron's own timers synchronise the device at every start and stop and do not know the update's parts. canzona
-hands Megatron a timer object of its own for the schedule, and wraps the few methods in which communication starts
-and is waited for. The wrapped names are pinned by `tests/dist/test_instrument.py`.
+Megatron's own timers synchronise the device at every start and stop and do not know the update's parts.
+canzona hands Megatron a timer object of its own for the schedule, and wraps the few methods in which
+communication starts and is waited for. The wrapped names are pinned by `tests/dist/test_instrument.py`.
 """
 
 import functools
@@ -40,8 +40,8 @@ _PHASE_OF_TIMER: dict[str, Phase] = {
 
 
 _INTERLEAVED: dict[str, Phase] = {"forward-backward": "pipeline"}
-"""The phase of transfers: with several model chunks they are waited for outside of Megatron's timers. What no other
-phase takes of all the passes is that."""
+"""The phase of transfers: with several model chunks they are waited for outside of Megatron's timers. What no
+other phase takes of all the passes is that."""
 
 
 def attach(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, timer: PhaseTimer) -> None:
@@ -72,7 +72,8 @@ def attach(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimiz
 
 
 class MegatronTimers:
-    """The object that Megatron expects in `config.timers`: `timers(name, log_level).start(barrier)` and `.stop()`."""
+    """The object that Megatron expects in `config.timers`: `timers(name,
+    log_level).start(barrier)` and `.stop()`."""
 
     def __init__(self, timer: PhaseTimer, *, interleaved: bool) -> None:
         phases = _PHASE_OF_TIMER | (_INTERLEAVED if interleaved else {})
@@ -97,7 +98,8 @@ class _Timer:
 
 
 class _Communication:
-    """One kind of collective of one bucket group: what the step waits for it, and how long it is in flight."""
+    """One kind of collective of one bucket group: what the step waits for it,
+    and how long it is in flight."""
 
     def __init__(
         self,

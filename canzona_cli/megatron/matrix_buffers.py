@@ -1,7 +1,8 @@
 """Megatron's gradient and parameter buffers as a plan lays them out.
 
-Matrices get buffers of their own (Megatron separates parameters by the tag `is_managed_by_layer_wise_optimizer`),
-filled exactly as the plan's buckets say; everything else lies as Megatron's `DistributedOptimizer` wants it.
+Matrices get buffers of their own (Megatron separates parameters by the tag
+`is_managed_by_layer_wise_optimizer`), filled exactly as the plan's buckets say; everything else lies as
+Megatron's `DistributedOptimizer` wants it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -117,7 +118,8 @@ def full_param_layout(
 
 
 def placements(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Mapping[str, tuple[int, int]], ...]:
-    """Lists for each of `stage_buckets` where its parameters lie: name to (start, end), offsets within the bucket.
+    """Lists for each of `stage_buckets` where its parameters lie: name to (start, end),
+    offsets within the bucket.
 
     Derived from the ranges of the plan, which also hold for the gradients' owners: there is one truth.
 
@@ -128,7 +130,8 @@ def placements(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Mappin
 
 
 def stage_buckets(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Bucket, ...]:
-    """Lists a stage's buckets, or those of one model chunk of it, in the order their gradients become ready."""
+    """Lists a stage's buckets, or those of one model chunk of it,
+    in the order their gradients become ready."""
     of_stage = sorted((bucket for bucket in plan.buckets if bucket.stage == stage), key=lambda bucket: bucket.index)
     return tuple(bucket for bucket in of_stage if chunk in (None, plan.matrices[bucket.ranges[0].matrices[0]].chunk))
 
@@ -214,7 +217,8 @@ def _matrix_layout(
         bounds.append((offset, offset + bucket.elements))
         used.append(bucket.elements - bucket.padding)
         offset += bucket.elements
-    # Megatron makes buckets while it walks parameters backwards, and wants each finished before the next one starts.
+    # Megatron makes buckets while it walks parameters backwards, and wants each finished before the next one
+    # starts.
     backwards = list(reversed(params))
     for last, param in pairwise(backwards):
         if where[param][2] not in (where[last][2], where[last][2] + 1):

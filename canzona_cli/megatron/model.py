@@ -45,8 +45,8 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
     """Megatron's description of the model and of how it is computed.
 
     Args:
-        compiled: whether to use what Megatron fuses by torch.compile: SwiGLU, and cross-entropy, whose fused gradients
-            are always bf16.
+        compiled: whether to use what Megatron fuses by torch.compile: SwiGLU, and cross-entropy, whose fused
+            gradients are always bf16.
     """
     model, layout, train = config.model, world.layout, config.train
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
@@ -73,7 +73,8 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         bias_dropout_fusion=False,
         # Megatron's own layers, of which the output layer is always one, have APEX's kernel for it alone.
         gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        # initialize_weights() below gives every layout the same weights; Megatron's own draw depends on tp and pp.
+        # initialize_weights() below gives every layout the same weights; Megatron's own draw depends on tp
+        # and pp.
         perform_initialization=False,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -84,19 +85,21 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         pipeline_dtype=dtype,
         bf16=train.precision == "bf16",
         deallocate_pipeline_outputs=True,
-        # One model chunk's pass hides what the next one waits for; that takes transfers that are waited for one by one.
+        # One model chunk's pass hides what the next one waits for; that takes transfers that are waited for
+        # one by one.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=on_gpu and layout.vpp == 1,
-        # Else every transfer ends with the host waiting for the whole device, gradient reductions in flight included:
-        # a way around "a bug in older version of PyTorch" (model_parallel_config.py), none that canzona runs on.
+        # Else every transfer ends with the host waiting for the whole device, gradient reductions in flight
+        # included: a way around "a bug in older version of PyTorch" (model_parallel_config.py), none that
+        # canzona runs on.
         batch_p2p_sync=False,
         **recompute_settings[layout.recompute],
     )
 
 
 def build_model(config: RunConfig, world: World) -> list[torch.nn.Module]:
-    """Builds this rank's part of the model on its device, initialised, in the run's precision: its model chunks in
-    forward order, one but with an interleaved pipeline. Collective."""
+    """Builds this rank's part of the model on its device, initialised, in the run's precision: its model
+    chunks in forward order, one but with an interleaved pipeline. Collective."""
     mcore = transformer_config(config, world, compiled=world.device.type == "cuda" and can_compile(world))
     spec = layers_of(config.model).layer_spec(config.model, transformer_engine=config.cluster.transformer_engine)
     return [_build_chunk(config, world, mcore, spec, chunk) for chunk in range(world.layout.vpp)]
@@ -130,8 +133,8 @@ def _build_chunk(
 def fuse_weight_gradients(model: torch.nn.Module) -> None:
     """Let Transformer Engine's layers add to `main_grad` in the product that makes a weight's gradient.
 
-    Else every micro-batch writes a gradient in bf16 and adds it. Megatron's `gradient_accumulation_fusion` would turn
-    it on too, but its output layer, which is none of these, then raises where there is no APEX.
+    Else every micro-batch writes a gradient in bf16 and adds it. Megatron's `gradient_accumulation_fusion`
+    would turn it on too, but its output layer, which is none of these, then raises where there is no APEX.
     """
     layers = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
     for layer in layers:
@@ -143,7 +146,8 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
 
 
 def can_compile(world: World) -> bool:
-    """Tells whether torch.compile works on every rank: fused and unfused cross-entropy differ in their collectives.
+    """Tells whether torch.compile works on every rank:
+    fused and unfused cross-entropy differ in their collectives.
 
     Collective; rank 0 logs it where it does not.
     """
@@ -158,10 +162,10 @@ def can_compile(world: World) -> bool:
 def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World, *, seed: int) -> None:
     """Fill every parameter with its part of one seeded, layout-independent model.
 
-    Each canonical matrix (numbered by its layer in the whole model; gate and up apart) is drawn from a generator
-    seeded by (seed, name) at its full size and then cut, so tp, pp and dp never change a weight. Norms start at 1.
-    Draws are in fp32 on the parameter's device; normal(0, init_std), residual projections scaled by
-    1/sqrt(2 * layers) as in GPT-2 (Radford et al. 2019).
+    Each canonical matrix (numbered by its layer in the whole model; gate and up apart) is drawn from a
+    generator seeded by (seed, name) at its full size and then cut, so tp, pp and dp never change a weight.
+    Norms start at 1. Draws are in fp32 on the parameter's device; normal(0, init_std), residual projections
+    scaled by 1/sqrt(2 * layers) as in GPT-2 (Radford et al. 2019).
     """
     tp, rank = world.layout.tp, world.tp_rank
     with torch.no_grad():
@@ -197,7 +201,8 @@ def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Paramet
 
 
 def _drawn(whole: Weight) -> list[tuple[str, int]]:
-    """Lists name and rows of the matrices that a parameter is drawn as: where TP cuts every part, each on its own."""
+    """Lists name and rows of the matrices that a parameter is drawn as: where TP cuts every part,
+    each on its own."""
     if whole.cut == "parts" and len(whole.parts) > 1:
         return [(f"{whole.name}:{part.kind}", part.rows) for part in whole.parts]
     return [(whole.name, whole.rows)]
@@ -211,11 +216,12 @@ def _draw(name: str, shape: tuple[int, int], std: float, seed: int, device: torc
 
 
 class ProcessorNorm(torch.nn.Module):
-    """RMSNorm on a processor with `torch.nn.RMSNorm`'s weight, forward and backward as a few passes over a tensor each.
+    """RMSNorm on a processor with `torch.nn.RMSNorm`'s weight,
+    forward and backward as a few passes over a tensor each.
 
-    torch's own is made of a dozen operations there, and stores its input twice in fp32. In bf16, for 2,048 tokens of
-    256, it took 4.9 ms of processor time forward and backward (one thread), and this takes 2.3. It stores its input
-    as it came.
+    torch's own is made of a dozen operations there, and stores its input twice in fp32. In bf16, for 2,048
+    tokens of 256, it took 4.9 ms of processor time forward and backward (one thread), and this takes 2.3. It
+    stores its input as it came.
     """
 
     def __init__(self, norm: torch.nn.RMSNorm) -> None:
@@ -267,7 +273,8 @@ class Model:
     config: RunConfig
     world: World
     chunks: Sequence[torch.nn.Module]
-    """This rank's part of the model, in forward order: one, but with an interleaved pipeline (`parallel.vpp`)."""
+    """This rank's part of the model, in forward order: one,
+    but with an interleaved pipeline (`parallel.vpp`)."""
     timer: PhaseTimer
 
 

@@ -1,5 +1,5 @@
-"""Gradient buffers of every strategy, and Megatron's own optimizers, unmodified: AdamW by `DistributedOptimizer`, Muon
-by its two ways.
+"""Gradient buffers of every strategy, and Megatron's own optimizers, unmodified: AdamW by
+`DistributedOptimizer`, Muon by its two ways.
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,8 @@ def wrap_data_parallel(
     if plan is not None:
         owner_bucket_group.install(wrapped, plan, world.pp_rank)
     mcore.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
-    # Gradients are reduced bucket by bucket: aligned too (`align_grad_reduce`), they would wait for whole model chunks.
+    # Gradients are reduced bucket by bucket: aligned too (`align_grad_reduce`), they would wait for whole
+    # model chunks.
     mcore.param_sync_func = [chunk.start_param_sync for chunk in wrapped] if aligned else None
     mcore.finalize_model_grads_func = finalize_model_grads
     return wrapped
@@ -104,7 +105,8 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig
             "muon_scale_mode": optimizer.scale_mode,
             "muon_extra_scale_factor": optimizer.scale_factor,
             "muon_split_qkv": config.engine.splitting != "fused",
-            # Megatron's default, blockwise, orthogonalises TP fragments on their own: another update for every tp.
+            # Megatron's default, blockwise, orthogonalises TP fragments on their own: another update for
+            # every tp.
             "muon_tp_mode": "duplicated",
             "muon_fp32_matmul_prec": "medium" if config.train.precision == "bf16" else "highest",
             "use_distributed_optimizer": False,
@@ -140,8 +142,8 @@ def _adamw_settings(config: RunConfig) -> dict[str, object]:
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> OptimizerParamScheduler:
-    """Builds the schedule: linear warm-up, then the decay of `schedule`; call `.step(increment=1)` after each optimizer
-    step."""
+    """Builds the schedule: linear warm-up, then the decay of `schedule`; call `.step(increment=1)` after each
+    optimizer step."""
     base, schedule = config.optimizer, config.schedule
     wsd = schedule.decay == "wsd"
     return OptimizerParamScheduler(
@@ -168,13 +170,15 @@ _MATRICES = "canzona"
 def build_adamw(
     chunks: Sequence[DistributedDataParallel], world: World, megatron_config: MegatronOptimizerConfig
 ) -> MegatronOptimizer:
-    """Builds AdamW on every parameter of a rank's model chunks that `tag_matrices` did not mark; norms and biases
-    have no weight decay.
+    """Builds AdamW on every parameter of a rank's model chunks that `tag_matrices` did not mark; norms and
+    biases have no weight decay.
 
-    All ranks get the same parameter groups, if with nothing in them, as resuming from a checkpoint needs. Collective.
+    All ranks get the same parameter groups, if with nothing in them, as resuming from a checkpoint needs.
+    Collective.
 
     Args:
-        megatron_config: `optimizer="adam"`; with `use_distributed_optimizer=True` matrices lie in buffers of their own.
+        megatron_config: `optimizer="adam"`; with `use_distributed_optimizer=True` matrices lie in buffers of
+            their own.
     """
     assert megatron_config.optimizer == "adam"
     overrides = get_standard_config_overrides(megatron_config)
@@ -226,8 +230,8 @@ def megatron_muon(
 
 
 def megatron_adam(params: list[torch.nn.Parameter], settings: OptimizerBase) -> torch.optim.Optimizer:
-    """Makes AdamW as `DistributedOptimizer` executes it on shards of masters: Transformer Engine's where it is
-    installed."""
+    """Makes AdamW as `DistributedOptimizer` executes it on shards of masters: Transformer Engine's where it
+    is installed."""
     made: torch.optim.Optimizer = Adam(
         params,
         lr=settings.lr,

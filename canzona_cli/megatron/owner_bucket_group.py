@@ -1,7 +1,8 @@
 """Matrix buckets whose gradients go to owners, and whose parameters come from them.
 
-Everything around the collectives stays Megatron's: when gradients count as ready, which bucket is next, what is
-waited for where. After a reduction only the owner's ranges of a bucket hold gradients; the rest of it is undefined.
+Everything around the collectives stays Megatron's: when gradients count as ready, which bucket is next, what
+is waited for where. After a reduction only the owner's ranges of a bucket hold gradients; the rest of it is
+undefined.
 """
 
 import statistics
@@ -109,8 +110,9 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
         following = self.next_param_gather_bucket_group
-        # Within a layer, parameters are registered in another order (proj, qkv) than they are needed (qkv, proj), so
-        # at a bucket's border the following one may be first. Nothing is wrong then, whatever Megatron would warn of.
+        # Within a layer, parameters are registered in another order (proj, qkv) than they are needed (qkv,
+        # proj), so at a bucket's border the following one may be first. Nothing is wrong then, whatever
+        # Megatron would warn of.
         early = following is not None and following.param_gather_dispatched
         super().finish_param_sync(skip_next_bucket_dispatch=skip_next_bucket_dispatch or early)
 
@@ -120,7 +122,8 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         super()._post_param_sync()
 
     def _require_gradients(self) -> None:
-        """Megatron starts an overlapped reduction when the last gradient is there; it can only say that it did not."""
+        """Megatron starts an overlapped reduction when the last gradient is there;
+        it can only say that it did not."""
         if not self._config.overlap_grad_reduce or self.grad_reduce_finished or self.grad_reduce_handle is not None:
             return
         missing = [param for param in self._bucket.params_list if param not in self.per_param_grad_ready_counts]
@@ -146,10 +149,11 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
 
 def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -> None:
-    """Replace the bucket groups of the plan's matrices by `OwnerBucketGroup`s, right after `chunks` were built.
+    """Replace the bucket groups of the plan's matrices by `OwnerBucketGroup`s,
+    right after `chunks` were built.
 
-    Parameters are gathered in `gathering_order`, `GATHERED_AHEAD` bucket groups at a time; what is not in it follows
-    nobody, so whoever steps AdamW starts it.
+    Parameters are gathered in `gathering_order`, `GATHERED_AHEAD` bucket groups at a time; what is not in it
+    follows nobody, so whoever steps AdamW starts it.
 
     Raises:
         PlanMismatch: they have other matrix buckets than the plan.
@@ -196,9 +200,9 @@ def adamw_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGra
 
 
 def gathering_order(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
-    """Lists what is gathered after the updates, in the order the forward needs it; not AdamW's of the first model
-    chunk, which travel under the updates. What later chunks have of AdamW's is little, and each has a collective's
-    latency."""
+    """Lists what is gathered after the updates, in the order the forward needs it; not AdamW's of the first
+    model chunk, which travel under the updates. What later chunks have of AdamW's is little, and each has a
+    collective's latency."""
     first, *later = chunks
     order: list[_ParamAndGradBucketGroup] = matrix_groups([first])[::-1]
     for chunk in later:
@@ -207,8 +211,8 @@ def gathering_order(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAnd
 
 
 def nothing_to_gather(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Marks all parameters as gathered, after a step that changed none: the next forward pass neither starts a
-    gathering nor waits for one."""
+    """Marks all parameters as gathered, after a step that changed none: the next forward pass neither starts
+    a gathering nor waits for one."""
     for group in bucket_groups(chunks):
         group.param_gather_dispatched = True
 
@@ -218,7 +222,8 @@ def _holds_matrices(group: _ParamAndGradBucketGroup) -> bool:
 
 
 def _refuse_unsupported(config: DistributedDataParallelConfig) -> None:
-    """Refuses what of `_ParamAndGradBucketGroup.start_grad_sync` has no counterpart here; canzona never sets it."""
+    """Refuses what of `_ParamAndGradBucketGroup.start_grad_sync` has no counterpart here;
+    canzona never sets it."""
     assert config.use_distributed_optimizer, "parameters must be views of Megatron's buffer"
     assert config.num_distributed_optimizer_instances == 1
     assert not config.average_in_collective
@@ -237,8 +242,9 @@ _REPEATS = 7
 def contradiction(trainee: Trainee) -> str | None:
     """Times whether the reductions of a bucket go out as one NCCL group, as plans assume. Collective.
 
-    It is a property of torch's backend, not of a signature: the same calls are one group in torch's legacy NCCL backend
-    and one launch after another in the one that torch 2.15 chooses by default (`TORCH_DIST_USE_NCCL2`).
+    It is a property of torch's backend, not of a signature: the same calls are one group in torch's legacy
+    NCCL backend and one launch after another in the one that torch 2.15 chooses by default
+    (`TORCH_DIST_USE_NCCL2`).
 
     Returns:
         How it differs from the plan's assumption; None where it does not.
@@ -253,7 +259,8 @@ def contradiction(trainee: Trainee) -> str | None:
 
 
 def judged(factor: float, *, assumed: bool) -> str | None:
-    """Says in words what a `serial_factor` says against `cluster.grouped_collectives`; None where they agree."""
+    """Says in words what a `serial_factor` says against `cluster.grouped_collectives`;
+    None where they agree."""
     if grouped(factor) == assumed:
         return None
     took = f"{REDUCTIONS} small reductions take {factor:.1f} times as long as one"
@@ -271,8 +278,8 @@ def grouped(factor: float) -> bool:
 
 
 def serial_factor(group: ProcessGroup, device: torch.device, seconds: Callable[[Callable[[], None]], float]) -> float:
-    """Measures how many times as long `REDUCTIONS` small reductions to different owners take as one; the same on every
-    rank."""
+    """Measures how many times as long `REDUCTIONS` small reductions to different owners take as one; the same
+    on every rank."""
     data = torch.zeros(REDUCTIONS, device=device)
     parts = [(data[place : place + 1], place % group.size()) for place in range(REDUCTIONS)]
 

@@ -1,8 +1,9 @@
-"""The ways of a bucket's gradients to owners and of its weights back: a class for each way that a plan may choose.
+"""The ways of a bucket's gradients to owners and of its weights back:
+a class for each way that a plan may choose.
 
-What the ways move, and in which order, is `planner.reduction`; which one is chosen, the plan's.
-NCCL runs a communicator's collectives in the order of their launches, so one may use what another leaves. gloo runs
-them in threads: there the second one is launched once the first has been waited for.
+What the ways move, and in which order, is `planner.reduction`; which one is chosen, the plan's. NCCL runs a
+communicator's collectives in the order of their launches, so one may use what another leaves. gloo runs them
+in threads: there the second one is launched once the first has been waited for.
 """
 
 from collections.abc import Callable, Sequence
@@ -115,7 +116,8 @@ class _Ring:
 
 
 class _RingReduction(_Ring):
-    """A reduce-scatter in place, and what of its sums are others'; sums are rounded as the backend rounds them."""
+    """A reduce-scatter in place, and what of its sums are others';
+    sums are rounded as the backend rounds them."""
 
     _second: Callable[[], list[Work]] | None = None
 
@@ -193,8 +195,8 @@ def _each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collec
 
 
 def _queues(group: ProcessGroup, device: torch.device) -> bool:
-    """Tells whether a communicator's collectives run in the order of their launches: NCCL, the one that can coalesce
-    them."""
+    """Tells whether a communicator's collectives run in the order of their launches: NCCL, the one that can
+    coalesce them."""
     return group._get_backend(device).supports_coalescing
 
 

@@ -40,7 +40,8 @@ class World:
 
     @property
     def owner(self) -> int:
-        """Rank among those that gradients are reduced over, data and context parallel together: a plan's owner."""
+        """Rank among those that gradients are reduced over, data and context parallel together:
+        a plan's owner."""
         return int(self.groups.dp_cp.rank())
 
     @property
@@ -78,8 +79,8 @@ def initialize(
 
     Args:
         alive: called again and again while groups are made, which takes long where there are many.
-        turn: a name for this meeting where processes meet one after another in one launch, whose store still has what
-            those before have left.
+        turn: a name for this meeting where processes meet one after another in one launch, whose store still
+            has what those before have left.
 
     Raises:
         RuntimeError: the world has another size than the layout.
@@ -92,8 +93,8 @@ def initialize(
     if device == "cuda":
         local = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(local)
-        # With a device_id every group would get its communicator at once, in a call that the whole world has to join.
-        # Without, each gets it when it is first used, if ever.
+        # With a device_id every group would get its communicator at once, in a call that the whole world has
+        # to join. Without, each gets it when it is first used, if ever.
         torch.distributed.init_process_group("nccl", timeout=timeout, **meeting)
     else:
         cpu_backend.install()
@@ -141,10 +142,12 @@ AMONG_ALL: Final = frozenset(
 def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]) -> ProcessGroupCollection:
     """Makes Megatron's process groups for this layout, each set of ranks joined once. Collective.
 
-    Megatron makes a group for each of its purposes, also where it has one rank or the very ranks of another purpose:
-    118 of them for 8 ranks, 8,091 for 1,024. Here purposes of the same ranks share a group, and all purposes of one
-    rank alone share that rank's. Every rank names every group, in the same order; where the backend connects a group's
-    ranks only when they first use it (NCCL without a device given in advance), that is all that the others cost.
+    Megatron makes a group for each of its purposes, also where it has one rank or the very ranks of another
+    purpose:
+    118 of them for 8 ranks, 8,091 for 1,024. Here purposes of the same ranks share a group, and all purposes
+    of one rank alone share that rank's. Every rank names every group, in the same order; where the backend
+    connects a group's ranks only when they first use it (NCCL without a device given in advance), that is all
+    that the others cost.
 
     Args:
         timeout: of the collectives of each.
@@ -156,7 +159,8 @@ def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
             context_parallel_size=layout.cp,
-            # Extra gloo groups serve Megatron's own (legacy) optimizer checkpoints, which canzona does not write.
+            # Extra gloo groups serve Megatron's own (legacy) optimizer checkpoints, which canzona does not
+            # write.
             create_gloo_process_groups=False,
         )
     return ProcessGroupCollection.use_mpu_process_groups()
@@ -204,8 +208,8 @@ def gather[T: DataclassInstance](record: T, *, group: dist.ProcessGroup | None =
 
 @contextmanager
 def without_pickles() -> Iterator[None]:
-    """Restricts `all_gather_object`, inside the block, to plain values, tuples and numbers among them: Megatron asks by
-    it which groups of parameters other ranks have.
+    """Restricts `all_gather_object`, inside the block, to plain values, tuples and numbers among them:
+    Megatron asks by it which groups of parameters other ranks have.
 
     Raises:
         TypeError: from such a call, with another kind of object.

@@ -1,9 +1,9 @@
 """Phase timing that does not disturb what it times.
 
-The timer keeps a stack of phases and one timestamp per change of phase; nothing waits for the device. On CUDA a
-timestamp is an event on the current stream, read a step later when it has long passed; on the CPU it is the clock.
-Every moment of a step belongs to exactly one phase, so the in-step phases add up to the step. Beside them stand
-totals: how long communication of one kind was in flight, hidden or not.
+The timer keeps a stack of phases and one timestamp per change of phase; nothing waits for the device. On CUDA
+a timestamp is an event on the current stream, read a step later when it has long passed; on the CPU it is the
+clock. Every moment of a step belongs to exactly one phase, so the in-step phases add up to the step. Beside
+them stand totals: how long communication of one kind was in flight, hidden or not.
 """
 
 import os
@@ -36,17 +36,19 @@ class StepTiming:
 
     @property
     def own_s(self) -> float:
-        """The seconds that this rank itself needed for data, forward and backward, which are the same work on every
-        rank of a pipeline stage. On GPUs the waits inside a tensor-parallel group are in it: only the device knows
-        them."""
+        """The seconds that this rank itself needed for data, forward and backward, which are the same work on
+        every rank of a pipeline stage. On GPUs the waits inside a tensor-parallel group are in it: only the
+        device knows them."""
         return sum(self.phases.get(phase, 0.0) for phase in EVEN_PHASES) - self.waited_s
 
 
 EVEN_PHASES: tuple[Phase, ...] = ("data", "forward", "backward")
-"""Phases in which every rank of a pipeline stage has the same to do; a plan may share out the rest unevenly."""
+"""Phases in which every rank of a pipeline stage has the same to do;
+a plan may share out the rest unevenly."""
 
 KEPT_STEPS = 2
-"""The number of the last steps that keep their timestamps unless others are asked for. They are taken anyway."""
+"""The number of the last steps that keep their timestamps unless others are asked for.
+They are taken anyway."""
 
 
 @dataclass
@@ -155,7 +157,8 @@ class PhaseTimer:
         self._step = _Step(number=self._begun, marks=[(self._clock.now(), self.current)])
 
     def end_step(self) -> None:
-        """Close the step. The one before it is read now: its events have passed, its transfers have landed."""
+        """Close the step. The one before it is read now: its events have passed,
+        its transfers have landed."""
         assert self._step is not None
         self._step.end, self._step.moment = self._clock.now(), self._clock.moment
         self._read()
@@ -209,7 +212,8 @@ class PhaseTimer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what makes the host wait for the device: until other ranks have come as far, it stays there."""
+        """Around what makes the host wait for the device: until other ranks have come as far,
+        it stays there."""
         if self.on_wait is not None:
             self.on_wait(True)
         try:
@@ -222,8 +226,8 @@ class PhaseTimer:
         """Start to bring `values` (flat) to the host: the one way in which a step reads from its device.
 
         Returns:
-            What waits until they have come, and gives them. What the device does behind them is not waited for; so what
-            is fetched early and asked for after a later wait costs none.
+            What waits until they have come, and gives them. What the device does behind them is not waited
+            for; so what is fetched early and asked for after a later wait costs none.
         """
         copy, landed = values.to("cpu", non_blocking=True), self._clock.now()
 
@@ -357,9 +361,9 @@ class HostWatcher:
 class CudaWatcher:
     """A watcher for NCCL: a stream of its own waits for the collective and records an event; the host goes on.
 
-    With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware queue, and this wait would hold up every launch
-    behind it: computing would stand still until each collective has ended. There, a span ends where the computing
-    stream itself waits for the collective, an upper bound.
+    With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware queue, and this wait would hold up every
+    launch behind it: computing would stand still until each collective has ended. There, a span ends where
+    the computing stream itself waits for the collective, an upper bound.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,8 @@ def family_of(model: ModelConfig) -> Family:
 
 
 def foreign_family(model_type: object) -> Family:
-    """Returns the family that Hugging Face calls `model_type`, or Qwen3's, whose reader then refuses the folder."""
+    """Returns the family that Hugging Face calls `model_type`, or Qwen3's,
+    whose reader then refuses the folder."""
     return next((family for family in FAMILIES if family.foreign.model_type == model_type), QWEN3)
 
 
@@ -30,7 +31,8 @@ class ParameterCount:
     output: int
     """The output layer's own weight; 0 when it is the embedding's."""
     layer_matrices: int
-    """Every 2-D weight but the embedding and the output layer: the weights that a matrix optimizer updates."""
+    """Every 2-D weight but the embedding and the output layer:
+    the weights that a matrix optimizer updates."""
     norms: int
     """Weights of all layers' norms and of the final one."""
 
@@ -62,7 +64,8 @@ def norm_parameters(model: ModelConfig) -> int:
 
 
 def matrix_copies(model: ModelConfig) -> Copies:
-    """Returns the group that reduces the gradients of all matrices: there is one buffer of them, and one plan."""
+    """Returns the group that reduces the gradients of all matrices:
+    there is one buffer of them, and one plan."""
     [copies] = {weight.copies for weight in family_of(model).weights(model)}
     return copies
 
@@ -70,8 +73,9 @@ def matrix_copies(model: ModelConfig) -> Copies:
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     """Model FLOPs of one token's forward and backward pass: the numerator of model FLOP utilisation.
 
-    Three times the forward's: the backward multiplies once for the input's and once for the weight's gradient. Work
-    repeated by activation recomputation does not count. Convention of PaLM (arXiv 2204.02311, appendix B) with the
-    causal half and the output layer included, as Megatron-LM's `num_floating_point_operations` has it.
+    Three times the forward's: the backward multiplies once for the input's and once for the weight's
+    gradient. Work repeated by activation recomputation does not count. Convention of PaLM (arXiv 2204.02311,
+    appendix B) with the causal half and the output layer included, as Megatron-LM's
+    `num_floating_point_operations` has it.
     """
     return 3.0 * family_of(model).forward_flops(model, seq_length)

@@ -1,7 +1,9 @@
-"""A model family: the facts that planner, simulator, Megatron, checkpoints and Hugging Face ask about a kind of model.
+"""A model family: the facts that planner, simulator, Megatron,
+checkpoints and Hugging Face ask about a kind of model.
 
-Each family is one `Family` value, as in `canzona_cli.model.qwen3`. Its Megatron layers need torch and are therefore in
-`canzona_cli.megatron`, under the family's name. Names of parameters are Megatron's, below their layer.
+Each family is one `Family` value, as in `canzona_cli.model.qwen3`. Its Megatron layers need torch and are
+therefore in `canzona_cli.megatron`, under the family's name. Names of parameters are Megatron's, below their
+layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -147,7 +149,8 @@ class Family:
 
     name: str
     weights: Callable[[ModelConfig], tuple[Weight, ...]]
-    """2-D parameters of a layer in the order modules are created, which is that of Megatron's gradient buffers."""
+    """2-D parameters of a layer in the order modules are created,
+    which is that of Megatron's gradient buffers."""
     norms: Callable[[ModelConfig], tuple[Norm, ...]]
     """The norms of a layer in the same order."""
     work: Callable[[ModelConfig], tuple[Work, ...]]

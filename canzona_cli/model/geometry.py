@@ -1,17 +1,17 @@
 """The one geometry: which rows and columns of which Megatron parameter a matrix or a fragment is. Plain numbers.
 
-With one tensor-parallel (TP) rank, a 2-D parameter is its *parts* one above the other, `repeats` times over; TP cuts
-either the repeats, or each part, or the columns:
+With one tensor-parallel (TP) rank, a 2-D parameter is its *parts* one above the other, `repeats` times over;
+TP cuts either the repeats, or each part, or the columns:
 
     linear_qkv              query groups x [queries of the group; its key; its value]    TP deals out whole groups
     linear_fc1              1 x [gate; up]                       TP cuts each part: a rank stores [gate_r; up_r]
     linear_proj, linear_fc2 1 x [proj], 1 x [down]               TP cuts columns
     embedding, output layer 1 x [vocabulary]                     TP cuts rows
 
-*Model space* is where nothing is cut or interleaved. Its tensors are called units: q, k, v, gate, up, proj and down of
-each layer (`layers.3.q`, rows being outputs, heads in order), and every other parameter under Megatron's name in the
-whole model. A splitting says which matrices a parameter holds: each of its parts, or all of them fused, which is the
-parameter itself as one TP rank would store it.
+*Model space* is where nothing is cut or interleaved. Its tensors are called units: q, k, v, gate, up, proj
+and down of each layer (`layers.3.q`, rows being outputs, heads in order), and every other parameter under
+Megatron's name in the whole model. A splitting says which matrices a parameter holds: each of its parts, or
+all of them fused, which is the parameter itself as one TP rank would store it.
 """
 
 import re
@@ -29,7 +29,8 @@ _HEAD = re.compile(r"(q|k|v)\.(\d+)")
 
 
 def weight_of(name: str, model: ModelConfig) -> Weight | None:
-    """The parameter of that name in the whole model; None for a vector, and for what no model of the family has.
+    """The parameter of that name in the whole model; None for a vector,
+    and for what no model of the family has.
 
     A tied output layer is the embedding.
     """
@@ -74,7 +75,8 @@ def fragment_blocks(name: str, shape: Sequence[int], model: ModelConfig, *, tp: 
 
 
 def matrix_blocks(matrix: Matrix, model: ModelConfig, *, tp: int, rank: int) -> tuple[Block, ...]:
-    """Locates a matrix's fragment on one tensor-parallel rank, 2-D in `in_parameter`'s order, in model space."""
+    """Locates a matrix's fragment on one tensor-parallel rank, 2-D in `in_parameter`'s order,
+    in model space."""
     units = {block.unit for block in stored_blocks(matrix.name, matrix.shape, model)}
     blocks: list[Block] = []
     row = 0
@@ -167,7 +169,8 @@ class View:
 
 
 def in_parameter(matrix: Matrix, model: ModelConfig, tp: int) -> View:
-    """The fragment of a matrix within the parameter of one of its holders: (rows, columns), repeats or parts first."""
+    """The fragment of a matrix within the parameter of one of its holders: (rows, columns),
+    repeats or parts first."""
     everything = slice(None)
     whole = _weight_with(matrix, model)
     if whole is None or len(whole.parts) == 1:
@@ -202,7 +205,8 @@ def in_whole(matrix: Matrix, model: ModelConfig, tp: int, rank: int) -> View:
 
 
 def stored_shape(matrices: Sequence[Matrix], tp: int) -> tuple[int, int]:
-    """(rows, columns) on one TP rank of the parameter that holds `matrices`, and nothing else, one above the other."""
+    """(rows, columns) on one TP rank of the parameter that holds `matrices`, and nothing else,
+    one above the other."""
     rows, first = sum(matrix.rows for matrix in matrices), matrices[0]
     if first.shard_dim == 1:
         return rows, first.cols // tp

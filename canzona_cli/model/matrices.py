@@ -1,8 +1,8 @@
 """The matrices of a model: what a matrix optimizer updates, from shapes and layout alone.
 
-Every 2-D weight of a layer is one; embedding, output layer, norms, biases and routers are AdamW's. Order, names and
-shapes are canonical: they do not depend on the tensor-parallel size, and neither does which element is which
-(q, k, v and gate, up as the published checkpoints store them, rows being outputs).
+Every 2-D weight of a layer is one; embedding, output layer, norms, biases and routers are AdamW's. Order,
+names and shapes are canonical: they do not depend on the tensor-parallel size, and neither does which element
+is which (q, k, v and gate, up as the published checkpoints store them, rows being outputs).
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +33,8 @@ class LayerMatrix:
     unit: int
     """Number within the layer; matrices of one unit must have the same owner."""
     slices: int = 0
-    """Heads its parameter has of this kind, of which this is number `slice`: TP deals them out whole. 0: no head."""
+    """Heads its parameter has of this kind, of which this is number `slice`:
+    TP deals them out whole. 0: no head."""
     slice: int = 0
 
 
@@ -46,11 +47,13 @@ class LayerBlock:
 
 
 def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[Matrix, ...]:
-    """Lists all matrices of a model in registration order: layer by layer, proj, qkv, fc1, fc2 as Megatron makes them.
+    """Lists all matrices of a model in registration order: layer by layer, proj, qkv, fc1,
+    fc2 as Megatron makes them.
 
-    split: q, k and v share a unit, because a TP rank's fragment of qkv is interleaved by query group; gate and up are
-    units of their own, because its fragment of fc1 is `[gate_r; up_r]`, two ranges. per_head: every head of q, k and v
-    is a matrix, which lives whole on one TP rank (`Matrix.home`); proj stays one. fused: as Megatron stores them. qkv:
+    split: q, k and v share a unit, because a TP rank's fragment of qkv is interleaved by query group; gate
+    and up are units of their own, because its fragment of fc1 is `[gate_r; up_r]`, two ranges. per_head:
+    every head of q, k and v is a matrix, which lives whole on one TP rank (`Matrix.home`); proj stays one.
+    fused: as Megatron stores them. qkv:
     q, k and v as in split, fc1 as in fused, which is what Megatron's own Muon updates.
 
     Raises:
@@ -65,7 +68,8 @@ def _matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple
 
 
 def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
-    """The matrices of consecutive blocks, indexed in order, each with its pipeline stage, model chunk and unit.
+    """The matrices of consecutive blocks, indexed in order, each with its pipeline stage,
+    model chunk and unit.
 
     Raises:
         ConfigError: as `matrices`.

@@ -29,7 +29,8 @@ class Matrix:
     parameter: str
     """The Megatron parameter it is part of: decoder.layers.3.mlp.linear_fc1.weight."""
     unit: CountOrZero
-    """Matrices of one unit must have the same owner: q, k and v lie interleaved in one range of the buffer."""
+    """Matrices of one unit must have the same owner: q,
+    k and v lie interleaved in one range of the buffer."""
     home: CountOrZero | None = None
     """The one TP rank that stores it, whole (a head's matrix); None for every other kind of matrix."""
 
@@ -48,8 +49,8 @@ class Matrix:
 
     @property
     def cut_long(self) -> bool:
-        """True where tensor parallelism cuts its long side (of a square either), so that fragments have all of the
-        other."""
+        """True where tensor parallelism cuts its long side (of a square either), so that fragments have all
+        of the other."""
         return self.shard_dim is not None and self.shape[self.shard_dim] >= self.shape[1 - self.shard_dim]
 
     def holders(self, tp: int) -> range:
@@ -67,5 +68,6 @@ class Matrix:
         return (self.rows // tp, self.cols) if self.shard_dim == 0 else (self.rows, self.cols // tp)
 
     def fragment_elements(self, tp: int) -> int:
-        """Elements on one TP rank; with a home, its share on average: the heads of a unit are dealt out evenly."""
+        """Elements on one TP rank; with a home, its share on average:
+        the heads of a unit are dealt out evenly."""
         return self.elements if self.replicated else self.elements // tp

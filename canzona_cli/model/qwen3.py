@@ -1,7 +1,7 @@
 """The Qwen3 family (dense), and what has its shape but for QK-norm, as Llama 3.
 
-Source: Qwen3 Technical Report, arXiv 2505.09388, the published `config.json` files, and `Qwen3ForCausalLM` and
-`Qwen3Config` of transformers 4.51 and later.
+Source: Qwen3 Technical Report, arXiv 2505.09388, the published `config.json` files, and `Qwen3ForCausalLM`
+and `Qwen3Config` of transformers 4.51 and later.
 """
 
 from functools import lru_cache
@@ -65,7 +65,8 @@ def _norms(model: ModelConfig) -> tuple[Norm, ...]:
 
 @lru_cache(maxsize=64)
 def _work(model: ModelConfig) -> tuple[Work, ...]:
-    """A norm passes the residual stream twice, a residual addition three times, SwiGLU its width three times."""
+    """A norm passes the residual stream twice, a residual addition three times,
+    SwiGLU its width three times."""
     proj, qkv, fc1, fc2 = _weights(model)
     return (
         Work(part="qkv", weight=qkv, stream=2, attention=_attention(model)),
@@ -86,8 +87,8 @@ def _attention(model: ModelConfig) -> Attention:
 def _activations(model: ModelConfig, fused: bool) -> Activations:
     """The activations of a layer, with h hidden, a heads and g groups of d, and f the MLP's width:
     - residual stream: two norm inputs and the two linear inputs they become, 4 h;
-    - attention: fused qkv (a + 2g) d (it lives on in v), the queries gathered from it a d, rotated q and k (a + g) d,
-      context a d;
+    - attention: fused qkv (a + 2g) d (it lives on in v), the queries gathered from it a d, rotated q and k (a
+      + g) d, context a d;
     - SwiGLU: gate and up 2 f, their product f; not fused, also silu(gate) and a copy of up.
     """
     core = _attention(model)
@@ -98,9 +99,10 @@ def _activations(model: ModelConfig, fused: bool) -> Activations:
 
 
 def _forward_flops(model: ModelConfig, seq_length: int) -> float:
-    """Counts two FLOPs per weight and token in the layers and in the output layer (tied or not; the embedding is a
-    look-up), plus q k^T and the weighted sum over v, 2 * 2 * seq_length * heads * head_dim each layer, halved because a
-    causal token attends to half of the sequence on average. Norms, rotary embedding and softmax are left out.
+    """Counts two FLOPs per weight and token in the layers and in the output layer (tied or not; the embedding
+    is a look-up), plus q k^T and the weighted sum over v, 2 * 2 * seq_length * heads * head_dim each layer,
+    halved because a causal token attends to half of the sequence on average. Norms, rotary embedding and
+    softmax are left out.
     """
     matrices = model.num_layers * sum(weight.elements for weight in _weights(model))
     output_layer = model.vocab_size * model.hidden_size

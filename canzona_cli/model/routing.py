@@ -20,7 +20,8 @@ class Routed:
     """Parameters or matrices whose names differ only in their numbers."""
 
     pattern: str
-    """The name of matrices, layers.*.q, or layers.*.q.* where each head is one; else Megatron's name of a parameter."""
+    """The name of matrices, layers.*.q, or layers.*.q.* where each head is one;
+    else Megatron's name of a parameter."""
     count: int
     elements: int
     """Elements of all together."""

@@ -12,9 +12,10 @@
       - {name: k, rows: 1024, cols: 4096, shard: rows, unit: qkv, parameter: qkv.weight}
       - ...
 
-`shard` is what tensor parallelism cuts: rows, cols or none. Matrices of one `unit` keep one owner (by default each has
-its own); `count: 8` stands for eight matrices of one shape. Where layers differ, `blocks:` is a list of consecutive
-ones, each with its own layers, other and matrices. `heads`, `kv_heads` and `head_dim` may describe its attention.
+`shard` is what tensor parallelism cuts: rows, cols or none. Matrices of one `unit` keep one owner (by default
+each has its own); `count: 8` stands for eight matrices of one shape. Where layers differ, `blocks:` is a list
+of consecutive ones, each with its own layers, other and matrices. `heads`, `kv_heads` and `head_dim` may
+describe its attention.
 """
 
 import hashlib
@@ -87,8 +88,8 @@ class ModelShapes:
     def stand_in(self, base: ModelConfig) -> ModelConfig:
         """A Qwen3 shape of as many layers and as many elements, within 128 feed-forward rows a layer.
 
-        For what does not look at single matrices: memory of activations and the time of forward and backward. Every
-        token is taken to pass every matrix.
+        For what does not look at single matrices: memory of activations and the time of forward and backward.
+        Every token is taken to pass every matrix.
         """
         attention = 2 * self.hidden_size * self.head_dim * (self.heads + self.kv_heads)
         rest = self.layer_matrices // self.layers - attention

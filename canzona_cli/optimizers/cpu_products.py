@@ -1,8 +1,9 @@
 """bf16 products on a processor without instructions for them: made in fp32, rounded once.
 
-torch multiplies bf16 through oneDNN where the processor has AVX512 or better, and in plain loops elsewhere: on AVX2,
-1 to 20 GFLOP/s of a core that makes 92 in fp32. Most laptops are such. There, both types that are narrower than fp32
-(no processor but the newest has units for fp16) go through torch's own fp32 kernels. Sums are fp32's, as in oneDNN's.
+torch multiplies bf16 through oneDNN where the processor has AVX512 or better, and in plain loops elsewhere:
+on AVX2, 1 to 20 GFLOP/s of a core that makes 92 in fp32. Most laptops are such. There, both types that are
+narrower than fp32 (no processor but the newest has units for fp16) go through torch's own fp32 kernels. Sums
+are fp32's, as in oneDNN's.
 """
 
 from collections.abc import Callable
@@ -24,8 +25,8 @@ _library: list[torch.library.Library] = []
 def slow() -> bool:
     """Tells whether torch multiplies bf16 in plain loops here.
 
-    Ranks of one run must have one answer, so it is the processor's instructions that decide, as they do in torch
-    (`mkldnn_bf16_device_check`), not a measurement.
+    Ranks of one run must have one answer, so it is the processor's instructions that decide, as they do in
+    torch (`mkldnn_bf16_device_check`), not a measurement.
     """
     has_mkldnn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported()

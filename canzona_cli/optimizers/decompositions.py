@@ -1,5 +1,5 @@
-"""Decompositions and inverse roots of symmetric factors that never take a run down: a failure falls back and is
-reported."""
+"""Decompositions and inverse roots of symmetric factors that never take a run down: a failure falls back and
+is reported."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -22,17 +22,18 @@ def eigh(symmetric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rounding(terms: int) -> float:
-    """Bounds the error of a sum of products in fp32, over its largest terms: errors grow like the root of their number
-    (Higham & Mary 2019, doi:10.1137/18M1226312)."""
+    """Bounds the error of a sum of products in fp32, over its largest terms: errors grow like the root of
+    their number (Higham & Mary 2019, doi:10.1137/18M1226312)."""
     return math.sqrt(terms) * torch.finfo(torch.float32).eps
 
 
 def eigenbasis(symmetric: torch.Tensor) -> torch.Tensor:
-    """Eigenvectors of a positive semi-definite matrix, the largest eigenvalue's first, largest elements positive.
+    """Eigenvectors of a positive semi-definite matrix, the largest eigenvalue's first,
+    largest elements positive.
 
-    Eigenvectors of what is rounding are anything orthogonal to the others, and the next rounding makes them anything
-    else. In their place is what Householder's reflections, which bring the others to the first unit vectors, make of
-    the last ones: that changes as little as the others do.
+    Eigenvectors of what is rounding are anything orthogonal to the others, and the next rounding makes them
+    anything else. In their place is what Householder's reflections, which bring the others to the first unit
+    vectors, make of the last ones: that changes as little as the others do.
 
     Raises:
         LinAlgError: As `eigh`.
@@ -48,8 +49,8 @@ def eigenbasis(symmetric: torch.Tensor) -> torch.Tensor:
 def orthonormal(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     """Q of a QR decomposition whose R has a positive diagonal: a column turns as little as it must.
 
-    Of a column that is rounding, once what it shares with the columns before is gone, nothing says where it points.
-    Such a column is that of `previous`, made orthogonal to all others. The host reads once.
+    Of a column that is rounding, once what it shares with the columns before is gone, nothing says where it
+    points. Such a column is that of `previous`, made orthogonal to all others. The host reads once.
 
     Args:
         matrix, previous: (..., side, side).
@@ -130,19 +131,21 @@ _STEPS: Mapping[Order, tuple[tuple[float, float, float], ...]] = {
         (1.875, -1.25, 0.375),
     ),
 }
-"""(a, b, c) of q(m) = a + b m + c m^2. Each but the last brings m^(1/order) q(m) as near to its largest value, 1, as it
-can for all m from the least there is by then, or that is worth it, up to 1 (fitted by linear programming, as Amsel et
-al. 2025, arXiv:2505.16932, do for the sign). From 1e-7 on they end within 0.035 of 1. The last is Taylor's."""
+"""(a, b, c) of q(m) = a + b m + c m^2. Each but the last brings m^(1/order) q(m) as near to its largest
+value, 1, as it can for all m from the least there is by then, or that is worth it, up to 1 (fitted by linear
+programming, as Amsel et al. 2025, arXiv:2505.16932, do for the sign). From 1e-7 on they end within 0.035 of
+1. The last is Taylor's."""
 _LEFT = 0.05
-"""Root mean square of the eigenvalues' distances from 1 ahead of the last step, above which it has not converged."""
+"""Root mean square of the eigenvalues' distances from 1 ahead of the last step,
+above which it has not converged."""
 
 
 def damping(side: int, eps: float) -> float:
-    """Computes what is added to eigenvalues, as a share of the largest: `eps`, and the noise of the sums they come
-    from.
+    """Computes what is added to eigenvalues, as a share of the largest: `eps`, and the noise of the sums they
+    come from.
 
-    Without that a factor of few gradients, whose rank is too low, would multiply noise by the inverse root of almost
-    nothing.
+    Without that a factor of few gradients, whose rank is too low, would multiply noise by the inverse root of
+    almost nothing.
     """
     return rounding(side) + eps
 
@@ -161,17 +164,18 @@ def by_eigenvalues(factor: torch.Tensor, order: Order, eps: float) -> torch.Tens
 
 
 def by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the inverse roots of a stack (count, side, side) by a coupled Newton iteration, and which of them
-    converged, (count,).
+    """Computes the inverse roots of a stack (count, side, side) by a coupled Newton iteration, and which of
+    them converged, (count,).
 
-    X becomes the root while M = X^order factor becomes the identity (Guo & Higham 2006, doi:10.1137/050643374; in
-    Shampoo: Anil et al. 2020, arXiv:2002.09018), with polynomials of degree 2 whose fast growth of small eigenvalues
-    takes 7 or 8 steps where Newton's own takes 20. What is noise in fp32 is damped, so conditions stay below 1e7.
-    Errors are those of `eigh` in fp32 or less. The host reads nothing.
+    X becomes the root while M = X^order factor becomes the identity (Guo & Higham 2006,
+    doi:10.1137/050643374; in Shampoo: Anil et al. 2020, arXiv:2002.09018), with polynomials of degree 2 whose
+    fast growth of small eigenvalues takes 7 or 8 steps where Newton's own takes 20. What is noise in fp32 is
+    damped, so conditions stay below 1e7. Errors are those of `eigh` in fp32 or less. The host reads nothing.
     """
     side = factors.size(-1)
     largest = _largest(factors)
-    # In this order, untransposed: what rounding makes of symmetry stays small so, and grows where a product is of B^T.
+    # In this order, untransposed: what rounding makes of symmetry stays small so, and grows where a product
+    # is of B^T.
     m = factors.clone()
     diagonal = m.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(damping(side, eps) * largest)
@@ -197,7 +201,8 @@ def by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Te
 
 
 def _largest(factors: torch.Tensor) -> torch.Tensor:
-    """Largest eigenvalues of a stack, (count, 1), from below: ten steps of the power method from longest columns."""
+    """Largest eigenvalues of a stack, (count, 1), from below:
+    ten steps of the power method from longest columns."""
     longest = torch.linalg.vector_norm(factors, dim=-2).argmax(-1)
     vector = factors.take_along_dim(longest[:, None, None], -1)
     for _ in range(10):

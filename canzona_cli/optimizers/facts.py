@@ -1,7 +1,7 @@
 """Facts about optimizers that need no torch: settings, price, state, and where the class is.
 
-An optimizer is a module of facts, `NAME_facts.py` with a tuple `FACTS`, beside the module of its class, and a recipe.
-Settings, help, plans, memory and the engine ask `known` for it; nothing else names it.
+An optimizer is a module of facts, `NAME_facts.py` with a tuple `FACTS`, beside the module of its class, and a
+recipe. Settings, help, plans, memory and the engine ask `known` for it; nothing else names it.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,8 @@ RootMethod = Literal["eigh", "newton"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerBase:
-    """The settings of every optimizer. The AdamW values also govern embeddings, output layer, norms and biases."""
+    """The settings of every optimizer. The AdamW values also govern embeddings, output layer,
+    norms and biases."""
 
     if TYPE_CHECKING:
 
@@ -86,7 +87,8 @@ class Algorithm:
     tf32: bool = True
     """Shampoo and SOAP: in TF32 where there is any, but for refreshes."""
     stack: Literal["auto"] | bool = False
-    """Muon: matrices of one shape in batched products; auto: `costs.update.stack_of` says it for each shape."""
+    """Muon: matrices of one shape in batched products; auto:
+    `costs.update.stack_of` says it for each shape."""
     graph: bool = False
     """Muon: a micro-group's updates are replayed as one CUDA graph."""
 
@@ -113,7 +115,8 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """QR with explicit Q is 4/3 n^3 + 4/3 n^3, eigh with vectors 9 n^3 (Golub & Van Loan, 4th ed., 5.2 and 8.3)."""
+        """QR with explicit Q is 4/3 n^3 + 4/3 n^3, eigh with vectors 9 n^3 (Golub & Van Loan,
+        4th ed., 5.2 and 8.3)."""
         return (
             self.elementwise
             + self.product_flops
@@ -143,7 +146,8 @@ class Rule:
     work: Callable[[Algorithm, int, int], tuple[Work, Work]]
     """The work of every update of a (rows, cols) matrix, and the work that one with a refresh does on top."""
     fragment_bytes: int
-    """Memory traffic per element, besides writing the weight, of what an update of one matrix does on a fragment only:
+    """Memory traffic per element, besides writing the weight,
+    of what an update of one matrix does on a fragment only:
     decay, weight and, with Newton-Schulz, momentum and scaling."""
     moments: int
     """State with an element for each of the weight, in fp32; another one for Shampoo's Adam grafting."""

@@ -1,42 +1,46 @@
-"""Newton-Schulz on the Gram matrix: the polynomial of all steps is worked out on squares, and applied at the end.
+"""Newton-Schulz on the Gram matrix: the polynomial of all steps is worked out on squares,
+and applied at the end.
 
-Every step multiplies X from its short side by a polynomial of A = X X^T. With Q their product so far, X is Q X0 and A
-is Q A0 Q, so that nothing but squares of the short side is needed (Gram Newton-Schulz: Zhang, Amsel, Chen, Dao 2026,
-https://dao-lab.ai/blog/2026/gram-newton-schulz). In the standard form every step sees what rounding did to X, here none
-sees what it does to A: so Q is applied, and A made anew of X, between `segments` of steps.
+Every step multiplies X from its short side by a polynomial of A = X X^T. With Q their product so far, X is Q
+X0 and A is Q A0 Q, so that nothing but squares of the short side is needed (Gram Newton-Schulz: Zhang, Amsel,
+Chen, Dao 2026, https://dao-lab.ai/blog/2026/gram-newton-schulz). In the standard form every step sees what
+rounding did to X, here none sees what it does to A: so Q is applied, and A made anew of X, between `segments`
+of steps.
 
-Digits. Squares are kept as alpha I + R, with alpha near the mean of A's eigenvalues when a segment starts, and R in the
-products' type: near convergence R is small, and so is what is lost of it. Any alpha would do, so it is one of few
-(`ALPHAS`): the host knows all that follows from each, and a GPU looks its row up instead of working it out in some
-sixty launches of a single number. At the start, X being of norm 1, the mean itself is known.
-A step's polynomial P is whole where it multiplies, its diagonal rounded: it is another polynomial then, and as good as
-long as Q and A see the same. So what they get of its diagonal is worked out from what has become of it.
+Digits. Squares are kept as alpha I + R, with alpha near the mean of A's eigenvalues when a segment starts,
+and R in the products' type: near convergence R is small, and so is what is lost of it. Any alpha would do, so
+it is one of few (`ALPHAS`): the host knows all that follows from each, and a GPU looks its row up instead of
+working it out in some sixty launches of a single number. At the start, X being of norm 1, the mean itself is
+known. A step's polynomial P is whole where it multiplies, its diagonal rounded: it is another polynomial
+then, and as good as long as Q and A see the same. So what they get of its diagonal is worked out from what
+has become of it.
 
-Range. Where fp16 is as fast it takes the place of bf16 here (`products_type`), for it has three bits more. Its
-normal numbers are 6e-5 to 65504. Of a Gaussian 5120 x 25600 of norm 1 elements are 9e-5, and of its Gram matrix off the
-diagonal 1e-6: too small. So X is given as t X, of `starting_norm` t = 2^k, and the first step makes of t X what its
-polynomial makes of X (`undoing`): nothing else of the iteration knows of t. No element of a symmetric matrix is above
-its largest eigenvalue, so R is at most t^2 = 4096 in that step, and all that is made of it 8.3 t, as factors are t to
-t^5 times smaller. With t^2 at most the short side the mean of the eigenvalues is at most 1, as everywhere.
-Behind that step numbers are larger by its slope squared, 12 to 67: off the diagonal that Gram matrix is 2e-5, and what
-is lost of it, 2e-8, no more than some 1e-4 in the end.
+Range. Where fp16 is as fast it takes the place of bf16 here (`products_type`), for it has three bits more.
+Its normal numbers are 6e-5 to 65504. Of a Gaussian 5120 x 25600 of norm 1 elements are 9e-5, and of its Gram
+matrix off the diagonal 1e-6: too small. So X is given as t X, of `starting_norm` t = 2^k, and the first step
+makes of t X what its polynomial makes of X (`undoing`): nothing else of the iteration knows of t. No element
+of a symmetric matrix is above its largest eigenvalue, so R is at most t^2 = 4096 in that step, and all that
+is made of it 8.3 t, as factors are t to t^5 times smaller. With t^2 at most the short side the mean of the
+eigenvalues is at most 1, as everywhere. Behind that step numbers are larger by its slope squared, 12 to 67:
+off the diagonal that Gram matrix is 2e-5, and what is lost of it, 2e-8, no more than some 1e-4 in the end.
 
-Error. With u the unit roundoff, relative and elementwise, take roundings for independent, of variance u^2 / 3 (Higham,
-Mary 2019, doi:10.1137/18M1226312). Two of them are amplified in a segment of k steps. Their share of the m singular
-values' root mean square:
+Error. With u the unit roundoff, relative and elementwise, take roundings for independent, of variance u^2 / 3
+(Higham, Mary 2019, doi:10.1137/18M1226312). Two of them are amplified in a segment of k steps. Their share of
+the m singular values' root mean square:
 
-- Of the Gram matrix. E, of |E|_F^2 = u^2 / 3 |R|_F^2, has become Q E Q by the last step, Q being the product of k - 1,
-  and |Q E Q|_F is about |E|_F |Q|_F^2 / m. The last polynomial a + b A + c A A takes |b| times that:
-  |b| u / 3^0.5 |R|_F |Q|_F^2 / m^1.5. Small singular values lose by it, as the segment stretches those most.
-- Of Q itself. E X, of |E X|_F^2 = u^2 / 3 sum_ij Q_ij^2 A_jj: no more than if rows of Q and X had nothing to do with
-  each other, |E X|_F^2 = u^2 / 3 |Q|_F^2 |X|_F^2 / m, as Q is small where X is large.
+- Of the Gram matrix. E, of |E|_F^2 = u^2 / 3 |R|_F^2, has become Q E Q by the last step, Q being the product
+  of k - 1, and |Q E Q|_F is about |E|_F |Q|_F^2 / m. The last polynomial a + b A + c A A takes |b| times
+  that: |b| u / 3^0.5 |R|_F |Q|_F^2 / m^1.5. Small singular values lose by it, as the segment stretches those
+  most.
+- Of Q itself. E X, of |E X|_F^2 = u^2 / 3 sum_ij Q_ij^2 A_jj: no more than if rows of Q and X had nothing to
+  do with each other, |E X|_F^2 = u^2 / 3 |Q|_F^2 |X|_F^2 / m, as Q is small where X is large.
 
-Beyond the polynomials' range none of this holds. `cans` goes to its very edge, from where a rounding is enough: of a
-Gaussian 16 x 48 in bf16 the largest singular value became 3.6 where standard leaves 1.1, and restarts in every step are
-no help, so `Muon` refuses it. The other sets keep away from it.
+Beyond the polynomials' range none of this holds. `cans` goes to its very edge, from where a rounding is
+enough: of a Gaussian 16 x 48 in bf16 the largest singular value became 3.6 where standard leaves 1.1, and
+restarts in every step are no help, so `Muon` refuses it. The other sets keep away from it.
 
-A later segment stretches an error by about the root mean square of its Q. Norms are those of some rows (`SAMPLES`). A
-row that outweighs all others is of large singular values, and is stretched least.
+A later segment stretches an error by about the root mean square of its Q. Norms are those of some rows
+(`SAMPLES`). A row that outweighs all others is of large singular values, and is stretched least.
 """
 
 import math
@@ -51,17 +55,19 @@ from .matrix_optimizer import Workspace
 from .muon_facts import SAMPLES, segments
 
 DOUBT = 0.15
-"""Estimated error (see above) above which a result is not trusted: less than ten times the 0.02 to 0.2 that the
-polynomials themselves leave. Estimated in bf16 are 0.009 to 0.145 of Gaussian matrices, most of squares of side 16."""
+"""Estimated error (see above) above which a result is not trusted: less than ten times the 0.02 to 0.2 that
+the polynomials themselves leave. Estimated in bf16 are 0.009 to 0.145 of Gaussian matrices, most of squares
+of side 16."""
 LARGEST_NORM = 2.0**6
 """The largest norm that is iterated on in fp16: its square is well inside the range."""
 LOWEST, PER_OCTAVE = -24, 8
 ALPHAS = tuple(2.0 ** (LOWEST + i // PER_OCTAVE) * (1 + (i % PER_OCTAVE + 0.5) / PER_OCTAVE) for i in range(192))
-"""The values of alpha from 2^-24 up to 1, at most 6% from any number between; numbers of bf16, so that R loses nothing
-of them. A mean above 1 is that of a broken matrix, and its polynomials might overflow."""
+"""The values of alpha from 2^-24 up to 1, at most 6% from any number between; numbers of bf16, so that R
+loses nothing of them. A mean above 1 is that of a broken matrix, and its polynomials might overflow."""
 
 Number = float | torch.Tensor
-"""A float for one matrix on the host; else (..., 1, 1) in fp32, on the device, so that nobody waits for it."""
+"""A float for one matrix on the host; else (..., 1, 1) in fp32, on the device,
+so that nobody waits for it."""
 Step = tuple[float, float, float]
 
 
@@ -92,8 +98,8 @@ def gram_newton_schulz(
         into: fp32, of the shape of a single `x` in fp16: the last product goes there as it adds up.
 
     Returns:
-        `into`, or else `x` or the workspace's twin of it; and whether it can be trusted: bool, of x's batch, never true
-        of what is not finite.
+        `into`, or else `x` or the workspace's twin of it; and whether it can be trusted: bool, of x's batch,
+        never true of what is not finite.
     """
     twin = workspace.like("ns_twin", x)
     side = min(x.shape[-2:])
@@ -113,10 +119,11 @@ def gram_newton_schulz(
 
 
 def most(steps: Sequence[Step]) -> float:
-    """Largest root mean square of singular values that a result to be trusted may have: the largest that the polynomial
-    leaves of one in [0, 1], and a third of `DOUBT`.
+    """Largest root mean square of singular values that a result to be trusted may have: the largest that the
+    polynomial leaves of one in [0, 1], and a third of `DOUBT`.
 
-    The error's estimate is one of many singular values. Of few, a single one may end up beyond the polynomials' range:
+    The error's estimate is one of many singular values. Of few, a single one may end up beyond the
+    polynomials' range:
     of a Gaussian 3x3 it was 1.7 where 0.06 was estimated.
     """
     return _largest(tuple(steps)) + DOUBT / 3
@@ -165,8 +172,8 @@ def centred_gram(short: torch.Tensor, alpha: Number, out: torch.Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Polynomial:
-    """gamma I + q, which takes X through some steps from its short side. To be asked before its workspace is used
-    again."""
+    """gamma I + q, which takes X through some steps from its short side. To be asked before its workspace is
+    used again."""
 
     q: torch.Tensor
     """(..., side, side), in a workspace."""
@@ -194,8 +201,8 @@ class Polynomial:
         return behind
 
     def left(self) -> Number:
-        """Estimates the mean square of the singular values after the steps, from some rows of the last step's Gram
-        matrix."""
+        """Estimates the mean square of the singular values after the steps, from some rows of the last step's
+        Gram matrix."""
         return self.left_of(slice(0, self.q.size(-1)))
 
     def left_of(self, rows: slice) -> Number:
@@ -231,7 +238,8 @@ def polynomial(r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], 
     before: Number = 0.0
     p = q
     for place, (_, _, c) in enumerate(steps):
-        # A is alpha I + r, this step's polynomial of it P = value I + p, the product of those before it turned I + q.
+        # A is alpha I + r, this step's polynomial of it P = value I + p, the product of those before it
+        # turned I + q.
         alpha, factor, value, turned, both = known[5 * place : 5 * place + 5]
         last = place + 1 == len(steps)
         p = s if place else q
@@ -296,8 +304,8 @@ def _table(steps: tuple[Step, ...], device: torch.device) -> torch.Tensor:
 
 @cache
 def _numbers(steps: tuple[Step, ...], alpha: float) -> tuple[float, ...]:
-    """Computes what follows from a segment's alpha. For each step: alpha, the factor of r in p, the value of the
-    polynomial at alpha, the product of those before it, value times alpha. Then that product of all."""
+    """Computes what follows from a segment's alpha. For each step: alpha, the factor of r in p, the value of
+    the polynomial at alpha, the product of those before it, value times alpha. Then that product of all."""
     numbers: list[float] = []
     gamma = 1.0
     for a, b, c in steps:
@@ -355,8 +363,8 @@ def blend(out: torch.Tensor, a: torch.Tensor, x: Number, b: torch.Tensor, y: Num
 
 
 def _sides(x: torch.Tensor, q: torch.Tensor, *, wide: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """q is symmetric but for rounding. Later steps are on its left, and have to come last: else the error of a tall
-    66x64 in bf16 is twice that of a wide 64x66."""
+    """q is symmetric but for rounding. Later steps are on its left, and have to come last: else the error of
+    a tall 66x64 in bf16 is twice that of a wide 64x66."""
     return (q, x) if wide else (x, q.mT)
 
 

@@ -1,4 +1,5 @@
-"""KL-Shampoo: Shampoo whose factors fit the gradients' covariance together (Lin et al. 2025, arXiv:2509.03378)."""
+"""KL-Shampoo: Shampoo whose factors fit the gradients' covariance together (Lin et al. 2025,
+arXiv:2509.03378)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,8 +14,9 @@ NO_FACTOR = 0.2
 
 
 class KLShampoo(KroneckerOptimizer):
-    """Each factor averages the gradient whitened by the other: together they minimise the KL divergence between the
-    normal distributions of covariance E[g g^T] and of L (x) R. Shampoo's factors each ignore the other.
+    """Each factor averages the gradient whitened by the other: together they minimise the KL divergence
+    between the normal distributions of covariance E[g g^T] and of L (x) R. Shampoo's factors each ignore the
+    other.
 
         L = average of G R^-1 G^T / cols,  R = average of G^T L^-1 G / rows          decay shampoo_beta
         l = average of diag(Q_L^T G R^-1 G^T Q_L) / cols,  r likewise                eigenvalues, in the basis there is
@@ -22,17 +24,19 @@ class KLShampoo(KroneckerOptimizer):
         D = Q_L ((Q_L^T M Q_R) / sqrt(l r^T)) Q_R^T,  M = average of G               decay beta1
         W = (1 - lr weight_decay) W - lr D
 
-    with L^-1 = Q_L diag(1 / l) Q_L^T, likewise R^-1. It needs neither grafting nor a second moment: a gradient that is
-    whitened has a root mean square of 1, as Adam's, whose learning rates fit. Both factors are averaged with what the
-    step before left of l and r, and D has this step's, as in the paper's figure.
+    with L^-1 = Q_L diag(1 / l) Q_L^T, likewise R^-1. It needs neither grafting nor a second moment: a
+    gradient that is whitened has a root mean square of 1, as Adam's, whose learning rates fit. Both factors
+    are averaged with what the step before left of l and r, and D has this step's, as in the paper's figure.
 
-    What differs from the authors' code is the start and the ends. l and r begin at the size of the first gradient, not
-    at 0.1, M is corrected for its start, and no step is skipped, so that updates do not depend on the gradients' scale.
-    Eigenvalues are not divided by where they are rounding of the largest, instead of below 1 / 4000^2. No update is
-    longer than `LONGEST`: in a new basis l and r are those of the old one for a while.
+    What differs from the authors' code is the start and the ends. l and r begin at the size of the first
+    gradient, not at 0.1, M is corrected for its start, and no step is skipped, so that updates do not depend
+    on the gradients' scale. Eigenvalues are not divided by where they are rounding of the largest, instead of
+    below 1 / 4000^2. No update is longer than `LONGEST`: in a new basis l and r are those of the old one for
+    a while.
 
-    Settings are KroneckerOptimizer's, of `betas` the first; `eps` is not used. State besides its own: `exp_avg`, `Q_L`,
-    `Q_R`, `eigenvalues_L`, `eigenvalues_R`. `L` and `R` are kept times cols and rows: only their eigenvectors count.
+    Settings are KroneckerOptimizer's, of `betas` the first; `eps` is not used. State besides its own:
+    `exp_avg`, `Q_L`, `Q_R`, `eigenvalues_L`, `eigenvalues_R`. `L` and `R` are kept times cols and rows: only
+    their eigenvectors count.
     """
 
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:

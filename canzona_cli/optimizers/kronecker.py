@@ -1,4 +1,5 @@
-"""The base of Shampoo and SOAP: moving averages of G G^T and G^T G, and when what is made of them is renewed."""
+"""The base of Shampoo and SOAP: moving averages of G G^T and G^T G,
+and when what is made of them is renewed."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +17,8 @@ Side = Literal["L", "R"]
 """L: rows, from G G^T. R: columns, from G^T G."""
 SIDES: tuple[Side, Side] = ("L", "R")
 LONGEST = 2.0
-"""The largest update, in learning rates: root mean square of Adam's, singular values of Shampoo's. Of gradients that
-are all alike they are 1, of others less, and with the usual decays never above 1.2."""
+"""The largest update, in learning rates: root mean square of Adam's, singular values of Shampoo's. Of
+gradients that are all alike they are 1, of others less, and with the usual decays never above 1.2."""
 TOGETHER = {"cuda": STACKED_SQUARES}
 """Elements of the squares that one call of a refresh takes, by device."""
 
@@ -40,8 +41,8 @@ class KroneckerSettings(TypedDict, total=False):
 class KroneckerOptimizer(MatrixOptimizer):
     """Keeps the factors; a subclass makes a square of each and a direction of the gradient.
 
-    State of a matrix: `step`, updates so far; `L` and `R`, the factors, packed, moving averages that start at their
-    first gradient's (corrected for starting at zero); what the subclass adds. A side longer than
+    State of a matrix: `step`, updates so far; `L` and `R`, the factors, packed, moving averages that start at
+    their first gradient's (corrected for starting at zero); what the subclass adds. A side longer than
     `max_preconditioner_dim` has none. Whatever `precision` says, all that a refresh computes is in fp32.
     """
 
@@ -73,9 +74,10 @@ class KroneckerOptimizer(MatrixOptimizer):
             shampoo_beta: Decay of the factors.
             precondition_frequency: Steps between two refreshes of a matrix.
             max_preconditioner_dim: A side longer than this is left as it is.
-            refresh_offsets: Per parameter: a matrix refreshes at its first step, and, once it has made a period of
-                them, when (steps it has made + offset) is a multiple of the period. No sooner: after one step SOAP's
-                second moment has nothing off the diagonal, and a new basis would turn the first moment onto that.
+            refresh_offsets: Per parameter: a matrix refreshes at its first step, and, once it has made a
+                period of them, when (steps it has made + offset) is a multiple of the period. No sooner:
+                after one step SOAP's second moment has nothing off the diagonal, and a new basis would turn
+                the first moment onto that.
             on_fallback: Called when a decomposition failed, or an update would have been too long.
             precision: Of products; decompositions are fp32 always.
             workspace: Scratch to share with other optimizers.
@@ -114,7 +116,8 @@ class KroneckerOptimizer(MatrixOptimizer):
 
     @abstractmethod
     def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
-        """Renew what is made of factors of one length, of matrices with equally many sides; what fails stays as it was.
+        """Renew what is made of factors of one length, of matrices with equally many sides;
+        what fails stays as it was.
 
         Args:
             stack: At their first step all together, or none.
@@ -180,8 +183,8 @@ class KroneckerOptimizer(MatrixOptimizer):
         return done == 0 or (done >= period and (done + self._offsets[p]) % period == 0)
 
     def _stacks(self, due: Sequence[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, Side]]]:
-        """Yields all sides, those that `_refresh` can take together as far as that is worth it; of a matrix L first,
-        for SOAP turns its moments in that order, whatever other matrices there are."""
+        """Yields all sides, those that `_refresh` can take together as far as that is worth it; of a matrix L
+        first, for SOAP turns its moments in that order, whatever other matrices there are."""
         for side in SIDES:
             alike: dict[tuple[int, int, bool], list[tuple[torch.Tensor, Side]]] = {}
             for p in due:
@@ -254,8 +257,8 @@ class KroneckerOptimizer(MatrixOptimizer):
                 self.state[p][f"{name}{side}"].copy_(new)
 
     def _bounded(self, p: torch.Tensor, size: torch.Tensor, limit: float, words: str) -> None:
-        """Report `words`, which name the size, if it is above the limit. On a GPU before the next update: by then the
-        host has waited for the device, here it does not."""
+        """Report `words`, which name the size, if it is above the limit. On a GPU before the next update: by
+        then the host has waited for the device, here it does not."""
         self._unsaid.append((p, size.to("cpu", non_blocking=True), limit, words))
         if size.device.type == "cpu":
             self._say()
@@ -276,8 +279,8 @@ _STRIP = 64
 
 
 def pack(square: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Packs the upper triangle of a contiguous symmetric matrix (side, side), which is overwritten, into `out`
-    (packed_elements(side),), which is returned."""
+    """Packs the upper triangle of a contiguous symmetric matrix (side, side), which is overwritten, into
+    `out` (packed_elements(side),), which is returned."""
     return out.copy_(_folded(square))
 
 
@@ -297,8 +300,8 @@ def unpack(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def average_gram(packed: torch.Tensor, x: torch.Tensor, weight: float, scratch: torch.Tensor) -> None:
     """packed += weight (X X^T - packed), of `x` (side, long).
 
-    On a CPU by strips of rows, from the diagonal on, so that about half the products are made; a strip is too little
-    for a GPU.
+    On a CPU by strips of rows, from the diagonal on, so that about half the products are made; a strip is too
+    little for a GPU.
 
     Args:
         scratch: (side, side), contiguous, overwritten.

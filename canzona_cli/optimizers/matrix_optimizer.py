@@ -18,10 +18,10 @@ ProductPrecision = Literal["fp32", "tf32"]
 class MatrixOptimizer(torch.optim.Optimizer):
     """Owns `step()`; a subclass updates one matrix.
 
-    Every parameter is a whole matrix: 2-D, contiguous, fp32. Its gradient is fp32, of any strides, and only read. A
-    parameter without a gradient is skipped. `lr` and `weight_decay` are read from the parameter groups at every step.
-    A matrix's state is made at its first step: tensors and plain ints in `self.state[p]`. Deleting it starts that
-    matrix afresh.
+    Every parameter is a whole matrix: 2-D, contiguous, fp32. Its gradient is fp32, of any strides, and only
+    read. A parameter without a gradient is skipped. `lr` and `weight_decay` are read from the parameter
+    groups at every step. A matrix's state is made at its first step: tensors and plain ints in
+    `self.state[p]`. Deleting it starts that matrix afresh.
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, float]) -> None:
@@ -56,8 +56,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._update_group([p for p in group["params"] if p.grad is not None], group)
 
     def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None] | None:
-        """Describes the state of matrix `p` (rows, cols) from its first step on: shapes of fp32 tensors by name, None
-        for a count of steps. None for all of it where a class does not say: a checkpoint may then hold anything."""
+        """Describes the state of matrix `p` (rows, cols) from its first step on: shapes of fp32 tensors by
+        name, None for a count of steps. None for all of it where a class does not say: a checkpoint may then
+        hold anything."""
         return None
 
     def converted(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -84,8 +85,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 @contextmanager
 def products(precision: ProductPrecision) -> Iterator[None]:
-    """Run fp32 products with `precision`, whatever the process has set; on CPU always exactly. Products of bf16 and
-    fp16 add up in fp32."""
+    """Run fp32 products with `precision`, whatever the process has set; on CPU always exactly. Products of
+    bf16 and fp16 add up in fp32."""
     cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = cuda.fp32_precision, cpu.fp32_precision
     parts = cuda.allow_bf16_reduced_precision_reduction, cuda.allow_fp16_reduced_precision_reduction
@@ -102,10 +103,9 @@ def products(precision: ProductPrecision) -> Iterator[None]:
 class Workspace:
     """One flat buffer per role, bytes of an element and device, as large as the largest request so far.
 
-    A matrix of any shape gets a view of the same memory, so that scratch stays in cache from one matrix to the next;
-    so do types of one width, as bf16 and fp16.
-    Share one between optimizers that step one after another. Not between threads, nor between CUDA streams: two users
-    at a time would overwrite each other.
+    A matrix of any shape gets a view of the same memory, so that scratch stays in cache from one matrix to
+    the next; so do types of one width, as bf16 and fp16. Share one between optimizers that step one after
+    another. Not between threads, nor between CUDA streams: two users at a time would overwrite each other.
     """
 
     def __init__(self) -> None:

@@ -45,18 +45,19 @@ class Muon(MatrixOptimizer):
         O = newton_schulz(D / |D|)                      U V^T where D = U S V^T: every singular value becomes about 1
         W = (1 - lr weight_decay) W - lr scale_factor scale(rows, cols) O
 
-    O needs all of D, however its rows and columns are spread over ranks: that is what this project is about. Where
-    ranks keep their fragments, they update them together (`shared_muon`). Muon is not for embeddings, the output layer
-    and vectors; AdamW updates those.
+    O needs all of D, however its rows and columns are spread over ranks: that is what this project is about.
+    Where ranks keep their fragments, they update them together (`shared_muon`). Muon is not for embeddings,
+    the output layer and vectors; AdamW updates those.
 
-    The rule is that of emerging-optimizers' Muon, which Megatron uses. What differs is how it runs. Products write into
-    a workspace that is allocated once. On CPU, passes over memory go by blocks of rows that stay in cache; on CUDA they
-    are whole-tensor operations, and nothing waits for the GPU.
+    The rule is that of emerging-optimizers' Muon, which Megatron uses. What differs is how it runs. Products
+    write into a workspace that is allocated once. On CPU, passes over memory go by blocks of rows that stay
+    in cache; on CUDA they are whole-tensor operations, and nothing waits for the GPU.
 
-    The gradient's scale is of no account, powers of two not for a single bit, and zeros only decay. (Others divide by
-    max(|D|, 1e-7): the update fades where clipping by the norm of all parameters leaves less.)
+    The gradient's scale is of no account, powers of two not for a single bit, and zeros only decay. (Others
+    divide by max(|D|, 1e-7): the update fades where clipping by the norm of all parameters leaves less.)
 
-    State of a matrix: `momentum_buffer`, M; `distrusted`, behind an update in Gram form that could not be trusted.
+    State of a matrix: `momentum_buffer`, M; `distrusted`, behind an update in Gram form that could not be
+    trusted.
     """
 
     def __init__(
@@ -89,13 +90,16 @@ class Muon(MatrixOptimizer):
         scale_mode: See `scale`.
         scale_factor: Multiplies it. 0.2 with spectral gives the update AdamW's RMS (Liu et al. 2025,
             arXiv:2502.16982).
-        precision: Of the iteration's products; they accumulate in fp32. Momentum and weights are fp32 always. Where
+        precision: Of the iteration's products; they accumulate in fp32. Momentum and weights are fp32 always.
+        Where
             it is as fast the Gram form has fp16 for bf16 (`gram_form.products_type`).
-        stack: Orthogonalise matrices of one shape in batched products: all, or at most so many of a shape (rows, cols).
+        stack: Orthogonalise matrices of one shape in batched products: all, or at most so many of a shape
+        (rows, cols).
             Spares launches when matrices are small and many, and costs scratch for all of them at once.
-        form: Of the iteration; of each shape (rows, cols). An update in Gram form that cannot be trusted (`gram_form`)
-            is made in standard form instead, and so are the next `STANDARD_STEPS`. On CUDA, where the host does
-            not wait to know, it is left out, and `settle` sees to the next ones.
+        form: Of the iteration; of each shape (rows, cols). An update in Gram form that cannot be trusted
+        (`gram_form`)
+            is made in standard form instead, and so are the next `STANDARD_STEPS`. On CUDA, where the host
+            does not wait to know, it is left out, and `settle` sees to the next ones.
         on_fallback: Called when an update was made in standard form instead.
         graph: On CUDA, capture the update of all matrices of a parameter group, and replay it (`muon_cuda`).
         workspace: Scratch to share with other optimizers.
@@ -195,8 +199,8 @@ class Muon(MatrixOptimizer):
         side: int,
         again: bool = False,
     ) -> float | torch.Tensor:
-        """Update the momentum, unless `again`, and write into `out` what is to be orthogonalised, of the norm that its
-        type is for, or 0.
+        """Update the momentum, unless `again`, and write into `out` what is to be orthogonalised, of the norm
+        that its type is for, or 0.
 
         Args:
             side: The whole matrix's shorter one.
@@ -219,7 +223,8 @@ class Muon(MatrixOptimizer):
     def _orthogonalised(
         self, x: torch.Tensor, matrices: list[torch.Tensor], group: Mapping[str, float]
     ) -> torch.Tensor:
-        """Orthogonalises directions `x` in their form: (rows, columns) of one matrix, or (matrices, rows, columns)."""
+        """Orthogonalises directions `x` in their form: (rows, columns) of one matrix, or (matrices,
+        rows, columns)."""
         if self._form(matrices[0]) == "standard":
             return newton_schulz(x, self.steps, self.workspace)
         if not by_blocks(matrices[0]):
@@ -293,8 +298,8 @@ class Muon(MatrixOptimizer):
         whole: Shape,
         trusted: torch.Tensor | None = None,
     ) -> None:
-        """p <- (1 - lr weight_decay) p - lr scale x, for `p` of a matrix of the shape `whole`; where an `x` in fp32 is
-        not `trusted`, on CUDA, p only decays."""
+        """p <- (1 - lr weight_decay) p - lr scale x, for `p` of a matrix of the shape `whole`; where an `x`
+        in fp32 is not `trusted`, on CUDA, p only decays."""
         size = self.scale_factor * scale(*whole, self.scale_mode)
         if by_blocks(p):
             muon_cpu.move(p, x, group["lr"], group["weight_decay"], size, self.workspace)
@@ -316,7 +321,8 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
     """Computes the size of the update of a (rows, cols) matrix, a semi-orthogonal matrix being 1.
 
     - spectral: sqrt(max(rows, cols)), the same RMS for every shape (Liu et al. 2025, arXiv:2502.16982).
-    - unit_rms_norm: sqrt(rows / cols), the same RMS-to-RMS operator norm (Bernstein 2025; Scion, arXiv:2502.07529).
+    - unit_rms_norm: sqrt(rows / cols), the same RMS-to-RMS operator norm (Bernstein 2025; Scion,
+      arXiv:2502.07529).
     - shape_scaling: the same, and never below 1 (Jordan et al. 2024).
     """
     if mode == "spectral":
@@ -327,6 +333,6 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
 
 
 def by_blocks(matrix: torch.Tensor) -> bool:
-    """Tells whether passes over a matrix go by blocks of rows; there the host reads numbers too, elsewhere nothing
-    waits."""
+    """Tells whether passes over a matrix go by blocks of rows; there the host reads numbers too, elsewhere
+    nothing waits."""
     return matrix.device.type == "cpu"

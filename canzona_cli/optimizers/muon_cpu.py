@@ -1,4 +1,5 @@
-"""Muon's passes over a matrix on a CPU: by blocks of rows that stay in cache, with norms that the host reads."""
+"""Muon's passes over a matrix on a CPU: by blocks of rows that stay in cache,
+with norms that the host reads."""
 
 import math
 

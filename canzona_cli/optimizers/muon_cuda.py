@@ -1,4 +1,5 @@
-"""Muon's passes over a matrix on CUDA: operations on whole tensors that wait for nothing, and a graph of them."""
+"""Muon's passes over a matrix on CUDA: operations on whole tensors that wait for nothing,
+and a graph of them."""
 
 import logging
 from collections.abc import Callable, Hashable
@@ -30,8 +31,8 @@ def direction(
     """
     average.lerp_(grad, weight)
     target = average if ahead is None else torch.lerp(grad, average, momentum, out=ahead)
-    # In fp64, whose range has the square and the inverse of every fp32 number: no pass for the largest element.
-    # `vector_norm` would copy it to fp64 first: 16 bytes an element more, and the memory for it.
+    # In fp64, whose range has the square and the inverse of every fp32 number: no pass for the largest
+    # element. `vector_norm` would copy it to fp64 first: 16 bytes an element more, and the memory for it.
     before: torch.Tensor = torch._foreach_norm([target], 2, dtype=torch.float64)[0]
     factor = before.clamp_min(1e-300).reciprocal_().view(1, 1)
     torch.mul(target, factor if norm == 1 else factor.mul_(norm), out=out)
@@ -39,7 +40,8 @@ def direction(
 
 
 def set_rates(rates: torch.Tensor, lr: float, weight_decay: float) -> None:
-    """Puts on the device what changes from step to step: (3,) the factor of the decay, the learning rate, the decay."""
+    """Puts on the device what changes from step to step: (3,) the factor of the decay,
+    the learning rate, the decay."""
     rates[0].fill_(1 - lr * weight_decay)
     rates[1].fill_(lr)
     rates[2].fill_(lr * weight_decay)
@@ -65,7 +67,8 @@ def move(
 
 
 def _descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float, *, but_where: torch.Tensor) -> None:
-    """p <- p - rate (x + decay p), element by element, unless `but_where` is 1, which is asked on the device."""
+    """p <- p - rate (x + decay p), element by element, unless `but_where` is 1,
+    which is asked on the device."""
     torch._fused_sgd_(
         [p], [x], [], weight_decay=decay, momentum=0.0, lr=rate, dampening=0.0, nesterov=False, maximize=False,
         is_first_step=False, found_inf=but_where,
@@ -73,14 +76,16 @@ def _descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float,
 
 
 class Replayed:
-    """Runs one step again and again: as it is, captured when it meets the memory it met before, replayed ever after.
+    """Runs one step again and again: as it is, captured when it meets the memory it met before,
+    replayed ever after.
 
-    A graph is its kernels on their memory, with the numbers the host gave them. So a step must take what changes
-    from device memory, and `key` has to be different where anything else is: addresses, numbers, sizes of scratch.
-    While the key changes steps run as they are, which is what a replay is compared with. Nothing waits for the GPU,
-    but for the capture itself: once for a step that keeps its memory.
+    A graph is its kernels on their memory, with the numbers the host gave them. So a step must take what
+    changes from device memory, and `key` has to be different where anything else is: addresses, numbers,
+    sizes of scratch. While the key changes steps run as they are, which is what a replay is compared with.
+    Nothing waits for the GPU, but for the capture itself: once for a step that keeps its memory.
 
-    A step that cannot be captured, as one that reads back from the GPU, is run as it is from then on, and that is said.
+    A step that cannot be captured, as one that reads back from the GPU, is run as it is from then on, and
+    that is said.
     """
 
     def __init__(self) -> None:

@@ -17,8 +17,9 @@ MUON_AROUND = 14
 SAMPLES = 32
 """Rows at most, evenly spread, that stand for all where the Gram form estimates a norm or a mean."""
 BLOCK = 128 * 1024
-"""Elements of a block of rows that elementwise passes take together on a CPU: a weight, its gradient, its momentum and
-scratch stay in a 2 MB cache between passes. All passes of 2560x768 on one core: 3.5 ms, without blocks 4.5 ms."""
+"""Elements of a block of rows that elementwise passes take together on a CPU: a weight, its gradient, its
+momentum and scratch stay in a 2 MB cache between passes. All passes of 2560x768 on one core: 3.5 ms, without
+blocks 4.5 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +90,9 @@ class NorMuonConfig(MomentumConfig):
 def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     """Newton-Schulz, and around it what a GPU does with each element on fp32 masters.
 
-    Bytes per element: momentum 12, Nesterov 12, norm 4 and division 4 + w, decay 8, weight 8 + w, whether it is finite
-    4, the copy of the weight for the model 4 + w. In Gram form decay and weight in one pass 12, as the last product is
-    in fp32; those of a stack as they were, and leaving out what is not trusted 2 w.
+    Bytes per element: momentum 12, Nesterov 12, norm 4 and division 4 + w, decay 8, weight 8 + w, whether it
+    is finite 4, the copy of the weight for the model 4 + w. In Gram form decay and weight in one pass 12, as
+    the last product is in fp32; those of a stack as they were, and leaving out what is not trusted 2 w.
     """
     iteration, w = iteration_work(a, rows, cols), product_bytes(a)
     traffic = iteration.traffic + (40 + 2 * w + _moved(a)) * rows * cols
@@ -111,8 +112,8 @@ def _in_one_pass(a: Algorithm) -> bool:
 
 
 def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Muon's, and per element the norms of rows w bytes and their scaling w + 4, of what is in fp32 already 4 and 8;
-    then decay and weight 20, in one pass 12."""
+    """Muon's, and per element the norms of rows w bytes and their scaling w + 4, of what is in fp32 already 4
+    and 8; then decay and weight 20, in one pass 12."""
     muon, none = _muon(a, rows, cols)
     w = product_bytes(a)
     left_out = 2 * w if a.form == "gram" and a.stack is True else 0
@@ -142,16 +143,18 @@ def iteration_work(a: Algorithm, rows: int, cols: int) -> Work:
 
 
 def _gram(steps: int, m: int, n: int, width: int) -> Work:
-    """Counts the Gram form: X X' and Q X once in each of its `segments`, in between polynomials of the Gram matrix R
-    alone.
+    """Counts the Gram form: X X' and Q X once in each of its `segments`, in between polynomials of the Gram
+    matrix R alone.
 
-    Every step takes R R; all but a segment's first take Q P, all but its last P R P, for P the step's polynomial and Q
-    the product of those so far. All are polynomials of one symmetric matrix, so they are symmetric themselves. With
-    u = 2 m^3 and r = n / m, 5 steps in segments of 2 and 3 take (4 r + 14) u; the standard form 5 (2 r + 1) u.
+    Every step takes R R; all but a segment's first take Q P, all but its last P R P, for P the step's
+    polynomial and Q the product of those so far. All are polynomials of one symmetric matrix, so they are
+    symmetric themselves. With u = 2 m^3 and r = n / m, 5 steps in segments of 2 and 3 take (4 r + 14) u; the
+    standard form 5 (2 r + 1) u.
 
-    Squares are passed over as the products' type: zeros and the polynomials' other terms are written into what a
-    product is added to (in bf16, on processors, X too). The probe takes norms of `SAMPLES` rows, of Q, copied,
-    around a segment's last step, of R and of X; what it makes of them takes launches of a single number each.
+    Squares are passed over as the products' type: zeros and the polynomials' other terms are written into
+    what a product is added to (in bf16, on processors, X too). The probe takes norms of `SAMPLES` rows, of Q,
+    copied, around a segment's last step, of R and of X; what it makes of them takes launches of a single
+    number each.
     """
     parts = segments(steps)
     squares = 4 * steps - 3 * len(parts)
@@ -168,10 +171,11 @@ def _gram(steps: int, m: int, n: int, width: int) -> Work:
 
 
 def segments(steps: int) -> tuple[int, ...]:
-    """Counts the steps that the Gram form makes on each Gram matrix: two, and three at the end of an odd number.
+    """Counts the steps that the Gram form makes on each Gram matrix: two,
+    and three at the end of an odd number.
 
-    Where three steps are followed by others, what they leave beyond the polynomials' range (above 1.4) grows without
-    bound: `deepseekv4` did so on Gaussian 256 x 257.
+    Where three steps are followed by others, what they leave beyond the polynomials' range (above 1.4) grows
+    without bound: `deepseekv4` did so on Gaussian 256 x 257.
     """
     return (2,) * (steps // 2 - 1) + (2 + steps % 2,) if steps > 1 else (1,)
 
@@ -191,11 +195,11 @@ FACTS = (
 
 
 DISTRUSTED = "distrusted"
-"""The key, in a matrix's state and so in checkpoints, of how many of its next updates are in standard form. Older
-checkpoints have True."""
+"""The key, in a matrix's state and so in checkpoints, of how many of its next updates are in standard form.
+Older checkpoints have True."""
 STANDARD_STEPS = 100
-"""Updates in standard form after a doubt. A momentum of 0.95 then has 0.6% left of what was doubted; and where the Gram
-form is doubted again and again, to have tried it costs 1% of what updates take."""
+"""Updates in standard form after a doubt. A momentum of 0.95 then has 0.6% left of what was doubted; and
+where the Gram form is doubted again and again, to have tried it costs 1% of what updates take."""
 LOST = f"the Gram form lost too much in rounding; it is updated in standard form for {STANDARD_STEPS} steps"
 
 State = MutableMapping[str, object]

@@ -1,8 +1,8 @@
 """Newton-Schulz iteration: the nearest semi-orthogonal matrix by products alone.
 
 X <- a X + (b A + c A A) X with A = X X^T drives every singular value towards 1 (Jordan et al. 2024,
-https://kellerjordan.github.io/posts/muon/). Coefficients differ in how fast small singular values grow and how near
-to 1 they end.
+https://kellerjordan.github.io/posts/muon/). Coefficients differ in how fast small singular values grow and
+how near to 1 they end.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,11 +76,12 @@ def newton_schulz(
     """Orthogonalise `x`.
 
     Args:
-        x: (rows, cols) or (batch, rows, cols), contiguous, no singular value above 1; overwritten. Its dtype is the
-            precision of the products, which accumulate in fp32 either way.
+        x: (rows, cols) or (batch, rows, cols), contiguous, no singular value above 1; overwritten. Its dtype
+            is the precision of the products, which accumulate in fp32 either way.
         steps: (a, b, c) of each step.
         workspace: Gives a second x and two squares of the short side.
-        wide: Whether rows are the short side; None: by x itself, which may be a fragment of what it is asked for.
+        wide: Whether rows are the short side; None: by x itself, which may be a fragment of what it is asked
+            for.
         total: Makes of a fragment's Gram matrix the whole's, in place.
 
     Returns:

@@ -9,7 +9,8 @@ from torch.optim.optimizer import ParamsT
 from .muon import Muon, MuonSettings
 
 EPS = 1e-10
-"""Added to the root of a row's mean square, as by the authors; it is 1e-2 and more where rows are orthogonal."""
+"""Added to the root of a row's mean square, as by the authors;
+it is 1e-2 and more where rows are orthogonal."""
 
 
 class NorMuon(Muon):
@@ -20,11 +21,11 @@ class NorMuon(Muon):
         N = O / (sqrt(v) + eps),  N = N |O| / |N|                rows alike, and the update as long as Muon's
         W = (1 - lr weight_decay) W - lr scale_factor scale(rows, cols) N
 
-    Rows are output neurons: the mean is over whole ones, which is plain here, as hosts have whole matrices. Ranks
-    with fragments would not know |O|: there is no such form of it as `shared_muon`. The paper (algorithm 1) gives N the
-    root mean square 0.2; the authors' code, Microsoft's dion and emerging-optimizers keep |O| and leave the size to the
-    scale, as here, so Muon's learning rates carry over. emerging-optimizers takes columns where the matrix is wider
-    than high.
+    Rows are output neurons: the mean is over whole ones, which is plain here, as hosts have whole matrices.
+    Ranks with fragments would not know |O|: there is no such form of it as `shared_muon`. The paper
+    (algorithm 1) gives N the root mean square 0.2; the authors' code, Microsoft's dion and
+    emerging-optimizers keep |O| and leave the size to the scale, as here, so Muon's learning rates carry
+    over. emerging-optimizers takes columns where the matrix is wider than high.
 
     State of a matrix: Muon's, and `row_square`, v.
     """

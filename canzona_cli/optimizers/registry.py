@@ -25,13 +25,13 @@ def load_class(source: str, allow: Sequence[str]) -> type[torch.optim.Optimizer]
     Loading runs the code of the file or package.
 
     Args:
-        source: `path/to/file.py:Class`, a relative path being looked up from the working directory; or `module:Class`
-            of an installed package.
+        source: `path/to/file.py:Class`, a relative path being looked up from the working directory; or
+            `module:Class` of an installed package.
         allow: Packages that `module` may be of. Files need no entry.
 
     Raises:
-        UnusableOptimizer: No such file, module or class; a package that `allow` does not name; code that fails when it
-            is loaded; or something that is not a torch optimizer class.
+        UnusableOptimizer: No such file, module or class; a package that `allow` does not name; code that
+            fails when it is loaded; or something that is not a torch optimizer class.
     """
     place, colon, name = source.rpartition(":")
     if not colon or not place or not name.isidentifier():
@@ -55,8 +55,8 @@ def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dev
         device: That the run updates matrices on: what is written for GPUs may work on no other.
 
     Raises:
-        UnusableOptimizer: It cannot be made; needs more than `step()`; changes a parameter's shape or dtype; gives
-            values that are not finite; or leaves weights as they are.
+        UnusableOptimizer: It cannot be made; needs more than `step()`; changes a parameter's shape or dtype;
+            gives values that are not finite; or leaves weights as they are.
     """
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in _PROBE_SHAPES]

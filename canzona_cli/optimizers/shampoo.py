@@ -1,5 +1,5 @@
-"""Shampoo: each side of the gradient times an inverse root of its second moment (Gupta et al. 2018, arXiv:1802.09568),
-with moving averages and grafting as in Shi et al. 2023 (arXiv:2309.06497)."""
+"""Shampoo: each side of the gradient times an inverse root of its second moment (Gupta et al. 2018,
+arXiv:1802.09568), with moving averages and grafting as in Shi et al. 2023 (arXiv:2309.06497)."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,18 +17,20 @@ Grafting = Literal["none", "sgd", "adam"]
 
 
 class Shampoo(KroneckerOptimizer):
-    """Each matrix's momentum is whitened on both sides, and given the norm of another method's update (grafting).
+    """Each matrix's momentum is whitened on both sides,
+    and given the norm of another method's update (grafting).
 
         L, R = averages of G G^T (rows, rows) and G^T G (cols, cols); M = average of G     decays shampoo_beta, beta1
         every precondition_frequency steps:  A = L^-1/4, B = R^-1/4
         D = A M B,  D = D |Adam(G)| / |D|                                                  with grafting=adam
         W = (1 - lr weight_decay) W - lr D
 
-    Averages are corrected for starting at 0. If one side is longer than `max_preconditioner_dim`, the other takes the
-    root -1/2; if both are, the update is the grafted method's own. The momentum is of gradients and not of updates, as
-    in Shi et al.: one buffer serves the grafted Adam too, and new roots act on all of it.
+    Averages are corrected for starting at 0. If one side is longer than `max_preconditioner_dim`, the other
+    takes the root -1/2; if both are, the update is the grafted method's own. The momentum is of gradients and
+    not of updates, as in Shi et al.: one buffer serves the grafted Adam too, and new roots act on all of it.
 
-    State besides KroneckerOptimizer's: `exp_avg`, `root_L` and `root_R`, packed, and `exp_avg_sq` of a grafted Adam.
+    State besides KroneckerOptimizer's: `exp_avg`, `root_L` and `root_R`, packed, and `exp_avg_sq` of a
+    grafted Adam.
     """
 
     symmetric = ("", "root_")
@@ -44,12 +46,14 @@ class Shampoo(KroneckerOptimizer):
         **settings: Unpack[KroneckerSettings],
     ) -> None:
         """Args:
-        params, lr, settings: KroneckerOptimizer's. `betas`: decay of M, and of the grafted Adam's second moment; `eps`:
+        params, lr, settings: KroneckerOptimizer's. `betas`: decay of M, and of the grafted Adam's second
+        moment; `eps`:
             of the grafted Adam.
-        shampoo_eps: Added to a factor's eigenvalues, relative to the largest.
-        grafting: Whose update's Frobenius norm an update is given. none: its own. sgd: that of M. adam: that of
+        shampoo_eps: Added to a factor's eigenvalues, relative to the largest. grafting: Whose update's
+        Frobenius norm an update is given. none: its own. sgd: that of M. adam: that of
             M / (sqrt(V) + eps), which makes an AdamW learning rate fit.
-        roots: How inverse roots are computed. eigh: from eigenvalues. newton: by products alone, which GPUs are better
+        roots: How inverse roots are computed. eigh: from eigenvalues. newton: by products alone, which GPUs
+        are better
             at; where that does not converge, from eigenvalues.
         """
         super().__init__(params, lr, **settings)
@@ -94,8 +98,9 @@ class Shampoo(KroneckerOptimizer):
             return factors, [False] * len(factors)
 
     def _bound(self, p: torch.Tensor, direction: torch.Tensor) -> None:
-        """Bounds the update: with roots of all gradients that the momentum is of, no singular value is above what
-        Adam's update can be (Cauchy-Schwarz); with old ones, along what they have not seen, a thousand times that."""
+        """Bounds the update: with roots of all gradients that the momentum is of, no singular value is above
+        what Adam's update can be (Cauchy-Schwarz); with old ones, along what they have not seen, a thousand
+        times that."""
         excess = torch.linalg.vector_norm(direction) / (LONGEST * min(p.shape) ** 0.5)
         direction.div_(excess.clamp_min(1))
         self._bounded(p, excess, 1.0, "its roots would have made the update {:.3g} times the longest; bounded")

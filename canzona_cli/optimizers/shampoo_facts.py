@@ -10,13 +10,14 @@ from .facts import Algorithm, Facts, OptimizerBase, RootMethod, Rule, Work
 from .muon_facts import NewtonSchulzConfig, iteration_work, product_bytes
 
 GRAFTING_BYTES = {"none": 0, "sgd": 16, "adam": 64}
-"""Bytes of memory traffic per element of Shampoo's grafting. Its update's norm 4 and the scaling 8; the gradient's norm
-4; or Adam's second moment 8 + 12, its root 8, eps 8, the quotient 12 and the norm of that 4."""
+"""Bytes of memory traffic per element of Shampoo's grafting. Its update's norm 4 and the scaling 8; the
+gradient's norm 4; or Adam's second moment 8 + 12, its root 8, eps 8, the quotient 12 and the norm of that
+4."""
 GRAFTING_LAUNCHES = {"none": 0, "sgd": 3, "adam": 8}
 """Kernels of the same."""
 STACKED_SQUARES = 2**22
-"""Elements of the squares that one call of a refresh takes on a GPU: small ones in stacks, to spare launches. A CPU
-gains nothing by it."""
+"""Elements of the squares that one call of a refresh takes on a GPU: small ones in stacks, to spare launches.
+A CPU gains nothing by it."""
 NEWTON_PRODUCTS = {2: 31, 1: 29}
 """Products of an inverse root by Newton's iteration, by how many sides of a matrix have roots."""
 
@@ -89,8 +90,8 @@ class SoapMuonConfig(KroneckerConfig, NewtonSchulzConfig):
 
 
 def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Prices Shampoo: per element 50 bytes of momentum, weight and casts, and grafting; of squares 12 to average a
-    packed statistic and 12 to unpack a root, in 15 launches."""
+    """Prices Shampoo: per element 50 bytes of momentum, weight and casts, and grafting; of squares 12 to
+    average a packed statistic and 12 to unpack a root, in 15 launches."""
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
@@ -128,14 +129,16 @@ def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def _soap_muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """SOAP's, and Newton-Schulz: per element norm 4, division 4 + w, the copy back w + 4 and scaling 8 bytes."""
+    """SOAP's, and Newton-Schulz: per element norm 4, division 4 + w,
+    the copy back w + 4 and scaling 8 bytes."""
     step, refresh = _soap(a, rows, cols)
     traffic = step.traffic + (20 + 2 * product_bytes(a)) * rows * cols
     return replace(step, traffic=traffic, launches=step.launches + 4, iteration=iteration_work(a, rows, cols)), refresh
 
 
 def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Prices KL-Shampoo: per element 42 bytes of momentum, weight and casts, 64 of whitening and eigenvalues."""
+    """Prices KL-Shampoo: per element 42 bytes of momentum, weight and casts,
+    64 of whitening and eigenvalues."""
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     m, n = sorted((rows, cols))
@@ -162,7 +165,8 @@ def factored_sides(a: Algorithm, rows: int, cols: int) -> tuple[int, ...]:
 def _sided(
     rows: int, cols: int, sides: tuple[int, ...], statistics: int, applied: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Products of a preconditioned side: `statistics` times G G' or G' G, `applied` times the square and G."""
+    """Products of a preconditioned side: `statistics` times G G' or G' G,
+    `applied` times the square and G."""
     for side in sides:
         other = rows * cols // side
         if statistics:

@@ -14,8 +14,8 @@ from .shared_rows import Shape, Sum, Together, Turns, each_turn, gram_by_rows
 class SharedMuon(muon.Muon):
     """Muon whose parameters may also be fragments, of matrices in Gram form.
 
-    `step` updates whole matrices. Of a fragment the direction is known, but not the whole's norm and Gram matrix; they
-    come from all of them, and the fragment then becomes what it would be of the whole.
+    `step` updates whole matrices. Of a fragment the direction is known, but not the whole's norm and Gram
+    matrix; they come from all of them, and the fragment then becomes what it would be of the whole.
 
     State of a fragment: its part of Muon's `momentum_buffer`; `distrusted`, the same for all of the matrix's.
     """
@@ -26,7 +26,8 @@ class SharedMuon(muon.Muon):
         CUDA leaves an untrusted update out, as it does of whole matrices, until `settle`.
 
         Args:
-            p: The fragment's weights, with its gradient in `p.grad`, which is only read, in the first turn; both fp32.
+            p: The fragment's weights, with its gradient in `p.grad`, which is only read, in the first turn;
+                both fp32.
             whole: The shape of the whole matrix; its shorter side is a multiple of `ranks.count`.
 
         Returns:
@@ -58,8 +59,8 @@ class SharedMuon(muon.Muon):
     def _fragment_direction(
         self, p: torch.Tensor, dtype: torch.dtype, side: int, workspace: Workspace, *, again: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`_direction` of a fragment, in `workspace`; and what `_divide` needs: its norm, and the square of that,
-        (1,), to be added up."""
+        """`_direction` of a fragment, in `workspace`; and what `_divide` needs: its norm, and the square of
+        that, (1,), to be added up."""
         assert p.grad is not None
         x = workspace.get("muon_x", p.shape, dtype, p.device)
         norm_here = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=side, again=again)
@@ -67,10 +68,11 @@ class SharedMuon(muon.Muon):
         return x, norm, norm.double().square().view(1)
 
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
-        """Updates a fragment in the same step in standard form, slow and safe; also some of the next, as `excluded`.
+        """Updates a fragment in the same step in standard form, slow and safe;
+        also some of the next, as `excluded`.
 
-        The sum of Gram matrices of every step goes to all fragments. `together`, where it was called, has updated the
-        momentum.
+        The sum of Gram matrices of every step goes to all fragments. `together`, where it was called, has
+        updated the momentum.
         """
         group, excluded = self._settings(p), self.excluded(p)
 
@@ -96,7 +98,8 @@ class SharedMuon(muon.Muon):
 
 
 def _divide(x: torch.Tensor, norm: torch.Tensor, square: torch.Tensor) -> None:
-    """Divides a fragment, which was divided by its norm, by the whole's instead, of which this is the square."""
+    """Divides a fragment, which was divided by its norm, by the whole's instead,
+    of which this is the square."""
     x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1))
 
 

@@ -1,9 +1,11 @@
 """The Gram form of Newton-Schulz (`gram_form`) of a matrix in fragments whose squares are cut by rows.
 
-Every rank adds up its rows of all Gram matrices, makes its rows of each product, and has the others' gathered where
-one needs the whole on its right. So nobody is alone with the squares, and all know the same. The norm of the whole is
-known before. Gram matrices are rounded without their alphas before they travel, and again where they are added up:
-roundings being independent, what `gram_form` takes for one of size |R| is of size (|R|^2 + sum_r |R_r|^2)^0.5 here.
+Every rank adds up its rows of all Gram matrices, makes its rows of each product, and has the others' gathered
+where one needs the whole on its right. So nobody is alone with the squares, and all know the same. The norm
+of the whole is known before. Gram matrices are rounded without their alphas before they travel, and again
+where they are added up:
+roundings being independent, what `gram_form` takes for one of size |R| is of size (|R|^2 + sum_r |R_r|^2)^0.5
+here.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -43,8 +45,9 @@ type Turns[Result] = Generator[Sequence[Wait], None, Result]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
-    """The means of a fragment's optimizer to work with the other fragments' at the same time: collectives, which all
-    begin alike; their tensors are left alone until they are waited for. A square's rows are cut evenly among them."""
+    """The means of a fragment's optimizer to work with the other fragments' at the same time: collectives,
+    which all begin alike; their tensors are left alone until they are waited for. A square's rows are cut
+    evenly among them."""
 
     place: int
     """The place among the fragments."""
@@ -116,15 +119,16 @@ def gram_by_rows(
         error = polynomial.error(error, mean, rounded)
         left = _told(polynomial.left_of(rows), x)
         x, twin = twin, x
-    # One rank's doubt travels in the sum: were each to decide alone, some would wait for others in the wrong exchange.
+    # One rank's doubt travels in the sum: were each to decide alone, some would wait for others in the wrong
+    # exchange.
     left = torch.where(torch.as_tensor(error <= DOUBT, device=x.device).view(1), left, torch.inf)
     yield (ranks.total(left),)
     return x, (left <= most(steps) ** 2).view(())
 
 
 def _add_up(rows: torch.Tensor, parts: torch.Tensor, first: int, more: torch.Tensor) -> None:
-    """`rows`, from row `first` on, <- everyone's `parts`, added up in their order and in fp32; and `more` on the
-    diagonal, before it is rounded."""
+    """`rows`, from row `first` on, <- everyone's `parts`, added up in their order and in fp32; and `more` on
+    the diagonal, before it is rounded."""
     diagonal = parts.diagonal(first, dim1=1, dim2=2).sum(0, dtype=torch.float32) + more.float()
     torch.sum(parts, 0, out=rows)
     rows.diagonal(first).copy_(diagonal)
@@ -140,8 +144,8 @@ def _polynomial(
 ) -> Turns[Polynomial]:
     """Does what `gram_form.polynomial` does. Only this place's rows of the last p are there.
 
-    A turn for each product, in such an order that most gathers are needed only behind the next one. `free` is scratch
-    as large as a fragment: of a matrix no shorter than its square.
+    A turn for each product, in such an order that most gathers are needed only behind the next one. `free` is
+    scratch as large as a fragment: of a matrix no shorter than its square.
     """
     rows = ranks.rows(r.size(0))
     s, q = (workspace.get(role, r.shape, r.dtype, r.device) for role in ("ns_poly", "ns_all"))

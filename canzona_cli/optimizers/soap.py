@@ -8,7 +8,8 @@ from .decompositions import rounding
 from .kronecker import LONGEST, KroneckerOptimizer, Side
 
 RESOLVED = torch.finfo(torch.float32).eps ** 0.5
-"""Singular values below this share of the largest have no eigenvectors of their own: their squares are rounding."""
+"""Singular values below this share of the largest have no eigenvectors of their own:
+their squares are rounding."""
 
 
 class SOAP(KroneckerOptimizer):
@@ -19,15 +20,16 @@ class SOAP(KroneckerOptimizer):
         D = Q_L Adam(Q_L^T G Q_R) Q_R^T                                                    moments with betas and eps
         W = (1 - lr weight_decay) W - lr D
 
-    The first Q_L and Q_R come from an eigendecomposition; a refresh is one power iteration and a QR, with columns in
-    the order of estimated eigenvalues. Both of Adam's moments are kept in the eigenbasis: at a refresh the first is
-    turned to the new one, and the second follows the order of columns, as in the paper. Refreshed at every step it is
-    the same rule as emerging-optimizers' SOAP, but for what rounding decides there: no update is longer than `LONGEST`,
-    directions that no gradient has are left alone, and what is rounding is not divided by rounding. So two runs whose
-    gradients differ by rounding stay close, where they drift apart by most of their way.
+    The first Q_L and Q_R come from an eigendecomposition; a refresh is one power iteration and a QR, with
+    columns in the order of estimated eigenvalues. Both of Adam's moments are kept in the eigenbasis: at a
+    refresh the first is turned to the new one, and the second follows the order of columns, as in the paper.
+    Refreshed at every step it is the same rule as emerging-optimizers' SOAP, but for what rounding decides
+    there: no update is longer than `LONGEST`, directions that no gradient has are left alone, and what is
+    rounding is not divided by rounding. So two runs whose gradients differ by rounding stay close, where they
+    drift apart by most of their way.
 
-    Settings are KroneckerOptimizer's; `betas` and `eps` are Adam's. State besides its own: `exp_avg`, `exp_avg_sq`,
-    `Q_L`, `Q_R`.
+    Settings are KroneckerOptimizer's; `betas` and `eps` are Adam's. State besides its own: `exp_avg`,
+    `exp_avg_sq`, `Q_L`, `Q_R`.
     """
 
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
@@ -73,9 +75,9 @@ class SOAP(KroneckerOptimizer):
     def _refreshed(self, p: torch.Tensor) -> None:
         """Let no update after the refresh be longer than Adam's.
 
-        The first moment is turned into the new basis, and the second is not: where that one has seen next to nothing
-        along a new direction, updates would be thousands of learning rates long. It is raised there to the least that
-        gradients of that average can have, and from there on Adam's own bound holds.
+        The first moment is turned into the new basis, and the second is not: where that one has seen next to
+        nothing along a new direction, updates would be thousands of learning rates long. It is raised there
+        to the least that gradients of that average can have, and from there on Adam's own bound holds.
         """
         state = self.state[p]
         done: int = state["step"] - 1

@@ -1,5 +1,5 @@
-"""SOAP-Muon: SOAP's update, orthogonalised (Vyas et al. 2025, "Improving SOAP using iterative whitening and Muon",
-https://nikhilvyas.github.io/SOAP_Muon.pdf)."""
+"""SOAP-Muon: SOAP's update, orthogonalised (Vyas et al. 2025, "Improving SOAP using iterative whitening and
+Muon", https://nikhilvyas.github.io/SOAP_Muon.pdf)."""
 
 from typing import Literal, Unpack
 
@@ -21,9 +21,10 @@ class SOAPMuon(SOAP):
         O = newton_schulz(A / |A|)                               every singular value becomes about 1
         W = (1 - lr weight_decay) W - lr scale_factor scale(rows, cols) O
 
-    Newton-Schulz commutes with turning by Q_L and Q_R, so it is the same in SOAP's basis and out of it. The size is
-    Muon's, as in the authors' code for nanoGPT, so Muon's learning rates carry over. That code iterates 5 steps and two
-    of a cubic polynomial, from moments without the newest factors; here the iteration is Muon's, with its settings.
+    Newton-Schulz commutes with turning by Q_L and Q_R, so it is the same in SOAP's basis and out of it. The
+    size is Muon's, as in the authors' code for nanoGPT, so Muon's learning rates carry over. That code
+    iterates 5 steps and two of a cubic polynomial, from moments without the newest factors; here the
+    iteration is Muon's, with its settings.
 
     State: SOAP's.
     """

@@ -1,6 +1,7 @@
 """Products whose result is known to be symmetric: half of it is computed and mirrored, where that is quicker.
 
-On CPUs by strips of rows; on CUDA by the kernel that a start-up measurement chose (`ladder`); else as any product.
+On CPUs by strips of rows; on CUDA by the kernel that a start-up measurement chose (`ladder`); else as any
+product.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,19 +13,20 @@ import torch
 from . import cpu_products
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, float], object]
-"""Called with a, b, out, add, beta, alpha: out <- alpha A B + beta `add`, `add` None for nothing. A is (side, long) and
-B is (long, side): A's transpose, of the same memory, or, where both are squares, another symmetric matrix that commutes
-with A."""
+"""Called with a, b, out, add, beta, alpha: out <- alpha A B + beta `add`, `add` None for nothing. A is (side,
+long) and B is (long, side): A's transpose, of the same memory, or, where both are squares, another symmetric
+matrix that commutes with A."""
 
 STRIPS, LEAST = 5, 2e8
-"""Strips of rows, and the multiply-adds from which on they win. Measured on one core of an AMD EPYC with AVX512-BF16
-(no AMX), bf16, time over that of the whole product: X X^T of 256x1024 1.07, 256x3072 0.84, 384x1536 0.81, 512x1024
-0.85, 640x640 0.83, 640x3200 0.72, 1024x1024 0.82, 1024x3072 0.72, 1280x6400 0.64; A A + b A of 384 1.16, 512 0.99, 640
-0.85, 1024 0.88, 1280 0.73. Halving recursively, strips of columns, and other numbers of strips (2 to 8) gain no more;
-without the mirror image it would be 0.05 less. All of them gave the whole product's bits."""
+"""Strips of rows, and the multiply-adds from which on they win. Measured on one core of an AMD EPYC with
+AVX512-BF16 (no AMX), bf16, time over that of the whole product: X X^T of 256x1024 1.07, 256x3072 0.84,
+384x1536 0.81, 512x1024 0.85, 640x640 0.83, 640x3200 0.72, 1024x1024 0.82, 1024x3072 0.72, 1280x6400 0.64; A A
++ b A of 384 1.16, 512 0.99, 640 0.85, 1024 0.88, 1280 0.73. Halving recursively, strips of columns, and other
+numbers of strips (2 to 8) gain no more; without the mirror image it would be 0.05 less. All of them gave the
+whole product's bits."""
 AMX_STRIPS, AMX_LEAST = 3, 1.5e9
-"""The same on one core of a Xeon with AMX, which multiplies faster than it mirrors: 768x2560 0.78; two and four strips
-are slower, and none gains at 512x2560 and 1024x1024."""
+"""The same on one core of a Xeon with AMX, which multiplies faster than it mirrors: 768x2560 0.78; two and
+four strips are slower, and none gains at 512x2560 and 1024x1024."""
 
 Shape = tuple[int, int, torch.dtype]
 """(side, long) of A, and its type."""
@@ -62,7 +64,8 @@ def product(
     beta: float = 1.0,
     alpha: float = 1.0,
 ) -> torch.Tensor:
-    """alpha A B + beta `add`, where A and B commute: polynomials of one symmetric matrix, so that A B is symmetric too.
+    """alpha A B + beta `add`, where A and B commute: polynomials of one symmetric matrix,
+    so that A B is symmetric too.
 
     Args:
         a, b: (side, side) or (batch, side, side), symmetric.
@@ -79,7 +82,8 @@ def product(
 
 
 def in_strips(side: int, long: int) -> int:
-    """Strips of rows in which a CPU multiplies (side, long) by (long, side) in bf16 or fp16; 1 where it is slower."""
+    """Strips of rows in which a CPU multiplies (side, long) by (long, side) in bf16 or fp16;
+    1 where it is slower."""
     strips, least = (AMX_STRIPS, AMX_LEAST) if _amx() else (STRIPS, LEAST)
     return strips if float(side) * side * long >= least else 1
 
@@ -137,9 +141,9 @@ def _amx() -> bool:
 def emerging() -> Kernel:
     """Load emerging-optimizers' Triton kernel over the lower triangle's tiles.
 
-    Of its two the one that writes where it is told to, and tries 24 tilings of a shape rather than 180. It multiplies
-    a matrix of bf16 by its own transpose alone; two polynomials of one matrix are left to cuBLAS, and in fp16, of the
-    Gram form, it is refused.
+    Of its two the one that writes where it is told to, and tries 24 tilings of a shape rather than 180. It
+    multiplies a matrix of bf16 by its own transpose alone; two polynomials of one matrix are left to cuBLAS,
+    and in fp16, of the Gram form, it is refused.
     """
     syrk = import_module("emerging_optimizers.triton_kernels.syrk")
     if not syrk.HAS_TRITON_340:
@@ -179,5 +183,6 @@ def _quack(module: str) -> Kernel:
 
 
 LADDER: Mapping[str, Callable[[], Kernel]] = {"emerging": emerging, "quack": quack, "torch's quack": torchs_quack}
-"""The loaders of other packages' kernels by name, in the order they are tried in; without any of them it is `plain`:
+"""The loaders of other packages' kernels by name, in the order they are tried in;
+without any of them it is `plain`:
 cuBLAS. A loader raises whatever keeps its kernel from being used here: most often ImportError."""

@@ -9,9 +9,10 @@
                   +--------------+--------------+
     owner: data-parallel rank; gradients are reduced to its row
 
-Owners and hosts are balanced together, because a matrix cannot be divided. First every unit gets an owner (`Owners`:
-balanced, blended with bytes, or in natural order), then an owner's matrices are packed onto its hosts. The result
-depends on nothing but the arguments, so every rank computes the same.
+Owners and hosts are balanced together, because a matrix cannot be divided. First every unit gets an owner
+(`Owners`:
+balanced, blended with bytes, or in natural order), then an owner's matrices are packed onto its hosts. The
+result depends on nothing but the arguments, so every rank computes the same.
 """
 
 import heapq
@@ -53,21 +54,23 @@ def assign(
 
     - canzona, layout owner: `_balanced`; layout contiguous: the best of several cuts in natural order;
     - paper: one cut in natural order, by alpha, and greedy hosts (`planner.paper`);
-    - asc: the owner is the rank whose even share of the stage's whole buffer a unit starts in (bucket by bucket, the
-      first ranks would get every remainder), hosts take turns in registration order. Nothing is balanced.
+    - asc: the owner is the rank whose even share of the stage's whole buffer a unit starts in (bucket by
+      bucket, the first ranks would get every remainder), hosts take turns in registration order. Nothing is
+      balanced.
 
-    With canzona and alpha < 1 several candidates are made and the one with the lowest price is taken: alpha * (busiest
-    cell / lower bound) + (1 - alpha) * (bytes of every bucket's busiest owner / their lower bound). Both are those of
-    the cells that it comes to, and what no rank has the memory for is no candidate. So the candidates are the same for
-    every alpha: as it grows, the busiest cell can only get less busy, and as it falls, bytes only more even.
+    With canzona and alpha < 1 several candidates are made and the one with the lowest price is taken: alpha *
+    (busiest cell / lower bound) + (1 - alpha) * (bytes of every bucket's busiest owner / their lower bound).
+    Both are those of the cells that it comes to, and what no rank has the memory for is no candidate. So the
+    candidates are the same for every alpha: as it grows, the busiest cell can only get less busy, and as it
+    falls, bytes only more even.
 
     Args:
         costs: Seconds of each matrix's update, positive; with strategy paper its elements.
         memory_cap: Elements of whole matrices that one cell may hold; None for any.
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
         bytes_per_element: In an exchange; only the paper's greedy hosts depend on it.
-        shares: Of the matrices that may be shared, by index; with `settings.mode` shared all of them are, else as many
-            as make the busiest cell least busy.
+        shares: Of the matrices that may be shared, by index; with `settings.mode` shared all of them are,
+            else as many as make the busiest cell least busy.
 
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.
@@ -211,7 +214,8 @@ def _solve(
         assert memory_cap is not None
         fitting = [_within(stage, settings, memory_cap)]
     if settings.strategy == "canzona" and settings.layout != "contiguous" and settings.alpha < 1:
-        # Balanced for compute alone the first stays the answer to alpha = 1, so nothing may be better at that.
+        # Balanced for compute alone the first stays the answer to alpha = 1, so nothing may be better at
+        # that.
         blended = [placed(_blended(stage, blend)) for blend in BLENDS]
         fitting += [way for way in blended if way and way.busiest >= fitting[0].busiest]
     best = _pick(stage, settings.alpha, fitting)
@@ -227,7 +231,8 @@ def _as_they_lie(stage: _Stage) -> Owners:
 
 
 def _within(stage: _Stage, settings: PlanSettings, memory_cap: int) -> _Placed:
-    """Cells in any order, where what was asked for takes more memory than a rank has. The paper knows no such way.
+    """Cells in any order, where what was asked for takes more memory than a rank has.
+    The paper knows no such way.
 
     Raises:
         DoesNotFit: no assignment was found.
@@ -243,10 +248,11 @@ def _within(stage: _Stage, settings: PlanSettings, memory_cap: int) -> _Placed:
 def _balanced(stage: _Stage) -> Owners:
     """The best of three ways to divide one packing problem into two, then bytes spread over buckets.
 
-    Whole units into owners, which suffices where owners hold many; the largest matrix of each unit into the cells of
-    the grid and cells dealt to owners, because k and v are small and fit in anywhere; the same with whole units. Each
-    is followed by packing every owner's matrices onto its hosts. With tp = 1 all are the first. Stops at the first
-    that reaches the bound. Where matrices may be shared, by what they cost their hosts, and by what they cost together.
+    Whole units into owners, which suffices where owners hold many; the largest matrix of each unit into the
+    cells of the grid and cells dealt to owners, because k and v are small and fit in anywhere; the same with
+    whole units. Each is followed by packing every owner's matrices onto its hosts. With tp = 1 all are the
+    first. Stops at the first that reaches the bound. Where matrices may be shared, by what they cost their
+    hosts, and by what they cost together.
     """
     best: Owners = {}
     lowest = float("inf")
@@ -331,7 +337,8 @@ def _pick(stage: _Stage, alpha: float, candidates: Sequence[_Placed]) -> _Placed
 
     def price(placed: _Placed) -> tuple[float, float]:
         compute, travel = placed.busiest / stage.bound, stage.reach(placed) / least
-        # Among equals the better balanced by the other measure, else one with alpha = 1 could be needlessly uneven.
+        # Among equals the better balanced by the other measure, else one with alpha = 1 could be needlessly
+        # uneven.
         return alpha * compute + (1 - alpha) * travel, compute + travel
 
     return min(candidates, key=price)
@@ -380,9 +387,9 @@ def spread(
 ) -> dict[int, int]:
     """Owner of each unit: of every kind in `alike`, each owner keeps as many as in `owner_of`.
 
-    Bucket by bucket, a kind goes to the owners with the fewest bytes of the bucket so far, then to those with most of
-    that kind still to come. Inside a bucket gate and up of a layer get the same or neighbouring owners, so that few
-    parameters lie across a border between two owners.
+    Bucket by bucket, a kind goes to the owners with the fewest bytes of the bucket so far, then to those with
+    most of that kind still to come. Inside a bucket gate and up of a layer get the same or neighbouring
+    owners, so that few parameters lie across a border between two owners.
     """
     left: dict[Hashable, Counter[int]] = defaultdict(Counter)
     for unit, owner in sorted(owner_of.items()):
@@ -412,7 +419,8 @@ def spread(
 
 
 def deal(loads: Sequence[float], owners: int) -> list[int]:
-    """Owner of each cell, as many cells each: the heaviest with the lightest, so that owners have alike sums."""
+    """Owner of each cell, as many cells each: the heaviest with the lightest,
+    so that owners have alike sums."""
     ranked = sorted(range(len(loads)), key=lambda cell: (-loads[cell], cell))
     found = [0] * len(loads)
     for position, cell in enumerate(ranked):

@@ -1,9 +1,11 @@
-"""Megatron's gradient buffer: how a stage's parameters are cut into buckets, and who owns which range of each.
+"""Megatron's gradient buffer: how a stage's parameters are cut into buckets,
+and who owns which range of each.
 
-Megatron walks parameters backwards through the model, because that is the order their gradients become ready in, and
-closes a bucket once it holds `bucket_elements` (`DistributedOptimizer._compute_per_buffer_param_layout`, 0.19). Model
-chunks of an interleaved pipeline have buffers of their own, of which the last one's comes first. Once
-owners are known, `buckets` orders the parameters inside each bucket:
+Megatron walks parameters backwards through the model, because that is the order their gradients become ready
+in, and closes a bucket once it holds `bucket_elements`
+(`DistributedOptimizer._compute_per_buffer_param_layout`, 0.19). Model chunks of an interleaved pipeline have
+buffers of their own, of which the last one's comes first. Once owners are known, `buckets` orders the
+parameters inside each bucket:
 
     parameters, last first   | fc2.1 | fc1.1      | qkv.1 | proj.1 | fc2.0 | fc1.0      | qkv.0 | proj.0 |
     cut into buckets         |       bucket 0             |           bucket 1          |  bucket 2      |
@@ -92,8 +94,8 @@ def _on_one_rank(members: Sequence[Matrix], tp: int) -> int:
 
 
 def cut(parameters: Sequence[Parameter], bucket_elements: int | None, *, stage: int) -> list[list[Parameter]]:
-    """Parameters of each bucket, last registered first. Megatron makes one bucket of every stage but the first, or of
-    each of its model chunks."""
+    """Parameters of each bucket, last registered first. Megatron makes one bucket of every stage but the
+    first, or of each of its model chunks."""
     by_chunk = [list(own) for _, own in groupby(parameters, lambda parameter: parameter.chunk)]
     return [bucket for own in reversed(by_chunk) for bucket in _cut(own, bucket_elements if stage == 0 else None)]
 
@@ -120,12 +122,14 @@ def buckets(
 ) -> tuple[Bucket, ...]:
     """All buckets of all stages, numbered from 0 in each stage in the order gradients become ready.
 
-    - owner: parameters of one owner side by side, in uneven shards. A parameter whose gate and up have two owners
-      lies across their border; the few that cannot give their owner another range. No padding but alignment;
+    - owner: parameters of one owner side by side, in uneven shards. A parameter whose gate and up have two
+      owners lies across their border; the few that cannot give their owner another range. No padding but
+      alignment;
     - contiguous: Megatron's own order;
     - strategies paper and asc: natural order, whatever the layout.
 
-    An owner without a parameter in a bucket has no range in it. How gradients travel is chosen by `reduction`.
+    An owner without a parameter in a bucket has no range in it. How gradients travel is chosen by
+    `reduction`.
 
     Args:
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
@@ -165,9 +169,10 @@ class _Owned:
 def _by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
     """Parameters so that owners have as few ranges as possible.
 
-    A parameter across two owners is a link from the first to the last. Links that form chains (an owner is entered
-    once and left once, without a ring) put the parameter on the border of two neighbours; owners then follow chain by
-    chain. Any other link is put at an end of one of its owners where that is free, else behind everything.
+    A parameter across two owners is a link from the first to the last. Links that form chains (an owner is
+    entered once and left once, without a ring) put the parameter on the border of two neighbours; owners then
+    follow chain by chain. Any other link is put at an end of one of its owners where that is free, else
+    behind everything.
     """
     after: dict[int, _Owned] = {}
     before: dict[int, _Owned] = {}
@@ -233,8 +238,8 @@ def _packed(order: Sequence[_Owned], stage: int, index: int, shards: int) -> Buc
 
 
 def even_bucket(held: Sequence[Sequence[Parameter]], stage: int, index: int) -> Bucket:
-    """Lays out a bucket of Megatron's layer-wise optimizer: equal shards, one for each owner's whole parameters and all
-    as long as the fullest. In a ring nothing has to be handed on."""
+    """Lays out a bucket of Megatron's layer-wise optimizer: equal shards, one for each owner's whole
+    parameters and all as long as the fullest. In a ring nothing has to be handed on."""
     lengths = [0] * len(held)
     for owner, parameters in enumerate(held):
         for parameter in parameters:
@@ -262,7 +267,8 @@ def even_bucket(held: Sequence[Sequence[Parameter]], stage: int, index: int) -> 
 
 
 def _extend(ranges: list[Range], start: int, end: int, owner: int, matrices: tuple[int, ...]) -> None:
-    """Adds [start, end) to the last range where that has the same owner; what alignment skipped between joins it."""
+    """Adds [start, end) to the last range where that has the same owner;
+    what alignment skipped between joins it."""
     if ranges and ranges[-1].owner == owner and start in (ranges[-1].end, align(ranges[-1].end)):
         last = ranges.pop()
         start, matrices = last.start, last.matrices + matrices
@@ -328,9 +334,10 @@ def in_order_of_reductions(
 ) -> Assignment:
     """Numbers the owners of every stage in the order in which its buckets are reduced to them.
 
-    The chain of ranks of one reduction then overlaps the next one's. Of the owners that a bucket adds, the one that is
-    needed longest gets the highest number, because it comes first in a bucket that follows. Gatherings go the other
-    way and overlap less, but nothing hides the last reductions, which wait for the end of the backward pass.
+    The chain of ranks of one reduction then overlaps the next one's. Of the owners that a bucket adds, the
+    one that is needed longest gets the highest number, because it comes first in a bucket that follows.
+    Gatherings go the other way and overlap less, but nothing hides the last reductions, which wait for the
+    end of the backward pass.
     """
     number: dict[tuple[int, int], int] = {}
     for stage in stages(matrices):

@@ -9,12 +9,13 @@ How a matrix travels depends on who stores it:
 
 A shared matrix does not travel; `sharing.shared_exchanges` has its collectives.
 
-With hosted weights goes a flag for every matrix to every other rank: one element, not finite where the update was not.
-A rank sends nothing to itself, and an all-to-all in which no fragment moves does not take place, flags or not.
+With hosted weights goes a flag for every matrix to every other rank: one element, not finite where the update
+was not. A rank sends nothing to itself, and an all-to-all in which no fragment moves does not take place,
+flags or not.
 
-The engine asks for a `Route`: where each fragment lies in one rank's messages. Planning, memory and simulation ask
-for `group_traffic`: how large the messages of all ranks are, which is the size of their routes. Everything is counted
-in elements. No torch.
+The engine asks for a `Route`: where each fragment lies in one rank's messages. Planning, memory and
+simulation ask for `group_traffic`: how large the messages of all ranks are, which is the size of their
+routes. Everything is counted in elements. No torch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -74,7 +75,8 @@ def group_traffic(matrices: Sequence[Matrix], hosts: Sequence[int], tp: int) -> 
 
 
 def _from_hosts(to_each: Sequence[int], homes: Iterable[tuple[int, int, int]]) -> Traffic:
-    """Traffic of hosts that send `to_each[host]` elements to every other rank, and some to one: (host, home, elements).
+    """Traffic of hosts that send `to_each[host]` elements to every other rank, and some to one:
+    (host, home, elements).
 
     Sums instead of one message after another: `auto` weighs hundreds of candidate groups.
     """

@@ -1,9 +1,9 @@
 """Micro-groups: which of an owner's matrices travel together in one fused all-to-all over its TP group.
 
-While group i is updated, group i + 1's gradients and group i - 1's new weights travel. Small groups start computing
-sooner and hold less memory; large ones pay the latency of an exchange less often. A group's size is what one host
-receives: the whole matrices it hosts, never more than C_max bytes. That bounds what a rank sends as well: tp hosts'
-matrices, a fragment of 1 / tp of each.
+While group i is updated, group i + 1's gradients and group i - 1's new weights travel. Small groups start
+computing sooner and hold less memory; large ones pay the latency of an exchange less often. A group's size is
+what one host receives: the whole matrices it hosts, never more than C_max bytes. That bounds what a rank
+sends as well: tp hosts' matrices, a fragment of 1 / tp of each.
 """
 
 import math
@@ -95,7 +95,8 @@ def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, 
     largest = max(matrices, key=lambda matrix: matrix.elements)
     need = largest.elements * bytes_per_element
     if settings.c_max_bytes < need:
-        # Rounded up to what one can type, and a multiple of a power of two: it is the same number when it is read.
+        # Rounded up to what one can type, and a multiple of a power of two: it is the same number when it is
+        # read.
         least = math.ceil(need / _MIB * 64) / 64
         raise ConfigError(
             Problem(
@@ -120,7 +121,8 @@ def _groups(
     chosen = [list(jobs)]
     if tp > 1:
         chosen = rolled_back(jobs, tp, capacity)
-        # A memory cap may have moved hosts away from the greedy choice; groups are then cut for the hosts there are.
+        # A memory cap may have moved hosts away from the greedy choice; groups are then cut for the hosts
+        # there are.
         hosts = {job.matrix.index: job.host for group in chosen for job in group}
         if hosts != {job.matrix.index: job.host for job in jobs}:
             chosen = _cut(jobs, tp, capacity)
@@ -142,8 +144,8 @@ def _quickest(candidates: Iterable[list[list[Job]]], pipeline: HostedPipeline) -
 def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[list[list[Job]]]:
     """Candidates of `auto`: three orders, each at capacities from the largest matrix doubling up to C_max.
 
-    And the same with groups of their own for what nothing hides: every host's first matrix, and the last one of every
-    host, or of those hosts alone that are busy longer than the mean.
+    And the same with groups of their own for what nothing hides: every host's first matrix, and the last one
+    of every host, or of those hosts alone that are busy longer than the mean.
     """
     largest = max(job.received for job in jobs)
     hosted = [0] * tp
@@ -218,8 +220,8 @@ def _arched(ascending: Sequence[Job], tp: int) -> list[Job]:
 
 
 GAIN = 0.98
-"""A stage shares matrices where its slowest owner then takes at most this share of its time without: buckets that other
-owners make may travel for longer."""
+"""A stage shares matrices where its slowest owner then takes at most this share of its time without: buckets
+that other owners make may travel for longer."""
 
 
 def best_of(

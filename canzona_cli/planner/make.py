@@ -1,7 +1,7 @@
 """The way from a run to its `Plan`: attempts, until every rank has the memory.
 
-An attempt balances whole matrices and shares some where that is faster; of equally fast assignments it keeps the one
-with less communication. Buckets and micro-groups follow. No torch, no clock, no chance.
+An attempt balances whole matrices and shares some where that is faster; of equally fast assignments it keeps
+the one with less communication. Buckets and micro-groups follow. No torch, no clock, no chance.
 """
 
 import json
@@ -72,7 +72,8 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
 
 
 def settings(config: RunConfig) -> PlanSettings:
-    """Reads what a run asks of the planner. sc and layerwise have no plans; they are compared with canzona's."""
+    """Reads what a run asks of the planner. sc and layerwise have no plans;
+    they are compared with canzona's."""
     engine = config.engine
     asked = PlanSettings(
         strategy=engine.strategy if engine.strategy in PLANNED else "canzona",
@@ -188,7 +189,8 @@ class _Attempt:
         return found if sooner else hosted
 
     def _that_travels_least(self, assignment: Assignment) -> Assignment:
-        """Keeps the balance but changes owners, or takes natural order, where buckets then travel for less."""
+        """Keeps the balance but changes owners, or takes natural order,
+        where buckets then travel for less."""
         asked, layout = self._asked, self._layout
         if not (asked.strategy == "canzona" and asked.layout == "owner" and asked.alpha == 1 and layout.owners > 1):
             return assignment
@@ -229,8 +231,8 @@ class _Attempt:
         return self._laid_out[assignment.cells]
 
     def _price(self, assignment: Assignment, hidden: Sequence[float] | None = None) -> tuple[float, float]:
-        """Seconds that nothing hides, of updates at least what is `hidden` under them (by stage); and of all buckets'
-        travel."""
+        """Seconds that nothing hides, of updates at least what is `hidden` under them (by stage); and of all
+        buckets' travel."""
         unhidden, whole = travel(self._buckets(assignment), self._model)
         busy = slowest(self._members, self._costs, assignment, self._grouped)
         if hidden is not None:
@@ -265,7 +267,8 @@ def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tupl
 
 
 def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
-    """The plan of a resolved run (see `cluster.fit.resolve`); the same on every rank, machine and Python process.
+    """The plan of a resolved run (see `cluster.fit.resolve`); the same on every rank,
+    machine and Python process.
 
     The last few are kept, for whoever chooses a layout has planned it already.
 
@@ -273,7 +276,8 @@ def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = No
         shapes: the user's own, planned instead of `config.model` (which is then their `stand_in`).
 
     Raises:
-        ConfigError: `engine.c_max_mib` is smaller than the largest matrix, or a dimension that tp does not cut evenly.
+        ConfigError: `engine.c_max_mib` is smaller than the largest matrix, or a dimension that tp does not
+            cut evenly.
         DoesNotFit: no assignment keeps every rank within its memory.
     """
     return _make_plan(config, layout, shapes)
@@ -365,9 +369,11 @@ def _capacities(config: RunConfig, layout: Layout, members: Sequence[Matrix]) ->
 
 
 def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], *, careful: bool) -> int:
-    """Elements of whole matrices one rank may hold: what the fullest stage leaves, over an element's bytes of state.
+    """Elements of whole matrices one rank may hold: what the fullest stage leaves,
+    over an element's bytes of state.
 
-    Preconditioners differ by shape: careless counts their mean over all matrices, `careful` the shape with most.
+    Preconditioners differ by shape: careless counts their mean over all matrices, `careful` the shape with
+    most.
     """
     how = algorithm(config)
     shares = [(factor_bytes(how, matrix.rows, matrix.cols), matrix.elements) for matrix in members]

@@ -1,4 +1,5 @@
-"""A plan's figures without a simulation: load balance and its bound, bytes moved, memory of the fullest rank."""
+"""A plan's figures without a simulation: load balance and its bound, bytes moved,
+memory of the fullest rank."""
 
 import math
 from collections import Counter
@@ -24,7 +25,8 @@ class Balance:
     dp: float
     """The balance over owners, each with the sum of its hosts."""
     tp: float
-    """The balance over the hosts of the owner that has the slowest one; `grid` is the product for that owner."""
+    """The balance over the hosts of the owner that has the slowest one;
+    `grid` is the product for that owner."""
     grid: float
     """The balance over all cells: how much longer the update takes than with a perfect spread."""
     lower_bound: float
@@ -42,28 +44,31 @@ class Balance:
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """Bytes one rank sends in a step, and collectives it takes part in; of the busiest one where ranks differ."""
+    """Bytes one rank sends in a step, and collectives it takes part in;
+    of the busiest one where ranks differ."""
 
     dp_reduce_bytes: int
-    """Gradients of everything a rank stores, reduced over the owners' group: (n - 1) / n of its buffers, padded where
-    that is how a bucket travels; of one that goes round in a ring, all of it."""
+    """Gradients of everything a rank stores, reduced over the owners' group: (n - 1) / n of its buffers,
+    padded where that is how a bucket travels; of one that goes round in a ring, all of it."""
     dp_gather_bytes: int
     """Updated weights, the same way back."""
     tp_exchange_bytes: int
     """Gradient fragments to hosts, new weights and their flags from them."""
     dp_reductions: int
-    """Collectives that reduce the matrices' gradients: one for each owner's range of a bucket, or few for all."""
+    """Collectives that reduce the matrices' gradients: one for each owner's range of a bucket,
+    or few for all."""
     dp_gathers: int
     """Collectives that gather their weights."""
     reduced_by: Mapping[Reduction, int]
-    """The number of buckets whose gradients travel each way, the most usual first; empty where nothing travels."""
+    """The number of buckets whose gradients travel each way, the most usual first;
+    empty where nothing travels."""
     gathered_by: Mapping[Gathering, int]
     """The number of buckets whose weights travel each way."""
     tp_exchanges: int
     """All-to-alls of the micro-groups, two each, and collectives of shared matrices."""
     dp_byte_balance: float
-    """Elements of every bucket's busiest owner over an even share, buckets weighed by size: what alpha trades against
-    load balance. 1.0 where all owners reduce and gather equally much of each bucket."""
+    """Elements of every bucket's busiest owner over an even share, buckets weighed by size: what alpha trades
+    against load balance. 1.0 where all owners reduce and gather equally much of each bucket."""
     padding_fraction: float
     """Padding for each element of the matrices' buffers that is none; 0.5 stores half as much again."""
 
@@ -88,8 +93,9 @@ class UpdateKind:
     together: int
     """The most that a host updates at once, in batched products; 1: one by one."""
     error: float | None
-    """Root mean square of |s - 1| over singular values s of the update that were 0.007 to 1 of the largest, in exact
-    arithmetic; rounding adds less than 0.01 in either form, in bf16 or fp16. None where that is not known."""
+    """Root mean square of |s - 1| over singular values s of the update that were 0.007 to 1 of the largest,
+    in exact arithmetic; rounding adds less than 0.01 in either form, in bf16 or fp16. None where that is not
+    known."""
 
 
 POLYNOMIAL_ERROR = {

@@ -1,16 +1,17 @@
-"""The memory that engine and optimizers hold on each rank of a plan, next to state and Megatron's own buffers.
+"""The memory that engine and optimizers hold on each rank of a plan,
+next to state and Megatron's own buffers.
 
-The engine allocates its buffers once, and they stay. With tp > 1 a micro-group's gradients and weights travel in
-messages, two sets of each because two groups are in flight (one where an owner has one group), each as large as the
-rank's largest group: fragments out and in, weights the other way round. A host puts the whole gradients of one group
-together in fp32. Shared matrices need an fp32 gradient of one fragment that does not lie so, and have their squares in
-scratch, where two take turns.
+The engine allocates its buffers once, and they stay. With tp > 1 a micro-group's gradients and weights travel
+in messages, two sets of each because two groups are in flight (one where an owner has one group), each as
+large as the rank's largest group: fragments out and in, weights the other way round. A host puts the whole
+gradients of one group together in fp32. Shared matrices need an fp32 gradient of one fragment that does not
+lie so, and have their squares in scratch, where two take turns.
 
-With tp = 1 nothing travels, and gradients are used where they lie, if they lie whole and in fp32. q, k and v do not,
-for they are interleaved in their parameter, and nothing does where gradients are reduced in bf16. An owner's group is
-then worked through in batches that need no more than `BATCH_BYTES`, or one matrix. The matrices' optimizers keep
-scratch of their own (`workspace`). Besides, some ways of reducing gradients and gathering weights need memory while
-the backward and the forward pass run (`reduction`).
+With tp = 1 nothing travels, and gradients are used where they lie, if they lie whole and in fp32. q, k and v
+do not, for they are interleaved in their parameter, and nothing does where gradients are reduced in bf16. An
+owner's group is then worked through in batches that need no more than `BATCH_BYTES`, or one matrix. The
+matrices' optimizers keep scratch of their own (`workspace`). Besides, some ways of reducing gradients and
+gathering weights need memory while the backward and the forward pass run (`reduction`).
 
 Everything is bytes on one rank.
 """
@@ -140,7 +141,8 @@ def batch_bytes(elements: Sequence[int]) -> int:
 
 
 def _batches(elements: Sequence[int]) -> list[list[int]]:
-    """Places of consecutive matrices that go within `BATCH_BYTES` of fp32, or of one that alone exceeds it."""
+    """Places of consecutive matrices that go within `BATCH_BYTES` of fp32,
+    or of one that alone exceeds it."""
     found: list[list[int]] = []
     filled = 0
     for place, size in enumerate(elements):
@@ -172,8 +174,8 @@ def _is_head(matrix: Matrix) -> bool:
 def _travelling(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
     """Bytes for gradients and for weights, by rank that needs any.
 
-    Any number of buckets' gradients travel at a time; of weights the largest count, as many as travel at a time and
-    one more, which is put where it belongs meanwhile.
+    Any number of buckets' gradients travel at a time; of weights the largest count, as many as travel at a
+    time and one more, which is put where it belongs meanwhile.
     """
     width, grad = element_bytes(config)
     buckets, owners = [bucket for bucket in plan.buckets if bucket.stage == stage], plan.subject.layout.owners
@@ -200,15 +202,17 @@ class PlanMemory(Memory):
     """Bytes on the rank that needs most."""
 
     parts: Mapping[str, int]
-    """weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits, workspace, exchange.
-    What is never alive together counts once, see `activations.Transient`. `exchange` is `buffers.lasting`."""
+    """weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits, workspace,
+    exchange. What is never alive together counts once, see `activations.Transient`. `exchange` is
+    `buffers.lasting`."""
     worst: Place
     buffers: StepBuffers
     """The buffers of that rank."""
 
 
 def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
-    """Memory of the fullest rank under a plan: every stage's fullest cell, with what that stage needs besides."""
+    """Memory of the fullest rank under a plan: every stage's fullest cell,
+    with what that stage needs besides."""
     found = [_stage_memory(config, layout, plan, stage) for stage in range(plan.subject.layout.pp)]
     return max(found, key=lambda memory: (memory.total, -memory.worst.rank))
 

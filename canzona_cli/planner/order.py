@@ -1,4 +1,5 @@
-"""The order in which an owner's TP group works through its micro-groups and shared matrices: the engine runs it.
+"""The order in which an owner's TP group works through its micro-groups and shared matrices:
+the engine runs it.
 
 A micro-group goes through three stages, with an all-to-all between each two (`planner.exchange`):
 
@@ -6,14 +7,14 @@ A micro-group goes through three stages, with an all-to-all between each two (`p
     1     hosts        unpack gradients, update their matrices, pack the weights
     2     every rank   unpacks weights
 
-Two groups are ahead in stage 0, and stage 2 follows one group after stage 1, so that there is something to do while an
-exchange is on its way: 0 of groups 0 and 1; then 1 of group 0, 0 of group 2; 1 of group 1, 0 of group 3, 2 of group 0;
-and so on. One communicator carries the exchanges in that order. Each starts once all ranks of the group have packed for
-it and the exchange before it is done. The first exchanges start before the gradient norm is known (`ahead`): norm, clip
-and AdamW hide them.
+Two groups are ahead in stage 0, and stage 2 follows one group after stage 1, so that there is something to do
+while an exchange is on its way: 0 of groups 0 and 1; then 1 of group 0, 0 of group 2; 1 of group 1, 0 of
+group 3, 2 of group 0; and so on. One communicator carries the exchanges in that order. Each starts once all
+ranks of the group have packed for it and the exchange before it is done. The first exchanges start before the
+gradient norm is known (`ahead`): norm, clip and AdamW hide them.
 
-Shared matrices follow all groups and travel in none. Two of them take turns (`turns`): while the squares of one travel,
-the other computes.
+Shared matrices follow all groups and travel in none. Two of them take turns (`turns`): while the squares of
+one travel, the other computes.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,9 +1,10 @@
-"""Scheduling on identical machines (P || Cmax): whole items into bins so that the fullest bin is as low as possible,
-and how low it can possibly be.
+"""Scheduling on identical machines (P || Cmax): whole items into bins so that the fullest bin is as low as
+possible, and how low it can possibly be.
 
-Items of the same cost are interchangeable, and a model has few distinct ones, so everything works on counts of costs:
-the price of a packing hardly depends on how many items or bins there are. Deterministic: ties go to the lower index,
-and searches stop after a count of nodes, never after a time.
+Items of the same cost are interchangeable, and a model has few distinct ones, so everything works on counts
+of costs:
+the price of a packing hardly depends on how many items or bins there are. Deterministic: ties go to the lower
+index, and searches stop after a count of nodes, never after a time.
 """
 
 import heapq
@@ -49,11 +50,12 @@ class Packing:
 def pack(costs: Sequence[float], bins: int) -> Packing:
     """Packs items of `costs` into `bins` bins; within a percent or two of the best height where bins hold many items.
 
-    Largest first onto the least loaded (Graham 1969), then, while that is off its lower bound, bisection over the
-    height with bins filled one after another as full as the remaining items allow (minimum bin slack; Gupta and
-    Ho 1999), as in MULTIFIT (Coffman, Garey, Johnson 1978), and last, exchanges with the fullest bin. Without the
-    bisection 17 of 72 plans of Qwen3 (six sizes, 8 to 1024 GPUs, three optimizers) differ: 14B with Shampoo on 64 GPUs
-    is at 1.061 of the mean instead of 1.032, 1.7B with Muon on 64 at 1.042 instead of 1.026.
+    Largest first onto the least loaded (Graham 1969), then, while that is off its lower bound, bisection over
+    the height with bins filled one after another as full as the remaining items allow (minimum bin slack;
+    Gupta and Ho 1999), as in MULTIFIT (Coffman, Garey, Johnson 1978), and last, exchanges with the fullest
+    bin. Without the bisection 17 of 72 plans of Qwen3 (six sizes, 8 to 1024 GPUs, three optimizers) differ:
+    14B with Shampoo on 64 GPUs is at 1.061 of the mean instead of 1.032, 1.7B with Muon on 64 at 1.042
+    instead of 1.026.
     """
     classes = _Classes.of(costs)
     best = _largest_first(classes, bins)
@@ -137,8 +139,8 @@ def _largest_first(classes: _Classes, bins: int) -> list[Pattern]:
 def _fill(classes: _Classes, bins: int, limit: float, *, accept_slack: bool) -> list[Pattern] | None:
     """Packs under `limit`, bin by bin, each starting with the largest item left; None if items remain.
 
-    accept_slack: take the first combination that wastes no more than each remaining bin may waste on average; this
-    spends large items first. Otherwise the fullest, which spends the small ones that fit everywhere.
+    accept_slack: take the first combination that wastes no more than each remaining bin may waste on average;
+    this spends large items first. Otherwise the fullest, which spends the small ones that fit everywhere.
     """
     counts, left = classes.counts, bins
     total = sum(cost * count for cost, count in zip(classes.costs, counts, strict=True))
@@ -150,8 +152,8 @@ def _fill(classes: _Classes, bins: int, limit: float, *, accept_slack: bool) -> 
         pattern = _Filler(costs=classes.costs, counts=counts, limit=limit, enough=limit - slack).best()
         if pattern is None:
             return None
-        # The same combination stays the best one for as long as there are items for it; with slack to give away,
-        # what the next bin may waste grows or shrinks, so it is chosen anew.
+        # The same combination stays the best one for as long as there are items for it; with slack to give
+        # away, what the next bin may waste grows or shrinks, so it is chosen anew.
         times = min(left, *(have // take for have, take in zip(counts, pattern, strict=True) if take))
         patterns += [pattern] * times
         counts = [have - take * times for have, take in zip(counts, pattern, strict=True)]
@@ -240,7 +242,8 @@ def lower_bound(
 ) -> float:
     """Seconds that the slowest cell of a stage's dp x tp grid needs at least.
 
-    The largest of three relaxations, each a bound because dropping or merging constraints cannot raise the optimum:
+    The largest of three relaxations, each a bound because dropping or merging constraints cannot raise the
+    optimum:
 
     1. every matrix on its own into dp * tp cells (units forgotten);
     2. every unit into dp owners: the tp cells of an owner work on its units, so its slowest needs at least
@@ -249,8 +252,8 @@ def lower_bound(
 
     With tp = 1 a cell is an owner and the second is the exact problem. Each is bounded by `packing_bound`.
 
-    A matrix that may be shared, in `shares`, is taken for what is less: on one cell its update or its part of one rank
-    (1, 3), on its owner's cells together its update or all parts (2).
+    A matrix that may be shared, in `shares`, is taken for what is less: on one cell its update or its part of
+    one rank (1, 3), on its owner's cells together its update or all parts (2).
     """
     pieces: dict[int, list[float]] = defaultdict(list)
     whole: dict[int, float] = defaultdict(float)
@@ -274,11 +277,12 @@ def packing_bound(costs: Sequence[float], bins: int) -> float:
 
     - *mean*: the heights add up to the sum of the costs, so one is at least sum / bins;
     - *largest*: some bin holds the largest item;
-    - *pigeonhole*: of the k * bins + 1 largest items some bin holds k + 1, which weigh at least as much as the k + 1
-      smallest of them;
-    - *dual feasible functions* (Lueker 1983; Fekete and Schepers 2001): f on [0, 1] with sum f(x_i) <= 1 whenever
-      sum x_i <= 1. Were every bin at most T high, then x_i = cost_i / T would add up to at most 1 in each, hence
-      sum f(x_i) <= bins over all items. Where that fails, every packing is higher than T. `_mass` has the functions.
+    - *pigeonhole*: of the k * bins + 1 largest items some bin holds k + 1, which weigh at least as much as
+      the k + 1 smallest of them;
+    - *dual feasible functions* (Lueker 1983; Fekete and Schepers 2001): f on [0, 1] with sum f(x_i) <= 1
+      whenever sum x_i <= 1. Were every bin at most T high, then x_i = cost_i / T would add up to at most 1 in
+      each, hence sum f(x_i) <= bins over all items. Where that fails, every packing is higher than T. `_mass`
+      has the functions.
 
     T is bisected between the bound so far and twice that. Whatever the bisection
     meets, its lower end has been proven too low for any packing.
@@ -315,7 +319,8 @@ def simple_bound(costs: Sequence[float], bins: int) -> float:
 
 
 def _coarse(counts: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Reduces costs to at most `_KINDS`, ascending: neighbours become their least, which only lowers the optimum."""
+    """Reduces costs to at most `_KINDS`, ascending: neighbours become their least,
+    which only lowers the optimum."""
     width = -(-len(counts) // _KINDS)
     chunks = [counts[start : start + width] for start in range(0, len(counts), width)]
     return [(chunk[0][0], sum(count for _, count in chunk)) for chunk in chunks]
@@ -324,14 +329,15 @@ def _coarse(counts: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
 def _mass(counts: Sequence[tuple[float, int]], height: float) -> Iterator[float]:
     """sum f(cost / height) for every function tried, with x = cost / height; the costs ascend.
 
-    - U_l (0 <= l <= 1/2): 1 for x > 1 - l, x in between, 0 for x < l. Feasible: an item above 1 - l leaves room only
-      for items below l.
-    - u_k: x where (k + 1) x is whole, else floor((k + 1) x) / k. Feasible: let the whole ones of a bin add up to
-      a / (k + 1). Over the others sum floor((k + 1) x) < k + 1 - a, so it is at most k - a, and in all
-      a / (k + 1) + (k - a) / k <= 1.
+    - U_l (0 <= l <= 1/2): 1 for x > 1 - l, x in between, 0 for x < l. Feasible: an item above 1 - l leaves
+      room only for items below l.
+    - u_k: x where (k + 1) x is whole, else floor((k + 1) x) / k. Feasible: let the whole ones of a bin add up
+      to a / (k + 1). Over the others sum floor((k + 1) x) < k + 1 - a, so it is at most k - a, and in all a /
+      (k + 1) + (k - a) / k <= 1.
 
     l only matters at the costs themselves. u_k after U_l is feasible too, and leaves its zeros and ones as
-    they are. Every comparison leans by `_TINY` to the side of less mass, so that a rounding error proves nothing.
+    they are. Every comparison leans by `_TINY` to the side of less mass, so that a rounding error proves
+    nothing.
     """
     xs = [cost / height for cost, _ in counts]
     full = [float(n) for _, n in counts]
@@ -364,8 +370,8 @@ class Row:
 
 
 class HostPacker:
-    """Hosts for the matrices of one owner, balanced, and which of them it shares; owners with the same matrices are
-    packed once.
+    """Hosts for the matrices of one owner, balanced, and which of them it shares; owners with the same
+    matrices are packed once.
 
     Args:
         costs: of each matrix to a host of its own.
@@ -380,8 +386,8 @@ class HostPacker:
         self._known: dict[tuple[tuple[float, Share | None], ...], tuple[Row, ...]] = {}
 
     def rows(self, matrices: Sequence[int]) -> list[Row]:
-        """The lowest; and, where there is a choice, with nothing shared and with all that may be. In the order of
-        `matrices`."""
+        """The lowest; and, where there is a choice, with nothing shared and with all that may be. In the
+        order of `matrices`."""
         order, rows = self._look_up(matrices)
         back = sorted(range(len(order)), key=order.__getitem__)
         return [

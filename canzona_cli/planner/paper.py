@@ -1,9 +1,10 @@
 """The paper's engine (arXiv 2602.06079), as far as its abstract and summaries tell: strategy `paper`.
 
-Every bucket is cut into owners' shares between matrices as they lie, weighed by elements: alpha = 0 evens out each
-bucket, alpha = 1 the total. An owner's matrices then join micro-groups in that order, each onto the least busy host; a
-group is closed before the matrix that would take a host above C_max. Nothing of canzona's own is used: no updates
-shared by a TP group, no rings, no other order of owners, no prices but for C_max where the user sets none.
+Every bucket is cut into owners' shares between matrices as they lie, weighed by elements: alpha = 0 evens out
+each bucket, alpha = 1 the total. An owner's matrices then join micro-groups in that order, each onto the
+least busy host; a group is closed before the matrix that would take a host above C_max. Nothing of canzona's
+own is used: no updates shared by a TP group, no rings, no other order of owners, no prices but for C_max
+where the user sets none.
 """
 
 import heapq
@@ -41,8 +42,8 @@ def even_start(weights: Sequence[float], owners: int) -> list[int]:
 def balanced_cuts(buckets: Sequence[Sequence[float]], owners: int, alpha: float) -> list[list[int]]:
     """Owner of each piece of each bucket; `buckets[b]` are the weights of its pieces in natural order.
 
-    alpha = 0 evens out every bucket, alpha = 1 the total over buckets. Where the result's fullest rank is fuller than
-    that of `even_start` applied to the weights, that slicing is kept for all buckets.
+    alpha = 0 evens out every bucket, alpha = 1 the total over buckets. Where the result's fullest rank is
+    fuller than that of `even_start` applied to the weights, that slicing is kept for all buckets.
     """
     goal = sum(map(sum, buckets)) / owners
     loads = [0.0] * owners
@@ -90,9 +91,9 @@ def greedy_hosts(matrices: Sequence[Matrix], indices: Sequence[int], tp: int, ca
 def rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list[Job]]:
     """The paper's groups: jobs in their order join the open group as long as it can be balanced within C_max.
 
-    Each time, the group's jobs go largest first onto the host with the fewest elements (a heap). When a host would hold
-    more than C_max (`capacity`, in elements), the job that caused it is rolled back and opens the next group. Returns
-    jobs with their new hosts.
+    Each time, the group's jobs go largest first onto the host with the fewest elements (a heap). When a host
+    would hold more than C_max (`capacity`, in elements), the job that caused it is rolled back and opens the
+    next group. Returns jobs with their new hosts.
     """
     done: list[list[Job]] = []
     members: list[Job] = []

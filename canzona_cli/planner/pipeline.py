@@ -1,6 +1,8 @@
-"""The time that a TP group takes for an owner's micro-groups and shared matrices, in the order of `planner.order`.
+"""The time that a TP group takes for an owner's micro-groups and shared matrices,
+in the order of `planner.order`.
 
-Stages are told to a `Pipeline`: the planner's `Clock` adds them up, to compare groupings; the simulator draws them.
+Stages are told to a `Pipeline`: the planner's `Clock` adds them up, to compare groupings; the simulator draws
+them.
 """
 
 from collections import defaultdict
@@ -44,7 +46,8 @@ class Job:
 
 
 class Pipeline[Moment](Protocol):
-    """The work of a TP group's ranks in the update phase, in order; a moment is when an exchange has landed."""
+    """The work of a TP group's ranks in the update phase, in order;
+    a moment is when an exchange has landed."""
 
     def work(self, host: int, phase: Activity, seconds: float) -> None: ...
 
@@ -60,8 +63,8 @@ class Pipeline[Moment](Protocol):
 
 
 class Clock:
-    """The time at which each rank of a TP group is done, where every rank has a device of its own. Seconds since its
-    gradients were reduced.
+    """The time at which each rank of a TP group is done, where every rank has a device of its own. Seconds
+    since its gradients were reduced.
 
     Args:
         norm_s: of norm, clip and AdamW.
@@ -124,7 +127,8 @@ class HostedPipeline:
         cluster, own = config.cluster, implementation(config)
         width, grad = exchange_bytes(config)
         exchanging = step_factor(cluster, "exchange", own)
-        # A GPU does not wait to know whether a weight is finite: it reads the old one too, and writes one of them.
+        # A GPU does not wait to know whether a weight is finite: it reads the old one too, and writes one of
+        # them.
         chosen = 3 * width if cluster.device == "cuda" else 0
         return cls(
             tp=layout.tp,
@@ -162,7 +166,8 @@ class HostedPipeline:
         return self.grad + FP32
 
     def seconds(self, groups: Sequence[Sequence[Job]], known: "Loads | None" = None) -> float:
-        """Times an owner's groups in this order, from the first step to the last, without norm, clip and AdamW.
+        """Times an owner's groups in this order, from the first step to the last,
+        without norm, clip and AdamW.
 
         Args:
             known: what groups of the very same jobs came to before; found ones are added.
@@ -291,5 +296,6 @@ class _Asked:
 
 
 def planning(config: RunConfig) -> RunConfig:
-    """The run without what changes predicted times, but no plan: the cores its ranks share, what whole steps took."""
+    """The run without what changes predicted times, but no plan: the cores its ranks share,
+    what whole steps took."""
     return replace(config, cluster=replace(config.cluster, cores=None, step_factors={}))

@@ -1,5 +1,6 @@
-"""The `Plan`: which rank updates which matrix, in which buckets and micro-groups. `canzona plan` prints it, the engine
-executes it. Frozen, versioned, and with a hash over its whole content that is the same on every rank and machine.
+"""The `Plan`: which rank updates which matrix, in which buckets and micro-groups. `canzona plan` prints it,
+the engine executes it. Frozen, versioned, and with a hash over its whole content that is the same on every
+rank and machine.
 """
 
 import hashlib
@@ -41,8 +42,8 @@ class Cell:
     """TP rank of the owner's TP group."""
 
     def held(self, matrix: Matrix, tp: int, *, shared: bool) -> Iterator[tuple["Cell", int]]:
-        """Yields who keeps a matrix of this cell, and how many elements of it: the cell all of it, or each of its row a
-        fragment."""
+        """Yields who keeps a matrix of this cell, and how many elements of it: the cell all of it, or each of
+        its row a fragment."""
         if not shared:
             yield self, matrix.elements
             return
@@ -247,7 +248,8 @@ class Plan:
         """The plan that has this content, read from a file or received from another rank.
 
         Raises:
-            ValueError: something is missing, unknown or of a wrong type, or it names ranks or matrices that do not
+            ValueError: something is missing, unknown or of a wrong type, or it names ranks or matrices that
+            do not
                 exist.
         """
         read = parse(_Content, content)
@@ -325,8 +327,8 @@ class _Content:
 
 
 def _check(plan: Plan) -> None:
-    """Checks what the engine relies on: every matrix once in the list, in the grid, in one range of a bucket and in one
-    micro-group of its owner.
+    """Checks what the engine relies on: every matrix once in the list, in the grid, in one range of a bucket
+    and in one micro-group of its owner.
     """
     mesh, cells = plan.subject.layout, plan.assignment.cells
     if len(plan.lower_bounds) != mesh.pp:

@@ -38,9 +38,9 @@ def differences(had: Subject, want: Subject) -> list[Difference]:
 def first_difference(plan: Plan, other: Plan) -> Difference | None:
     """(key, value in `plan`, value in `other`); None where their hashes are equal.
 
-    What comes first causes what follows, as far as that is so: what they were computed from (`layout.tp`), matrices
-    (`matrices[layers.3.gate].owner`), buckets (`buckets[stage 0, index 2].reduction`), micro-groups, bounds. A value
-    that only one of them has is None in the other.
+    What comes first causes what follows, as far as that is so: what they were computed from (`layout.tp`),
+    matrices (`matrices[layers.3.gate].owner`), buckets (`buckets[stage 0, index 2].reduction`), micro-groups,
+    bounds. A value that only one of them has is None in the other.
     """
     if plan.hash == other.hash:
         return None
@@ -104,7 +104,8 @@ def load_plan(path: Path, config: RunConfig, layout: Layout, shapes: ModelShapes
     """Read the plan of this very run.
 
     Raises:
-        ConfigError: it cannot be read, was altered, is of another version, or is for another model, layout, optimizer,
+        ConfigError: it cannot be read, was altered, is of another version, or is for another model, layout,
+        optimizer,
             setting or profile; every difference is named. Or it is of this run and has matrices of another.
     """
     plan = read_plan(path)

@@ -6,9 +6,9 @@ A reduce-scatter and an all-gather give every rank as much as any other; owners'
     equal parts        | aaa | aaa | bcc |     Megatron's buffer as it lies: rank 1 still has to hand its part to 0, and
                                                rank 2 b to 1
 
-An all-to-all after the reduce-scatter (before the all-gather) hands over what is not where it belongs. Its messages lie
-in the order of ranks, so parts are cut into runs of ascending owners with an all-to-all each; one is usual. Only
-owners' own shares are copied. Where every part is its owner's, nothing is handed over: it
+An all-to-all after the reduce-scatter (before the all-gather) hands over what is not where it belongs. Its
+messages lie in the order of ranks, so parts are cut into runs of ascending owners with an all-to-all each;
+one is usual. Only owners' own shares are copied. Where every part is its owner's, nothing is handed over: it
 is Megatron's own collective.
 """
 
@@ -29,7 +29,8 @@ from canzona_cli.planner.plan import Bucket, PlanSettings, Range
 
 
 class Segment(NamedTuple):
-    """Consecutive elements of a bucket on one rank's part, of one owner; alignment behind a range belongs to it."""
+    """Consecutive elements of a bucket on one rank's part, of one owner;
+    alignment behind a range belongs to it."""
 
     owner: int
     start: int
@@ -51,8 +52,8 @@ def shares(bucket: Bucket) -> dict[int, int]:
 def handovers(bucket: Bucket, ranks: int) -> tuple[tuple[Run, ...], ...]:
     """All-to-alls of a ring, in order: of each rank, the run of its part that it hands over (is handed).
 
-    Together they are the whole bucket, in which each rank's part is `bucket.elements / ranks`; none where every part is
-    its owner's.
+    Together they are the whole bucket, in which each rank's part is `bucket.elements / ranks`; none where
+    every part is its owner's.
     """
     return _handovers(bucket.ranges, bucket.elements, ranks)
 
@@ -70,8 +71,8 @@ def _handovers(ranges: tuple[Range, ...], elements: int, ranks: int) -> tuple[tu
 
 
 def handed(bucket: Bucket, ranks: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Counts, for each of `handovers`, the elements that every rank hands over of its part, and is handed of its
-    share."""
+    """Counts, for each of `handovers`, the elements that every rank hands over of its part, and is handed of
+    its share."""
     return _handed(bucket.ranges, bucket.elements, ranks)
 
 
@@ -123,21 +124,24 @@ Native = Literal["reduce_scatter", "all_gather"]
 GATHERED: Mapping[Reduction, Gathering] = MappingProxyType({"reduce": "broadcast", "ring": "ring"})
 """The way weights come back where a way was asked for; else it is chosen apart."""
 GATHERED_AHEAD = 4
-"""Buckets whose weights are on their way at the same time: what the first forward needs first starts with the end of
-the updates, and whoever waits for one starts the one so many places behind it. With one, as Megatron has it, the second
-bucket, mostly the first layer's largest matrices, starts with that forward only, and waits for a link that was idle."""
+"""Buckets whose weights are on their way at the same time: what the first forward needs first starts with the
+end of the updates, and whoever waits for one starts the one so many places behind it. With one, as Megatron
+has it, the second bucket, mostly the first layer's largest matrices, starts with that forward only, and waits
+for a link that was idle."""
 WORTH = 0.95
-"""A ring is chosen where it takes no more than this part of a collective per owner, because it needs memory that those
-do not."""
+"""A ring is chosen where it takes no more than this part of a collective per owner, because it needs memory
+that those do not."""
 
 
 def scratch_bytes(bucket: Bucket, owners: int, grad_bytes: int) -> dict[int, int]:
-    """Bytes that ranks hold in addition to the buffer while a bucket's gradients travel: in a ring, one's own share."""
+    """Bytes that ranks hold in addition to the buffer while a bucket's gradients travel: in a ring,
+    one's own share."""
     return _shares_in_ring(bucket, owners, grad_bytes) if bucket.reduction == "ring" else {}
 
 
 def gathering_bytes(bucket: Bucket, owners: int, weight_bytes: int) -> dict[int, int]:
-    """Returns the same while its weights travel: in a ring, a rank's share in the order in which it is handed over."""
+    """Returns the same while its weights travel: in a ring,
+    a rank's share in the order in which it is handed over."""
     return _shares_in_ring(bucket, owners, weight_bytes) if bucket.gathering == "ring" else {}
 
 
@@ -148,7 +152,8 @@ def _shares_in_ring(bucket: Bucket, owners: int, width: int) -> dict[int, int]:
 
 
 def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
-    """Counts the collectives that a rank takes part in: to reduce the bucket's gradients, to gather its weights."""
+    """Counts the collectives that a rank takes part in: to reduce the bucket's gradients,
+    to gather its weights."""
     if owners == 1:
         return 0, 0
     each: Mapping[Reduction | Gathering, int] = {
@@ -160,8 +165,8 @@ def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
 
 
 def sent_elements(bucket: Bucket, way: Reduction | Gathering, owners: int) -> float:
-    """Returns the elements that a rank sends of a bucket; in a ring, what ranks hand over in addition is an n-th, in
-    the mean."""
+    """Returns the elements that a rank sends of a bucket; in a ring, what ranks hand over in addition is an
+    n-th, in the mean."""
     return bucket.elements * (1 if way == "ring" and owners > 1 else (owners - 1) / owners)
 
 
@@ -174,7 +179,8 @@ class ReductionModel:
         self._width, self._grad = element_bytes(config)
         self._rate = memory_rate(config.cluster)
         self._launch_s = config.cluster.launch_us * 1e-6
-        # gloo's second collective of a ring hides under nothing: it is launched when the first has been waited for.
+        # gloo's second collective of a ring hides under nothing: it is launched when the first has been
+        # waited for.
         self._rings = config.cluster.device == "cuda"
 
     def reduce(self, bucket: Bucket) -> Transfer:
@@ -190,8 +196,8 @@ class ReductionModel:
         return self._per_range(bucket, "broadcast")
 
     def in_turn(self, buckets: Sequence[Bucket]) -> list[tuple[Transfer, Transfer]]:
-        """Reductions and gatherings of a stage's buckets, the latter in the opposite order, one after another on a
-        stream: of each chain only the part that overlaps the next one's counts as `fill_s`."""
+        """Reductions and gatherings of a stage's buckets, the latter in the opposite order, one after another
+        on a stream: of each chain only the part that overlaps the next one's counts as `fill_s`."""
         reduced = _overlapped([self.reduce(bucket) for bucket in buckets], buckets, self._group.size)
         gathered = _overlapped([self.gather(bucket) for bucket in buckets[::-1]], buckets[::-1], self._group.size)
         return list(zip(reduced, gathered[::-1], strict=True))
@@ -203,8 +209,8 @@ class ReductionModel:
     def choose(self, buckets: Iterable[Bucket], settings: PlanSettings, *, scratch: bool) -> tuple[Bucket, ...]:
         """The buckets with how each is reduced and gathered.
 
-        Those that were asked for; else a collective for each owner's range, or, in canzona's plans on GPUs, a ring
-        where it is worth its memory.
+        Those that were asked for; else a collective for each owner's range, or, in canzona's plans on GPUs, a
+        ring where it is worth its memory.
 
         Args:
             scratch: there is memory for rings that nobody asked for.
@@ -231,8 +237,8 @@ class ReductionModel:
             )
 
     def _ring_seconds(self, buckets: Sequence[Bucket], chains: Sequence[Transfer], kind: Native) -> list[float]:
-        """Seconds of each bucket in a ring; infinite where it cannot be worth it, because looking up what a ring hands
-        over takes long."""
+        """Seconds of each bucket in a ring; infinite where it cannot be worth it, because looking up what a
+        ring hands over takes long."""
         return [
             self._ring(bucket, kind).seconds
             if self._native(bucket.elements, kind).seconds <= WORTH * chain.seconds
@@ -250,7 +256,8 @@ class ReductionModel:
         return whole.delayed(issue)
 
     def _ring(self, bucket: Bucket, kind: Native) -> Transfer:
-        """Equal parts of the bucket as it lies, and handing over what is not with its owner, who copies shares then."""
+        """Equal parts of the bucket as it lies, and handing over what is not with its owner,
+        who copies shares then."""
         ranks = self._group.size
         if ranks == 1:
             return Transfer()
@@ -277,9 +284,9 @@ class ReductionModel:
 def _overlapped(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners: int) -> list[Transfer]:
     """The transfers one after another, with what of each chain's filling overlaps the next one's.
 
-    A chain that ends at (begins with) an owner starts on the rank behind it. Ranks are done with it in their order,
-    and each may go on: the next chain starts as many hops later as its owner lies behind. Launches of several owners
-    run on several channels, of which the one with the longest way counts.
+    A chain that ends at (begins with) an owner starts on the rank behind it. Ranks are done with it in their
+    order, and each may go on: the next chain starts as many hops later as its owner lies behind. Launches of
+    several owners run on several channels, of which the one with the longest way counts.
     """
     found = [
         replace(transfer, fill_s=max(0.0, 1 - _hops(one, other, owners) / (owners - 1)) * transfer.fill_s)
@@ -297,10 +304,11 @@ def _hops(bucket: Bucket, following: Bucket, owners: int) -> int:
 
 
 def _by_chain(chains: Sequence[Transfer], rings_s: Sequence[float]) -> list[bool]:
-    """Chooses for each of a stream's buckets between a chain (True) and a ring, so that the last one ends soonest.
+    """Chooses for each of a stream's buckets between a chain (True) and a ring,
+    so that the last one ends soonest.
 
-    A chain overlaps a chain only. The last one is judged alone, because it may find the stream idle. A ring has to be
-    `WORTH` its memory.
+    A chain overlaps a chain only. The last one is judged alone, because it may find the stream idle. A ring
+    has to be `WORTH` its memory.
     """
     follows: list[tuple[bool, bool]] = []
     # Seconds to the end of the stream from a bucket that is a chain, and from one that is not.

@@ -1,7 +1,8 @@
-"""The steps in which matrices renew their preconditioners (Shampoo, SOAP and their kin), and how long steps get.
+"""The steps in which matrices renew their preconditioners (Shampoo, SOAP and their kin),
+and how long steps get.
 
-A refresh takes as long as many plain updates, and in every step all ranks wait for the slowest. So refreshes take
-turns: those of one rank are spread over the period, and steps that are full on one rank are full on all.
+A refresh takes as long as many plain updates, and in every step all ranks wait for the slowest. So refreshes
+take turns: those of one rank are spread over the period, and steps that are full on one rank are full on all.
 """
 
 import heapq
@@ -71,8 +72,8 @@ def by_rank(matrices: Sequence[Matrix], cells: Sequence[Cell] | None) -> list[li
 
 
 def take_turns(ranks: Sequence[RankWork], period: int) -> list[list[int]]:
-    """A turn in [0, period) of each rank's refreshes: `one_by_one` or `step_by_step`, by which steps are shorter on
-    average and none longer than the longest of the other."""
+    """A turn in [0, period) of each rank's refreshes: `one_by_one` or `step_by_step`, by which steps are
+    shorter on average and none longer than the longest of the other."""
     alone = [one_by_one(rank.refreshes_s, period) for rank in ranks]
     together = step_by_step(ranks, period)
     usual, other = (slowest(ranks, turns, period) for turns in (alone, together))
@@ -82,8 +83,8 @@ def take_turns(ranks: Sequence[RankWork], period: int) -> list[list[int]]:
 def one_by_one(costs: Sequence[float], period: int) -> list[int]:
     """Spread refreshes over a period so that its dearest step is as cheap as can be.
 
-    Dearest first to the step with the least so far (Graham 1969: at most 4/3 of the best there is). The fullest step
-    has turn 0, and so on: ranks that wait for each other have their full steps together.
+    Dearest first to the step with the least so far (Graham 1969: at most 4/3 of the best there is). The
+    fullest step has turn 0, and so on: ranks that wait for each other have their full steps together.
 
     Args:
         costs: of each refresh, in any unit.
@@ -106,9 +107,9 @@ def one_by_one(costs: Sequence[float], period: int) -> list[int]:
 def step_by_step(ranks: Sequence[RankWork], period: int) -> list[list[int]]:
     """Turns with which as few steps as can be are long.
 
-    The first step lasts as long as the rank that is worst to spread needs it to (`one_by_one`); until then the others
-    refresh all they can, dearest first, instead of keeping it for a step that nobody would have to wait in. Then the
-    second step likewise, with what is left.
+    The first step lasts as long as the rank that is worst to spread needs it to (`one_by_one`); until then
+    the others refresh all they can, dearest first, instead of keeping it for a step that nobody would have to
+    wait in. Then the second step likewise, with what is left.
     """
     left = [_dearest_first(rank.refreshes_s) for rank in ranks]
     turns = [[0] * len(rank.refreshes_s) for rank in ranks]

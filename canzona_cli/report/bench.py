@@ -1,4 +1,5 @@
-"""The screens of `canzona bench`: every strategy's step, measured next to predicted, and what follows from it."""
+"""The screens of `canzona bench`: every strategy's step, measured next to predicted,
+and what follows from it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""The screens of `canzona bench --sweep` and `--simulate`: a setting at several values, sizes over numbers of GPUs."""
+"""The screens of `canzona bench --sweep` and `--simulate`: a setting at several values,
+sizes over numbers of GPUs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -404,7 +405,8 @@ def _group(
 
 
 def _yardsticks(cells: Sequence[SimulatedCell], title: str, show: Callable[[Tried, float | None], str]) -> Columns:
-    """A column for each strategy that is simulated in its own fastest layout; `show` has it and canzona's overhead."""
+    """A column for each strategy that is simulated in its own fastest layout;
+    `show` has it and canzona's overhead."""
     rows = (
         tuple(MISSING if best is None else show(best, cell.overhead(name)) for name, best in cell.yardsticks.items())
         for cell in cells

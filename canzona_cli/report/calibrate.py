@@ -127,7 +127,8 @@ class CalibrationView(Page):
 
 
 def closing(found: Calibration, config: RunConfig, written: Path | None) -> Iterator[Text]:
-    """Yields how it ended, where the profile is, and the command that uses it: lines to copy, printed unwrapped."""
+    """Yields how it ended, where the profile is, and the command that uses it: lines to copy,
+    printed unwrapped."""
     if found.outcome.status == "interrupted":
         kept = "what was measured is kept" if written is not None else "nothing was measured yet"
         yield Text(f"interrupted: {kept}", style="bold yellow")

@@ -54,7 +54,8 @@ def bar(share: object, width: int) -> str:
 
 
 def line_chart(points: Sequence[tuple[float, float]], width: int, height: int) -> list[str]:
-    """Draw (step, value) points as `height` rows of `width` characters: a labelled y axis, the curve, the step axis.
+    """Draw (step, value) points as `height` rows of `width` characters: a labelled y axis,
+    the curve, the step axis.
 
     Args:
         points: finite and in step order; those that fall into one column of dots are averaged.
@@ -126,13 +127,15 @@ MEMORY = {
         ("exchange", "X", "indian_red1", "#dd7d6b"),
     )
 }
-"""The parts of a rank's memory, in the order in which they are drawn. Without a plan the optimizer's are one."""
+"""The parts of a rank's memory, in the order in which they are drawn.
+Without a plan the optimizer's are one."""
 Inks = Mapping[str, Ink]
 """The ink of each part, by its name."""
 
 
 def stacked(parts: Sequence[tuple[str, float]], total: float, width: int, inks: Inks, *, colour: bool) -> Text:
-    """A bar in which `width` characters stand for `total`. A part above 0 that rounds to nothing is not drawn.
+    """A bar in which `width` characters stand for `total`.
+    A part above 0 that rounds to nothing is not drawn.
 
     Args:
         parts: (name, amount) from left to right.

@@ -1,4 +1,5 @@
-"""`canzona checkpoint`: which checkpoints there are, what one holds, and whether every byte of it is as written."""
+"""`canzona checkpoint`: which checkpoints there are, what one holds,
+and whether every byte of it is as written."""
 
 import time
 from collections import Counter
@@ -199,7 +200,8 @@ class AllVerified(Page):
 
     @property
     def problems(self) -> list[Problem]:
-        """Lists the problems of all checkpoints; where several were read, the fix names the last intact one."""
+        """Lists the problems of all checkpoints; where several were read,
+        the fix names the last intact one."""
         found: list[Problem] = []
         intact: str | None = None
         for verified in self.each:
@@ -246,7 +248,8 @@ class AllVerified(Page):
 
 @contextmanager
 def bar_of_bytes(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error where that is a terminal; what it gives is told how many further bytes are done."""
+    """A bar on standard error where that is a terminal;
+    what it gives is told how many further bytes are done."""
     console = Console(stderr=True, highlight=False)
     columns = (
         TextColumn(doing),

@@ -1,4 +1,5 @@
-"""The screens of `canzona data prepare`: a progress bar on a terminal, lines when piped, and the result at the end."""
+"""The screens of `canzona data prepare`: a progress bar on a terminal, lines when piped,
+and the result at the end."""
 
 import time
 from collections.abc import Iterator

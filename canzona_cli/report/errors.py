@@ -1,4 +1,5 @@
-"""The text of errors at the terminal: what, where, why and what to do, for every problem at once; or of a bug."""
+"""The text of errors at the terminal: what, where, why and what to do,
+for every problem at once; or of a bug."""
 
 import os
 import sys

@@ -107,7 +107,8 @@ def describe_plan(obtained: Obtained) -> str:
 
 
 def routing_rows(config: RunConfig) -> list[tuple[str, str]]:
-    """Returns rows that say which parameters are matrices and which are AdamW's: count and elements by name."""
+    """Returns rows that say which parameters are matrices and which are AdamW's:
+    count and elements by name."""
     found = routing(config)
     return [(label, _routed(own)) for label, own in (("matrices", found.matrices), ("adamw", found.adamw)) if own]
 

@@ -22,7 +22,8 @@ class Screen:
 
 
 class Page(ABC):
-    """Base of the views: a rich renderable made of parts. Set `widest` where long lines would be hard to read."""
+    """Base of the views: a rich renderable made of parts.
+    Set `widest` where long lines would be hard to read."""
 
     widest: int | None = None
     """The most columns it uses."""
@@ -35,7 +36,8 @@ class Page(ABC):
         options = options.update_width(min(options.max_width, self.widest or options.max_width))
         colour = console.color_system is not None and not options.ascii_only
         screen = Screen(width=options.max_width, colour=colour)
-        # Printed with `soft_wrap`, only paragraphs may be wider than the screen, for the sake of a long path in one.
+        # Printed with `soft_wrap`, only paragraphs may be wider than the screen, for the sake of a long path
+        # in one.
         inside = options.update(no_wrap=False, overflow="fold") if options.no_wrap else options
         for part in self.parts(screen):
             yield from console.render(part, options if isinstance(part, Page | Wrapped) else inside)
@@ -45,8 +47,8 @@ class Page(ABC):
 class Wrapped:
     """A paragraph behind `first`, its other lines behind `rest`.
 
-    No trailing spaces, so that piped output stays clean. A word longer than the line, such as a path, stays whole where
-    it is printed with `soft_wrap`, so that it can be copied; else it is folded, never cut off.
+    No trailing spaces, so that piped output stays clean. A word longer than the line, such as a path, stays
+    whole where it is printed with `soft_wrap`, so that it can be copied; else it is folded, never cut off.
     """
 
     text: Text

@@ -1,4 +1,5 @@
-"""The screens of `canzona plan`: a summary, strategies, load map, memory, timeline and, on request, assumptions."""
+"""The screens of `canzona plan`: a summary, strategies, load map, memory, timeline and,
+on request, assumptions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,7 +144,8 @@ class PlanView(Page):
         yield "optimizer", self._beside_others()
 
     def _beside_others(self) -> Text:
-        """`19.4 ms (layerwise takes 26.5x as long, sc does not fit); +0.3% on AdamW's iteration in this layout`."""
+        """`19.4 ms (layerwise takes 26.5x as long, sc does not fit);
+        +0.3% on AdamW's iteration in this layout`."""
         study, longer = self.study, []
         for name in ("layerwise", "sc"):
             ratio = study.optimizer_speedup(name)
@@ -169,7 +171,8 @@ class PlanView(Page):
         )
 
     def _updates(self) -> str:
-        """`192 of 25,600 x 5,120 gram 14.8 ms, ...; plain products, error 0.017`: how each shape is orthogonalised."""
+        """`192 of 25,600 x 5,120 gram 14.8 ms, ...; plain products, error 0.017`:
+        how each shape is orthogonalised."""
         found = kinds(self.study.config, self.study.plan)
         if found[0].form is None:
             return ""
@@ -389,7 +392,8 @@ def streams(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
 
 
 def _lane(events: Sequence[SimulatedEvent], start: float, end: float, width: int, screen: Screen) -> Text:
-    """A character for each `width`-th of the time: the phase that fills most of it, faint if less than half."""
+    """A character for each `width`-th of the time: the phase that fills most of it,
+    faint if less than half."""
     drawn = Text(no_wrap=True)
     step = (end - start) / width
     first = 0

@@ -1,4 +1,5 @@
-"""The screens of `canzona plan` without a plan: every built-in size, and with `--layouts` the fastest layouts."""
+"""The screens of `canzona plan` without a plan: every built-in size,
+and with `--layouts` the fastest layouts."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields

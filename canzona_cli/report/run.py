@@ -156,15 +156,16 @@ class BreakdownView(Page):
 
     @property
     def _comparable(self) -> bool:
-        """Not with the profile of another machine, and every processor is another machine: errors of 60 to 90% say
-        nothing about either."""
+        """Not with the profile of another machine, and every processor is another machine: errors of 60 to
+        90% say nothing about either."""
         planned = self.breakdown.planned
         if planned is None or planned.mismatches:
             return False
         return planned.calibrated or self.breakdown.device == "cuda"
 
     def _bar_width(self, width: int, columns: list[str]) -> int:
-        """Returns the width that the other columns leave for bars; theirs is enough for times of six digits."""
+        """Returns the width that the other columns leave for bars;
+        theirs is enough for times of six digits."""
         widths = {"phase": 23 if self._short_labels(width) else 29, "slowest": 11, "share": 9, "bar": 0}
         return min(40, width - sum(widths.get(column, 8) for column in columns))
 

@@ -1,10 +1,11 @@
-"""A run's timelines as a Chrome trace, which Perfetto and chrome://tracing open: measured and planned, rank by rank.
+"""A run's timelines as a Chrome trace, which Perfetto and chrome://tracing open:
+measured and planned, rank by rank.
 
-A rank is a process. Its `compute` track holds the phases of its steps, one after another; transfers in flight have
-tracks of their own, one more wherever two of a kind overlap. Ranks of one machine share a clock. Between machines,
-steps are laid over each other by their ends, which come after a sum over all ranks (the loss): the end of one rank is
-never earlier than the last rank's contribution, so ends are equal but for the latency of that sum. Planned ranks are
-processes behind the measured ones; their step begins with the first measured one.
+A rank is a process. Its `compute` track holds the phases of its steps, one after another; transfers in flight
+have tracks of their own, one more wherever two of a kind overlap. Ranks of one machine share a clock. Between
+machines, steps are laid over each other by their ends, which come after a sum over all ranks (the loss): the
+end of one rank is never earlier than the last rank's contribution, so ends are equal but for the latency of
+that sum. Planned ranks are processes behind the measured ones; their step begins with the first measured one.
 """
 
 import json
@@ -21,7 +22,8 @@ from canzona_cli.run.phases import COMMUNICATION, PHASES, STREAMS, Interval
 from canzona_cli.run.records import RankTimeline, load_timelines
 
 _TIDS = 100
-"""Track numbers that one process may use; they are different in every process, as threads of a machine are."""
+"""Track numbers that one process may use; they are different in every process,
+as threads of a machine are."""
 
 
 def write_trace(run_dir: Path, target: Path) -> int:

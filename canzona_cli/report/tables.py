@@ -1,7 +1,7 @@
 """Tables at a terminal: plain ones, and groups of columns of which as many stand side by side as it has room for.
 
-Both are rich's, with what pipes and narrow terminals need: no trailing spaces, and columns that do not fit go below
-the others instead of numbers cut off.
+Both are rich's, with what pipes and narrow terminals need: no trailing spaces, and columns that do not fit go
+below the others instead of numbers cut off.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence

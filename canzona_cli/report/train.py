@@ -1,4 +1,5 @@
-"""A run on its way: on a terminal a frame that redraws itself below what scrolls by, in pipes and logs plain lines."""
+"""A run on its way: on a terminal a frame that redraws itself below what scrolls by,
+in pipes and logs plain lines."""
 
 import math
 import threading
@@ -32,7 +33,8 @@ _SEEN = "tokens seen"
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """Draws a `TrainState`: two columns (curve, figures) from 110 columns on, else six lines with a sparkline.
+    """Draws a `TrainState`: two columns (curve, figures) from 110 columns on,
+    else six lines with a sparkline.
 
     No line exceeds the console's width; the wide form also needs 14 rows.
     """
@@ -166,7 +168,8 @@ _TITLES = f"{'elapsed':>8} {'step':>13} {'loss':>9} {'lr':>9} {'grad norm':>9} {
 
 
 def make_view(config: RunConfig, layout: Layout, console: Console) -> "ConsoleView":
-    """The view that suits the console: live where the cursor can move, plain lines in pipes and dumb terminals."""
+    """The view that suits the console: live where the cursor can move,
+    plain lines in pipes and dumb terminals."""
     if console.is_terminal and console.is_interactive and not console.is_dumb_terminal:
         return LiveView(config, layout, console)
     return PlainView(config, layout, console)
@@ -210,8 +213,8 @@ class ConsoleView(TrainView, ABC):
 class LiveView(ConsoleView):
     """Redraws four times a second at any terminal width; the last frame stays.
 
-    Records arrive on the caller's thread while rich draws on its own: `_lock` guards the state between them. It is
-    never held while printing, because rich's drawing thread takes its own lock first and then this one.
+    Records arrive on the caller's thread while rich draws on its own: `_lock` guards the state between them.
+    It is never held while printing, because rich's drawing thread takes its own lock first and then this one.
     """
 
     def __init__(self, config: RunConfig, layout: Layout, console: Console, *, clock: Clock = time.monotonic) -> None:
@@ -289,7 +292,8 @@ class LiveView(ConsoleView):
 
 
 class PlainView(ConsoleView):
-    """Prints each logged step, but at most one line in two seconds; every validation and the last step always."""
+    """Prints each logged step, but at most one line in two seconds;
+    every validation and the last step always."""
 
     _printed_at: float | None = None
     _lines = 0

@@ -1,4 +1,5 @@
-"""The screens of `canzona train --dry-run` and `--prepare-only`: what the run comes to, and exactly what starts it."""
+"""The screens of `canzona train --dry-run` and `--prepare-only`: what the run comes to,
+and exactly what starts it."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -102,7 +103,8 @@ class DryRun(Page):
     """True where the run directory exists and only the command is missing."""
 
     def as_json(self) -> dict[str, object]:
-        """The stable form of `canzona train --dry-run --json`; additions keep `version`, anything else raises it."""
+        """The stable form of `canzona train --dry-run --json`; additions keep `version`,
+        anything else raises it."""
         memory = self.memory
         return {
             **resolved_json(self.config, self.layout, self.plan),

@@ -63,7 +63,8 @@ class Stage:
 
 @dataclass
 class TrainState:
-    """Everything shown about a run, from the run directory's records; numbers may be missing or not finite."""
+    """Everything shown about a run, from the run directory's records;
+    numbers may be missing or not finite."""
 
     config: RunConfig
     layout: Layout
@@ -188,7 +189,8 @@ class TrainState:
 
     @property
     def eta(self) -> float | None:
-        """Seconds left, by wall clock (validations included) once two steps are known; counts down between steps."""
+        """Seconds left, by wall clock (validations included) once two steps are known;
+        counts down between steps."""
         if self.updated is None:
             return None
         pace = self.step_s

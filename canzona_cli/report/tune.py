@@ -1,4 +1,5 @@
-"""The screens of `canzona tune`: layouts as measured and as predicted, and the errors of predictions, by phase."""
+"""The screens of `canzona tune`: layouts as measured and as predicted,
+and the errors of predictions, by phase."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

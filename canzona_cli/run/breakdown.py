@@ -1,8 +1,9 @@
 """The step-time breakdown: where the time of one training step went, over all ranks, next to its prediction.
 
-`breakdown.json` is written by the workers. Times are seconds; `min_s`, `mean_s`, `max_s` are over ranks, of each rank's
-mean over the measured steps. Phases with `in_step` follow one another and add up to the step; the others (`*_total`)
-count work that ran under them as well. `predicted.json` has the prediction; runs of earlier versions lack it.
+`breakdown.json` is written by the workers. Times are seconds; `min_s`, `mean_s`, `max_s` are over ranks, of
+each rank's mean over the measured steps. Phases with `in_step` follow one another and add up to the step; the
+others (`*_total`) count work that ran under them as well. `predicted.json` has the prediction; runs of
+earlier versions lack it.
 """
 
 import math
@@ -235,7 +236,8 @@ class Breakdown(MeasuredBreakdown):
 
 
 def relative_error(planned: float | None, measured: float) -> float | None:
-    """Planned over measured, less 1: 0.1 is a plan 10% too long. None where either took no time to speak of."""
+    """Planned over measured, less 1: 0.1 is a plan 10% too long.
+    None where either took no time to speak of."""
     if planned is None or measured < NOTHING_S or planned < NOTHING_S:
         return None
     return planned / measured - 1

@@ -1,8 +1,9 @@
-"""Writing and reading a run's records: frozen dataclasses on both sides, JSON between them, one word for damage.
+"""Writing and reading a run's records: frozen dataclasses on both sides, JSON between them,
+one word for damage.
 
-A class with a number `VERSION` has it in its file, first of all, and is read only from files of that version. Reading
-checks every type; what a record does not know is ignored, so that newer versions may add to it. A .jsonl file has a
-record per line, and half a line at its end where its writer was killed.
+A class with a number `VERSION` has it in its file, first of all, and is read only from files of that version.
+Reading checks every type; what a record does not know is ignored, so that newer versions may add to it. A
+.jsonl file has a record per line, and half a line at its end where its writer was killed.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Two runs side by side: which settings differ, the loss at the same steps, where the time of a step went; and any
-number of runs by what they came to."""
+"""Two runs side by side: which settings differ, the loss at the same steps, where the time of a step went;
+and any number of runs by what they came to."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +19,8 @@ _NO_DIFFERENCE = ("run.dir", "run.root")
 """Settings in which any two runs differ."""
 
 FIGURES = ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "load_balance", "peak_memory_bytes")
-"""The numbers of a breakdown that are compared besides its phases; the load balance is that of matrix updates."""
+"""The numbers of a breakdown that are compared besides its phases;
+the load balance is that of matrix updates."""
 
 Pair = tuple[float | None, float | None]
 
@@ -100,7 +101,8 @@ class Several:
 
     runs: tuple[RunSummary, ...]
     settings: Mapping[str, tuple[object, ...]]
-    """Resolved settings in which they differ, by key, a value for each run; None where a run has no such setting."""
+    """Resolved settings in which they differ, by key, a value for each run;
+    None where a run has no such setting."""
 
     @property
     def best(self) -> RunSummary | None:
@@ -112,7 +114,8 @@ class Several:
         return done[min(validated or trained)[1]] if validated or trained else None
 
     def as_json(self) -> dict[str, object]:
-        """The output of `--json` for three runs or more; additions keep `version`, anything else raises it."""
+        """The output of `--json` for three runs or more; additions keep `version`,
+        anything else raises it."""
         return {
             "version": VERSION,
             "best": None if self.best is None else str(self.best.run_dir),

@@ -12,8 +12,8 @@ from canzona_cli.run.files import RunFiles
 from canzona_cli.run.words import clean, count
 
 MOST_EPOCHS: Final = 4
-"""Epochs up to which repeated tokens are worth nearly as much as new ones (Muennighoff et al. 2023, arXiv 2305.16264,
-sec. 6); beyond them ever less, and the loss on them says ever less about other text."""
+"""Epochs up to which repeated tokens are worth nearly as much as new ones (Muennighoff et al. 2023, arXiv
+2305.16264, sec. 6); beyond them ever less, and the loss on them says ever less about other text."""
 _STDLIB_TOKENS: Final = {"byte": 11_300_000}
 """Tokens of the Python standard library's sources to train on (11.5 MB in 3.12) ..."""
 _STDLIB_WORDS: Final = 2_900_000
@@ -143,7 +143,8 @@ def supply(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = No
 
 
 def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = None) -> Iterator[str]:
-    """Lists what will run but is hardly intended: a corpus read too often, an embedding that nothing trains."""
+    """Lists what will run but is hardly intended: a corpus read too often,
+    an embedding that nothing trains."""
     read, demonstration = supply(config, layout, corpus), config.data.source == "stdlib"
     if read is not None and read.too_often and demonstration:
         yield (

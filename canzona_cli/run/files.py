@@ -66,7 +66,8 @@ class RunFiles:
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
         self.huggingface = root / "huggingface"
-        """Settings and tokenizer of the folder that the run's first weights are from; absent where they are random."""
+        """Settings and tokenizer of the folder that the run's first weights are from;
+        absent where they are random."""
         self.attempts = root / "attempts"
         """The files of earlier launches in this directory: attempts/1 and so on."""
         self.stop = root / "stop"
@@ -127,8 +128,8 @@ class RunFiles:
 def write_text_atomic(path: Path, text: str) -> None:
     """Replace `path` by `text` in one step, on disk before it is visible under its name.
 
-    Colleagues may read it as far as the umask lets them; nobody else may write it. A name in it that is not UTF-8 has
-    escapes, as JSON has them.
+    Colleagues may read it as far as the umask lets them; nobody else may write it. A name in it that is not
+    UTF-8 has escapes, as JSON has them.
 
     Raises:
         OSError: the folder cannot be written; no temporary file is left behind.
@@ -190,7 +191,8 @@ def _line(value: Mapping[str, object]) -> bytes:
 
 
 def append_json_line(path: Path, value: Mapping[str, object]) -> None:
-    """Add one line to a .jsonl file with a single write, so that a reader sees whole lines and writers do not mix.
+    """Add one line to a .jsonl file with a single write,
+    so that a reader sees whole lines and writers do not mix.
 
     Raises:
         OSError: the line is not in the file, nor is a part of it; or the file is a link.

@@ -1,8 +1,10 @@
-"""Signs of life: one small piece of memory per rank that the rank writes and its launcher reads, without a system call.
+"""Signs of life: one small piece of memory per rank that the rank writes and its launcher reads,
+without a system call.
 
-The launcher makes the files in a folder of this machine (memory-backed where there is such a place) and maps them; each
-rank maps its own and unlinks it at once, so that nothing stays behind whoever is killed. Times are the machine's
-monotonic clock, which all its processes share. Standard library only: ranks write before their slow imports.
+The launcher makes the files in a folder of this machine (memory-backed where there is such a place) and maps
+them; each rank maps its own and unlinks it at once, so that nothing stays behind whoever is killed. Times are
+the machine's monotonic clock, which all its processes share. Standard library only: ranks write before their
+slow imports.
 """
 
 import mmap
@@ -187,7 +189,8 @@ def _create(path: Path) -> mmap.mmap:
 
 
 def _own_memory(rank: int) -> mmap.mmap | bytearray:
-    """Maps the memory that this rank's launcher reads; memory that nobody reads where there is no launcher."""
+    """Maps the memory that this rank's launcher reads;
+    memory that nobody reads where there is no launcher."""
     folder = os.environ.get(VARIABLE)
     if folder is None:
         return bytearray(_BYTES)

@@ -34,5 +34,6 @@ def tool_output(tool: str, *arguments: str, timeout_s: float = 5.0) -> str | Non
 
 
 def existing_folder(path: Path) -> Path:
-    """The path, or the nearest of its parents that exists: where it would be created. It may be a file, in the way."""
+    """The path, or the nearest of its parents that exists: where it would be created.
+    It may be a file, in the way."""
     return next(place for place in (path, *path.parents) if os.path.exists(place))

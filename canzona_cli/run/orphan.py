@@ -1,7 +1,8 @@
 """No process outlives the launcher: agent and workers are killed by the kernel when their parent dies.
 
-`python orphan.py LAUNCHER_PID COMMAND...` becomes COMMAND after asking for that; workers call `die_with_parent()`
-first thing. Standard library only: this file also runs by its path, before anything is importable.
+`python orphan.py LAUNCHER_PID COMMAND...` becomes COMMAND after asking for that; workers call
+`die_with_parent()` first thing. Standard library only: this file also runs by its path, before anything is
+importable.
 """
 
 import ctypes
@@ -20,8 +21,8 @@ _FOR_THE_LAUNCHER = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGH
 def die_with_parent() -> None:
     """Have this worker killed when the torchrun agent that started it dies, however it dies.
 
-    Call it before the slow imports. Does nothing when the agent was not started by `canzona train`: whoever types
-    the torchrun command by hand may also put it into the background.
+    Call it before the slow imports. Does nothing when the agent was not started by `canzona train`: whoever
+    types the torchrun command by hand may also put it into the background.
     """
     agent = os.environ.get(AGENT_VARIABLE)
     if agent is None:
@@ -53,9 +54,10 @@ def _watch(agent: int, launcher: int) -> None:
 
 
 def _become(launcher: int, command: list[str]) -> None:
-    # A batch system signals every process of a job. torchrun would answer by killing its workers in the middle of a
-    # step, or die; what to do is for the launcher and the workers to say. Programs keep ignoring what they were started
-    # with, unless they ask otherwise, which torchrun does with every signal but the one it is told here.
+    # A batch system signals every process of a job. torchrun would answer by killing its workers in the
+    # middle of a step, or die; what to do is for the launcher and the workers to say. Programs keep ignoring
+    # what they were started with, unless they ask otherwise, which torchrun does with every signal but the
+    # one it is told here.
     for number in _FOR_THE_LAUNCHER:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":

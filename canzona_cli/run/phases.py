@@ -1,4 +1,5 @@
-"""The phases of a training step and the strategies: names, words, colours and order, for everybody who shows them.
+"""The phases of a training step and the strategies: names, words, colours and order,
+for everybody who shows them.
 
 Standard library only: ranks import it before anything slow.
 """

@@ -1,6 +1,7 @@
 """The records that the ranks and the launcher of a run leave, one type for their writers and their readers.
 
-Files whose readers go on without them have defaults for what an older or an interrupted writer may have left out.
+Files whose readers go on without them have defaults for what an older or an interrupted writer may have left
+out.
 """
 
 import logging
@@ -163,7 +164,8 @@ class ValidationLoss:
 
     step: int
     loss: float | None = None
-    """The loss, of a blend the mean of its sets by their training shares; None in the file where it is not finite."""
+    """The loss, of a blend the mean of its sets by their training shares;
+    None in the file where it is not finite."""
     sets: Mapping[str, float | None] = field(default_factory=dict)
     """The loss of each set of a blend, by its name."""
     time: float | None = None
@@ -278,7 +280,8 @@ class Evaluation:
     bytes_counted: bool
     """True for bytes counted token by token; else they follow from the mean of the whole corpus."""
     loss: float | None
-    """Mean, nats per token; None where it is not finite. Of a blend, as the bytes, by the shares of its sets."""
+    """Mean, nats per token; None where it is not finite. Of a blend, as the bytes,
+    by the shares of its sets."""
     sets: Mapping[str, float | None] = field(default_factory=dict)
     """The loss of each set of a blend, by its name."""
 

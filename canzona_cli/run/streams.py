@@ -1,8 +1,9 @@
 """Standard output and error of the command and of its ranks, on which writing never fails.
 
-A terminal that was closed, a pipe without a reader, a full disk: each makes printing fail, at any line, in our code and
-in that of libraries. It is met here, once. What cannot be written is dropped, the command goes on to its end, and only
-then is it said that somebody did not get what was printed; of a run that trains, not even then (`unattended`).
+A terminal that was closed, a pipe without a reader, a full disk: each makes printing fail, at any line, in
+our code and in that of libraries. It is met here, once. What cannot be written is dropped, the command goes
+on to its end, and only then is it said that somebody did not get what was printed; of a run that trains, not
+even then (`unattended`).
 """
 
 import errno
@@ -30,8 +31,8 @@ class _Stream(io.FileIO):
     """The error of the first loss."""
     _stuck = False
     before: TextIO | None = None
-    """The object that wrote to it until now. It stays: when it goes, it may close the descriptor, and the next file
-    that is opened would be the output."""
+    """The object that wrote to it until now. It stays: when it goes, it may close the descriptor, and the
+    next file that is opened would be the output."""
 
     def write(self, data: "ReadableBuffer", /) -> int:
         text, done = memoryview(data).cast("B"), 0
@@ -86,7 +87,8 @@ def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
     raw = _Stream(descriptor, "w", closefd=False)
     raw.before = stream
     by_line = descriptor == 2 or raw.isatty()
-    # A file name that is not text is shown by its escapes; a terminal without Unicode gets question marks for pictures.
+    # A file name that is not text is shown by its escapes; a terminal without Unicode gets question marks for
+    # pictures.
     errors = "backslashreplace" if encoding.lower().startswith("utf") else "replace"
     buffer = raw if at_once else io.BufferedWriter(raw)  # What a rank says is written before it may die.
     return io.TextIOWrapper(buffer, encoding, errors, line_buffering=by_line, write_through=at_once)

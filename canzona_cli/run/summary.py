@@ -79,7 +79,8 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
 
 
 def time_in_launches(records: Sequence[Record]) -> float | None:
-    """Seconds from the first to the last record of every launch; what lies between launches is no training."""
+    """Seconds from the first to the last record of every launch;
+    what lies between launches is no training."""
     moments = sorted(
         (record.time, isinstance(record, StageEvent) and record.stage == FIRST_STAGE)
         for record in records
@@ -111,7 +112,8 @@ def _launches(files: RunFiles) -> list[RunFiles]:
 
 
 def _seconds(lines: Sequence[StepMetrics]) -> float:
-    """Adds up the seconds of the steps that these lines stand for: a line is the last step since the line before."""
+    """Adds up the seconds of the steps that these lines stand for:
+    a line is the last step since the line before."""
     gaps = [line.step - before.step for before, line in pairwise(lines)]
     steps = [min(gaps, default=1), *gaps][: len(lines)]
     return math.fsum(count * (line.step_s or 0.0) for count, line in zip(steps, lines, strict=True))
@@ -203,7 +205,8 @@ def load_summary(run_dir: Path) -> RunSummary:
     """Read whatever a run left, finished or not.
 
     Raises:
-        ConfigError: there is no such directory, or nothing of a run lies in it; the problem's key is `RUN_DIR`.
+        ConfigError: there is no such directory, or nothing of a run lies in it; the problem's key is
+        `RUN_DIR`.
     """
     files = RunFiles(run_dir)
     known = (files.config, files.result, files.metrics, files.events, files.breakdown, files.claim)

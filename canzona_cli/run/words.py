@@ -71,7 +71,8 @@ def duration(seconds: object) -> str:
 
 
 def milliseconds(seconds: object) -> str:
-    """Seconds as milliseconds with three or more significant digits, without unit: `0.412`, `41.2`, `1,204`."""
+    """Seconds as milliseconds with three or more significant digits, without unit: `0.412`,
+    `41.2`, `1,204`."""
     value = real(seconds)
     if value is None:
         return MISSING
@@ -149,7 +150,8 @@ def json_text(value: object) -> str:
 
 
 def jsonable(value: object) -> object:
-    """Plain values: mappings and lists of what JSON has; NaN and infinity, which it does not have, become null."""
+    """Plain values: mappings and lists of what JSON has; NaN and infinity,
+    which it does not have, become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

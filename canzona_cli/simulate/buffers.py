@@ -1,7 +1,9 @@
-"""The traffic of data parallelism: the chunks of a stage's gradient buffers, as Megatron fills and sends them.
+"""The traffic of data parallelism: the chunks of a stage's gradient buffers,
+as Megatron fills and sends them.
 
-A chunk is a bucket as the simulator needs it: how long its reduction and its gathering take, and which module of the
-stage completes its gradients (the first one of the forward pass that has a parameter in it) and needs its parameters.
+A chunk is a bucket as the simulator needs it: how long its reduction and its gathering take, and which module
+of the stage completes its gradients (the first one of the forward pass that has a parameter in it) and needs
+its parameters.
 """
 
 from collections import Counter
@@ -30,8 +32,8 @@ class Chunk:
 
 
 def after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
-    """Seconds of what follows it, synchronous: norms' gradients over TP under sequence parallelism, a tied embedding's
-    over its two stages."""
+    """Seconds of what follows it, synchronous: norms' gradients over TP under sequence parallelism, a tied
+    embedding's over its two stages."""
     model, cluster = config.model, config.cluster
     links, (_, grad) = Links(cluster=cluster), element_bytes(config)
     total = 0.0
@@ -110,7 +112,8 @@ class Buffers:
         return [(size, number) for size, number in found if size]
 
     def _cut(self, parameters: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """(elements, module) of each bucket: last registered first, closed once it holds enough, or all of a chunk."""
+        """(elements, module) of each bucket: last registered first, closed once it holds enough,
+        or all of a chunk."""
         found: list[tuple[int, int]] = []
         for places in reversed(self._places):
             filled, first = 0, places.stop

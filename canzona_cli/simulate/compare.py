@@ -1,4 +1,5 @@
-"""A plan next to its alternatives: every strategy on the same layout, and the same run planned with other settings.
+"""A plan next to its alternatives: every strategy on the same layout,
+and the same run planned with other settings.
 
 A `Study` is everything `canzona plan` says about a plan, as one value: the reports only lay it out.
 """
@@ -47,8 +48,8 @@ class Compared:
 
     result: StrategyResult
     memory_bytes: int
-    """The bytes on the fullest rank; a strategy that does not fit is simulated all the same, but nothing is compared
-    with it."""
+    """The bytes on the fullest rank; a strategy that does not fit is simulated all the same, but nothing is
+    compared with it."""
     fits: bool
     loads: tuple[float, ...] | None
     """Seconds of update per cell of the slowest stage, where the strategy has a grid."""
@@ -99,8 +100,8 @@ class Study:
         return self.strategies[strategy].result
 
     def optimizer_speedup(self, over: str) -> float | None:
-        """Returns how many times shorter the planned strategy's optimizer step is than that of `over`; None unless that
-        fits into memory in this layout."""
+        """Returns how many times shorter the planned strategy's optimizer step is than that of `over`; None
+        unless that fits into memory in this layout."""
         return self._ratio(over, self.strategy, lambda result: result.optimizer_s)
 
     def iteration_speedup(self, over: str) -> float | None:
@@ -108,8 +109,8 @@ class Study:
         return self._ratio(over, self.strategy, lambda result: result.iteration_s)
 
     def overhead(self, of: str) -> float | None:
-        """Returns how much longer the iteration of a strategy is than AdamW's in this layout; 0.01 is one per cent.
-        None unless both fit into memory."""
+        """Returns how much longer the iteration of a strategy is than AdamW's in this layout; 0.01 is one per
+        cent. None unless both fit into memory."""
         ratio = self._ratio(of, "adamw", lambda result: result.iteration_s)
         return None if ratio is None else ratio - 1
 
@@ -202,7 +203,8 @@ class Study:
 
 
 def with_shapes(config: RunConfig, shapes: ModelShapes) -> RunConfig:
-    """`config` under the name of the user's own shapes, with a model like them for memory and forward and backward."""
+    """`config` under the name of the user's own shapes,
+    with a model like them for memory and forward and backward."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", shapes.name).strip("-._") or "shapes"
     return replace(config, name=name, model=shapes.stand_in(config.model))
 

@@ -1,8 +1,9 @@
-"""Forward, backward, and the data-parallel traffic under them: one iteration up to reduced gradients, on a timeline.
+"""Forward, backward, and the data-parallel traffic under them:
+one iteration up to reduced gradients, on a timeline.
 
-One rank stands for each pipeline stage. The first forward pass waits module by module for gathered parameters, the
-last backward pass hands gradients over module by module; micro-batches in between run undisturbed. With several model
-chunks on a rank, that is so for each of them.
+One rank stands for each pipeline stage. The first forward pass waits module by module for gathered
+parameters, the last backward pass hands gradients over module by module; micro-batches in between run
+undisturbed. With several model chunks on a rank, that is so for each of them.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -33,8 +34,9 @@ class _Pass(NamedTuple):
     chunk: int
     micro: int
     waits: bool = True
-    """True where the rank goes on only once what it has computed has arrived. Megatron's p2p communication does, but
-    for the backward transfers between model chunks while both directions take turns: one behind the next pass."""
+    """True where the rank goes on only once what it has computed has arrived. Megatron's p2p communication
+    does, but for the backward transfers between model chunks while both directions take turns: one behind the
+    next pass."""
     gathers: int | None = None
     """The model chunk that an aligned gathering starts with right before this pass."""
 
@@ -53,13 +55,15 @@ class StageWork:
     early: Sequence[int] = ()
     """Chunks that the last step has started gathering, in this order."""
     chain: Sequence[int] | None = None
-    """The order in which others follow: after one that was waited for, the one `ahead` places later here; None for
-    all, the last one first."""
+    """The order in which others follow: after one that was waited for, the one `ahead` places later here;
+    None for all, the last one first."""
     aligned: bool = False
-    """True where gatherings start by whole model chunks instead, as Megatron-LM's `align_param_gather` has them: the
-    first two before the first pass, each other one when the chunk before it begins on the first stage."""
+    """True where gatherings start by whole model chunks instead, as Megatron-LM's `align_param_gather` has
+    them: the first two before the first pass, each other one when the chunk before it begins on the first
+    stage."""
     meets: bool = False
-    """True where it waits in there for the other stage with a copy of a tied embedding, to sum their gradients."""
+    """True where it waits in there for the other stage with a copy of a tied embedding,
+    to sum their gradients."""
 
 
 class IterationTimeline:
@@ -68,7 +72,8 @@ class IterationTimeline:
     Args:
         timeline: empty; its cores, if it has any, are shared by all ranks.
         ahead: see `StageWork.chain`.
-        units: share of a rank's computing units that its data-parallel collectives take from forward and backward.
+        units: share of a rank's computing units that its data-parallel collectives take from forward and
+            backward.
     """
 
     def __init__(
@@ -120,7 +125,8 @@ class IterationTimeline:
         """The time at which a stage's gradients are reduced, by stage."""
 
     def phases(self, stage: int) -> dict[str, float]:
-        """Seconds of the stage's rank up to reduced gradients, waits under what was waited for; and totals."""
+        """Seconds of the stage's rank up to reduced gradients,
+        waits under what was waited for; and totals."""
         found = dict.fromkeys(_PHASES, 0.0)
         moved = {"grad_reduce": 0.0, "param_gather": 0.0}
         for _, phase, start, end in self._compute(stage):
@@ -141,7 +147,8 @@ class IterationTimeline:
             yield "data", phase, ran.start, ran.end
 
     def _build(self) -> None:
-        """Add every stage's passes in the order of its 1F1B schedule, each once what it waits for is there."""
+        """Add every stage's passes in the order of its 1F1B schedule,
+        each once what it waits for is there."""
         schedules = [_one_f_one_b(self._layout, stage) for stage in range(self._layout.pp)]
         asking = [_asking(steps, together=self._layout.vpp > 1) for steps in schedules]
         for stage, asked in enumerate(asking):
@@ -156,7 +163,8 @@ class IterationTimeline:
                     done[stage] += 1
 
     def _slow_down(self, ran: Sequence[Ran], units: float) -> None:
-        """Lengthen what computes while the stage's data-parallel collectives travel, by `units` of the time shared."""
+        """Lengthen what computes while the stage's data-parallel collectives travel,
+        by `units` of the time shared."""
         on: dict[Hashable, list[tuple[int, Ran]]] = {}
         for number, (task, when) in enumerate(zip(self._timeline.tasks, ran, strict=True)):
             if when.end > when.start:
@@ -177,7 +185,8 @@ class IterationTimeline:
         return source is None or (step.direction, source, step.micro) in self._sent
 
     def _ask(self, stage: int, steps: Sequence[_Pass]) -> None:
-        """Lets the rank receive, from now on, what these passes start from: a message travels once both ends wait."""
+        """Lets the rank receive, from now on, what these passes start from:
+        a message travels once both ends wait."""
         for step in steps:
             source = self._source(stage, step)
             if source is not None:
@@ -236,8 +245,8 @@ class IterationTimeline:
     def _first_forward(self, stage: int, model_chunk: int) -> None:
         """Module by module, starting gatherings as Megatron chains them.
 
-        A module waits for its own buckets, starts those nobody has started, and behind each one that has landed, one
-        that comes later in the chain.
+        A module waits for its own buckets, starts those nobody has started, and behind each one that has
+        landed, one that comes later in the chain.
         """
         work = self._stages[stage]
         time, chunks = work.time, work.chunks
@@ -340,10 +349,11 @@ class IterationTimeline:
 
 
 def _asking(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool], list[_Pass]]:
-    """Tells after which pass a rank asks for what its passes start from, and whether also after what that one sends.
+    """Tells after which pass a rank asks for what its passes start from,
+    and whether also after what that one sends.
 
-    It asks one pass early. A call of Megatron's sends to one neighbour and receives from it, `together` from the other
-    one instead: then next to the previous pass of the same direction.
+    It asks one pass early. A call of Megatron's sends to one neighbour and receives from it, `together` from
+    the other one instead: then next to the previous pass of the same direction.
     """
     found: dict[tuple[int, bool], list[_Pass]] = {}
     last: dict[Direction, int] = {}
@@ -360,7 +370,8 @@ def _asking(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool],
 def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:
     """Narayanan et al. 2021 (arXiv 2104.04473): forwards to fill the pipeline, then in turns, then the rest.
 
-    Model chunks take turns after as many micro-batches as there are stages, as Megatron's `get_schedule_table` has it.
+    Model chunks take turns after as many micro-batches as there are stages, as Megatron's
+    `get_schedule_table` has it.
     """
     pp, vpp, count = layout.pp, layout.vpp, layout.num_microbatches
     turns = [
@@ -369,7 +380,8 @@ def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:
         for chunk in range(vpp)
         for micro in range(first, min(first + pp, count))
     ]
-    # A stage gathers as many passes earlier as its number, so that all stages start to at about the same time.
+    # A stage gathers as many passes earlier as its number, so that all stages start to at about the same
+    # time.
     gathers = [chunk + 1 if 0 < chunk < vpp - 1 and micro == 0 else None for chunk, micro in turns[stage:]]
     forwards = [
         _Pass("forward", chunk, micro, gathers=number) for (chunk, micro), number in zip_longest(turns, gathers)

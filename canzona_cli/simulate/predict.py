@@ -98,8 +98,8 @@ def layerwise(
 ) -> tuple[Assignment, tuple[Bucket, ...]]:
     """Places matrices and buckets as `LayerWiseDistributedOptimizer` of megatron-core 0.19 does.
 
-    Whole parameters are packed into equal padded shards by elements (`lay_out`). Hosts mean nothing: every TP rank of
-    an owner updates its matrices.
+    Whole parameters are packed into equal padded shards by elements (`lay_out`). Hosts mean nothing: every TP
+    rank of an owner updates its matrices.
 
     Args:
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
@@ -149,8 +149,8 @@ class Outlook:
     checkpoints_kept: int
     """The checkpoints kept at the end, where the run is long enough for all that are to be kept."""
     host_bytes: int
-    """The bytes of each machine's own memory that saves keep from the first one on, on average: copies of what its
-    ranks save."""
+    """The bytes of each machine's own memory that saves keep from the first one on, on average: copies of
+    what its ranks save."""
 
 
 def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:

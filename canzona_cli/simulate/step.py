@@ -1,10 +1,10 @@
 """Simulated steps: how long an iteration takes under each strategy, and what it is spent on.
 
-One steady-state iteration from the first forward to the last updated weight: parameters of the last step are gathered
-under the forward, gradients are reduced under the last backward, then norm and clip, exchange and update, AdamW. One
-rank stands for each pipeline stage up to the update (collectives keep the others in step with it); the update itself
-is simulated for every rank that has its own. Where ranks share a machine's cores (`ClusterConfig.cores`), all that
-runs at the same time shares them. See `assumptions` for what is left out.
+One steady-state iteration from the first forward to the last updated weight: parameters of the last step are
+gathered under the forward, gradients are reduced under the last backward, then norm and clip, exchange and
+update, AdamW. One rank stands for each pipeline stage up to the update (collectives keep the others in step
+with it); the update itself is simulated for every rank that has its own. Where ranks share a machine's cores
+(`ClusterConfig.cores`), all that runs at the same time shares them. See `assumptions` for what is left out.
 """
 
 import math
@@ -48,10 +48,12 @@ class StrategyResult:
     strategy: AnyStrategy
     iteration_s: float
     optimizer_s: float
-    """The seconds from reduced gradients to the next forward, as the iteration waits for it: norm and clip, AdamW's
-    update, matrix updates, the exchange that no update hides, and what the forward waits for gathered parameters."""
+    """The seconds from reduced gradients to the next forward, as the iteration waits for it: norm and clip,
+    AdamW's update, matrix updates, the exchange that no update hides, and what the forward waits for gathered
+    parameters."""
     phases: Mapping[str, float]
-    """Seconds of the slowest rank: `IN_STEP` adds up to `iteration_s`; the `_total`s ran (partly) under others."""
+    """Seconds of the slowest rank: `IN_STEP` adds up to `iteration_s`;
+    the `_total`s ran (partly) under others."""
     mean_phases: Mapping[str, float]
     """The phases averaged over all ranks; who is done earlier waits in `other`."""
     slowest_rank: int
@@ -62,7 +64,8 @@ class StrategyResult:
 
     @cached_property
     def events(self) -> tuple[SimulatedEvent, ...]:
-        """Timelines of the slowest rank and, where another one differs, of the one that has least to update."""
+        """Timelines of the slowest rank and, where another one differs,
+        of the one that has least to update."""
         return self.drawn()
 
 
@@ -126,7 +129,8 @@ class _Step:
 
     def _phases(self, number: int, before: Mapping[str, float]) -> dict[str, float]:
         cell, found = self.cells[number], dict(before)
-        # Without overlap the stage gathers once its slowest rank is done; waiting for that one is gathering too.
+        # Without overlap the stage gathers once its slowest rank is done; waiting for that one is gathering
+        # too.
         gathered = self.done[cell.team.stage] - self.updated[number] if self.gather_s[cell.team.stage] else 0.0
         packed_s = cell.update.packed_s
         found["norm_clip"] = self.clipped[number] - self.iteration.reduced_s[cell.team.stage] - packed_s
@@ -152,9 +156,9 @@ class _Step:
     def optimizer_s(self) -> float:
         """The seconds for which the iteration waits for the optimizer.
 
-        Waiting for another stage's backward is measured under norm_clip, where both ends of a pipeline have a tied
-        embedding under grad_reduce, and no part of it. The rank that waits longest in all decides: another stage may
-        gather longer than the one that updates last.
+        Waiting for another stage's backward is measured under norm_clip, where both ends of a pipeline have a
+        tied embedding under grad_reduce, and no part of it. The rank that waits longest in all decides:
+        another stage may gather longer than the one that updates last.
         """
         waited = [end + found["param_gather"] for end, found in zip(self.updated, self.phases, strict=True)]
         longest = self._last(waited)
@@ -162,7 +166,8 @@ class _Step:
 
     @staticmethod
     def _last(ends: Sequence[float]) -> int:
-        """The cell that ends last: the lowest rank of those within rounding, whichever way their sums were added."""
+        """The cell that ends last: the lowest rank of those within rounding,
+        whichever way their sums were added."""
         latest = (1 - ROUNDING) * max(ends)
         return next(number for number, end in enumerate(ends) if end >= latest)
 
@@ -372,7 +377,8 @@ def _in_a_mean_step(config: RunConfig, workload: Workload) -> Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class _Order:
-    """The order in which an owner's plan gathers a stage's chunks: what the forward needs first comes first."""
+    """The order in which an owner's plan gathers a stage's chunks:
+    what the forward needs first comes first."""
 
     under: Sequence[int] = ()
     """The chunks gathered under the updates: of AdamW's parameters those of the first model chunk."""
@@ -386,8 +392,8 @@ class _Order:
 
 
 def _gathered_early(chunks: Sequence[Chunk], under: Sequence[int], window: float) -> tuple[list[Chunk], float]:
-    """Returns what is left to gather in the forward once those `under` the updates have had `window` seconds, in their
-    order, and the seconds they took."""
+    """Returns what is left to gather in the forward once those `under` the updates have had `window` seconds,
+    in their order, and the seconds they took."""
     left, spent = list(chunks), 0.0
     for number in under:
         seconds = chunks[number].gather.seconds
@@ -399,7 +405,8 @@ def _gathered_early(chunks: Sequence[Chunk], under: Sequence[int], window: float
 
 
 def _units(config: RunConfig, layout: Layout) -> float:
-    """Share of a GPU that its data-parallel collectives take: they have channels for each network port they use."""
+    """Share of a GPU that its data-parallel collectives take:
+    they have channels for each network port they use."""
     cluster, group = config.cluster, Groups.of(layout, config.cluster).data
     ports = 1.0 if group.machines == 1 else group.per_machine / cluster.gpus_per_node
     return cluster.collective_units * ports

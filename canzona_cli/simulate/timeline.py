@@ -1,11 +1,13 @@
-"""A small discrete-event simulator: tasks on streams, some of which share a link, or a machine's processor cores.
+"""A small discrete-event simulator: tasks on streams, some of which share a link,
+or a machine's processor cores.
 
-A stream runs its tasks one after another, in the order they were added. A task starts when the stream is free and
-everything it waits for has ended, takes `seconds` that nothing stretches (computation, latency), then `link_s` on its
-link, where n transfers at a time get an n-th of the rate each.
+A stream runs its tasks one after another, in the order they were added. A task starts when the stream is free
+and everything it waits for has ended, takes `seconds` that nothing stretches (computation, latency), then
+`link_s` on its link, where n transfers at a time get an n-th of the rate each.
 
-On a timeline with `cores` a task that keeps some busy takes `seconds + link_s` while there are enough of them; where
-the running tasks want more cores than there are, all of them slow down alike, as under a fair scheduler.
+On a timeline with `cores` a task that keeps some busy takes `seconds + link_s` while there are enough of
+them; where the running tasks want more cores than there are, all of them slow down alike, as under a fair
+scheduler.
 
 Deterministic: ties go to the earlier task.
 """
@@ -81,8 +83,8 @@ class _Shared:
 
 
 def crowded(wanted: float, crowding: float) -> float:
-    """Returns how many times longer a task takes than alone where `wanted` times the cores are wanted that there
-    are."""
+    """Returns how many times longer a task takes than alone where `wanted` times the cores are wanted that
+    there are."""
     if wanted <= 1.0:
         return 1.0
     return wanted * (1.0 + (crowding - 1.0) * min(1.0, wanted - 1.0))

@@ -2,11 +2,13 @@
 
 hosted (canzona, paper, asc): an owner's TP group runs its micro-groups as a pipeline (`planner.pipeline`).
 
-duplicated (layerwise, sc): every TP rank updates the whole matrix, from an all-gather it waits for. Megatron's Muon
-does what is elementwise on the fragment it stores; canzona's own sc, of other optimizers, does all of it whole.
+duplicated (layerwise, sc): every TP rank updates the whole matrix, from an all-gather it waits for.
+Megatron's Muon does what is elementwise on the fragment it stores; canzona's own sc, of other optimizers,
+does all of it whole.
 
 Both are written once, as instructions to a `Pipeline`: `Alone` works it out rank by rank, for ranks with a
-device each; `Crowded` lays it on a timeline with all other ranks' updates, for ranks that share a machine's cores.
+device each; `Crowded` lays it on a timeline with all other ranks' updates, for ranks that share a machine's
+cores.
 """
 
 from collections.abc import Hashable, Sequence
@@ -86,7 +88,8 @@ class UpdateModel:
         return alone.results()
 
     def duplicated(self, members: Sequence[int]) -> RankUpdate:
-        """The matrices `members`, gathered and updated one after another, by every rank of a TP group alike."""
+        """The matrices `members`, gathered and updated one after another,
+        by every rank of a TP group alike."""
         alone = Alone(1)
         self.run_duplicated(members, alone)
         return alone.results()[0]

@@ -1,4 +1,5 @@
-"""All ranks' updates, from clipped gradients to the last updated weight, on devices of their own or on shared cores."""
+"""All ranks' updates, from clipped gradients to the last updated weight,
+on devices of their own or on shared cores."""
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
@@ -19,7 +20,8 @@ from canzona_cli.simulate.update import Crowded, RankUpdate, UpdateModel, Worklo
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """Ranks of a stage that update together: an owner's TP group, or, for sc and adamw, all of the stage alike."""
+    """Ranks of a stage that update together: an owner's TP group, or, for sc and adamw,
+    all of the stage alike."""
 
     stage: int
     owner: int
@@ -30,7 +32,8 @@ class Team:
     elements: int
     """Gradient elements each holds reduced."""
     clipped: int
-    """Those of them that are clipped in a pass of their own: what travels to a host is scaled as it is put together."""
+    """Those of them that are clipped in a pass of their own:
+    what travels to a host is scaled as it is put together."""
     groups: tuple[MicroGroup, ...] = ()
     """Hosted work, in order."""
     members: tuple[int, ...] = ()
@@ -148,7 +151,8 @@ class UpdatePhase:
         return travels and not shared and exchange_bytes(self._config)[1] == FP32
 
     def _alike(self, teams: Iterable[Team]) -> list[Team]:
-        """The first of all teams of a stage that do the same, with the ranks of them all: of thousands few differ."""
+        """The first of all teams of a stage that do the same, with the ranks of them all:
+        of thousands few differ."""
         found: dict[Hashable, list[Team]] = {}
         for team in teams:
             work = tuple(tuple(map(self._kind, group.matrices)) for group in team.groups)
@@ -183,7 +187,8 @@ class UpdatePhase:
             gathered: see `run`.
 
         Returns:
-            All cells; and by stage, how long of its full rate that gathering ran before the last update was done.
+            All cells; and by stage, how long of its full rate that gathering ran before the last update was
+            done.
         """
         timeline = Timeline(self._cores, self._config.cluster.crowding)
         adamw: list[list[int]] = []

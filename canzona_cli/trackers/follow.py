@@ -1,9 +1,9 @@
 """`python -m canzona_cli.trackers.follow RUN NAME STEP`: a process that hands a run's records to one tracker.
 
-The launcher starts it beside torchrun and closes its input when the run has ended. Ranks know nothing of it: the files
-are the queue, however slow the tracker is, and whatever it does, no step waits. A tracker that fails is tried again,
-ever more rarely; its name of the run, and how far it is, stand in the run directory, so that the next launch goes on
-with the same curve.
+The launcher starts it beside torchrun and closes its input when the run has ended. Ranks know nothing of it:
+the files are the queue, however slow the tracker is, and whatever it does, no step waits. A tracker that
+fails is tried again, ever more rarely; its name of the run, and how far it is, stand in the run directory, so
+that the next launch goes on with the same curve.
 """
 
 import math

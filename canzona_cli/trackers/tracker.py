@@ -1,8 +1,10 @@
-"""Trackers that take a run's curves besides its files: TensorBoard, Weights & Biases, MLflow, with one interface.
+"""Trackers that take a run's curves besides its files: TensorBoard, Weights & Biases, MLflow,
+with one interface.
 
-Each has the names and steps of metrics.jsonl. Where it sends them, and with which key, its own environment variables
-say (`WANDB_API_KEY`, `WANDB_MODE`, `WANDB_PROJECT`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`, ...). Without
-`MLFLOW_TRACKING_URI` MLflow writes a database in the run directory. Their packages are imported when they are used.
+Each has the names and steps of metrics.jsonl. Where it sends them, and with which key, its own environment
+variables say (`WANDB_API_KEY`, `WANDB_MODE`, `WANDB_PROJECT`, `MLFLOW_TRACKING_URI`,
+`MLFLOW_EXPERIMENT_NAME`, ...). Without `MLFLOW_TRACKING_URI` MLflow writes a database in the run directory.
+Their packages are imported when they are used.
 """
 
 import os
@@ -72,7 +74,8 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """An event file, written record by record: a full disk is seen at once. Standard names of TensorFlow's format."""
+    """An event file, written record by record: a full disk is seen at once.
+    Standard names of TensorFlow's format."""
 
     def __init__(self, run: Tracked) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -112,7 +115,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases whose axis is our step: it ignores what comes behind a later step of its own."""
+    """A run of Weights & Biases whose axis is our step:
+    it ignores what comes behind a later step of its own."""
 
     def __init__(self, run: Tracked) -> None:
         own = {"PROJECT": _PROJECT, "DIR": str(run.run_dir), "CONSOLE": "off", "SILENT": "true"}

@@ -1,13 +1,13 @@
-"""torchrun whose ranks are forks of it, which has imported torch and Megatron: `python -m canzona_cli.training.agent`
-with torchrun's own arguments.
+"""torchrun whose ranks are forks of it, which has imported torch and Megatron: `python -m
+canzona_cli.training.agent` with torchrun's own arguments.
 
-Ranks that are programs of their own spend the first seconds of a run importing the same modules, each for itself: on a
-laptop most of a start-up. Here a machine imports them once, and a rank differs from a program of its own in its command
-line alone, which stays the agent's. Session, environment, output, signals, open files and exit code are what starting
-a program would have made of them.
+Ranks that are programs of their own spend the first seconds of a run importing the same modules, each for
+itself: on a laptop most of a start-up. Here a machine imports them once, and a rank differs from a program of
+its own in its command line alone, which stays the agent's. Session, environment, output, signals, open files
+and exit code are what starting a program would have made of them.
 
-For ranks on CPUs: CUDA does not survive a fork, and what a GPU's software touches when it is imported is not ours to
-know. And for Linux: macOS kills forks that use its frameworks.
+For ranks on CPUs: CUDA does not survive a fork, and what a GPU's software touches when it is imported is not
+ours to know. And for Linux: macOS kills forks that use its frameworks.
 """
 
 import gc
@@ -28,8 +28,8 @@ from typing import IO, NoReturn
 from canzona_cli.training.process import hush
 
 SLOW_IMPORTS = "SLOW_IMPORTS"
-"""The name by which a worker's module lists what its ranks import after their first sign of life. None of it may
-compute, or leave a thread behind."""
+"""The name by which a worker's module lists what its ranks import after their first sign of life. None of it
+may compute, or leave a thread behind."""
 
 
 def main() -> None:
@@ -45,7 +45,8 @@ def main() -> None:
             importlib.import_module(name)
     gc.freeze()  # or the first collection of each rank would copy all the memory that they share
     gc.enable()
-    # The store's thread in here is not in the forks, and they use nothing of it: they connect to the store anew.
+    # The store's thread in here is not in the forks, and they use nothing of it: they connect to the store
+    # anew.
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded, use of fork")
     subprocess_handler.Popen = _start  # type: ignore[attr-defined, assignment]
     run.main()
@@ -71,12 +72,12 @@ def _start(
 
 
 def _be_rank(args: tuple[str, ...], env: dict[str, str]) -> NoReturn:
-    """Run the module in this fork, which has its session and output already, and exit; the program that Popen would
-    have started is never reached."""
+    """Run the module in this fork, which has its session and output already, and exit; the program that Popen
+    would have started is never reached."""
     code: object = 0
     try:
-        # The sockets of the agent's store, whose port shall go with the agent; and the pipe by which Popen learns that
-        # all is well.
+        # The sockets of the agent's store, whose port shall go with the agent; and the pipe by which Popen
+        # learns that all is well.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.environ.clear()
         os.environ.update(env)

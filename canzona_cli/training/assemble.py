@@ -35,7 +35,8 @@ def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambd
     np.random.seed(config.train.seed)  # the state that libraries draw from
     timeout_s = 600.0
     if VARIABLE in os.environ and config.run.hang_timeout_s is not None:
-        # The launcher, which can name the rank that holds the others up, speaks before the library that cannot.
+        # The launcher, which can name the rank that holds the others up, speaks before the library that
+        # cannot.
         timeout_s = max(timeout_s, 1.2 * PATIENCE * config.run.hang_timeout_s)
     device, seed = config.cluster.device, config.train.seed
     if device == "cpu":
@@ -52,8 +53,8 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
 
     Raises:
         EnvironmentProblem: megatron-core is not what canzona relies on.
-        PlanRefused: on all ranks together, when the plan is for another model, layout or world, or not everywhere the
-            same.
+        PlanRefused: on all ranks together, when the plan is for another model, layout or world, or not
+            everywhere the same.
     """
     refuse(contract.PROBLEMS, EnvironmentProblem)
     timer = PhaseTimer(world.device)

@@ -14,8 +14,9 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
 
 Batch = dict[str, torch.Tensor]
-"""`tokens`, `labels`, `loss_mask` and `position_ids`, each `[micro_batch, seq_length / cp]`, and from a `BatchStream`
-also `counted`: how many tokens of the micro-batch the loss is the mean of, on all context-parallel ranks together."""
+"""`tokens`, `labels`, `loss_mask` and `position_ids`, each `[micro_batch, seq_length / cp]`, and from a
+`BatchStream` also `counted`: how many tokens of the micro-batch the loss is the mean of, on all
+context-parallel ranks together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +27,8 @@ class CorpusFacts:
     eod: int | None
     name: str
     sets: tuple[tuple[int, int], ...]
-    """Tokens and documents of each set: Megatron finds its sample indices again by paths, and what lies there may have
-    been prepared anew."""
+    """Tokens and documents of each set: Megatron finds its sample indices again by paths, and what lies there
+    may have been prepared anew."""
 
     @property
     def pad(self) -> int:
@@ -92,7 +93,8 @@ def _build(
     samples: int,
     cache: Path,
 ) -> torch.utils.data.Dataset[Batch]:
-    """Builds at least so many samples of these parts of the sets: in turn, by their shares, if there are several."""
+    """Builds at least so many samples of these parts of the sets: in turn, by their shares,
+    if there are several."""
     weights = [one.share for one in sets]
     settings = GPTDatasetConfig(
         random_seed=config.train.seed,
@@ -109,9 +111,11 @@ def _build(
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
-        # The attention layers mask causally by themselves; a mask per sample would be seq_length^2 bytes of traffic.
+        # The attention layers mask causally by themselves; a mask per sample would be seq_length^2 bytes of
+        # traffic.
         create_attention_mask=False,
-        # A blend takes at most one sample more of a set than its share of them, and has one more for each set.
+        # A blend takes at most one sample more of a set than its share of them, and has one more for each
+        # set.
         mid_level_dataset_surplus=max(0.005, (len(sets) + 1 / min(weights)) / samples),
     )
     index = 0 if split[0] == 0 else 1
@@ -127,9 +131,9 @@ def _build(
 class BatchStream(Iterator[Batch]):
     """This data-parallel rank's micro-batches of consecutive global batches.
 
-    Global batch `b` is the `global_batch_size` samples from `first_sample + b * global_batch_size` on, for every
-    layout; micro-batch `m` of data-parallel rank `r` takes `micro_batch_size` of them, so dp only decides who computes
-    a sample.
+    Global batch `b` is the `global_batch_size` samples from `first_sample + b * global_batch_size` on, for
+    every layout; micro-batch `m` of data-parallel rank `r` takes `micro_batch_size` of them, so dp only
+    decides who computes a sample.
     """
 
     def __init__(self, dataset: torch.utils.data.Dataset[Batch], world: World, *, first_sample: int = 0) -> None:
@@ -150,8 +154,8 @@ class BatchStream(Iterator[Batch]):
                 batch_sampler=indices,
                 num_workers=2 if on_gpu else 0,
                 pin_memory=on_gpu,
-                # Else a loader draws a seed for its workers from torch's own state, and that would depend on how often
-                # a run was validated and resumed.
+                # Else a loader draws a seed for its workers from torch's own state, and that would depend on
+                # how often a run was validated and resumed.
                 generator=torch.Generator(),
             )
         )

@@ -1,4 +1,5 @@
-"""Sudden rises of the loss (`train.loss_spike`): noticed, told, and where it is asked for the end of the run."""
+"""Sudden rises of the loss (`train.loss_spike`): noticed, told,
+and where it is asked for the end of the run."""
 
 import math
 from collections import deque
@@ -14,7 +15,8 @@ WINDOW = 64
 ENOUGH = 24
 """Losses before which nothing is called a spike: the first steps rise and fall as they like."""
 LEAST_RISE = 0.05
-"""The least rise over the mean. With large batches the loss hardly scatters, and many deviations mean nothing."""
+"""The least rise over the mean. With large batches the loss hardly scatters,
+and many deviations mean nothing."""
 NEW_LEVEL = 32
 """Steps after which a loss that stays high is what the run's loss is now."""
 
@@ -56,10 +58,10 @@ class LossSpike(Diverged):
 class SpikeGuard:
     """Compares each loss with mean and standard deviation of those before it.
 
-    What is part of a spike does not enter the statistics: a long spike does not hide itself, and a high loss that stays
-    is told once and becomes the new level after 32 steps. A falling loss raises the mean and widens the deviation, so
-    the normal descent sets off nothing. The window is saved with every checkpoint. The loss is the same on every rank,
-    and so is what the guard says.
+    What is part of a spike does not enter the statistics: a long spike does not hide itself, and a high loss
+    that stays is told once and becomes the new level after 32 steps. A falling loss raises the mean and
+    widens the deviation, so the normal descent sets off nothing. The window is saved with every checkpoint.
+    The loss is the same on every rank, and so is what the guard says.
     """
 
     def __init__(self, settings: TrainConfig, memory: LossMemory = LossMemory()) -> None:
@@ -76,7 +78,8 @@ class SpikeGuard:
         """The spike that begins with this step, if one does.
 
         Args:
-            loss: of this step over the global batch, nats per token. The guard is not shown steps that were skipped.
+            loss: of this step over the global batch, nats per token. The guard is not shown steps that were
+                skipped.
         """
         if not self._watches or not math.isfinite(loss):
             return None
@@ -92,7 +95,8 @@ class SpikeGuard:
         return Spike(step=step, loss=loss, mean=mean, limit=limit) if len(self._high) == 1 else None
 
     def _statistics(self) -> tuple[float, float]:
-        """Mean of the recent losses, and the loss above which there is a spike: infinite while too little is known."""
+        """Mean of the recent losses, and the loss above which there is a spike:
+        infinite while too little is known."""
         count = len(self._recent)
         if count < ENOUGH:
             return math.nan, math.inf
@@ -164,8 +168,8 @@ class DivergenceGuard:
         """Returns what is to be reported after a step.
 
         Args:
-            loss: over the global batch, finite, nats per token; None for a step that was skipped because its gradients
-                were not finite, which counts as one of twice the limit.
+            loss: over the global batch, finite, nats per token; None for a step that was skipped because its
+                gradients were not finite, which counts as one of twice the limit.
         """
         memory = self.memory
         if memory.best is None or memory.smooth is None or memory.first is None:

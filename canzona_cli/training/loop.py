@@ -289,7 +289,8 @@ def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, elaps
 
 
 STEPS_BETWEEN = 50
-"""Steps after which all ranks collect what is new, together. Cycles are rare, and none of ours holds a tensor."""
+"""Steps after which all ranks collect what is new, together. Cycles are rare,
+and none of ours holds a tensor."""
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from canzona_cli.run.phases import IN_STEP
 from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_phases
 
 WARM_UP_STEPS = 2
-"""The first steps pay for lazy initialisation: allocations, kernels, Megatron's first unoverlapped reduction."""
+"""The first steps pay for lazy initialisation: allocations, kernels,
+Megatron's first unoverlapped reduction."""
 
 _UPDATES = ("matrix_update", "adamw_update")
 """Phases whose balance over ranks is told."""
@@ -36,10 +37,11 @@ class _OwnMeans:
 
 
 def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -> MeasuredBreakdown | None:
-    """Collect every rank's mean phase times; the breakdown on rank 0, `None` on the others or with no step to show.
+    """Collect every rank's mean phase times; the breakdown on rank 0,
+    `None` on the others or with no step to show.
 
-    Collective: every rank must call it. min, mean and max are over ranks, of each rank's mean over measured steps.
-    Steps under torch's profiler are left out, unless there are no others.
+    Collective: every rank must call it. min, mean and max are over ranks, of each rank's mean over measured
+    steps. Steps under torch's profiler are left out, unless there are no others.
     """
     skipped = min(WARM_UP_STEPS, max(0, len(steps) - 1))
     first, last = config.run.profile_steps or (0, -1)
@@ -112,7 +114,8 @@ class StepProfiler:
         self._running: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
-        """Start with the first step. All ranks wait for one another: starting takes long, and is no part of a step."""
+        """Start with the first step. All ranks wait for one another: starting takes long,
+        and is no part of a step."""
         if step != self._first:
             return
         if self._path is not None:

@@ -1,7 +1,7 @@
 """A probe of torch on this machine, for `canzona doctor`: prints one line of JSON.
 
-A process of its own, because importing torch takes seconds and a broken installation may crash outright. Two ranks, its
-threads, meet over gloo on the loopback interface and add up a tensor, as two workers would.
+A process of its own, because importing torch takes seconds and a broken installation may crash outright. Two
+ranks, its threads, meet over gloo on the loopback interface and add up a tensor, as two workers would.
 """
 
 import json

@@ -28,8 +28,8 @@ IMPORTED_BY_ALL: Final = (
 )
 """The slow imports of ranks of every kind, for `canzona_cli.training.agent`."""
 Work = Callable[[RunFiles, RankRecord, int], Ending]
-"""Given the run's files, this rank's record and its number; how it ended. Slow imports belong into it: they come after
-the first sign of life."""
+"""Given the run's files, this rank's record and its number; how it ended. Slow imports belong into it: they
+come after the first sign of life."""
 
 
 def run_rank(run_dir: Path, work: Work) -> NoReturn:
@@ -60,19 +60,21 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
     except BaseException as error:
         code = record.failed(error)
         logging.getLogger(__name__).exception("rank %d failed", rank)
-        # No destructors, no collective shutdown: peers may be waiting in a collective that will never complete.
+        # No destructors, no collective shutdown: peers may be waiting in a collective that will never
+        # complete.
         sys.stderr.flush()
         os._exit(int(code))
     code = record.ended(ending)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is on disk and every group is closed; tearing down torch would only keep the terminal for seconds.
+    # Everything is on disk and every group is closed; tearing down torch would only keep the terminal for
+    # seconds.
     os._exit(code)
 
 
 def hush() -> None:
-    """Silences torch's and Megatron's warnings of optional packages and of their own future: the reader of a log cannot
-    act on them, and they would stand above a rank's error."""
+    """Silences torch's and Megatron's warnings of optional packages and of their own future: the reader of a
+    log cannot act on them, and they would stand above a rank's error."""
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     for name in ("megatron.core.models.gpt.gpt_model", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,9 +1,9 @@
 """Signs of life from training: at every change of phase, and around every wait for other ranks.
 
-With gloo, and wherever the host waits at all, everything that waits for a collective ends in `Work.wait`, whether our
-code, Megatron or torch itself calls it. NCCL's waits happen on the device; the host comes to wait where it first reads
-from the device, the gradient norm: what we read passes through `PhaseTimer.fetch`, what Megatron's own optimizers read
-there is marked by `instrument.attach`.
+With gloo, and wherever the host waits at all, everything that waits for a collective ends in `Work.wait`,
+whether our code, Megatron or torch itself calls it. NCCL's waits happen on the device; the host comes to wait
+where it first reads from the device, the gradient norm: what we read passes through `PhaseTimer.fetch`, what
+Megatron's own optimizers read there is marked by `instrument.attach`.
 """
 
 from __future__ import annotations

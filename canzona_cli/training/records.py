@@ -76,8 +76,8 @@ class RankRecord:
         """Say how this rank ended.
 
         Returns:
-            What the process exits with. torchrun is not to take a stop for a failure: a code other than 0 only tells
-            what no file could.
+            What the process exits with. torchrun is not to take a stop for a failure: a code other than 0
+            only tells what no file could.
         """
         codes = {"done": ExitCode.OK, "interrupted": ExitCode.INTERRUPTED, "preempted": ExitCode.PREEMPTED}
         return ExitCode.OK if self._try_write(ending, codes[ending], None) else codes[ending]

@@ -1,9 +1,9 @@
 """A torchrun rendezvous that can only be reached from this machine.
 
-torchrun's own backends (`static`, `c10d`) let their TCPStore listen on every interface whatever address they are
-given, and the elastic one unpickles what it reads from it: anybody on the network may talk to a laptop's training run.
-This backend hands the store a socket that is already bound to 127.0.0.1. Binding it ourselves also lets the kernel
-choose a free port, so two launches can never race for one.
+torchrun's own backends (`static`, `c10d`) let their TCPStore listen on every interface whatever address they
+are given, and the elastic one unpickles what it reads from it: anybody on the network may talk to a laptop's
+training run. This backend hands the store a socket that is already bound to 127.0.0.1. Binding it ourselves
+also lets the kernel choose a free port, so two launches can never race for one.
 
 Registered under the entry point group `torchrun.handlers` as `canzona-loopback`.
 """

@@ -1,8 +1,9 @@
-"""Signals that ask a rank to save and stop: SIGTERM, SIGUSR1 and SIGUSR2, which batch systems send before they kill.
+"""Signals that ask a rank to save and stop: SIGTERM, SIGUSR1 and SIGUSR2,
+which batch systems send before they kill.
 
-A thread waits for them, so that they are noticed while the training thread is inside a collective, and so that it is
-known who sent them: torchrun tells the ranks that are left to go by SIGTERM once one has failed, and then there is
-nothing to save.
+A thread waits for them, so that they are noticed while the training thread is inside a collective, and so
+that it is known who sent them: torchrun tells the ranks that are left to go by SIGTERM once one has failed,
+and then there is nothing to save.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Samples of text by the model in training: its likeliest continuation of a prompt, on any layout.
 
-Every token is a forward pass of the training model over the whole sequence, without a cache, by the schedule that a
-validation takes; nothing is drawn at random and nothing of training is touched. The ranks take the same passes
-and collectives in the same order, and agree on every token before the next.
+Every token is a forward pass of the training model over the whole sequence, without a cache, by the schedule
+that a validation takes; nothing is drawn at random and nothing of training is touched. The ranks take the
+same passes and collectives in the same order, and agree on every token before the next.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -102,7 +102,8 @@ def _next(model: Model, sequence: torch.Tensor, position: int) -> int:
 
 
 def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the logits of each micro-batch, all alike, `[1, seq / cp, vocab / tp]`; none but on the last stage."""
+    """Returns the logits of each micro-batch, all alike, `[1, seq / cp, vocab / tp]`;
+    none but on the last stage."""
     layout = model.world.layout
     stored: list[torch.Tensor] = get_forward_backward_func()(
         forward_step_func=_forward_step,

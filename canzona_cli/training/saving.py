@@ -1,8 +1,9 @@
 """Saves a run while it trains: when, in which thread, and what a failure means.
 
-A save has two parts. The training thread copies what is to be kept into host memory, on all ranks together. Then each
-rank writes its copy in a thread of its own, and rank 0's makes a checkpoint of all of them: these threads meet through
-files (`canzona_cli.checkpoint.commit`), never through collectives, which belong to training.
+A save has two parts. The training thread copies what is to be kept into host memory, on all ranks together.
+Then each rank writes its copy in a thread of its own, and rank 0's makes a checkpoint of all of them: these
+threads meet through files (`canzona_cli.checkpoint.commit`), never through collectives, which belong to
+training.
 """
 
 import threading
@@ -80,9 +81,10 @@ class Saver:
     def due(self, step: int) -> bool:
         """Returns True to save after this step, by steps or by time; rank 0 decides.
 
-        While the previous save is still being written, one that is due by time waits for the first step after it, and
-        an event says so: a slow disk then costs checkpoints, not training time. Saves due by steps are never put off,
-        because `keep_every` counts on those very steps: training waits instead. Nor is the last one.
+        While the previous save is still being written, one that is due by time waits for the first step after
+        it, and an event says so: a slow disk then costs checkpoints, not training time. Saves due by steps
+        are never put off, because `keep_every` counts on those very steps: training waits instead. Nor is the
+        last one.
         """
         config = self._trainee.config
         settings = config.checkpoint
@@ -103,8 +105,8 @@ class Saver:
     def save(self, progress: Progress) -> None:
         """Save while training goes on. Collective.
 
-        Waits for the save before, and says so, if that is not on the disk yet: its memory is used again. What fails is
-        said, and ends nothing: the checkpoints before stay, and the next save tries again.
+        Waits for the save before, and says so, if that is not on the disk yet: its memory is used again. What
+        fails is said, and ends nothing: the checkpoints before stay, and the next save tries again.
         """
         self._start(progress)
         if not self._trainee.config.checkpoint.asynchronous:

@@ -39,8 +39,8 @@ class StepResult(Agreed):
     skipped: bool = False
     """Gradients were not finite, no weight changed (`train.non_finite=skip`)."""
     fallbacks: int = 0
-    """Matrices, on all ranks, whose update in the step before was replaced by what their optimizer does when it fails.
-    (Of the last step: `CanzonaOptimizer.settle`.)"""
+    """Matrices, on all ranks, whose update in the step before was replaced by what their optimizer does when
+    it fails. (Of the last step: `CanzonaOptimizer.settle`.)"""
     bad_ranks: tuple[int, ...] = ()
     """Ranks whose own loss was not finite."""
 
@@ -54,16 +54,20 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over all micro-batches, update, schedule.
 
-    The host waits for the device once: for the gradient norm. What the ranks tell one another is on its way by then, so
-    asking for it at the end costs nothing, and the next step is launched while this one's update goes on.
+    The host waits for the device once: for the gradient norm. What the ranks tell one another is on its way
+    by then, so asking for it at the end costs nothing, and the next step is launched while this one's update
+    goes on.
 
     Args:
-        stop_requested: whether this rank knows of a stop request; asked after the backward pass, so that a request that
-            comes before stops after this step. All ranks learn of it with the loss, in one reduction.
-        save_due: whether this rank thinks that a checkpoint is due after this step; asked and agreed on likewise.
+        stop_requested: whether this rank knows of a stop request; asked after the backward pass, so that a
+            request that comes before stops after this step. All ranks learn of it with the loss, in one
+            reduction.
+        save_due: whether this rank thinks that a checkpoint is due after this step; asked and agreed on
+            likewise.
 
     Raises:
-        NonFiniteGradients: on every rank together, with the step's loss and the ranks whose own loss was not finite.
+        NonFiniteGradients: on every rank together, with the step's loss and the ranks whose own loss was not
+            finite.
     """
     timer, optimizer = trainee.timer, trainee.optimizer
     timer.begin_step()
@@ -75,7 +79,8 @@ def train_step(
     try:
         with timer.phase("norm_clip"):
             agreed = _agree(trainee, losses, stop_requested=stop_requested(), save_due=save_due())
-            # Children and parameter gathering open phases of their own inside; what remains is norm, clip and copies.
+            # Children and parameter gathering open phases of their own inside; what remains is norm, clip and
+            # copies.
             updated, grad_norm, _ = optimizer.step()
     except NonFiniteGradients as error:
         # Every rank is here, so they can still tell each other where it came from.
@@ -147,8 +152,8 @@ def _forward_step(
 def _mean_loss(mask: torch.Tensor, counted: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """This context-parallel rank's part of the micro-batch's mean loss: for backward, and for the record.
 
-    Megatron's schedule multiplies a loss by cp, for gradients are averaged over dp * cp ranks; so parts are what it
-    wants (`schedules.forward_step_calc_loss`).
+    Megatron's schedule multiplies a loss by cp, for gradients are averaged over dp * cp ranks; so parts are
+    what it wants (`schedules.forward_step_calc_loss`).
     """
     part = (losses.float() * mask).sum() / counted
     # A copy for the record: the schedule scales the loss in place.
@@ -158,8 +163,8 @@ def _mean_loss(mask: torch.Tensor, counted: torch.Tensor, losses: torch.Tensor) 
 def _agree(
     trainee: Model, losses: list[torch.Tensor], *, stop_requested: bool = False, save_due: bool = False
 ) -> Callable[[], Agreed]:
-    """Average the losses of all last stages and spread requests, in one small reduction; what is returned waits for
-    it."""
+    """Average the losses of all last stages and spread requests, in one small reduction; what is returned
+    waits for it."""
     world = trainee.world
     facts = torch.zeros(4, device=world.device)
     if world.is_last_stage:

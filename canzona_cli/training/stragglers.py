@@ -1,12 +1,13 @@
 """Finds a rank that is slower than its peers while everybody waits for it.
 
-In a synchronous job all steps take equally long on all ranks, so step times show nothing. What shows is a rank's own
-time: data, forward and backward without the waits in them (`StepTiming.own_s`). That is the same work on every rank of
-a pipeline stage, so in a healthy job the ranks of a stage are alike and take turns in being last.
+In a synchronous job all steps take equally long on all ranks, so step times show nothing. What shows is a
+rank's own time: data, forward and backward without the waits in them (`StepTiming.own_s`). That is the same
+work on every rank of a pipeline stage, so in a healthy job the ranks of a stage are alike and take turns in
+being last.
 
-A rank is called a straggler when, in more than half of `WINDOW` steps, it was `LIMITS` times slower than the median of
-its peers, and that cost the job `COST` of its time. Measured on four healthy gloo ranks that shared two cores with
-other jobs: at most a fifth of a rank's steps were 1.5 times slower than its peers'.
+A rank is called a straggler when, in more than half of `WINDOW` steps, it was `LIMITS` times slower than the
+median of its peers, and that cost the job `COST` of its time. Measured on four healthy gloo ranks that shared
+two cores with other jobs: at most a fifth of a rank's steps were 1.5 times slower than its peers'.
 """
 
 import statistics
@@ -57,8 +58,8 @@ class StragglerWatch:
         self._known: frozenset[int] = frozenset()
 
     def after_step(self, step: int) -> None:
-        """Look at the newest step whose times are known. A small collective once in `WINDOW` steps, for whose outcome
-        nobody waits: it is looked at a step later."""
+        """Look at the newest step whose times are known. A small collective once in `WINDOW` steps, for whose
+        outcome nobody waits: it is looked at a step later."""
         if self._sent is not None:
             ended, step_s, arrived = self._sent
             self._sent = None

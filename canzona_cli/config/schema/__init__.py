@@ -3,7 +3,8 @@
 Plain frozen dataclasses, so that every other module can use them without knowing how they were filled.
 `canzona_cli.config.compose` fills them from Hydra and reports all mistakes at once. A field whose type admits
 `None` is chosen by `canzona_cli.cluster.fit` unless the user sets it; every other field has its value after
-composition. A new setting is one field here, with its `About`, and a line in a recipe where its default is not enough.
+composition. A new setting is one field here, with its `About`, and a line in a recipe where its default is
+not enough.
 """
 
 from canzona_cli.config.schema.cluster import ClusterConfig, Collective, Device

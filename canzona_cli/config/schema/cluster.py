@@ -1,4 +1,5 @@
-"""The hardware: a profile of its rates, by hand or by `canzona calibrate`, and how many machines a job takes."""
+"""The hardware: a profile of its rates, by hand or by `canzona calibrate`,
+and how many machines a job takes."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -225,9 +226,9 @@ class ClusterConfig:
         Unit("microseconds"),
         NOTHING,
     ] = 150.0
-    # Measured with Megatron-core 0.19 and gloo: 130 to 180 of the host's processor time (16 layers of width 32 on 2
-    # ranks, 8 chunks each against 2, 4 micro-batches, the least of 40 steps). The same code runs with NCCL; how much of
-    # it a device that has work left hides was not measured, so all of it counts.
+    # Measured with Megatron-core 0.19 and gloo: 130 to 180 of the host's processor time (16 layers of width
+    # 32 on 2 ranks, 8 chunks each against 2, 4 micro-batches, the least of 40 steps). The same code runs with
+    # NCCL; how much of it a device that has work left hides was not measured, so all of it counts.
     step_factors: Annotated[
         dict[str, Factor],
         "Measured time of a phase in whole steps over the sum of its parts, by phase (norm_clip, exchange, "

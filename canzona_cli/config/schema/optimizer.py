@@ -20,7 +20,8 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomConfig(OptimizerBase):
-    """Any torch optimizer on whole matrices, by its class: a user's own, or a file of `canzona_cli/optimizers`."""
+    """Any torch optimizer on whole matrices, by its class: a user's own,
+    or a file of `canzona_cli/optimizers`."""
 
     name: Annotated[Literal["custom"], "The optimizer.", OPTIMIZER | PLAN]
     PLAUSIBLE_LR: ClassVar[float] = 10.0

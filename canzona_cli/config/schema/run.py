@@ -36,8 +36,8 @@ Grouping = Literal["greedy", "auto"]
 Mode = Literal["hosted", "shared"]
 """The ways to update a matrix: whole by its host, or by the owner's TP group together."""
 Reduction = Literal["reduce", "ring"]
-"""The ways in which a bucket's gradients get to their owners: one reduction per owner, or a reduce-scatter of the
-bucket in equal parts, which are then handed on to their owners."""
+"""The ways in which a bucket's gradients get to their owners: one reduction per owner, or a reduce-scatter of
+the bucket in equal parts, which are then handed on to their owners."""
 Gathering = Literal["broadcast", "ring"]
 """The ways in which a bucket's weights return: one broadcast per owner, or handed back and all-gathered."""
 
@@ -246,9 +246,9 @@ class Layout(Mesh):
 
     @cached_property
     def bare(self) -> "Layout":
-        """Tensor, pipeline and data-parallel ranks, model chunks, and nothing else: what depends on these alone is the
-        same for all layouts that have the same here, and computed once. Context-parallel ranks count as data-parallel
-        ones."""
+        """Tensor, pipeline and data-parallel ranks, model chunks, and nothing else: what depends on these
+        alone is the same for all layouts that have the same here, and computed once. Context-parallel ranks
+        count as data-parallel ones."""
         return replace(
             self,
             cp=1,
@@ -262,6 +262,7 @@ class Layout(Mesh):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The ranks of each axis as a layout is written: (("TP", 2), ("DP", 4)). Only DP is named with one rank."""
+        """The ranks of each axis as a layout is written: (("TP", 2), ("DP", 4)).
+        Only DP is named with one rank."""
         axes = (("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("DP", self.dp))
         return tuple((name, ranks) for name, ranks in axes if ranks > 1 or name == "DP")

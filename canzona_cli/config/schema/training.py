@@ -1,4 +1,5 @@
-"""The settings of training: model, data, batch, length and learning-rate schedule, and how it is spread over ranks."""
+"""The settings of training: model, data, batch, length and learning-rate schedule,
+and how it is spread over ranks."""
 
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal

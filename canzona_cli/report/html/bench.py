@@ -91,7 +91,8 @@ def _sweep_bars(rows: Sequence[SweepRow]) -> Html:
 
 
 def _sweep_curves(view: SweepView, rows: Sequence[SweepRow]) -> Html:
-    """Optimizer step, iteration, and what the setting is about; a measured and a predicted curve for each strategy."""
+    """Optimizer step, iteration, and what the setting is about;
+    a measured and a predicted curve for each strategy."""
     quantities: list[tuple[str, Callable[[SweepRow], Point | None]]] = [
         ("optimizer step, ms", lambda row: row.optimizer),
         ("iteration, ms", lambda row: row.iteration),

@@ -19,7 +19,8 @@ from canzona_cli.run.words import milliseconds, number, step_time
 _WIDE = 1000
 """Units of the drawing from left to right; it is stretched to the width there is."""
 _MOST_POINTS = 600
-"""The most points of a curve. More are drawn as the lowest and highest of each stretch, so that no spike is lost."""
+"""The most points of a curve. More are drawn as the lowest and highest of each stretch,
+so that no spike is lost."""
 CURVE_COLOURS = 8
 """There are classes for as many curves; further ones repeat them, dashed."""
 
@@ -303,7 +304,8 @@ def _name(name: str) -> str:
 
 
 def _joined(intervals: Iterable[Interval], end_s: float) -> Iterable[Interval]:
-    """Joins intervals to as many as a screen can show: equal neighbours are joined, the shortest are left out."""
+    """Joins intervals to as many as a screen can show: equal neighbours are joined,
+    the shortest are left out."""
     finest = end_s / _FINEST
     last: Interval | None = None
     for one in sorted(intervals, key=lambda own: own.start_s):

@@ -1,6 +1,8 @@
-"""One file for a browser: no network, no other file, light or dark as its reader's system is, from 400 pixels on.
+"""One file for a browser: no network, no other file, light or dark as its reader's system is,
+from 400 pixels on.
 
-Markup escapes whatever is put into it unless it is markup already; the page around it is `page.html`, a template.
+Markup escapes whatever is put into it unless it is markup already; the page around it is `page.html`, a
+template.
 """
 
 import base64

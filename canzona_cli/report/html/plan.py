@@ -81,8 +81,8 @@ def _iterations(study: Study) -> Html:
 
 
 def _timeline(study: Study) -> Html:
-    """The streams of the slowest rank, whole; enlarged from the last reduced gradient on, also those of the rank with
-    least to update."""
+    """The streams of the slowest rank, whole; enlarged from the last reduced gradient on, also those of the
+    rank with least to update."""
     result = study.planned.result
     ranks = list(dict.fromkeys(event.rank for event in result.events))
     end = max(event.end_s for event in result.events)

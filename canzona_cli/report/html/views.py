@@ -1,4 +1,5 @@
-"""A terminal's page as sections of a document, word for word; lines that it draws with characters are left out."""
+"""A terminal's page as sections of a document, word for word;
+lines that it draws with characters are left out."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -23,7 +24,8 @@ def sections(
 
     Args:
         first: title of what comes before any other title.
-        pictures: what stands in a section in place of the lines that the terminal draws, by the section's title.
+        pictures: what stands in a section in place of the lines that the terminal draws, by the section's
+            title.
     """
     drawn = {} if pictures is None else pictures
     found: list[Section] = []
