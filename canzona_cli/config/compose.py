@@ -1,19 +1,13 @@
 """Loads one run's configuration: recipe, groups and overrides composed by Hydra, typed,
 and checked as a whole."""
 
-import json
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import get_type_hints
-
-from pydantic import ValidationError
 
 from canzona_cli.config.checks import config_problems, config_warnings, unused_problems
-from canzona_cli.config.overrides import Overrides, key_of, parse_overrides, unknown_key
-from canzona_cli.config.reading import adapter
+from canzona_cli.config.overrides import Overrides, key_of, parse_overrides
 from canzona_cli.config.recipes import (
     FROM_FILES,
     builtin_recipes_dir,
@@ -28,13 +22,13 @@ from canzona_cli.config.recipes import (
     shown,
     user_recipes_dirs,
 )
-from canzona_cli.config.removed import REMOVED_VALUES, bring_up_to_date
+from canzona_cli.config.removed import bring_up_to_date
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
 from canzona_cli.config.secrets import content_problems, unasked_problems
-from canzona_cli.config.settings import Setting, leaves, sections, setting_of, settings
+from canzona_cli.config.settings import leaves, settings
 from canzona_cli.config.tree import composed, put, with_values
-from canzona_cli.errors import ConfigError, Problem, closest, refuse
-from canzona_cli.fields import bound_words
+from canzona_cli.config.typed import build
+from canzona_cli.errors import ConfigError, Problem, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,201 +250,3 @@ def _distinct(problems: Sequence[Problem]) -> list[Problem]:
     for problem in problems:
         seen.setdefault((problem.key, problem.reason), problem)
     return list(seen.values())
-
-
-_EXAMPLE_OPTIONS = {
-    "model": "qwen3-0.6b",
-    "cluster": "cpu",
-    "optimizer": "muon",
-    "engine": "canzona",
-    "data": "stdlib-bpe",
-}
-
-
-def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -> RunConfig | list[Problem]:
-    """The typed configuration, or everything that is wrong with the tree.
-
-    Args:
-        tree: sections and settings, as JSON values.
-        texts: how values were typed on the command line, by dotted key; shown in problems.
-        where: what the other values came from, for problems: a file.
-    """
-    hints = get_type_hints(RunConfig, include_extras=True)
-    problems = list(_unknown(tree, where))
-    parts: dict[str, object] = {}
-    for field in fields(RunConfig):
-        name = field.name
-        kind: type | None = _optimizer_type(tree) if name == "optimizer" else hints[name]
-        if kind is None:
-            problems.append(_bad_optimizer(tree, texts))
-        elif name in tree:
-            value = tree[name]
-            if is_dataclass(kind) and not isinstance(value, Mapping):
-                problems.append(Problem(key=name, value=value, reason=f"is a section of settings (in {where})"))
-                continue
-            try:
-                parts[name] = adapter(kind).validate_json(json.dumps(value), strict=True)
-            except ValidationError as error:
-                for detail in error.errors(include_url=False):
-                    key = ".".join([name, *(str(part) for part in detail["loc"][:1])])
-                    setting = setting_of(key)
-                    if len(detail["loc"]) <= 1 or (setting is not None and setting.kind == "choice"):
-                        problems.append(_explained(key, detail["type"], detail["input"], texts, where))
-                        continue
-                    whole = value[detail["loc"][0]] if isinstance(value, Mapping) else value
-                    if isinstance(whole, Mapping):
-                        key, whole = f"{key}.{detail['loc'][1]}", whole[detail["loc"][1]]
-                    if all(problem.key != key for problem in problems):  # somewhere inside a list: said once
-                        bound = _bound(detail["type"], detail.get("ctx", {}), detail["input"])
-                        inside = f"has {detail['input']}, and that must be {bound}" if bound else ""
-                        problems.append(_bad_inside(key, whole, inside, texts, where))
-        elif name in sections():
-            try:  # a section nobody mentions is made of its defaults, if it has them all
-                parts[name] = adapter(kind).validate_json("{}", strict=True)
-            except ValidationError:
-                problems.append(_missing_section(name))
-        elif settings()[name].required:
-            problems.append(_missing(name, where))
-    return problems or RunConfig(**parts)  # type: ignore[arg-type]
-
-
-_BOUNDS = {
-    "greater_than": ("gt", "above"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "below"),
-    "less_than_equal": ("le", "at most"),
-}
-"""The bound that was crossed, by pydantic's name of an error: its name of the bound, and ours."""
-
-
-def _bound(error: str, context: Mapping[str, float], value: float) -> str:
-    """The bound that a number inside a list or a mapping is beyond; empty where something else is wrong."""
-    if error not in _BOUNDS:
-        return ""
-    key, name = _BOUNDS[error]
-    return bound_words(name, context[key], value)
-
-
-def _out_of_range(setting: Setting, value: object, shown: object, place: str) -> Problem:
-    reason = f"is not a finite number{place}"
-    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
-        reason = f"must be {setting.range.words(value)}{place}"
-    fix = _example(setting)
-    if isinstance(value, int) and setting.kind == "integer":
-        low = value < setting.range.at_least
-        bound = setting.range.at_least if low else min(setting.range.at_most, setting.range.below - 1)
-        fix = f"use {setting.key}={bound:.0f} or {'more' if low else 'less'}"
-    fix += ", or null to have it chosen" if setting.optional else ""
-    return Problem(key=setting.key, value=shown, reason=reason, fix=fix)
-
-
-def _optimizer_type(tree: Mapping[str, object]) -> type | None:
-    section = tree.get("optimizer")
-    name = section.get("name") if isinstance(section, Mapping) else None
-    return OPTIMIZERS.get(name) if isinstance(name, str) else None
-
-
-def _bad_optimizer(tree: Mapping[str, object], texts: Mapping[str, str]) -> Problem:
-    section = tree.get("optimizer")
-    if not isinstance(section, Mapping) or "name" not in section:
-        return _missing_section("optimizer")
-    asked = texts.get("optimizer.name", section["name"])
-    return _not_a_choice(settings()["optimizer.name"], asked)
-
-
-def _unknown(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
-    """Keys that no setting has, or not with this optimizer."""
-    known, in_section = settings(), sections()
-    variant = _optimizer_type(tree)
-    optimizer = next((name for name, kind in OPTIMIZERS.items() if kind is variant), None)
-    for name, value in tree.items():
-        if name not in in_section:
-            if name not in known:
-                yield unknown_key(name, None if isinstance(value, Mapping | list) else value, where=f" (in {where})")
-        elif isinstance(value, Mapping):
-            for own, inner in value.items():
-                key = f"{name}.{own}"
-                if own not in in_section[name]:
-                    yield unknown_key(key, inner, where=f" (in {where})")
-                elif name == "optimizer" and optimizer is not None and optimizer not in known[key].optimizers:
-                    having = " or ".join(sorted(known[key].optimizers))
-                    reason = f"{optimizer} has no such setting; it belongs to {having}"
-                    fix = f"remove it, or choose optimizer={sorted(known[key].optimizers)[0]}"
-                    yield Problem(key=key, value=inner, reason=reason, fix=fix)
-
-
-def _explained(key: str, error: str, value: object, texts: Mapping[str, str], where: str) -> Problem:
-    """Explains one of pydantic's findings to the person who typed the value."""
-    if error == "missing":
-        return _missing(key, where)
-    setting = settings()[key]
-    shown = texts.get(key, value)
-    if setting.kind == "choice":
-        return _not_a_choice(setting, shown)
-    place = "" if key in texts else f" (in {where})"
-    if value is None:
-        return Problem(key=key, value="null", reason=f"needs a value{place}", fix=_example(setting))
-    if error in _BOUNDS:
-        return _out_of_range(setting, value, shown, place)
-    if setting.kind == "list":
-        return _bad_inside(key, value, "", texts, where)
-    null = ", or null to have it chosen" if setting.optional else ""
-    whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
-    wanted, fix = {
-        "integer": ("a whole number", f"write {key}={value:.0f}" if whole else f"give a whole number{null}"),
-        "number": ("a number", _example(setting)),
-        "boolean": ("true or false", f"write {key}=true or {key}=false{null}"),
-        "mapping": ("a mapping of names to values", _example(setting)),
-    }.get(setting.kind, ("text", f"quote it: {key}=\"'...'\""))
-    return Problem(key=key, value=shown, reason=f"is {_type_words(value)}, not {wanted}{place}", fix=fix)
-
-
-def _bad_inside(key: str, value: object, found: str, texts: Mapping[str, str], where: str) -> Problem:
-    """A list with an entry, or an entry of a mapping with a value, of the wrong type.
-
-    Args:
-        found: what is wrong with it, where more is known than that.
-    """
-    setting = setting_of(key)
-    assert setting is not None
-    typed = any(text == key or key.startswith(f"{text}.") for text in texts)
-    wanted = "a list of valid entries"
-    if setting.kind == "mapping":
-        wanted = "a number, text, true, false, or a list of them"
-    reason = f"{found or f'is not {wanted}'}{'' if typed else f' (in {where})'}"
-    fix = _example(setting)
-    return Problem(key=key, value=texts.get(key, "null" if value is None else value), reason=reason, fix=fix)
-
-
-def _not_a_choice(setting: Setting, value: object) -> Problem:
-    if (removed := REMOVED_VALUES.get((setting.key, str(value)))) is not None:
-        return Problem(key=setting.key, value=value, reason="no longer exists", fix=removed.instead)
-    meant = closest(str(value), setting.choices)
-    listed = ", ".join(setting.choices)
-    null = ", or null to have it chosen" if setting.optional else ""
-    fix = f"did you mean {meant}? ({listed}{null})" if meant else f"use one of {listed}{null}"
-    return Problem(key=setting.key, value=value, reason="is not one of its choices", fix=fix)
-
-
-def _missing(key: str, where: str) -> Problem:
-    return Problem(key=key, reason=f"has no value (in {where})", fix=_example(settings()[key]))
-
-
-def _missing_section(name: str) -> Problem:
-    option = _EXAMPLE_OPTIONS.get(name)
-    if option is None:
-        return Problem(key=name, reason="is not set by the recipe", fix=f"set its values: {name}.KEY=VALUE")
-    fix = f"write {name}={option}, or `override /{name}: {option}` under `defaults:` in the recipe"
-    return Problem(key=name, reason="is not chosen by the recipe", fix=fix)
-
-
-def _example(setting: Setting) -> str:
-    default = "" if setting.default in (None, (), {}) else str(setting.default)
-    usual = {"integer": "100", "number": "0.1", "boolean": "true", "text": "NAME", "list": "[]"}
-    value = setting.example or default or (setting.choices[0] if setting.choices else usual.get(setting.kind, "VALUE"))
-    return f"for example {setting.key}={value}"
-
-
-def _type_words(value: object) -> str:
-    words = {bool: "a boolean", int: "a whole number", float: "a floating-point number", str: "text", list: "a list"}
-    return words.get(type(value), "a mapping")

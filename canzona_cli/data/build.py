@@ -9,27 +9,20 @@ however many processes made it.
 
 import errno
 import hashlib
-import json
-import multiprocessing
 import os
 import platform
 import random
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from canzona_cli import __version__
-from canzona_cli.data.indexed import Lengths, PairWriter, Written, bin_path, can_continue, idx_path, temporary
+from canzona_cli.data.encode import Encoded, Recipe, in_order
+from canzona_cli.data.indexed import PairWriter, Written, bin_path, can_continue, idx_path, temporary
 from canzona_cli.data.reading import (
     Batch,
     DocumentUnit,
@@ -39,16 +32,13 @@ from canzona_cli.data.reading import (
     piece_bytes,
     pieces,
 )
-from canzona_cli.data.sidecar import FORMAT, Sidecar, Tally, dump_sidecar, saved_tokenizer_path, sidecar_path
+from canzona_cli.data.sidecar import Sidecar, Tally, dump_sidecar, saved_tokenizer_path, sidecar_path
 from canzona_cli.data.sources import Source
 from canzona_cli.data.tokenizers import (
     SAMPLE_BYTES,
     ByteTokenizer,
-    TokenArray,
     Tokenizer,
-    begin_child,
     load_json_tokenizer,
-    token_dtype,
     train_bpe,
 )
 from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, unwritable
@@ -174,26 +164,6 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Everything beside the inputs that the tokens depend on."""
-
-    tokenizer: Tokenizer
-    read: ReadSettings
-
-    def fingerprint(self, sources: Sequence[Source]) -> str:
-        """Hash all that the tokens of these sources depend on."""
-        tokenizer = self.tokenizer
-        made_by = [FORMAT, tokenizer.kind, tokenizer.eod, tokenizer.to_json(), asdict(self.read)]
-        inputs = []
-        for source in sources:
-            status = None if source.path is None else source.path.stat()
-            place = None if source.path is None else str(source.path.absolute())
-            version = None if status is None else (status.st_size, status.st_mtime_ns, status.st_ino)
-            inputs.append((source.label, place, version, source.format))
-        return hashlib.sha256(json.dumps([made_by, inputs]).encode()).hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Finished:
     """The first inputs of a build, whose tokens are on the disk as a whole."""
 
@@ -238,7 +208,7 @@ def _tokenise(
     read = noted = reader.bytes_read
     parallel = total is not None and total - reader.bytes_read >= 2 * LARGE
     workers = (settings.workers or cores()) if parallel else 1
-    for result in _in_order(_read_all(sources[inputs:], reader), recipe, workers):
+    for result in in_order(_read_all(sources[inputs:], reader), recipe, workers):
         if isinstance(result, Encoded):
             tally.add(result.tally)
             writer.add(result.tokens, result.lengths, result.last)
@@ -265,92 +235,6 @@ def _read_all(sources: Sequence[Source], reader: Reader) -> Iterator[Batch | Tal
             yield from reader.read(source)
     except CanzonaError as error:
         yield error
-
-
-def _in_order(
-    items: Iterable[Batch | Tally | CanzonaError], recipe: Recipe, workers: int
-) -> Iterator["Encoded | Tally"]:
-    """Encode all batches in a pool of processes, or in this one; the results in the order of the batches.
-
-    Raises:
-        CanzonaError: one of the items, or of a batch that cannot be tokenised.
-        EnvironmentProblem: a process of the pool died.
-    """
-    if workers == 1:
-        for item in items:
-            if isinstance(item, CanzonaError):
-                raise item
-            yield encode(item, recipe) if isinstance(item, Batch) else item
-        return
-    context = multiprocessing.get_context("spawn")
-    pending: deque[Future[Encoded] | Tally | CanzonaError] = deque()
-
-    def first() -> Encoded | Tally:
-        item = pending.popleft()
-        if isinstance(item, CanzonaError):
-            raise item
-        return item.result() if isinstance(item, Future) else item
-
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(recipe,))
-    try:
-        for item in items:
-            pending.append(pool.submit(_encode_in_worker, item) if isinstance(item, Batch) else item)
-            if len(pending) > 2 * workers:
-                yield first()
-        while pending:
-            yield first()
-    except BrokenProcessPool:
-        fix = "often the machine ran out of memory: use fewer --workers"
-        raise EnvironmentProblem(Problem(key="INPUT", reason="a process that tokenised them died", fix=fix)) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Encoded:
-    """The tokens of a batch."""
-
-    tokens: TokenArray
-    """Ids of all sequences one after another, without eod."""
-    lengths: Lengths
-    """Tokens of each sequence, shape [sequences]."""
-    last: npt.NDArray[np.bool_]
-    """The document ends with that sequence, shape [sequences]."""
-    tally: Tally
-
-
-def encode(batch: Batch, recipe: Recipe) -> Encoded:
-    """Read and tokenise the texts of a batch.
-
-    Raises:
-        ConfigError: the tokenizer cannot.
-    """
-    tokenizer, tally = recipe.tokenizer, Tally()
-    texts = list(pieces(batch, recipe.read, tally))
-    tally.text_bytes = sum(len(piece.data) for piece in texts)
-    replaced = tokenizer.replaced
-    sequences = tokenizer.encode_batch([piece.data for piece in texts])
-    tally.replaced += tokenizer.replaced - replaced
-    return Encoded(
-        tokens=np.concatenate([np.empty(0, token_dtype(tokenizer.vocab_size)), *sequences]),
-        lengths=np.asarray([sequence.size for sequence in sequences], dtype=np.int32),
-        last=np.asarray([piece.last for piece in texts], dtype=np.bool_),
-        tally=tally,
-    )
-
-
-_worker_recipe: Recipe
-"""The recipe of this process of the pool."""
-
-
-def _begin_worker(recipe: Recipe) -> None:
-    global _worker_recipe
-    begin_child(threads=1)
-    _worker_recipe = recipe
-
-
-def _encode_in_worker(batch: Batch) -> Encoded:
-    return encode(batch, _worker_recipe)
 
 
 def _make_tokenizer(

@@ -10,14 +10,14 @@
     owner: data-parallel rank; gradients are reduced to its row
 
 Owners and hosts are balanced together, because a matrix cannot be divided. First every unit gets an owner
-(`Owners`:
-balanced, blended with bytes, or in natural order), then an owner's matrices are packed onto its hosts. The
+(`Owners`: balanced,
+blended with bytes, or in natural order), then an owner's matrices are packed onto its hosts. The
 result depends on nothing but the arguments, so every rank computes the same.
 """
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -28,7 +28,7 @@ from canzona_cli.costs.sharing import HOSTED, Share
 from canzona_cli.costs.update import rounded
 from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.buckets import Parameter, Part, cut, stage_parameters, stages
+from canzona_cli.planner.buckets import Parameter, Part, cut, spread, stage_parameters, stages
 from canzona_cli.planner.packing import CLOSE_ENOUGH, HostPacker, lower_bound, pack
 from canzona_cli.planner.paper import balanced_cuts, even_start, greedy_hosts
 from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
@@ -380,42 +380,6 @@ def _too_much(stage: _Stage, memory_cap: int) -> Problem:
         ),
         fix="use more GPUs, or another parallel.tp and parallel.pp",
     )
-
-
-def spread(
-    buckets: Sequence[Sequence[Parameter]], owner_of: Mapping[int, int], alike: Mapping[int, Hashable]
-) -> dict[int, int]:
-    """Owner of each unit: of every kind in `alike`, each owner keeps as many as in `owner_of`.
-
-    Bucket by bucket, a kind goes to the owners with the fewest bytes of the bucket so far, then to those with
-    most of that kind still to come. Inside a bucket gate and up of a layer get the same or neighbouring
-    owners, so that few parameters lie across a border between two owners.
-    """
-    left: dict[Hashable, Counter[int]] = defaultdict(Counter)
-    for unit, owner in sorted(owner_of.items()):
-        left[alike[unit]][owner] += 1
-    found: dict[int, int] = {}
-    for bucket in buckets:
-        held: Counter[int] = Counter()
-        kinds: dict[Hashable, list[Part]] = defaultdict(list)
-        # Parameters of several parts first: their parts are then next to each other in the list.
-        for parameter in sorted(bucket, key=lambda parameter: -len(parameter.parts)):
-            for part in parameter.parts:
-                kinds[alike[part.unit]].append(part)
-        for kind, parts in sorted(kinds.items(), key=lambda item: -item[1][0].elements):
-            free = left[kind]
-            chosen: list[int] = []
-            while len(chosen) < len(parts):
-                ranked = sorted(free, key=lambda owner: (held[owner], -free[owner], owner))
-                for owner in ranked[: len(parts) - len(chosen)]:
-                    chosen.append(owner)
-                    held[owner] += parts[0].elements
-                    free[owner] -= 1
-                    if not free[owner]:
-                        del free[owner]
-            for part, owner in zip(parts, sorted(chosen), strict=True):
-                found[part.unit] = owner
-    return found
 
 
 def deal(loads: Sequence[float], owners: int) -> list[int]:

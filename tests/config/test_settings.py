@@ -9,9 +9,10 @@ from typing import Annotated, ClassVar, get_args, get_origin, get_type_hints
 import pytest
 
 from canzona_cli.config.changes import changes
-from canzona_cli.config.compose import build, compose_run
+from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import OPTIMIZERS, Layout, RunConfig
 from canzona_cli.config.settings import Setting, affecting, settings
+from canzona_cli.config.typed import build
 from canzona_cli.errors import ConfigError
 from canzona_cli.fields import CURVE, LAYOUT, MODEL, NOTHING, OPTIMIZER, PLAN, SPREAD, Range
 
