@@ -24,7 +24,8 @@ from tests.faults.forked import forked_run
 from tests.faults.support import TrainingRun, alive
 
 KILLS = 3
-"""In every `make test`; the sweep has more, of whole launches."""
+"""In every `make test`; the sweep has others, of whole launches."""
+LAUNCHES_KILLED = 12
 SHARED = ("optimizer.form=gram", "engine.mode=shared", "train.precision=fp32")
 SHORT = ("train.steps=12", "checkpoint.every_steps=2", "checkpoint.every_minutes=null", "schedule.warmup_steps=2")
 LONG = (
@@ -106,7 +107,7 @@ def test_ranks_killed_at_random_moments_cost_no_bit(
 
 @pytest.mark.sweep
 @pytest.mark.timeout(2400)
-def test_launches_killed_at_20_random_moments_cost_no_bit(
+def test_launches_killed_at_random_moments_cost_no_bit(
     tmp_path: Path, corpus_cache: Path, record_attack: RecordAttack, chance: random.Random
 ) -> None:
     """The launcher, torchrun or a rank: a quarter of them at any moment of a launch, most of which is its start, the
@@ -125,15 +126,15 @@ def test_launches_killed_at_20_random_moments_cost_no_bit(
         endings.append(ending(whole.files.root))
     kills: list[str] = []
     runs = reached = 0
-    while len(kills) < 20 or code != 0:
+    while len(kills) < LAUNCHES_KILLED or code != 0:
         run = begin(f"broken-{runs}", runs % len(WAYS))
-        if len(kills) < 20:
+        if len(kills) < LAUNCHES_KILLED:
             begun, moment, target = time.monotonic(), chance.uniform(0.0, longest_s), reached + chance.randint(1, 25)
             anywhen = chance.random() < 0.25
             while run.process.poll() is None and (time.monotonic() - begun < moment if anywhen else run.steps < target):
                 time.sleep(0.01)
             time.sleep(chance.uniform(0.0, 0.2))
-        if len(kills) < 20 and run.process.poll() is None:
+        if len(kills) < LAUNCHES_KILLED and run.process.poll() is None:
             family = run.processes()
             doomed = chance.randrange(len(family) + 1)
             with suppress(psutil.NoSuchProcess):  # it has just ended
@@ -154,7 +155,8 @@ def test_launches_killed_at_20_random_moments_cost_no_bit(
     print("| run | launched for | killed | began at step | reached step |", "|---|---|---|---|---|", *kills, sep="\n")
     print(f"{runs} runs, each bit for bit as the unbroken one")
     record_attack(
-        attack=f"SIGKILL of launcher, torchrun or a rank at 20 random moments of {runs} runs, started again each time",
+        attack=f"SIGKILL of launcher, torchrun or a rank at {LAUNCHES_KILLED} random moments of {runs} runs, started"
+        " again each time",
         answer="ended bit for bit as an unbroken run",
         exit_code=0,
     )

@@ -150,6 +150,7 @@ def test_context_parallelism_takes_its_ranks() -> None:
     assert layout.world_size == 16
 
 
+@pytest.mark.sweep
 def test_model_chunks_are_kept_as_typed_and_else_chosen() -> None:
     def chosen(vpp: int | None, cp: int | None = None) -> Layout:
         config = run("32b", 1024, strategy="canzona", micro_batch_size=1, recompute="none")

@@ -88,7 +88,7 @@ def _recorded(trainee: Trainee) -> list[tuple[str, int, int]]:
     return events
 
 
-@pytest.mark.parametrize("how", ["adamw", "layerwise"])
+@pytest.mark.parametrize("how", ["adamw", pytest.param("layerwise", marks=pytest.mark.sweep)])
 def test_whole_model_chunks_are_gathered_ahead_and_train_the_same(how: str) -> None:
     """All of the first two before the first forward pass, and the third as the first stage begins with the second."""
     config, layout = jobs.resolve(*INTERLEAVED, *SETTINGS[how])

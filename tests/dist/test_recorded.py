@@ -170,8 +170,6 @@ Case = tuple[str, int, int]
 NORMAL: list[Case] = [
     ("canzona", 4, 4),
     ("ring", 4, 4),
-    ("many micro-groups", 12, 2),
-    ("shared", 12, 2),
 ]
 
 

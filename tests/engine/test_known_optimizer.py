@@ -74,11 +74,15 @@ def test_its_settings_are_checked_and_named(folder: Path) -> None:
     assert "optimizer.beta = 2" in done.stderr
 
 
-def test_it_is_planned_trained_saved_and_resumed(folder: Path) -> None:
+def test_it_is_planned(folder: Path) -> None:
     planned = canzona(folder, "plan", *RUN, "--dry-run")
     assert planned.returncode == 0, planned.stderr
     assert "qwen3-tiny, toy, 2 CPU ranks" in planned.stdout
     assert "S matrix state 3.0 MiB" in planned.stdout, "one number in fp32 for each of 786,432 elements a rank"
+
+
+@pytest.mark.sweep
+def test_it_is_trained_saved_and_resumed(folder: Path) -> None:
     for steps in (2, 3):
         done = canzona(folder, "train", *RUN, f"train.steps={steps}", "run.dir=run")
         assert done.returncode == 0, done.stdout + done.stderr

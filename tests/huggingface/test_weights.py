@@ -68,7 +68,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tied"), [("fp32", True), ("bf16", False), ("fp16", False)], ids=["tied fp32", "bf16", "fp16"]
+    ("dtype", "tied"),
+    [
+        pytest.param("fp32", True, id="tied fp32", marks=pytest.mark.sweep),
+        pytest.param("bf16", False, id="bf16"),
+        pytest.param("fp16", False, id="fp16", marks=pytest.mark.sweep),
+    ],
 )
 def test_what_came_in_goes_out_bit_by_bit(tmp_path: Path, dtype: str, tied: bool) -> None:
     """fp32 masters of any type are what the file had; out in that type they are it again."""
@@ -89,6 +94,7 @@ def test_what_came_in_goes_out_bit_by_bit(tmp_path: Path, dtype: str, tied: bool
     assert [file.blake3 for file in first.values()] == [file.blake3 for file in second.values()]
 
 
+@pytest.mark.sweep
 def test_memory_does_not_grow_with_the_largest_tensor(tmp_path: Path) -> None:
     """In a process that has done the same with a small model before, so that nothing is left to be imported."""
     large = replace(SHAPE, vocab_size=1 << 19)

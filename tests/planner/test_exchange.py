@@ -59,7 +59,7 @@ def test_what_one_rank_sends_the_other_expects(splitting: str, tp: int, back: bo
     assert len({route.travels for route in routes}) == 1
 
 
-@pytest.mark.parametrize(("splitting", "tp"), list(product(SPLITTINGS, (2, 4))))
+@pytest.mark.parametrize(("splitting", "tp"), [("fused", 4), ("qkv", 2), ("split", 4), ("per_head", 2)])
 def test_hosts_get_every_element_once(splitting: str, tp: int) -> None:
     routes = _dealt(splitting, tp, back=False)
     for number, matrix in enumerate(_members(splitting, tp)):
@@ -69,7 +69,7 @@ def test_hosts_get_every_element_once(splitting: str, tp: int) -> None:
         assert arrived + kept == matrix.elements
 
 
-@pytest.mark.parametrize(("splitting", "tp"), list(product(SPLITTINGS, (2, 4))))
+@pytest.mark.parametrize(("splitting", "tp"), [("fused", 2), ("qkv", 4), ("split", 2), ("per_head", 4)])
 def test_messages_do_not_overlap_and_flags_reach_every_rank(splitting: str, tp: int) -> None:
     for back in (False, True):
         for route in _dealt(splitting, tp, back=back):

@@ -68,7 +68,9 @@ def test_a_rank_refreshes_what_it_can_while_another_has_a_long_step() -> None:
     assert slowest([large, small], [[0], one_by_one([5.0, 5.0], 2)], 2) == (11.0, 6.0)
 
 
-@pytest.mark.parametrize("name", ["soap", "shampoo", "kl-shampoo", "soap-muon"])
+@pytest.mark.parametrize(
+    "name", ["soap", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("shampoo", "kl-shampoo", "soap-muon"))]
+)
 def test_of_few_matrices_on_each_rank_few_steps_are_long(name: str) -> None:
     """Qwen3-32B on 256 GPUs: one to three matrices on each rank. What refreshes add to the slowest rank's updates, in a
     mean step, is at least a fifth less than where each rank takes turns for itself, and the longest step is no longer.

@@ -24,7 +24,9 @@ def printed(size: Size, width: int, gpu_counts: tuple[int, ...], **set_: object)
 
 
 @pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("size", ["0.6b", "1.7b", "4b", "8b", "14b", "32b"])
+@pytest.mark.parametrize(
+    "size", ["8b", *(pytest.param(size, marks=pytest.mark.sweep) for size in ("0.6b", "1.7b", "4b", "14b", "32b"))]
+)
 def test_every_gpu_count_has_its_line_inside_the_width(size: Size, width: int) -> None:
     # All counts, each a search, for the size that does not fit everywhere and has the longest lines. How much is
     # recomputed is set: less to search.

@@ -58,6 +58,7 @@ def test_every_table_stands_in_its_document_once_and_no_others() -> None:
         assert all(len(figures.marked(name).findall(text)) == 1 for name in names)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["plain", "optimizers"])
 def test_the_documents_have_the_tables_as_they_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are made in seconds; `python scripts/figures.py --check` has all."""
