@@ -105,8 +105,8 @@ for _name, _help in COMMANDS.items():  # stand-ins, for the list in the help
     app.command(_name, help=_help)(lambda: None)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(asked: bool) -> None:
+    if asked:
         typer.echo(f"canzona {__version__}")
         raise typer.Exit
 

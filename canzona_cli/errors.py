@@ -43,8 +43,8 @@ def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
     from difflib import get_close_matches
 
     names = {name.lower(): name for name in known}
-    found = get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
-    return names[found[0]] if found else None
+    matches = get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
+    return names[matches[0]] if matches else None
 
 
 class CanzonaError(Exception):
@@ -92,8 +92,8 @@ def clashes(given: Mapping[str, object], rules: Iterable[Clash]) -> Iterator[Pro
 
 def refuse(problems: Iterable[Problem], kind: type[CanzonaError] = ConfigError) -> None:
     """Raise one error with all of them, if there are any."""
-    if found := tuple(problems):
-        raise kind(*found)
+    if raised := tuple(problems):
+        raise kind(*raised)
 
 
 @contextmanager

@@ -104,16 +104,16 @@ class Errors:
     """Its share of the measured steps, mean over these layouts."""
 
     @classmethod
-    def of(cls, found: Sequence[tuple[LayoutBench, float, float]]) -> "Errors":
+    def of(cls, predictions: Sequence[tuple[LayoutBench, float, float]]) -> "Errors":
         """Collects each layout's error and its share of the step; at least one layout."""
-        worst, error, _ = max(found, key=lambda one: abs(one[1]))
+        worst, error, _ = max(predictions, key=lambda one: abs(one[1]))
         return cls(
-            layouts=len(found),
-            mape=statistics.fmean(abs(error) for _, error, _ in found),
-            mean=statistics.fmean(error for _, error, _ in found),
+            layouts=len(predictions),
+            mape=statistics.fmean(abs(error) for _, error, _ in predictions),
+            mean=statistics.fmean(error for _, error, _ in predictions),
             worst=error,
             worst_layout=layout_name(worst.layout),
-            share=statistics.fmean(share for *_, share in found),
+            share=statistics.fmean(share for *_, share in predictions),
         )
 
 
@@ -194,7 +194,7 @@ class TuneResult:
         ]
         return Accuracy(
             step=Errors.of([(one, one.error, 1.0) for one in unseen]),
-            phases={phase: Errors.of(found) for phase, found in phases.items() if found},
+            phases={phase: Errors.of(errors) for phase, errors in phases.items() if errors},
             pairs=len(orders),
             in_order=sum(orders),
         )

@@ -125,11 +125,11 @@ def _measure(files: RunFiles, record: RankRecord, rank: int, number: int, name: 
     once = replace(turns, names=(name,), rounds=1)
     if not take_turns(once, running, stop_requested=lambda: rank == 0 and files.stop_requested(), tell=tell):
         return False
-    found = gather_samples(running)
+    samples = gather_samples(running)
     if rank == 0:
         left = inputs.turn(files, number, name)
         left.root.mkdir()
-        write_samples(left, found)
+        write_samples(left, samples)
     return True
 
 

@@ -105,15 +105,15 @@ def prepare(
         composed = compose_run(overrides, recipes_dirs=recipes_dirs)
         config = in_folder(composed, ROOT)
         wrong += unready(config, "tuning", "`canzona plan --layouts` simulates larger jobs")
-        resolved, own = resolve(config)
+        resolved, layout_of_run = resolve(config)
         wrong += [one for one in unready(resolved, "tuning", "`canzona plan --layouts` simulates") if one not in wrong]
     refuse(wrong)
     fitting = [candidate.layout for candidate in candidates(config) if candidate.fits]
-    wanted = fitting
+    chosen = fitting
     if count is not None:
         # On the cores there are, which a run's own choice does not depend on.
-        wanted = [tried.layout for tried in search(with_cores(config), count).best]
-        wanted += [own] if own not in wanted else []
+        chosen = [tried.layout for tried in search(with_cores(config), count).best]
+        chosen += [layout_of_run] if layout_of_run not in chosen else []
     short = replace(
         config,
         # The rates of the recipe's own first steps, however short a turn is.
@@ -121,13 +121,13 @@ def prepare(
         train=replace(config.train, steps=WARM_UP_STEPS + SETTLING_STEPS + steps, eval_interval=0),
     )
     entrants, notes = {}, []
-    for layout in wanted:
+    for layout in chosen:
         try:
             one = prepare_strategy(fill(short, layout), layout, strategy_of(config))
             entrants[layout_name(layout)] = Entrant(layout=layout, prepared=one, predicted=predicted(one, layout))
         except (ConfigError, DoesNotFit) as error:
             notes.append(f"without {layout_name(layout)}: {error.problems[0].reason}")
-    preflight.check_machine(resolved, own)
+    preflight.check_machine(resolved, layout_of_run)
     check_free(config)
     by_time = sorted(
         entrants, key=lambda name: entrants[name].predicted.iteration_s / entrants[name].layout.global_batch_size
@@ -136,7 +136,7 @@ def prepare(
         overrides=tuple(overrides),
         config=config,
         entrants={name: entrants[name] for name in by_time},
-        chosen=layout_name(own),
+        chosen=layout_name(layout_of_run),
         legal=len(fitting),
         everything=count is None,
         rounds=rounds,
@@ -246,7 +246,7 @@ def tuned_recipe(config: RunConfig, result: TuneResult, *, name: str) -> str:
     best = result.layouts[result.best]
     pinned = fill(config, best.layout)
     # Only what makes the layout: the rest is still chosen when a run starts.
-    kept = replace(pinned, name=name, schedule=config.schedule, cluster=config.cluster, run=config.run)
+    recipe = replace(pinned, name=name, schedule=config.schedule, cluster=config.cluster, run=config.run)
     others = plural(len(result.layouts) - 1, "other layout")
     measured_s = f"{best.median_s:.4g} s a step, median of {plural(result.rounds, 'round')} in turns with {others}"
-    return recipe_text(kept, origin=config.name, notes=(f"Its layout was measured by `canzona tune`: {measured_s}.",))
+    return recipe_text(recipe, origin=config.name, notes=(f"Its layout was measured by `canzona tune`: {measured_s}.",))

@@ -170,19 +170,19 @@ def available_bytes(cluster: ClusterConfig) -> int | None:
 
 def _possible(config: RunConfig, strategies: Sequence[AnyStrategy] | None, notes: list[str]) -> list[AnyStrategy]:
     """The strategies to run, in the order of `STRATEGIES`."""
-    wanted = [name for name in STRATEGIES if strategies is None or name in strategies]
-    found: list[AnyStrategy] = []
+    names = [name for name in STRATEGIES if strategies is None or name in strategies]
+    possible: list[AnyStrategy] = []
     problems: list[Problem] = []
-    for name in wanted:
+    for name in names:
         wrong = config_problems(with_strategy(config, name))
         if not wrong:
-            found.append(name)
+            possible.append(name)
         elif strategies is not None:
             problems += [_of_option(problem, name) for problem in wrong]
         else:
             notes.append(f"without {name}: {wrong[0].reason}")
     refuse(dict.fromkeys(problems))
-    return found
+    return possible
 
 
 def _of_option(problem: Problem, strategy: AnyStrategy) -> Problem:
@@ -214,8 +214,10 @@ def _form_alike(config: RunConfig, names: Sequence[AnyStrategy], *, chosen: bool
     whose = f"Megatron's own ({' and '.join(theirs)})"
     if chosen:
         return config, f"optimizer.form={optimizer.form} in canzona's own strategies, standard in {whose}"
-    said = f"the standard form in all strategies, for {whose} have no other; optimizer.form=auto compares canzona's own"
-    return replace(config, optimizer=replace(optimizer, form="standard")), said
+    remark = (
+        f"the standard form in all strategies, for {whose} have no other; optimizer.form=auto compares canzona's own"
+    )
+    return replace(config, optimizer=replace(optimizer, form="standard")), remark
 
 
 def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, layout: Layout) -> RunConfig:

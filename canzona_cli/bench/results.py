@@ -119,13 +119,13 @@ class BenchResult:
 
     def optimizer_speedup(self, strategy: str) -> Speedup:
         """Returns how many times longer the optimizer step of `strategy` is than the reference's in that sitting."""
-        found = self.strategies[strategy]
-        return Speedup.of(found.measured.optimizer_s, self.references[found.sitting].optimizer_s)
+        bench = self.strategies[strategy]
+        return Speedup.of(bench.measured.optimizer_s, self.references[bench.sitting].optimizer_s)
 
     def iteration_speedup(self, strategy: str) -> Speedup:
         """Returns how many times longer its whole step is."""
-        found = self.strategies[strategy]
-        return Speedup.of(found.measured.iteration_s, self.references[found.sitting].iteration_s)
+        bench = self.strategies[strategy]
+        return Speedup.of(bench.measured.iteration_s, self.references[bench.sitting].iteration_s)
 
     def overhead(self, strategy: str) -> Speedup | None:
         """Returns its iteration as a multiple of AdamW's;
@@ -138,8 +138,8 @@ class BenchResult:
             return None
         mine, adamw = self.strategies[strategy], self.strategies["adamw"]
         if strategy == self.reference or mine.sitting == adamw.sitting:
-            own = self.references[adamw.sitting] if strategy == self.reference else mine.measured
-            return Speedup.of(own.iteration_s, adamw.measured.iteration_s)
+            reference = self.references[adamw.sitting] if strategy == self.reference else mine.measured
+            return Speedup.of(reference.iteration_s, adamw.measured.iteration_s)
         by_mine, by_adamw = self.iteration_speedup(strategy).ratio, self.iteration_speedup("adamw").ratio
         return Speedup(
             ratio=Quartiles(
@@ -159,13 +159,13 @@ class BenchResult:
 
     def error(self, strategy: str) -> float:
         """Predicted over measured optimizer step, less 1: 0.1 is a prediction 10% too long."""
-        found = self.strategies[strategy]
-        return found.predicted.optimizer_s / Quartiles.of(found.measured.optimizer_s).median - 1
+        bench = self.strategies[strategy]
+        return bench.predicted.optimizer_s / Quartiles.of(bench.measured.optimizer_s).median - 1
 
     def iteration_error(self, strategy: str) -> float:
         """The same for the whole step."""
-        found = self.strategies[strategy]
-        return found.predicted.iteration_s / Quartiles.of(found.measured.iteration_s).median - 1
+        bench = self.strategies[strategy]
+        return bench.predicted.iteration_s / Quartiles.of(bench.measured.iteration_s).median - 1
 
 
 FIRST_STEP = 1e-3
@@ -196,14 +196,14 @@ def check_losses(result: BenchResult) -> None:
 
 def disagreements(result: BenchResult) -> list[Problem]:
     """One problem for each strategy whose losses differ from those of its kin, naming the first such step."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for number, reference in enumerate(result.references):
         name = f"{result.reference} in sitting {number + 1}"
-        found += _apart(name, reference.losses, result.reference, result.references[0].losses)
+        problems += _apart(name, reference.losses, result.reference, result.references[0].losses)
     for name, like in kin(result).items():
-        own, theirs = (result.strategies[one].measured.losses for one in (name, like))
-        found += _apart(name, own, like, theirs)
-    return found
+        mine, theirs = (result.strategies[one].measured.losses for one in (name, like))
+        problems += _apart(name, mine, like, theirs)
+    return problems
 
 
 def kin(result: BenchResult) -> dict[str, str]:
@@ -217,13 +217,13 @@ def kin(result: BenchResult) -> dict[str, str]:
 
 
 def _apart(name: str, losses: tuple[float, ...], reference: str, expected: tuple[float, ...]) -> Iterator[Problem]:
-    for step, (own, theirs) in enumerate(zip(losses[:COMPARED], expected[:COMPARED], strict=True), 1):
+    for step, (mine, theirs) in enumerate(zip(losses[:COMPARED], expected[:COMPARED], strict=True), 1):
         tolerance = FIRST_STEP if step == 1 else LATER
-        difference = abs(own - theirs) / abs(theirs)
+        difference = abs(mine - theirs) / abs(theirs)
         if not difference <= tolerance:  # also true of a NaN
             yield Problem(
                 key=f"{name}, step {step}",
-                value=f"loss {own:.5f}",
+                value=f"loss {mine:.5f}",
                 reason=(
                     f"{reference} has a loss of {theirs:.5f} there, with the same initial weights and data: they "
                     f"differ by {difference:.2%}, and rounding explains at most {tolerance:.1%}"
@@ -300,7 +300,7 @@ def load(path: Path) -> BenchResult:
 def _speedups(result: BenchResult) -> tuple[dict[str, object], dict[str, str]]:
     """Optimizer step and iteration of every other strategy over the reference's;
     the reasons why some are missing."""
-    found: dict[str, object] = {}
+    speedups: dict[str, object] = {}
     withheld: dict[str, str] = {}
     disagree = bool(disagreements(result))
     for name in STRATEGIES:
@@ -308,7 +308,7 @@ def _speedups(result: BenchResult) -> tuple[dict[str, object], dict[str, str]]:
             continue
         for what in ("optimizer", "iteration"):
             key = f"{what}_vs_{name}"
-            found[key] = None
+            speedups[key] = None
             if name not in result.strategies:
                 withheld[key] = next(
                     (note for note in result.notes if note.startswith(f"without {name}:")), f"{name} did not take part"
@@ -320,13 +320,13 @@ def _speedups(result: BenchResult) -> tuple[dict[str, object], dict[str, str]]:
             elif not speedup.distinct:
                 withheld[key] = _OVERLAP
             else:
-                found[key] = asdict(speedup.ratio)
-    return found, withheld
+                speedups[key] = asdict(speedup.ratio)
+    return speedups, withheld
 
 
 def _measured(result: BenchResult, name: str) -> Mapping[str, object]:
-    found = result.strategies[name]
-    measured = found.measured
+    bench = result.strategies[name]
+    measured = bench.measured
     iteration, optimizer = Quartiles.of(measured.iteration_s), Quartiles.of(measured.optimizer_s)
     return {
         "phases": {phase: seconds.mean_s for phase, seconds in measured.phases.items()},
@@ -340,8 +340,8 @@ def _measured(result: BenchResult, name: str) -> Mapping[str, object]:
         },
         "load_balance": measured.load_balance,
         "tensor_bytes": max(measured.tensor_bytes),
-        "sitting": found.sitting,
-        "alone": found.alone,
+        "sitting": bench.sitting,
+        "alone": bench.alone,
     }
 
 

@@ -186,7 +186,7 @@ def _result(
         warm_up_rounds=WARM_UP_ROUNDS,
         reference=reference,
         strategies=strategies,
-        references=tuple(found.get(reference, measurements[0][reference]) for found in measurements),
+        references=tuple(measured.get(reference, measurements[0][reference]) for measured in measurements),
         arithmetic=lined_up.arithmetic,
         notes=(*lined_up.notes, *_notes(sittings, reference, machine)),
     )

@@ -129,7 +129,7 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     Raises:
         ConfigError: something else is written there; every mistake at once.
     """
-    found: set[int] = set()
+    counts: set[int] = set()
     problems: list[Problem] = []
     for part in text.split(","):
         numbers = _numbers(part.strip())
@@ -138,9 +138,9 @@ def parse_gpus(text: str) -> tuple[int, ...]:
                 Problem(key="--gpus", value=part.strip() or text, reason=numbers, fix="write 8..1024 or 8,64,256")
             )
         else:
-            found.update(numbers)
+            counts.update(numbers)
     refuse(problems)
-    return tuple(sorted(found))
+    return tuple(sorted(counts))
 
 
 def run_simulation(

@@ -150,8 +150,8 @@ def last_steps(samples: Samples, count: int) -> Measured:
 def _optimizer_s(step: Sequence[StepSample]) -> float:
     """Sums seconds until the next forward: of the slowest rank in `_OWN` phases,
     of the last in `_TOGETHER`."""
-    own = max(sum(sample.phases.get(name, 0.0) for name in _OWN) for sample in step)
-    return own + sum(min(sample.phases.get(name, 0.0) for sample in step) for name in _TOGETHER)
+    updating_s = max(sum(sample.phases.get(name, 0.0) for name in _OWN) for sample in step)
+    return updating_s + sum(min(sample.phases.get(name, 0.0) for sample in step) for name in _TOGETHER)
 
 
 def _turns(files: RunFiles) -> Path:

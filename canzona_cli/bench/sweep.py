@@ -73,11 +73,11 @@ def run_sweep(sweep: Sweep, say: Say) -> dict[str, BenchResult]:
     Raises:
         CanzonaError: as `session.run`; results so far stay in their directories.
     """
-    found = {}
+    results = {}
     for value, session in sweep.sessions.items():
         say(f"{sweep.kind} {value}")
-        found[value], _ = run(session, say)
-    return found
+        results[value], _ = run(session, say)
+    return results
 
 
 def simulate_sweep(

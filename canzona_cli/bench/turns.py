@@ -81,19 +81,19 @@ class _Measured:
 
 def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Samples]:
     """Gathers every rank's measurements on every rank. Collective."""
-    found = {}
+    samples = {}
     for name, strategy in strategies.items():
-        own = tuple(
+        mine = tuple(
             StepSample(step_s=timing.step_s, processor_s=processor_s, phases=dict(timing.phases))
             for timing, processor_s in zip(strategy.trainee.timer.timings(), strategy.processor_s, strict=True)
         )
-        everyone = gather(_Measured(steps=own, tensor_bytes=tensor_bytes(strategy.trainee)))
-        found[name] = Samples(
+        everyone = gather(_Measured(steps=mine, tensor_bytes=tensor_bytes(strategy.trainee)))
+        samples[name] = Samples(
             losses=tuple(strategy.losses),
             tensor_bytes=tuple(rank.tensor_bytes for rank in everyone),
             ranks=tuple(rank.steps for rank in everyone),
         )
-    return found
+    return samples
 
 
 def tensor_bytes(trainee: Trainee) -> int:

@@ -46,9 +46,9 @@ def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     journal.stage("train", f"{turns.rounds} rounds of {', '.join(turns.names)}")
     finished = take_turns(turns, strategies, stop_requested=lambda: rank == 0 and files.stop_requested(), tell=tell)
     if finished:
-        found = gather_samples(strategies)
+        samples = gather_samples(strategies)
         if rank == 0:
-            write_samples(files, found)
+            write_samples(files, samples)
     parallel.shutdown()
     return "done" if finished else "interrupted"
 

@@ -52,9 +52,9 @@ class Calibration:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        found = []
+        warnings = []
         if self.load > cores() / 2:
-            found.append(
+            warnings.append(
                 f"load average {self.load:.1f} on {cores()} cores at the start: other programs are running; repeat on "
                 "an idle machine"
             )
@@ -63,10 +63,10 @@ class Calibration:
             worst = sorted(noisy, key=lambda m: -m.spread.relative)[:3]
             named = ", ".join(f"{describe(m)} {m.spread.relative:.0%}" for m in worst)
             more = "" if len(noisy) <= 3 else f" and {len(noisy) - 3} more"
-            found.append(f"spread above {NOISE:.0%}: {named}{more}")
+            warnings.append(f"spread above {NOISE:.0%}: {named}{more}")
         if self.profile.not_measured:
-            found.append(f"not measured: {', '.join(self.profile.not_measured)}; taken from {self.base.name}")
-        return tuple(found)
+            warnings.append(f"not measured: {', '.join(self.profile.not_measured)}; taken from {self.base.name}")
+        return tuple(warnings)
 
 
 def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
@@ -131,7 +131,7 @@ def calibrate(
     preflight.check_machine(shortened(config), layout)
     files = RunFiles(Path(tempfile.mkdtemp(prefix="canzona-calibrate-")))
     begun, load = time.time(), os.getloadavg()[0]
-    kept = False
+    keep_logs = False
     try:
         files.ranks.mkdir()
         files.logs.mkdir()
@@ -144,9 +144,9 @@ def calibrate(
         command = torchrun.build(config, files.root, module=worker)
         outcome = Supervision(files, command, view, ranks=range(config.gpus)).run()
         record = read_record(files)
-        kept = outcome.failed
+        keep_logs = outcome.failed
     finally:
-        if not kept:
+        if not keep_logs:
             shutil.rmtree(files.root, ignore_errors=True)
     seconds = time.time() - begun
     facts = {
@@ -164,7 +164,7 @@ def calibrate(
         outcome=outcome,
         seconds=seconds,
         load=load,
-        logs=files.root if kept else None,
+        logs=files.root if keep_logs else None,
     )
 
 
@@ -190,18 +190,18 @@ def _micro_batch(config: RunConfig) -> int:
         return 1
 
 
-def content_of(found: Calibration, written: Path | None) -> dict[str, object]:
+def content_of(calibration: Calibration, written: Path | None) -> dict[str, object]:
     """Returns what `--json` prints."""
     return {
         "version": VERSION,
         "profile_file": None if written is None else str(written),
-        "status": found.outcome.status,
-        "seconds": found.seconds,
-        "load": found.load,
-        "warnings": list(found.warnings),
-        "left_to_cost_model": list(found.record.skipped),
-        "profile": json.loads(json.dumps(asdict(found.profile))),
-        "measurements": [{**asdict(m), "relative_spread": m.spread.relative} for m in found.record.measurements],
+        "status": calibration.outcome.status,
+        "seconds": calibration.seconds,
+        "load": calibration.load,
+        "warnings": list(calibration.warnings),
+        "left_to_cost_model": list(calibration.record.skipped),
+        "profile": json.loads(json.dumps(asdict(calibration.profile))),
+        "measurements": [{**asdict(m), "relative_spread": m.spread.relative} for m in calibration.record.measurements],
     }
 
 
@@ -263,50 +263,50 @@ def check_writable(path: Path, *, force: bool) -> None:
         raise unwritable("--out", path, error, fix=_ELSEWHERE) from None
 
 
-def write_profile(path: Path, found: Calibration) -> None:
+def write_profile(path: Path, calibration: Calibration) -> None:
     """Raises EnvironmentProblem when it cannot be written."""
     try:
-        write_text_atomic(path, profile_text(found))
+        write_text_atomic(path, profile_text(calibration))
     except OSError as error:
         raise unwritable("--out", path, error, fix=_ELSEWHERE) from None
 
 
-def profile_text(found: Calibration) -> str:
+def profile_text(calibration: Calibration) -> str:
     """The file's text; composes to `found.profile`."""
-    return "\n".join([*_header(found), *_settings(found)]) + "\n"
+    return "\n".join([*_header(calibration), *_settings(calibration)]) + "\n"
 
 
-def _header(found: Calibration) -> Iterator[str]:
-    profile, on = found.profile, found.profile.measured_on
-    yield f"# Measured by `canzona calibrate` on {on.get('date', '?')} in {found.seconds:.0f} s."
-    yield f"# What it does not measure is of profile {found.base.name}."
+def _header(calibration: Calibration) -> Iterator[str]:
+    profile, on = calibration.profile, calibration.profile.measured_on
+    yield f"# Measured by `canzona calibrate` on {on.get('date', '?')} in {calibration.seconds:.0f} s."
+    yield f"# What it does not measure is of profile {calibration.base.name}."
     where = f"{on.get('processor', '?')}, {on.get('cores', '?')} cores, torch {on.get('torch', '?')}"
     gpu = f"{on['gpu']}, " if "gpu" in on else ""
-    yield f"# On {gpu}{where}; load average {found.load:.1f} at the start."
+    yield f"# On {gpu}{where}; load average {calibration.load:.1f} at the start."
     workers = on.get("workers")
     if workers is not None:
         yield f"# {on.get('ranks', '?')} ranks, {workers} computing at a time, {on.get('threads', '?')} threads each."
     yield "# Medians. +- 3% of 40: half the interquartile range, over 40 repetitions on all ranks."
-    for warning in found.warnings:
+    for warning in calibration.warnings:
         yield f"# Warning: {warning}"
-    for skipped in found.record.skipped:
+    for skipped in calibration.record.skipped:
         yield f"# Left to the cost model: {skipped}"
     if profile.not_measured:
         yield "# CUT OFF: what not_measured names comes from the profile above."
 
 
-def _settings(found: Calibration) -> Iterator[str]:
-    profile = found.profile
-    single: dict[str, Measurement] = {m.quantity: m for m in found.record.measurements if not m.key}
+def _settings(calibration: Calibration) -> Iterator[str]:
+    profile = calibration.profile
+    single: dict[str, Measurement] = {m.quantity: m for m in calibration.record.measurements if not m.key}
     for field in fields(ClusterConfig):
         name, value = field.name, getattr(profile, field.name)
         if name in _PLACES:
             continue
         if name in _TABLES and value:
             yield f"{name}:"
-            yield from _rows(found, name, value)
+            yield from _rows(calibration, name, value)
             continue
-        changed = value and value != getattr(found.base, name)
+        changed = value and value != getattr(calibration.base, name)
         meaning = f" # {_MEANING[name]}" if name in _MEANING and changed else ""
         if isinstance(value, dict) and value:
             yield f"{name}:{meaning}"
@@ -316,15 +316,16 @@ def _settings(found: Calibration) -> Iterator[str]:
             yield f"{name}: {_scalar(plain)}" + (meaning or (f" # {_spread(single[name])}" if name in single else ""))
 
 
-def _rows(found: Calibration, name: str, table: Iterable[tuple[object, ...]]) -> Iterator[str]:
+def _rows(calibration: Calibration, name: str, table: Iterable[tuple[object, ...]]) -> Iterator[str]:
     """A row on a line, each with its spread."""
     quantity, width = _TABLES[name]
     measured: dict[tuple[object, ...], Measurement] = {
-        m.key: m for m in found.record.measurements if m.quantity == quantity
+        m.key: m for m in calibration.record.measurements if m.quantity == quantity
     }
     for row in table:
-        own = measured.get(row[:width])
-        yield f"  - {_scalar(list(row))} # {f'as {found.base.name}' if own is None else _spread(own)}"
+        measurement = measured.get(row[:width])
+        source = f"as {calibration.base.name}" if measurement is None else _spread(measurement)
+        yield f"  - {_scalar(list(row))} # {source}"
 
 
 def _spread(measurement: Measurement) -> str:

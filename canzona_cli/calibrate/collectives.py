@@ -138,9 +138,9 @@ def _repetitions(budget_s: float, pilot: float) -> int:
     return min(MOST, max(LEAST, int(budget_s / max(pilot, 1e-6))))
 
 
-def _slowest(team: Team, own: Sequence[float]) -> list[float]:
+def _slowest(team: Team, seconds: Sequence[float]) -> list[float]:
     """A collective ends when the last rank is done."""
-    return [max(each) for each in zip(*team.gather(own), strict=True)]
+    return [max(each) for each in zip(*team.gather(seconds), strict=True)]
 
 
 def _in_a_row(members: Members, run: Transfer) -> Callable[[], float]:
@@ -186,14 +186,14 @@ def _ranges(data: torch.Tensor, members: Members) -> list[tuple[torch.Tensor, in
 
 def _all_gather(size: int, members: Members) -> Transfer:
     whole = members.buffer(size, torch.bfloat16)
-    own = whole.chunk(members.size)[members.rank]
-    return lambda: _finish(dist.all_gather_into_tensor(whole, own, group=members.group, async_op=True))
+    shard = whole.chunk(members.size)[members.rank]
+    return lambda: _finish(dist.all_gather_into_tensor(whole, shard, group=members.group, async_op=True))
 
 
 def _reduce_scatter(size: int, members: Members) -> Transfer:
     whole = members.buffer(size, torch.float32).zero_()
-    own = whole.chunk(members.size)[members.rank]
-    return lambda: _finish(dist.reduce_scatter_tensor(own, whole, group=members.group, async_op=True))
+    shard = whole.chunk(members.size)[members.rank]
+    return lambda: _finish(dist.reduce_scatter_tensor(shard, whole, group=members.group, async_op=True))
 
 
 def _all_to_all(size: int, members: Members) -> Transfer:

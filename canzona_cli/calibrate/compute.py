@@ -60,7 +60,7 @@ class Team:
         """Seconds of one call of `work` while all members run it at the same time;
         the samples of all of them."""
         self.meet()
-        return [sample for own in self.gather(repeat(work, self.device, budget_s)) for sample in own]
+        return [sample for of_rank in self.gather(repeat(work, self.device, budget_s)) for sample in of_rank]
 
 
 def joined(group: dist.ProcessGroup | int) -> dist.ProcessGroup:
@@ -228,7 +228,7 @@ def _passes(
         while len(samples) < LEAST or time.perf_counter() - begin < budget_s:
             samples.append(step())
     forward, backward = (
-        [sample for theirs in team.gather(own) for sample in theirs] for own in zip(*samples, strict=True)
+        [sample for theirs in team.gather(mine) for sample in theirs] for mine in zip(*samples, strict=True)
     )
     return list(zip(forward, backward, strict=True))
 

@@ -40,11 +40,11 @@ def shortened(config: RunConfig) -> RunConfig:
 def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
     """The run under each optimizer that is measured: Muon, SOAP, Shampoo and the recipe's own, with its
     settings; what has forms in each of them, and what can be stacked both one by one and stacked."""
-    own, lr = config.optimizer, config.optimizer.lr
+    settings, lr = config.optimizer, config.optimizer.lr
     usual = (MuonConfig(name="muon", lr=lr), SoapConfig(name="soap", lr=lr), ShampooConfig(name="shampoo", lr=lr))
     chosen: dict[str, OptimizerConfig] = {optimizer.name: optimizer for optimizer in usual}
-    if isinstance(own, NewtonSchulzConfig | KroneckerConfig):
-        chosen[own.name] = own
+    if isinstance(settings, NewtonSchulzConfig | KroneckerConfig):
+        chosen[settings.name] = settings
     return tuple(
         replace(config, optimizer=each)
         for optimizer in chosen.values()
@@ -76,7 +76,7 @@ def profile_of(
     """
     base = config.cluster
     known = {m.quantity: m.spread.median for m in record.measurements if not m.key}
-    kept = (
+    from_base = (
         base if base.calibrated and not profile_mismatches(base) else replace(base, measured_updates=(), collectives=())
     )
     here = {} if record.facts is None else asdict(record.facts)
@@ -92,8 +92,8 @@ def profile_of(
         name=name,
         matmul_tflops=products,
         bf16_in_fp32=bf16_in_fp32,
-        measured_updates=_updates(kept, record),
-        collectives=_collectives(kept, record),
+        measured_updates=_updates(from_base, record),
+        collectives=_collectives(from_base, record),
         grouped_collectives=bool(known.get("grouped_collectives", base.grouped_collectives)),
         step_factors={},
         crowding=1.0,
@@ -106,8 +106,8 @@ def profile_of(
     if products != base.matmul_tflops:
         profile = with_peak(profile)
     profile = _with_link(profile, record)
-    found = _with_factors(replace(config, cluster=profile), layout, record)
-    return with_peak(found) if "forward" in (m.quantity for m in record.measurements) else found
+    fitted = _with_factors(replace(config, cluster=profile), layout, record)
+    return with_peak(fitted) if "forward" in (m.quantity for m in record.measurements) else fitted
 
 
 def with_peak(profile: ClusterConfig) -> ClusterConfig:
@@ -143,7 +143,7 @@ def _collectives(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, f
     for m in _those(record, "collectives"):
         kind, ranks, size = m.key
         rows[str(kind), int(ranks), float(size)] = (significant(m.spread.median), round(m.busy, 2))
-    return tuple((*key, *found) for key, found in sorted(rows.items()))
+    return tuple((*key, *seconds) for key, seconds in sorted(rows.items()))
 
 
 def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:

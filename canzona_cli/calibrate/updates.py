@@ -53,8 +53,8 @@ def variants(config: RunConfig) -> Iterator[Variant]:
 
 def shapes(config: RunConfig) -> list[tuple[int, int]]:
     """(rows, columns) of the recipe's matrices, smallest first."""
-    found = {shape for splitting in SPLITTINGS for shape in layer_shapes(config.model, splitting)}
-    return sorted(found, key=lambda shape: (max(shape), shape[0] * shape[1]))
+    shapes_of_all = {shape for splitting in SPLITTINGS for shape in layer_shapes(config.model, splitting)}
+    return sorted(shapes_of_all, key=lambda shape: (max(shape), shape[0] * shape[1]))
 
 
 def measure_updates(
@@ -118,10 +118,10 @@ def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s:
     group.fill_factors(optimizer)
     optimizer.precondition_frequency = 1
     team.meet()
-    own = [timed(group.update, team.device)]
-    if own[0] < budget_s:
-        own = repeat(group.update, team.device, budget_s)
-    renewed = sorted(sample / group.count for each in team.gather(own) for sample in each)
+    mine = [timed(group.update, team.device)]
+    if mine[0] < budget_s:
+        mine = repeat(group.update, team.device, budget_s)
+    renewed = sorted(sample / group.count for each in team.gather(mine) for sample in each)
     refresh = renewed[len(renewed) // 2]
     return [((period - 1) * sample + refresh) / period for sample in plain]
 

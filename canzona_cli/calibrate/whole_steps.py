@@ -93,7 +93,7 @@ class ShortBenches:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def with_steps(found: Calibration, benches: ShortBenches, write: Callable[[Calibration], None]) -> Calibration:
+def with_steps(calibration: Calibration, benches: ShortBenches, write: Callable[[Calibration], None]) -> Calibration:
     """`found` with the factors of whole steps; where a bench failed or was stopped, with those of the one
     before it, and marked as lacking the rest.
 
@@ -103,11 +103,11 @@ def with_steps(found: Calibration, benches: ShortBenches, write: Callable[[Calib
     begun = time.time()
 
     def with_profile(profile: ClusterConfig) -> Calibration:
-        seconds = found.seconds + time.time() - begun
+        seconds = calibration.seconds + time.time() - begun
         measured_on = {**profile.measured_on, "seconds": round(seconds, 1)}
-        return replace(found, seconds=seconds, profile=replace(profile, measured_on=measured_on))
+        return replace(calibration, seconds=seconds, profile=replace(profile, measured_on=measured_on))
 
-    profile, outcome = found.profile, found.outcome
+    profile, outcome = calibration.profile, calibration.outcome
     results: list[BenchResult] = []
     for tp in dict.fromkeys((1, min(RANKS, benches.ranks))):
         try:
@@ -129,15 +129,15 @@ def with_steps(found: Calibration, benches: ShortBenches, write: Callable[[Calib
 
 def _fitted(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterConfig:
     """The profile with the factors of its benches, at least one."""
-    found = factors(results)
+    fitted = factors(results)
     return with_peak(
         replace(
             profile,
-            forward_factor=significant(profile.forward_factor * found.computing),
-            forward_module_us=significant(profile.forward_module_us * found.computing),
-            backward_factor=significant(profile.backward_factor * found.computing),
-            backward_module_us=significant(profile.backward_module_us * found.computing),
-            step_factors=dict(found.phases),
+            forward_factor=significant(profile.forward_factor * fitted.computing),
+            forward_module_us=significant(profile.forward_module_us * fitted.computing),
+            backward_factor=significant(profile.backward_factor * fitted.computing),
+            backward_module_us=significant(profile.backward_module_us * fitted.computing),
+            step_factors=dict(fitted.phases),
             measured_on={**profile.measured_on, "fitted_on": fitted_on(results)},
         )
     )
@@ -168,19 +168,19 @@ def factors(results: Sequence[BenchResult]) -> StepFactors:
         for phase, strategy in of.items():
             # Ranks wait for one another in norm and clip; the last one waits least.
             rank: Literal["min", "mean"] = "min" if phase == "norm_clip" else "mean"
-            found = _factor([result.strategies[strategy] for result in results], (phase,), rank)
-            if found is not None:
-                phases[f"{prefix}{phase}"] = found
+            factor = _factor([result.strategies[strategy] for result in results], (phase,), rank)
+            if factor is not None:
+                phases[f"{prefix}{phase}"] = factor
     met: tuple[Phase, ...] = ("forward", "backward", "grad_reduce", "param_gather")
     computing = _factor(results[0].strategies.values(), met, "mean")
     assert computing is not None
     return StepFactors(computing=computing, phases=phases)
 
 
-def _factor(found: Iterable[StrategyBench], phases: Sequence[Phase], rank: Literal["min", "mean"]) -> float | None:
+def _factor(benches: Iterable[StrategyBench], phases: Sequence[Phase], rank: Literal["min", "mean"]) -> float | None:
     """Measured over predicted, all phases and benches together; None where no bench has them."""
     measured = predicted = 0.0
-    for bench, phase in itertools.product(found, phases):
+    for bench, phase in itertools.product(benches, phases):
         expected, seconds = bench.predicted.phases.get(phase, 0.0), bench.measured.phases.get(phase)
         if seconds is not None and expected > 0:
             measured += seconds.min_s if rank == "min" else seconds.mean_s

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Piece, Scalar, StoredTensor
-from canzona_cli.checkpoint.store import Chosen, Found
+from canzona_cli.checkpoint.store import Chosen, StoredCheckpoint
 from canzona_cli.checkpoint.verify import (
     OnBytes,
     foreign_files,
@@ -58,7 +58,7 @@ _HEAD: Final = re.compile(r"[qkv]\.(\d+)")
 class Verified:
     """A checkpoint whose bytes have all been hashed and whose tables have been compared with its model."""
 
-    found: Found
+    checkpoint: StoredCheckpoint
     bytes: int
     """The bytes that were read."""
     seconds: float
@@ -243,7 +243,7 @@ def verify_chosen(chosen: Chosen, on_bytes: OnBytes) -> tuple[tuple[Verified, ..
     Raises:
         CheckpointInvalid: all have been removed.
     """
-    verified = {checkpoint.name: _verified(checkpoint, on_bytes) for checkpoint in chosen.found}
+    verified = {checkpoint.name: _verified(checkpoint, on_bytes) for checkpoint in chosen.checkpoints}
     left = tuple(result for result in verified.values() if result is not None)
     removed = tuple(name for name, result in verified.items() if result is None)
     if not left:
@@ -251,7 +251,7 @@ def verify_chosen(chosen: Chosen, on_bytes: OnBytes) -> tuple[tuple[Verified, ..
     return left, removed
 
 
-def _verified(checkpoint: Found, on_bytes: OnBytes) -> Verified | None:
+def _verified(checkpoint: StoredCheckpoint, on_bytes: OnBytes) -> Verified | None:
     """Hashes all files of a checkpoint; None if it is removed meanwhile."""
     counts: list[int] = []  # appending is safe from several threads
     began = time.perf_counter()
@@ -273,4 +273,6 @@ def _verified(checkpoint: Found, on_bytes: OnBytes) -> Verified | None:
     if not checkpoint.path.exists():
         return None
     seconds = time.perf_counter() - began
-    return Verified(found=checkpoint, bytes=sum(counts), seconds=seconds, problems=tuple(problems), foreign=foreign)
+    return Verified(
+        checkpoint=checkpoint, bytes=sum(counts), seconds=seconds, problems=tuple(problems), foreign=foreign
+    )

@@ -127,7 +127,7 @@ def _restore_held(pieces: list[HeldPiece], reader: Reader, *, weights_only: bool
     if MASTER not in fields:
         raise CheckpointInvalid(lacking(f"{unit}/{MASTER}"))
     if isinstance(item, HeldFragment) and isinstance(item.optimizer, MatrixOptimizer):
-        expected = {MASTER: None, **(item.optimizer.kept(item.master) or {})}
+        expected = {MASTER: None, **(item.optimizer.state_shapes(item.master) or {})}
         if foreign := sorted(set(fields) - expected.keys()):
             raise CheckpointInvalid(reader.problem(f"{unit}: {foreign[0]} is nothing that its optimizer keeps"))
     read = {field: torch.empty(item.master.numel()) for field in fields}
@@ -203,7 +203,7 @@ def unlike(
         now = optimizer.param_groups[0].get(key, value)
         if not isinstance(now, bool | int | float | str) or isinstance(now, str) != isinstance(value, str):
             return f"{key} of a parameter group is no {type(value).__name__}"
-    expected = optimizer.kept(master) if isinstance(optimizer, MatrixOptimizer) else None
+    expected = optimizer.state_shapes(master) if isinstance(optimizer, MatrixOptimizer) else None
     if expected is None or not (tensors or counts.keys() & expected.keys()):
         return ""
     for key in sorted(expected.keys() | tensors.keys()):

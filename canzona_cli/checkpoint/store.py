@@ -21,7 +21,7 @@ _GLANCE_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class StoredCheckpoint:
     """One checkpoint of a store, judged by its manifest and the sizes of its files."""
 
     name: str
@@ -49,15 +49,15 @@ class CheckpointStore:
         or of the folder itself if it is not a run directory."""
         return cls(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
 
-    def found(self) -> tuple[Found, ...]:
+    def checkpoints(self) -> tuple[StoredCheckpoint, ...]:
         """Lists every checkpoint, in the order of steps."""
         return self._steadily(lambda: tuple(self._backwards())[::-1])
 
-    def latest(self) -> Found | None:
+    def latest(self) -> StoredCheckpoint | None:
         """Returns the checkpoint of the highest step, usable or not; None in an empty store."""
         return self._steadily(lambda: next(self._backwards(), None))
 
-    def newest(self) -> Found | None:
+    def newest(self) -> StoredCheckpoint | None:
         """Returns the usable checkpoint of the highest step; None if there is none."""
         return self._steadily(lambda: next((checkpoint for checkpoint in self._backwards() if checkpoint.sound), None))
 
@@ -139,7 +139,7 @@ class CheckpointStore:
         paths = waiting | {name: self.root / name for name in names if step_of(name) is not None}
         return dict(sorted(paths.items(), key=lambda item: step_of(item[0]) or 0))
 
-    def _backwards(self) -> Iterator[Found]:
+    def _backwards(self) -> Iterator[StoredCheckpoint]:
         for name, path in reversed(self._paths().items()):
             yield judge(name, path)
 
@@ -166,16 +166,16 @@ def is_checkpoint(path: Path) -> bool:
     return step_of(path.name) is not None or (path / MANIFEST).exists()
 
 
-def judge(name: str, path: Path) -> Found:
+def judge(name: str, path: Path) -> StoredCheckpoint:
     """Judges a checkpoint by its manifest and the sizes of its files."""
     step = step_of(name) or 0
     if path.is_symlink():
         problem = Problem(key=name, reason="is a symbolic link; give the path of its target to use it")
-        return Found(name=name, step=step, path=path, manifest=None, problems=(problem,))
+        return StoredCheckpoint(name=name, step=step, path=path, manifest=None, problems=(problem,))
     try:
-        return Found(name=name, step=step, path=path, manifest=read_manifest(path))
+        return StoredCheckpoint(name=name, step=step, path=path, manifest=read_manifest(path))
     except CheckpointInvalid as error:
-        return Found(name=name, step=step, path=path, manifest=None, problems=error.problems)
+        return StoredCheckpoint(name=name, step=step, path=path, manifest=None, problems=error.problems)
 
 
 def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | None:
@@ -198,7 +198,7 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
     if resume == "auto":
         return _usable(store.latest())
     if step_of(resume) is not None:
-        named = {checkpoint.name: checkpoint for checkpoint in store.found()}
+        named = {checkpoint.name: checkpoint for checkpoint in store.checkpoints()}
         if resume not in named:
             raise ConfigError(_nothing(resume, f"{run_checkpoints} has no such checkpoint", _there(store)))
         return _usable(named[resume])
@@ -215,7 +215,7 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
     return checkpoint
 
 
-def _usable(checkpoint: Found | None, *, by_path: bool = False) -> Path | None:
+def _usable(checkpoint: StoredCheckpoint | None, *, by_path: bool = False) -> Path | None:
     """Returns its folder if it is sound; `by_path` offers the previous one by path,
     as it is another run's."""
     if checkpoint is None:
@@ -229,7 +229,7 @@ def _usable(checkpoint: Found | None, *, by_path: bool = False) -> Path | None:
 
 
 def _there(store: CheckpointStore) -> str:
-    names = [checkpoint.name for checkpoint in store.found() if checkpoint.sound]
+    names = [checkpoint.name for checkpoint in store.checkpoints() if checkpoint.sound]
     if not names:
         return f"{store.root} has none; checkpoint.resume=auto starts from the beginning there"
     return f"checkpoints there: {', '.join(names[-5:])}"
@@ -256,14 +256,14 @@ class Chosen:
 
     root: Path
     """The folder they lie in."""
-    found: tuple[Found, ...]
+    checkpoints: tuple[StoredCheckpoint, ...]
 
     @property
-    def newest(self) -> Found:
+    def newest(self) -> StoredCheckpoint:
         """The newest checkpoint; raises ConfigError if there is none."""
-        return self.required().found[-1]
+        return self.required().checkpoints[-1]
 
-    def at(self, step: int | None) -> Found:
+    def at(self, step: int | None) -> StoredCheckpoint:
         """Returns the checkpoint of a step; of None, the newest.
 
         Raises:
@@ -271,16 +271,16 @@ class Chosen:
         """
         if step is None:
             return self.newest
-        checkpoint = next((checkpoint for checkpoint in self.required().found if checkpoint.step == step), None)
+        checkpoint = next((checkpoint for checkpoint in self.required().checkpoints if checkpoint.step == step), None)
         if checkpoint is None:
-            fix = f"steps there: {', '.join(str(checkpoint.step) for checkpoint in self.found[-5:])}"
+            fix = f"steps there: {', '.join(str(checkpoint.step) for checkpoint in self.checkpoints[-5:])}"
             reason = f"{self.root} has no checkpoint of that step"
             raise ConfigError(Problem(key="--step", value=step, reason=reason, fix=fix))
         return checkpoint
 
     def required(self) -> "Chosen":
         """Returns itself; raises ConfigError if there is no checkpoint."""
-        if not self.found:
+        if not self.checkpoints:
             raise ConfigError(_no_choice(self.root, "the run has no checkpoint yet"))
         return self
 
@@ -297,11 +297,11 @@ def choose(where: Path | None, *, runs: Path = Path("runs")) -> Chosen:
     reason = "there is no such checkpoint" if is_checkpoint(path) else "there is no such directory"
     if path.is_dir():
         if is_checkpoint(path):
-            return Chosen(root=path.parent, found=(judge(path.name, path),))
+            return Chosen(root=path.parent, checkpoints=(judge(path.name, path),))
         files, store = RunFiles(path), CheckpointStore.under(path)
-        checkpoints = store.found()
+        checkpoints = store.checkpoints()
         if checkpoints or files.checkpoints.is_dir() or files.config.exists():
-            return Chosen(root=store.root if checkpoints else files.checkpoints, found=checkpoints)
+            return Chosen(root=store.root if checkpoints else files.checkpoints, checkpoints=checkpoints)
         reason = "contains neither a run nor a checkpoint"
     raise ConfigError(_no_choice(where, reason))
 

@@ -127,12 +127,12 @@ def diagnose(*, run_root: Path = Path("runs")) -> Diagnosis:
         visible, installed = gpu_inventory(), len(installed_gpus())
         before = [*packages()]
         after = [*_machine(), *_storage(run_root, bool(visible)), *network(), _slurm(), *_environment()]
-        found = probe.result()
+        probed = probe.result()
     finally:
         probe.close()
-    usable = not isinstance(found, str) and found.get("cuda_available") is True
+    usable = not isinstance(probed, str) and probed.get("cuda_available") is True
     return Diagnosis(
-        findings=(*before, *_torch(found), *gpus(usable, visible, installed), *after),
+        findings=(*before, *_torch(probed), *gpus(usable, visible, installed), *after),
         gpus=len(visible) if usable else 0,
         slurm=any(finding.name == "Slurm" and finding.status == "ok" for finding in after),
     )
@@ -196,11 +196,11 @@ class _TorchProbe:
         except subprocess.TimeoutExpired:
             return f"importing and trying it took longer than {_PROBE_TIMEOUT_S:.0f} s"
         try:
-            found = json.loads(out.splitlines()[-1])
+            facts = json.loads(out.splitlines()[-1])
         except (IndexError, ValueError):
             lines = [line.strip() for line in err.splitlines() if line.strip()]
             return lines[-1] if lines else f"its process ended with code {self._process.returncode} and no message"
-        return found if isinstance(found, dict) else "its answer is not an object"
+        return facts if isinstance(facts, dict) else "its answer is not an object"
 
     def close(self) -> None:
         """End the process."""
@@ -209,20 +209,20 @@ class _TorchProbe:
             self._process.communicate()
 
 
-def _torch(found: Mapping[str, object] | str) -> Iterator[Finding]:
+def _torch(probed: Mapping[str, object] | str) -> Iterator[Finding]:
     """Torch's build and its backends, from what the probe found."""
-    if isinstance(found, str):
+    if isinstance(probed, str):
         fix = f"see the whole error: {sys.executable} -c 'import torch'; then reinstall torch"
-        yield _judged("torch", "import", False, found, "no worker can start", fix, otherwise="fail")
+        yield _judged("torch", "import", False, probed, "no worker can start", fix, otherwise="fail")
         return
-    cuda = found.get("cuda_build")
-    value = f"{found.get('torch')}, {f'CUDA {cuda}' if cuda else 'CPU only'}"
+    cuda = probed.get("cuda_build")
+    value = f"{probed.get('torch')}, {f'CUDA {cuda}' if cuda else 'CPU only'}"
     yield _judged("torch", "build", True, value, "runs on CPU too" if cuda else "cannot use GPUs")
-    problem = found.get("gloo_error") if found.get("gloo_built") else "torch was built without it"
+    problem = probed.get("gloo_error") if probed.get("gloo_built") else "torch was built without it"
     fix = "allow connections on the loopback interface, or name another: GLOO_SOCKET_IFNAME=eth0"
     value = str(problem or "two ranks met and added up a tensor")
     yield _judged("torch", "gloo", not problem, value, "the backend of CPU ranks", fix, otherwise="fail")
-    nccl = found.get("nccl")
+    nccl = probed.get("nccl")
     value = str(nccl or "not in this build")
     yield _judged("torch", "NCCL", bool(nccl), value, "the backend of GPU ranks", otherwise="info")
 

@@ -53,9 +53,9 @@ def choose(config: RunConfig) -> Candidate | None:
     parallel, train = config.parallel, config.train
     vpp = 1 if parallel.pp == 1 else parallel.vpp
     typed = None not in (parallel.tp, parallel.pp, vpp, parallel.cp, train.micro_batch_size, train.recompute)
-    found = () if typed else search(config).best
-    if found:
-        return Candidate(layout=found[0].layout, memory=estimate(config, found[0].layout))
+    fastest = () if typed else search(config).best
+    if fastest:
+        return Candidate(layout=fastest[0].layout, memory=estimate(config, fastest[0].layout))
     # There is nothing to choose from; or no plan fits, which planning says in more detail than a search
     # could.
     fitting = [candidate for candidate in candidates(config) if candidate.fits]
@@ -167,11 +167,11 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
         CanzonaError: what is wrong with any of them; of a mistake that not all have, with the values that
         have it.
     """
-    found: list[SweptRun] = []
+    runs: list[SweptRun] = []
     failed: list[tuple[Combination, CanzonaError]] = []
-    wanted = combinations(arguments)
+    asked = combinations(arguments)
     recipe_of = cache(lambda others: compose_run(others, recipes_dirs=recipes_dirs).config.optimizer)
-    for plain in wanted:
+    for plain in asked:
         one = plain
         try:
             one = _with_own_minimum(plain, recipe_of)
@@ -179,14 +179,14 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
         except CanzonaError as error:
             failed.append((one, error))
         else:
-            found.append(SweptRun(combination=one, config=config, layout=layout))
+            runs.append(SweptRun(combination=one, config=config, layout=layout))
     if not failed:
-        return tuple(found)
-    told: dict[tuple[str, str], list[tuple[Problem, str]]] = {}
+        return tuple(runs)
+    reported: dict[tuple[str, str], list[tuple[Problem, str]]] = {}
     for one, failure in failed:
         for problem in failure.problems:
-            told.setdefault((problem.key, problem.reason), []).append((problem, one.words))
-    raise type(failed[0][1])(*(_once(having, len(wanted)) for having in told.values()))
+            reported.setdefault((problem.key, problem.reason), []).append((problem, one.words))
+    raise type(failed[0][1])(*(_once(having, len(asked)) for having in reported.values()))
 
 
 def _with_own_minimum(one: Combination, recipe_of: Callable[[tuple[str, ...]], OptimizerConfig]) -> Combination:

@@ -31,19 +31,19 @@ Release = tuple[int, int]
 def driver_problem() -> Problem | None:
     """A driver that cannot run torch's CUDA, or a torch without CUDA; None where it can,
     or where nothing tells."""
-    wanted, here = torch_cuda(), driver_cuda()
-    if here is None or wanted is None:
+    needed, here = torch_cuda(), driver_cuda()
+    if here is None or needed is None:
         return None
-    if wanted == (0, 0):
+    if needed == (0, 0):
         reason = "it is built without CUDA and cannot use the GPUs here"
         return Problem(key="torch", value=torch_version(), reason=reason, fix=_GET_TORCH)
-    if here[0] >= wanted[0]:
+    if here[0] >= needed[0]:
         return None
-    newer = f" to {_DRIVERS[wanted[0]]} or later" if wanted[0] in _DRIVERS else ""
+    newer = f" to {_DRIVERS[needed[0]]} or later" if needed[0] in _DRIVERS else ""
     return Problem(
         key="NVIDIA driver",
         value=f"for CUDA {_dotted(here)}",
-        reason=f"it is too old for torch {torch_version()} here, which is built for CUDA {_dotted(wanted)}",
+        reason=f"it is too old for torch {torch_version()} here, which is built for CUDA {_dotted(needed)}",
         fix=f"update the driver{newer}, or {_GET_TORCH}",
     )
 
@@ -62,13 +62,13 @@ def driver_cuda() -> Release | None:
 def torch_cuda() -> Release | None:
     """Returns the CUDA release that the installed torch is built for, (0, 0) for none;
     None if it does not say."""
-    found = importlib.util.find_spec("torch")
+    spec = importlib.util.find_spec("torch")
     try:
-        text = Path(found.origin).with_name("version.py").read_text("utf-8") if found and found.origin else ""
+        text = Path(spec.origin).with_name("version.py").read_text("utf-8") if spec and spec.origin else ""
     except OSError:
         return None
-    told = re.search(r"^cuda\b[^=]*=\s*(?:None|'(\d+)\.(\d+))", text, re.MULTILINE)
-    return told and (int(told[1] or 0), int(told[2] or 0))
+    version = re.search(r"^cuda\b[^=]*=\s*(?:None|'(\d+)\.(\d+))", text, re.MULTILINE)
+    return version and (int(version[1] or 0), int(version[2] or 0))
 
 
 def backend_problem(chosen: str | None) -> Problem | None:
@@ -94,9 +94,9 @@ def fused_layers_problem() -> Problem | None:
         return Problem(key=key, value=True, reason=reason, fix=f"pip install 'canzona[te]', or {without}")
     if version is None or asked is None or admits(asked, version):
         return None
-    wanted = ",".join(sorted(map(str, asked.specifier), reverse=True))
-    reason = f"Transformer Engine {version} is not one that the installed megatron-core was checked with ({wanted})"
-    return Problem(key=key, value=True, reason=reason, fix=f"pip install 'transformer-engine{wanted}', or {without}")
+    needed = ",".join(sorted(map(str, asked.specifier), reverse=True))
+    reason = f"Transformer Engine {version} is not one that the installed megatron-core was checked with ({needed})"
+    return Problem(key=key, value=True, reason=reason, fix=f"pip install 'transformer-engine{needed}', or {without}")
 
 
 def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:
@@ -139,7 +139,9 @@ def _interfaces() -> set[str]:
     """Those that are up and have an address."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     addresses = psutil.net_if_addrs().items()
-    return {name for name, own in addresses if name in up and any(one.family in (AF_INET, AF_INET6) for one in own)}
+    return {
+        name for name, entries in addresses if name in up and any(one.family in (AF_INET, AF_INET6) for one in entries)
+    }
 
 
 def _dotted(release: Release) -> str:

@@ -55,10 +55,10 @@ def possible_layouts(config: RunConfig) -> list[Layout]:
         ConfigError: what is set is impossible.
     """
     refuse(layout_problems(config))
-    found = list(_layouts(config))
-    if not found:
+    layouts = list(_layouts(config))
+    if not layouts:
         raise ConfigError(_no_batch(config))
-    return found
+    return layouts
 
 
 def fill(config: RunConfig, layout: Layout) -> RunConfig:

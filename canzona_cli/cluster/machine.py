@@ -57,11 +57,11 @@ def machine_facts(device: Device) -> dict[str, str | int | float]:
 def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
     """Lists how the machine a profile was measured on differs from this one;
     empty for a profile written by hand."""
-    found = list(_differences(cluster)) if cluster.calibrated else []
-    if not found:
+    mismatches = list(_differences(cluster)) if cluster.calibrated else []
+    if not mismatches:
         return ()
     return (
-        f"cluster profile {cluster.name} was measured on another machine ({'; '.join(found)}): its times may not "
+        f"cluster profile {cluster.name} was measured on another machine ({'; '.join(mismatches)}): its times may not "
         "hold here; measure this one with `canzona calibrate`",
     )
 
@@ -107,7 +107,7 @@ def requirement(package: str) -> "Requirement | None":
         asked = map(Requirement, metadata.requires("canzona") or ())
     except metadata.PackageNotFoundError:
         return None
-    return next((found for found in asked if found.name == package), None)
+    return next((needed for needed in asked if needed.name == package), None)
 
 
 def admits(requirement: "Requirement", version: str) -> bool:
@@ -185,8 +185,8 @@ def installed_gpus() -> tuple[GpuInfo, ...]:
     """All GPUs of the machine, in PCI order; empty without an NVIDIA driver. Asked once:
     it may take a second."""
     fields = ",".join(_SMI_FIELDS)
-    found = read_smi(tool_output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", timeout_s=30))
-    return read_proc(_PROC_GPUS) if found is None else found
+    gpus = read_smi(tool_output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", timeout_s=30))
+    return read_proc(_PROC_GPUS) if gpus is None else gpus
 
 
 def select(gpus: tuple[GpuInfo, ...], visible: str | None) -> tuple[GpuInfo, ...]:

@@ -37,15 +37,15 @@ class Profile:
     def renamed(self, name: str) -> str:
         """The file's text under another name."""
         line = f"name: {name}"
-        text, found = re.subn(r"^name:.*$", line, self.text, count=1, flags=re.MULTILINE)
-        return text if found else f"{line}\n{text}"
+        text, replaced = re.subn(r"^name:.*$", line, self.text, count=1, flags=re.MULTILINE)
+        return text if replaced else f"{line}\n{text}"
 
 
 def list_profiles(recipes_dirs: Sequence[Path] = ()) -> list[Profile]:
     """The user's own by name, then the built-in ones. Raises ConfigError for a folder that is not there."""
     dirs = (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir())
-    found = [_read(name, path, str(path)) for name, path in group_options("cluster", dirs).items()]
-    return sorted(found, key=lambda profile: (profile.builtin, profile.name))
+    profiles = [_read(name, path, str(path)) for name, path in group_options("cluster", dirs).items()]
+    return sorted(profiles, key=lambda profile: (profile.builtin, profile.name))
 
 
 def find_profile(asked: str, recipes_dirs: Sequence[Path] = ()) -> Profile:

@@ -61,7 +61,7 @@ class Tried:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class LayoutSearch:
     """The result of a search."""
 
     best: tuple[Tried, ...]
@@ -73,18 +73,18 @@ class Found:
     """The number of these that took a simulation."""
 
 
-def search(config: RunConfig, count: int = 1) -> Found:
+def search(config: RunConfig, count: int = 1) -> LayoutSearch:
     """The `count` fastest of all legal layouts that fit, by the simulator; remembered in the cache folder.
 
     Raises:
         ConfigError: what is set is impossible.
     """
     cache = Cache.of(config, count)
-    found = cache.read(Found)
-    if found is None or not _holds(config, found):
-        found = _search(config, count)
-        cache.write(found)
-    return found
+    result = cache.read(LayoutSearch)
+    if result is None or not _holds(config, result):
+        result = _search(config, count)
+        cache.write(result)
+    return result
 
 
 def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> Tried | None:
@@ -95,18 +95,18 @@ def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> T
     other = with_strategy(config, strategy)
     here = Candidate(layout=planned, memory=estimate(other, planned))
     simulated = _try(other, here) if here.fits else None
-    fastest = [*search(other).best, *([] if simulated is None else [simulated.told()])]
+    fastest = [*search(other).best, *([] if simulated is None else [simulated.tried()])]
     return min(fastest, key=lambda one: one.per_sequence_s, default=None)
 
 
-def _holds(config: RunConfig, remembered: Found) -> bool:
+def _holds(config: RunConfig, remembered: LayoutSearch) -> bool:
     """Checks remembered layouts against the run: everything that is set is as it is set, and they fit. A file
     may be another run's, or from before a rule changed, and the run trains what it says."""
     layouts = {tried.layout for tried in remembered.best}
     return layouts <= set(possible_layouts(config)) and all(estimate(config, layout).fits for layout in layouts)
 
 
-def _search(config: RunConfig, count: int) -> Found:
+def _search(config: RunConfig, count: int) -> LayoutSearch:
     fitting = [candidate for candidate in candidates(config) if candidate.fits]
     estimated = ((_estimate(config, candidate), candidate) for candidate in fitting)
     waiting = sorted(estimated, key=lambda pair: (pair[0], _plain(pair[1].layout)))
@@ -135,8 +135,8 @@ def _search(config: RunConfig, count: int) -> Found:
             # Alike where only the order of sums differs.
             seconds = repeating[plain] = float(f"{one.result.iteration_s / candidate.layout.global_batch_size:.5e}")
             best[seconds] = min(one, best.get(seconds, one), key=lambda either: _plain(either.candidate.layout))
-    fastest = tuple(best[seconds].told() for seconds in sorted(best)[:count])
-    return Found(best=fastest, legal=len(fitting), simulated=simulated)
+    fastest = tuple(best[seconds].tried() for seconds in sorted(best)[:count])
+    return LayoutSearch(best=fastest, legal=len(fitting), simulated=simulated)
 
 
 def _estimate(config: RunConfig, candidate: Candidate) -> float:
@@ -152,7 +152,7 @@ class _Simulated:
     """The plan, for strategies that have one."""
     result: StrategyResult
 
-    def told(self) -> Tried:
+    def tried(self) -> Tried:
         """Returns the layout with what only the fastest are asked for."""
         layout, plan = self.candidate.layout, self.plan
         return Tried(

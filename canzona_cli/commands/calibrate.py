@@ -46,19 +46,19 @@ def calibrate(
     path = out or default_path(config.cluster.name)
     check_writable(path, force=force)
     view = Progress(Console(stderr=True, highlight=False))
-    found = measure(config, layout, view, name=path.stem, effort=QUICK if quick else FULL)
-    written = path if found.record.measurements else None
+    calibration = measure(config, layout, view, name=path.stem, effort=QUICK if quick else FULL)
+    written = path if calibration.record.measurements else None
     if written is not None:
-        write_profile(written, found)
-        if found.outcome.exit_code == 0 and not quick:
+        write_profile(written, calibration)
+        if calibration.outcome.exit_code == 0 and not quick:
             benches = ShortBenches(overrides or (), config, written, progress, recipes_dir or ())
-            found = with_steps(found, benches, partial(write_profile, written))
+            calibration = with_steps(calibration, benches, partial(write_profile, written))
     if as_json:
-        show(content_of(found, written))
+        show(content_of(calibration, written))
     else:
         console = Console(highlight=False)
-        console.print(CalibrationView(found=found, config=config))
-        for line in closing(found, config, written):
+        console.print(CalibrationView(calibration=calibration, config=config))
+        for line in closing(calibration, config, written):
             console.print(line, soft_wrap=True)
-    if found.outcome.exit_code:
-        raise typer.Exit(found.outcome.exit_code)
+    if calibration.outcome.exit_code:
+        raise typer.Exit(calibration.outcome.exit_code)

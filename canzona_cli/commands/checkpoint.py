@@ -68,10 +68,10 @@ def show(where: Where = None, as_json: AsJson = False) -> None:
     from canzona_cli.errors import CheckpointInvalid
     from canzona_cli.report.checkpoint import Content
 
-    found = choose(where).newest
-    if found.manifest is None:
-        raise CheckpointInvalid(*found.problems)
-    content = Content(found=found, manifest=found.manifest)
+    checkpoint = choose(where).newest
+    if checkpoint.manifest is None:
+        raise CheckpointInvalid(*checkpoint.problems)
+    content = Content(checkpoint=checkpoint, manifest=checkpoint.manifest)
     show_page(content.as_json() if as_json else content)
 
 
@@ -99,16 +99,16 @@ def import_(
     from canzona_cli.run.words import count
 
     check_empty(out, key="--out")
-    found = open_folder(folder, key="DIR")
-    composed = recipe_of(found, overrides or (), recipes_dir or ())
+    pretrained = open_folder(folder, key="DIR")
+    composed = recipe_of(pretrained, overrides or (), recipes_dir or ())
     config = composed.config
-    found.check(config.model)
+    pretrained.check(config.model)
     warn_about(composed)
     from canzona_cli.huggingface.weights import import_weights  # imports torch
 
     parameters = parameter_count(config.model).total
     with bar_of_bytes("importing", 4 * parameters) as on_bytes, staged(out, key="--out") as run:
-        name = import_weights(found, config, RunFiles(run), on_bytes=on_bytes).name
+        name = import_weights(pretrained, config, RunFiles(run), on_bytes=on_bytes).name
     checkpoint = RunFiles(out).checkpoints / name
     if as_json:
         show_page({"version": JSON_VERSION, "checkpoint": str(checkpoint.absolute()), "parameters": parameters})
@@ -152,21 +152,23 @@ def export(
     from canzona_cli.run.words import plural, size
 
     check_empty(out, key="OUT")
-    found = choose(where).at(step)
-    manifest, config, with_it = verified_run(found, tokenizer)
+    checkpoint = choose(where).at(step)
+    manifest, config, with_it = verified_run(checkpoint, tokenizer)
     from canzona_cli.checkpoint.reader import Reader  # imports torch
     from canzona_cli.huggingface.weights import export_weights
 
     kind = dtype or config.train.precision
     total = tensor_bytes(DTYPES[kind][0], (parameter_count(config.model).total,))
-    with bar_of_bytes("exporting", total) as on_bytes, Reader(found.path, manifest, config.model) as reader:
+    with bar_of_bytes("exporting", total) as on_bytes, Reader(checkpoint.path, manifest, config.model) as reader:
         written = export_weights(
             reader, out, dtype=kind, seq_length=config.train.seq_length, beside=with_it, on_bytes=on_bytes
         )
     if as_json:
-        facts = {"step": found.step, "dtype": kind, "tokenizer": with_it.tokenizer or None, **asdict(written)}
+        facts = {"step": checkpoint.step, "dtype": kind, "tokenizer": with_it.tokenizer or None, **asdict(written)}
         show_page({"version": JSON_VERSION, "folder": str(out.absolute()), **facts})
         return
-    typer.echo(f"Wrote {shown(out)}: step {found.step:,}, {size(written.bytes)} in {plural(written.files, 'file')}.")
+    typer.echo(
+        f"Wrote {shown(out)}: step {checkpoint.step:,}, {size(written.bytes)} in {plural(written.files, 'file')}."
+    )
     if not with_it.tokenizer:
         progress("note: no tokenizer is known for this run; --tokenizer DIR adds one")

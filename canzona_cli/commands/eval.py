@@ -58,11 +58,11 @@ def eval(
         on_progress=lambda what, share: progress(what) if share == 0 else None,
     )
     warn(prepared.notes)
-    found, folder = evaluation.run(prepared, progress)
+    evaluated, folder = evaluation.run(prepared, progress)
     progress(f"logs: {folder}")
     if out is not None:
-        write_out(out, json_text(found.as_json()) + "\n", "--out FILE.json in a folder that you may write to")
-    show(found.as_json() if as_json else EvaluationView(evaluation=found))
+        write_out(out, json_text(evaluated.as_json()) + "\n", "--out FILE.json in a folder that you may write to")
+    show(evaluated.as_json() if as_json else EvaluationView(evaluation=evaluated))
 
 
 def _batches(text: str | None) -> int | Literal["all"] | None:

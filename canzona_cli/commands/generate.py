@@ -9,7 +9,7 @@ import typer
 from canzona_cli.commands.output import AsJson
 
 if TYPE_CHECKING:
-    from canzona_cli.checkpoint.store import Found
+    from canzona_cli.checkpoint.store import StoredCheckpoint
     from canzona_cli.config.schema import Device
     from canzona_cli.huggingface.generating import Choosing, Writer
 
@@ -68,8 +68,8 @@ def generate(
     _require_transformers()
     from canzona_cli.checkpoint.store import choose
 
-    found = choose(where).at(step)
-    writer = _writer(found, tokenizer, None if device == "auto" else device)
+    checkpoint = choose(where).at(step)
+    writer = _writer(checkpoint, tokenizer, None if device == "auto" else device)
     from canzona_cli.huggingface.generating import Choosing
 
     how = Choosing(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
@@ -82,7 +82,7 @@ def generate(
 
         from canzona_cli.commands.output import show
 
-        place = {"checkpoint": str(found.path), "step": found.step, "prompt": prompt}
+        place = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "prompt": prompt}
         show({"version": JSON_VERSION, **place, **asdict(written)})
 
 
@@ -97,7 +97,7 @@ def _require_transformers() -> None:
         raise EnvironmentProblem(Problem(key="transformers", reason="is not installed here", fix=fix))
 
 
-def _writer(found: "Found", tokenizer: Path | None, device: "Device | None") -> "Writer":
+def _writer(checkpoint: "StoredCheckpoint", tokenizer: Path | None, device: "Device | None") -> "Writer":
     """The model of a checkpoint, whose every byte is verified before."""
     from canzona_cli.checkpoint.manifest import tensor_bytes
     from canzona_cli.commands.verified import verified_run
@@ -105,13 +105,13 @@ def _writer(found: "Found", tokenizer: Path | None, device: "Device | None") -> 
     from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
 
-    manifest, config, with_it = verified_run(found, tokenizer)
+    manifest, config, with_it = verified_run(checkpoint, tokenizer)
     from canzona_cli.checkpoint.reader import Reader  # imports torch
     from canzona_cli.huggingface.generating import Writer
 
     dtype = config.train.precision
     total = tensor_bytes(DTYPES[dtype][0], (parameter_count(config.model).total,))
-    with bar_of_bytes("loading", total) as on_bytes, Reader(found.path, manifest, config.model) as reader:
+    with bar_of_bytes("loading", total) as on_bytes, Reader(checkpoint.path, manifest, config.model) as reader:
         length = config.train.seq_length
         return Writer(reader, with_it, dtype=dtype, device=device, seq_length=length, on_bytes=on_bytes)
 

@@ -45,15 +45,15 @@ def other_options(command: Command, words: Sequence[str], unread: str) -> list[P
         words: the whole command line.
         unread: the first of them, as the parser names it.
     """
-    found = []
+    options = []
     for place, word in enumerate(words):
         option, equals, value = word.partition("=")
         if option != unread and (not option.startswith("--") or len(option) == 2 or option in command.options):
             continue
         after = words[place + 1] if place + 1 < len(words) else ""
         given = value if equals else after if after[:1] != "-" and "=" not in after else ""
-        found.append(_other_option(command, option, given))
-    return found or [_other_option(command, unread, "")]
+        options.append(_other_option(command, option, given))
+    return options or [_other_option(command, unread, "")]
 
 
 def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:

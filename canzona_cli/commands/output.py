@@ -78,10 +78,10 @@ def tell_batch(asked: "RunConfig", layout: "Layout") -> None:
     Args:
         asked: as composed, its nulls not chosen yet.
     """
-    wanted = asked.train.batch_tokens / asked.train.seq_length
-    if asked.train.global_batch_size is None and layout.global_batch_size != wanted:
+    exact = asked.train.batch_tokens / asked.train.seq_length
+    if asked.train.global_batch_size is None and layout.global_batch_size != exact:
         progress(
-            f"note: the batch has {layout.global_batch_size} sequences instead of {wanted:g}: "
+            f"note: the batch has {layout.global_batch_size} sequences instead of {exact:g}: "
             f"it is a multiple of DP {layout.dp} x micro-batch {layout.micro_batch_size} near train.batch_tokens"
         )
 

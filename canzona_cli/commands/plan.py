@@ -96,9 +96,9 @@ def plan(
         fastest = layouts_of(config)
         show(fastest.as_json() if json else fastest)
         return
-    own = None if shapes is None else load_shapes(shapes)
-    config, layout = resolve(config if own is None else with_shapes(config, own))
-    study = study_run(config, layout, compare, own)
+    shapes_file = None if shapes is None else load_shapes(shapes)
+    config, layout = resolve(config if shapes_file is None else with_shapes(config, shapes_file))
+    study = study_run(config, layout, compare, shapes_file)
     written = None
     if not dry_run:
         from canzona_cli.planner.plan_file import default_path

@@ -150,8 +150,8 @@ def layouts(
     from canzona_cli.report.recipes import layouts as of_sizes
 
     dirs = recipes_dir or ()
-    wanted = names or [recipe.name for recipe in list_recipes(dirs) if recipe.builtin and recipe.cluster != "cpu"]
-    configs = [compose_run([f"recipe={name}"], recipes_dirs=dirs).config for name in wanted]
+    recipes = names or [recipe.name for recipe in list_recipes(dirs) if recipe.builtin and recipe.cluster != "cpu"]
+    configs = [compose_run([f"recipe={name}"], recipes_dirs=dirs).config for name in recipes]
     if not names:
         configs.sort(key=lambda config: parameter_count(config.model).total)
     if as_json:
@@ -165,5 +165,5 @@ def layouts(
 
 def _content(recipe: "RecipeInfo") -> dict[str, object]:
     """A recipe's line in `canzona recipes list --json`."""
-    said = ("name", "builtin", "shadows", "gpus", "cluster", "optimizer", "description", "error")
-    return {"path": str(recipe.path), **{name: getattr(recipe, name) for name in said}}
+    named = ("name", "builtin", "shadows", "gpus", "cluster", "optimizer", "description", "error")
+    return {"path": str(recipe.path), **{name: getattr(recipe, name) for name in named}}

@@ -92,11 +92,11 @@ def _newest() -> list[Path]:
     from canzona_cli.run.files import RunFiles
     from canzona_cli.run.summary import newest_run
 
-    found = Path() if RunFiles(Path()).config.exists() else newest_run(Path("runs"))
-    if found is None:
+    newest = Path() if RunFiles(Path()).config.exists() else newest_run(Path("runs"))
+    if newest is None:
         reason = "there is no run under ./runs"
         raise ConfigError(Problem(key="RUN_DIR", reason=reason, fix="canzona report RUN_DIR"))
-    return [found]
+    return [newest]
 
 
 def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, html: Path | None, as_json: bool) -> None:
@@ -106,11 +106,11 @@ def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, htm
 
     problems = [*page_problems(html)]
     if compare == (len(run_dirs) == 1):
-        said = {
+        given = {
             True: "there is one run directory, but two or more are compared",
             False: f"there are {len(run_dirs)} run directories, but one is shown",
         }
         fix = "canzona report --compare RUN_A RUN_B ..."
-        problems.append(Problem(key="RUN_DIR", value=" ".join(map(str, run_dirs)), reason=said[compare], fix=fix))
+        problems.append(Problem(key="RUN_DIR", value=" ".join(map(str, run_dirs)), reason=given[compare], fix=fix))
     problems += clashes({"--trace": trace, "--compare": compare, "--html": html, "--json": as_json}, CLASHES)
     refuse(problems)

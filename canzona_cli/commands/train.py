@@ -84,16 +84,16 @@ def train(
     requests = Requests(raising=True)
     with handled(requests.add, to_the_end=True):
         try:
-            wanted = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile), *_weights(weights_from)]
+            arguments = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile), *_weights(weights_from)]
             # Both take a while to import, in which signals may come.
             if sweep:
                 from canzona_cli.commands.train_sweep import sweep as train_swept
 
-                train_swept(wanted, recipes_dir or [], requests, **how)
+                train_swept(arguments, recipes_dir or [], requests, **how)
             else:
                 from canzona_cli.commands.train_run import run
 
-                run(wanted, recipes_dir or [], requests, as_json=as_json, **how)
+                run(arguments, recipes_dir or [], requests, as_json=as_json, **how)
         except Preempted as asked:
             outcome = before_workers(None, asked)
             tell(outcome.message)

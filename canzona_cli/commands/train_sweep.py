@@ -54,8 +54,8 @@ def sweep(
     if dry_run or prepare_only:
         for run in runs:
             tell(f"\n{run.combination.words}", "bold")
-            wanted = {"dry_run": dry_run, "prepare_only": prepare_only, "show_config": show_config}
-            train_run.run(_overrides(run, root), recipes_dirs, requests, **wanted)
+            modes = {"dry_run": dry_run, "prepare_only": prepare_only, "show_config": show_config}
+            train_run.run(_overrides(run, root), recipes_dirs, requests, **modes)
         return
     code = _train_all(runs, root, recipes_dirs, requests)
     if len(runs) > 1:
@@ -125,8 +125,8 @@ def _root(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:
 
 
 def _overrides(run: SweptRun, root: Path) -> list[str]:
-    own = [override for override in run.combination.overrides if key_of(override) != "run.dir"]
-    return [*own, f"run.dir={text_value(str(root / run.combination.name))}"]
+    kept_overrides = [override for override in run.combination.overrides if key_of(override) != "run.dir"]
+    return [*kept_overrides, f"run.dir={text_value(str(root / run.combination.name))}"]
 
 
 def _of_task(runs: Sequence[SweptRun], task: int) -> SweptRun:

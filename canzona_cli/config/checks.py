@@ -373,10 +373,10 @@ def source_problem(place: str, name: str) -> str | None:
     if place.endswith(".py"):
         path = Path(place)
         return f"there is no file {place} in {Path.cwd()}" if not path.is_file() else _missing(path, name)
-    found = _located(place)
-    if isinstance(found, str):
-        return found
-    path = Path(found.origin or "")
+    module = _located(place)
+    if isinstance(module, str):
+        return module
+    path = Path(module.origin or "")
     return _missing(path, name) if path.suffix == ".py" and path.is_file() else None
 
 

@@ -105,15 +105,15 @@ def prepare_completion_options(arguments: list[str]) -> None:
 
 def _profiles_here() -> list[str]:
     """Profiles in this folder, as `canzona calibrate` leaves them."""
-    found = []
+    profiles = []
     for file in sorted(file for file in Path().glob("*.yaml") if file.is_file()):  # nobody waits for a pipe
         try:
             with file.open(encoding="utf-8", errors="replace") as text:
                 if CALIBRATED in text.readline():
-                    found.append(f"./{file}")
+                    profiles.append(f"./{file}")
         except OSError:
             continue
-    return found
+    return profiles
 
 
 def _keys(prefix: str) -> list[str]:
@@ -122,10 +122,10 @@ def _keys(prefix: str) -> list[str]:
 
     if "." in prefix:
         return [key for key in settings() if key != "optimizer.name"]  # chosen by optimizer=NAME
-    own = [key for key in settings() if "." not in key]
+    top_level = [key for key in settings() if "." not in key]
     deeper = [key for key in settings() if prefix and key.startswith(prefix) and "." in key and key != "optimizer.name"]
     matching = [section for section in sections() if section.startswith(prefix)]
-    return [*GROUPS, *own, *(deeper if len(matching) == 1 else [])]
+    return [*GROUPS, *top_level, *(deeper if len(matching) == 1 else [])]
 
 
 def _values(key: str) -> list[str]:

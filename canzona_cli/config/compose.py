@@ -63,8 +63,8 @@ def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), 
 def load_resolved(path: Path) -> RunConfig:
     """Reads a run directory's config.yaml. Raises ConfigError with every problem."""
     tree = read_yaml(path)
-    if isinstance(own := tree.get("run"), dict) and "tensorboard" in own:  # as runs had it before they had trackers
-        own["trackers"] = ["tensorboard"] if own.pop("tensorboard") else []
+    if isinstance(run := tree.get("run"), dict) and "tensorboard" in run:  # as runs had it before they had trackers
+        run["trackers"] = ["tensorboard"] if run.pop("tensorboard") else []
     bring_up_to_date(tree)
     unsafe = list(content_problems(tree, shown(path)))
     config = build(tree, texts={}, where=shown(path))
@@ -103,8 +103,8 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     )
     config = build(tree, texts=asked.texts, where=where)
     if isinstance(config, list):
-        told = {problem.key for problem in problems}
-        problems += [problem for problem in config if problem.key not in told]
+        reported = {problem.key for problem in problems}
+        problems += [problem for problem in config if problem.key not in reported]
         bad = {problem.key for problem in config}
         stand_in = _stand_in(base, asked, bad)
         if stand_in is not None:
@@ -171,14 +171,16 @@ def _choose_source(tree: dict[str, object], asked: Overrides) -> None:
 def _with_rates(config: RunConfig, asked: Overrides) -> RunConfig:
     """The optimizer's own learning rate where the recipe has one, and the minimum from its ratio: the decimal
     product, so that 0.1 of 0.0003 is 0.00003 to the bit."""
-    own = config.optimizer
-    for name in own.lrs.keys() - OPTIMIZERS.keys():
+    optimizer = config.optimizer
+    for name in optimizer.lrs.keys() - OPTIMIZERS.keys():
         fix = f"use {', '.join(OPTIMIZERS)}"
-        raise ConfigError(Problem(key="optimizer.lrs", value=own.lrs, reason=f"{name} is not an optimizer", fix=fix))
-    lr = own.lr if "optimizer.lr" in asked.values else own.lrs.get(own.name, own.lr)
-    ratio = own.min_lr_ratio
-    least = own.min_lr if ratio is None else float(Decimal(repr(ratio)) * Decimal(repr(lr)))
-    return replace(config, optimizer=replace(own, lr=lr, lrs={}, min_lr=least))
+        raise ConfigError(
+            Problem(key="optimizer.lrs", value=optimizer.lrs, reason=f"{name} is not an optimizer", fix=fix)
+        )
+    lr = optimizer.lr if "optimizer.lr" in asked.values else optimizer.lrs.get(optimizer.name, optimizer.lr)
+    ratio = optimizer.min_lr_ratio
+    least = optimizer.min_lr if ratio is None else float(Decimal(repr(ratio)) * Decimal(repr(lr)))
+    return replace(config, optimizer=replace(optimizer, lr=lr, lrs={}, min_lr=least))
 
 
 def _choices(asked: Overrides, dirs: Sequence[Path], problems: list[Problem]) -> tuple[dict[str, str], dict[str, Path]]:
@@ -205,8 +207,8 @@ def _choices(asked: Overrides, dirs: Sequence[Path], problems: list[Problem]) ->
             meant = closest_option(name, group_options(group, dirs))
             if group == "recipe" and meant is not None:
                 options[group] = meant
-    told = any(problem.key == "recipe" or problem.fix.startswith("write recipe=") for problem in problems)
-    if "recipe" not in asked.groups and not told:
+    reported = any(problem.key == "recipe" or problem.fix.startswith("write recipe=") for problem in problems)
+    if "recipe" not in asked.groups and not reported:
         names = ", ".join(group_options("recipe", dirs))
         problems.append(Problem(key="recipe", reason="no recipe is given", fix=f"write recipe=NAME: {names}"))
     return options, given
@@ -236,8 +238,8 @@ def _checked_alone(asked: Overrides) -> list[Problem]:
     if isinstance(optimizer, dict):
         having = [settings()[f"optimizer.{name}"].optimizers for name in optimizer if name != "name"]
         optimizer.setdefault("name", next(iter(sorted(frozenset.intersection(*having) or {"muon"})), "muon"))
-    found = build(tree, texts=asked.texts, where="the command line")
-    return [problem for problem in found if _among(problem.key, asked.values)] if isinstance(found, list) else []
+    built = build(tree, texts=asked.texts, where="the command line")
+    return [problem for problem in built if _among(problem.key, asked.values)] if isinstance(built, list) else []
 
 
 def _among(key: str, keys: Collection[str]) -> bool:

@@ -99,13 +99,20 @@ def with_strategy(config: RunConfig, strategy: AnyStrategy) -> RunConfig:
     Settings of the engine that only another strategy can have are dropped: a plan file.
     """
     if strategy == "adamw":
-        own = config.optimizer
-        if isinstance(own, AdamWConfig):
+        optimizer = config.optimizer
+        if isinstance(optimizer, AdamWConfig):
             return config
         adamw = AdamWConfig(
-            name="adamw", lr=own.lr, min_lr=own.min_lr, weight_decay=own.weight_decay, clip_grad=own.clip_grad,
-            clip=own.clip,            beta1=own.beta1, beta2=own.beta2, eps=own.eps,
-        )  # fmt: skip
+            name="adamw",
+            lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            weight_decay=optimizer.weight_decay,
+            clip_grad=optimizer.clip_grad,
+            clip=optimizer.clip,
+            beta1=optimizer.beta1,
+            beta2=optimizer.beta2,
+            eps=optimizer.eps,
+        )
         return replace(config, optimizer=adamw)
     engine = replace(config.engine, strategy=strategy)
     if strategy != "canzona":

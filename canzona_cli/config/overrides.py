@@ -120,14 +120,14 @@ def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
     """A key that no setting has, with the one that was probably meant."""
     if (removed := removed_setting_problem(key, text, where=where)) is not None:
         return removed
-    own = sections().get(key)
-    if own is not None:
-        some = settings()[f"{key}.{sorted(own)[0]}"].key
+    names = sections().get(key)
+    if names is not None:
+        some = settings()[f"{key}.{sorted(names)[0]}"].key
         reason = f"is a section{where}, not a setting"
         return Problem(key=key, value=text, reason=reason, fix=f"for example {some}=VALUE")
     for words, (reason, fix) in _NOT_HERE.items():
-        if found := {*words} & {*re.split(r"[._]", key.lower())}:
-            return Problem(key=key, value=text, reason=f"{reason}{where}", fix=fix.format(min(found)))
+        if matching := {*words} & {*re.split(r"[._]", key.lower())}:
+            return Problem(key=key, value=text, reason=f"{reason}{where}", fix=fix.format(min(matching)))
     group = None if "." in key else closest(key, GROUPS, cutoff=0.8)
     meant = group or closest_key(key) or closest(key, GROUPS)
     fix = f"did you mean {meant}?" if meant else "`canzona recipes show NAME` lists every setting of a recipe"

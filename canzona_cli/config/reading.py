@@ -201,8 +201,8 @@ _NO_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 def adapter[T](kind: type[T]) -> "TypeAdapter[T]":
     """Made once: that takes longer than all it then reads. And without pydantic's plugins, as Typer does: to
     look for them it reads the entry points of every package there is."""
-    found: TypeAdapter[T] = _made(kind)  # type: ignore[arg-type]
-    return found
+    made: TypeAdapter[T] = _made(kind)  # type: ignore[arg-type]
+    return made
 
 
 @cache

@@ -53,12 +53,12 @@ def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
 
     A folder without folders of groups holds recipes.
     """
-    found: dict[str, Path] = {}
+    options: dict[str, Path] = {}
     for folder in dirs:
         flat = group == "recipe" and not any((folder / name).is_dir() for name in GROUPS)
         for file in sorted((folder if flat else folder / group).glob("*.yaml")):
-            found.setdefault(file.stem, file)
-    return dict(sorted(found.items()))
+            options.setdefault(file.stem, file)
+    return dict(sorted(options.items()))
 
 
 def lies_flat(recipe: Path) -> bool:
@@ -198,8 +198,8 @@ def recipe_text(config: "RunConfig", *, origin: str, notes: Sequence[str] = ()) 
     for name, value in asdict(config).items():
         if isinstance(value, dict):
             lines += ["", f"{name}:"]
-            for own, inner in value.items():
-                lines += _setting(own, inner, explained.get(f"{name}.{own}", ""), indent="  ")
+            for inner_key, inner in value.items():
+                lines += _setting(inner_key, inner, explained.get(f"{name}.{inner_key}", ""), indent="  ")
         else:
             lines += _setting(name, value, explained.get(name, ""), indent="")
     text = "\n".join(lines) + "\n"

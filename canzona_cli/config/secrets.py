@@ -135,8 +135,8 @@ def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: 
     """
     custom = config.optimizer
     if training and isinstance(custom, CustomConfig) and custom.source and not custom.built_in:
-        own = {"optimizer.source", "optimizer.allow"}
-        if not own & set(explicit):
+        code_settings = {"optimizer.source", "optimizer.allow"}
+        if not code_settings & set(explicit):
             reason = "a recipe asks to run this code, and code is only run when the command line asks for it"
             fix = f"if you trust it: optimizer.source={custom.source}"
             yield Problem(key="optimizer.source", value=custom.source, reason=reason, fix=fix)
@@ -150,10 +150,10 @@ def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: 
 
 def content_problems(content: object, where: str, key: str = "") -> Iterator[Problem]:
     """`_target_` keys and resolvers anywhere in a YAML tree."""
-    for own, name, text in _texts(content, key, names=True):
+    for place, name, text in _texts(content, key, names=True):
         if name == text == "_target_":
-            yield target_problem(own, f"in {where}")
-        elif name != "_target_" and (refused := resolver_problem(own, text)) is not None:
+            yield target_problem(place, f"in {where}")
+        elif name != "_target_" and (refused := resolver_problem(place, text)) is not None:
             yield refused
 
 
@@ -187,12 +187,12 @@ class RedactingFormatter(logging.Formatter):
 def _from_environment() -> list[str]:
     """Values of this process's variables that are named like secrets; the longest first,
     for one may hold another."""
-    found = {
+    variables = {
         value
         for name, value in os.environ.items()
         if name not in _DIRECTORIES and secret_name(name) and len(value) >= _SHORTEST and not value.isdecimal()
     }
-    return sorted(found, key=len, reverse=True)
+    return sorted(variables, key=len, reverse=True)
 
 
 def _hide_named(match: re.Match[str]) -> str:
@@ -211,11 +211,11 @@ def _texts(value: object, key: str = "", name: str = "", *, names: bool = False)
     With `names`, the names are texts too: those of an optimizer's options are as free as their values.
     """
     if isinstance(value, Mapping):
-        for own, inner in value.items():
-            below = f"{key}.{own}" if key else str(own)
+        for inner_key, inner in value.items():
+            below = f"{key}.{inner_key}" if key else str(inner_key)
             if names:
-                yield below, str(own), str(own)
-            yield from _texts(inner, below, str(own), names=names)
+                yield below, str(inner_key), str(inner_key)
+            yield from _texts(inner, below, str(inner_key), names=names)
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _texts(inner, key, name, names=names)

@@ -50,22 +50,22 @@ class Setting:
 @cache
 def settings() -> Mapping[str, Setting]:
     """Every setting by dotted key, in the schema's order."""
-    found: dict[str, Setting] = {}
-    own = {setting.key: setting for setting in _settings_of(RunConfig, "")}
+    known_settings: dict[str, Setting] = {}
+    top_level = {setting.key: setting for setting in _settings_of(RunConfig, "")}
     for name, hint in get_type_hints(RunConfig).items():
         if name == "optimizer":
             for optimizer, variant in OPTIMIZERS.items():
                 for setting in _settings_of(variant, "optimizer."):
-                    known = found.get(setting.key)
+                    known = known_settings.get(setting.key)
                     having = (known.optimizers if known else frozenset()) | {optimizer}
                     choices = tuple(OPTIMIZERS) if setting.key == "optimizer.name" else setting.choices
-                    found[setting.key] = replace(setting, optimizers=having, choices=choices)
+                    known_settings[setting.key] = replace(setting, optimizers=having, choices=choices)
         elif is_dataclass(hint):
             assert isinstance(hint, type)
-            found.update({setting.key: setting for setting in _settings_of(hint, f"{name}.")})
+            known_settings.update({setting.key: setting for setting in _settings_of(hint, f"{name}.")})
         else:
-            found[name] = own[name]
-    return found
+            known_settings[name] = top_level[name]
+    return known_settings
 
 
 def setting_of(key: str) -> Setting | None:
@@ -99,12 +99,12 @@ def with_own_values(config: RunConfig, problems: Iterable[Problem]) -> list[Prob
 @cache
 def sections() -> Mapping[str, frozenset[str]]:
     """The names of the sections (`train`, `model`, ...) with the bare names of their settings."""
-    found: dict[str, set[str]] = {}
+    names_by_section: dict[str, set[str]] = {}
     for key in settings():
         section, dot, name = key.partition(".")
         if dot:
-            found.setdefault(section, set()).add(name)
-    return {section: frozenset(names) for section, names in found.items()}
+            names_by_section.setdefault(section, set()).add(name)
+    return {section: frozenset(names) for section, names in names_by_section.items()}
 
 
 @cache
@@ -164,11 +164,11 @@ def closest_key(key: str) -> str | None:
     known = settings()
     best, best_score = None, 0.0
     for name in known:
-        section, _, own = name.rpartition(".")
+        section, _, bare = name.rpartition(".")
         whole = SequenceMatcher(None, flat, name).ratio()
-        word = SequenceMatcher(None, last, own).ratio()
-        left_out = set(own.split("_")) - set(last.split("_"))
-        if set(last.split("_")) < set(own.split("_")):
+        word = SequenceMatcher(None, last, bare).ratio()
+        left_out = set(bare.split("_")) - set(last.split("_"))
+        if set(last.split("_")) < set(bare.split("_")):
             word = max(word, 0.95 - 0.05 * len(left_out))
         score = max(whole, 0.9 * word + 0.1 * SequenceMatcher(None, flat.rpartition(".")[0], section).ratio())
         if score > best_score:
@@ -181,7 +181,7 @@ def leaves(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     A mapping such as `optimizer.options` is one."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and name in sections():
-            yield from ((f"{name}.{own}", inner) for own, inner in value.items())
+            yield from ((f"{name}.{inner_name}", inner) for inner_name, inner in value.items())
         else:
             yield name, value
 
@@ -189,7 +189,7 @@ def leaves(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
     hints = get_type_hints(owner, include_extras=True)
     for field in fields(owner):
-        kind, choices, optional, said = _kind(hints[field.name])
+        kind, choices, optional, marks = _kind(hints[field.name])
         default = field.default if field.default_factory is MISSING else field.default_factory()
         yield Setting(
             key=prefix + field.name,
@@ -198,11 +198,11 @@ def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
             optional=optional,
             required=default is MISSING,
             default=None if default is MISSING else default,
-            range=next((mark for mark in said if isinstance(mark, Range)), Range()),
-            help=next((mark for mark in said if isinstance(mark, str)), ""),
-            unit=next((mark.name for mark in said if isinstance(mark, Unit)), ""),
-            affects=next((mark for mark in said if isinstance(mark, Affects)), None),
-            example=next((mark.value for mark in said if isinstance(mark, Example)), ""),
+            range=next((mark for mark in marks if isinstance(mark, Range)), Range()),
+            help=next((mark for mark in marks if isinstance(mark, str)), ""),
+            unit=next((mark.name for mark in marks if isinstance(mark, Unit)), ""),
+            affects=next((mark for mark in marks if isinstance(mark, Affects)), None),
+            example=next((mark.value for mark in marks if isinstance(mark, Example)), ""),
         )
 
 
@@ -211,14 +211,14 @@ def _kind(hint: object) -> tuple[Kind, tuple[str, ...], bool, tuple[object, ...]
     annotations at any depth."""
     if get_origin(hint) is Annotated:
         inner, *marks = get_args(hint)
-        kind, choices, optional, said = _kind(inner)
-        return kind, choices, optional, (*marks, *said)
+        kind, choices, optional, inner_marks = _kind(inner)
+        return kind, choices, optional, (*marks, *inner_marks)
     if get_origin(hint) in (Union, types.UnionType):
         rest = [part for part in get_args(hint) if part is not type(None)]
-        kind, choices, _, said = _kind(rest[0]) if len(rest) == 1 else ("other", (), False, ())
+        kind, choices, _, inner_marks = _kind(rest[0]) if len(rest) == 1 else ("other", (), False, ())
         if all(get_origin(part) is Literal for part in rest):  # "auto" beside the names of a shared alias
             kind, choices = "choice", tuple(choice for part in rest for choice in get_args(part))
-        return kind, choices, len(rest) < len(get_args(hint)), said
+        return kind, choices, len(rest) < len(get_args(hint)), inner_marks
     if get_origin(hint) is Literal:
         return "choice", get_args(hint), False, ()
     kinds: dict[object, Kind] = {

@@ -45,7 +45,7 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
     """
     problems: list[Problem] = []
     choices = [_values(argument, problems) for argument in arguments]
-    swept = [key_of(argument) for argument, found in zip(arguments, choices, strict=True) if found]
+    swept = [key_of(argument) for argument, swept_values in zip(arguments, choices, strict=True) if swept_values]
     if not swept and not problems:
         reason, fix = "no setting has several values", "for example optimizer.lr=1e-3,3e-3, or train.seed='range(1,5)'"
         problems.append(Problem(key="--sweep", reason=reason, fix=fix))
@@ -55,7 +55,7 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
         if count > 1
     ]
     refuse(problems)
-    found = []
+    swept_values = []
     lists = [values or (argument,) for argument, values in zip(arguments, choices, strict=True)]
     for overrides in itertools.islice(itertools.product(*lists), MOST_RUNS + 1):
         values = {
@@ -64,11 +64,11 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
             if several
             for key, _, text in [override.partition("=")]
         }
-        found.append(Combination(name=_name(values), values=values, overrides=overrides))
-    if len(found) > MOST_RUNS:
+        swept_values.append(Combination(name=_name(values), values=values, overrides=overrides))
+    if len(swept_values) > MOST_RUNS:
         reason = f"asks for more than {MOST_RUNS:,} runs"
         raise ConfigError(Problem(key="--sweep", reason=reason, fix="sweep fewer values at a time"))
-    return tuple(_distinct(found))
+    return tuple(_distinct(swept_values))
 
 
 def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
@@ -88,34 +88,35 @@ def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
         return ()
     shuffled = getattr(override.value(), "shuffle", False)
     try:
-        found = () if shuffled else tuple(itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1))
+        values = () if shuffled else tuple(itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1))
     except HydraException:  # of intervals and globs
-        found = ()
-    if not found:
+        values = ()
+    if not values:
         reason = "is no list of values that comes out the same each time"
         problems.append(Problem(key=key, value=text, reason=reason, fix=f"name the values: {key}=A,B,C"))
         return ()
-    twice = sorted(value for value, count in Counter(found).items() if count > 1)
+    twice = sorted(value for value, count in Counter(values).items() if count > 1)
     if twice:
         reason = f"asks for the same run several times: {', '.join(twice)}"
         problems.append(Problem(key=key, value=text, reason=reason, fix="name each value once"))
     if key == "run.dir":
         reason = "the runs of a sweep lie in one directory, each below it"
         problems.append(Problem(key=key, value=text, reason=reason, fix="run.dir=DIR, or leave it out"))
-    return tuple(f"{key}={value}" for value in found)
+    return tuple(f"{key}={value}" for value in values)
 
 
 def _name(values: Mapping[str, str]) -> str:
     """Joins the last words of the settings, where those tell them apart."""
     last = Counter(key.rpartition(".")[2] for key in values)
-    short = {key: own if last[own := key.rpartition(".")[2]] == 1 else key for key in values}
+    short = {key: bare if last[bare := key.rpartition(".")[2]] == 1 else key for key in values}
     name = "_".join(f"{short[key]}={value.strip('\'"')}" for key, value in values.items())
     return re.sub(r"[^\w.+=-]", "-", name, flags=re.ASCII)[:_LONGEST_NAME]
 
 
-def _distinct(found: Sequence[Combination]) -> list[Combination]:
+def _distinct(combinations: Sequence[Combination]) -> list[Combination]:
     """Names that are alike, once what no directory is called was replaced, get their run's number."""
-    count = Counter(run.name for run in found)
+    count = Counter(run.name for run in combinations)
     return [
-        run if count[run.name] == 1 else replace(run, name=f"{run.name}_{number}") for number, run in enumerate(found)
+        run if count[run.name] == 1 else replace(run, name=f"{run.name}_{number}")
+        for number, run in enumerate(combinations)
     ]

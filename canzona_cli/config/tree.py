@@ -63,7 +63,7 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
     Raises ConfigError for a folder that is not there."""
     builtin = builtin_recipes_dir()
     dirs = (*user_recipes_dirs(recipes_dirs), builtin)
-    found = []
+    recipes = []
     for name, path in group_options("recipe", dirs).items():
         try:
             given = {"recipe": path} if lies_flat(path) else {}
@@ -72,7 +72,7 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
             tree, error = {}, problem.problems[0].reason
         gpus = tree.get("gpus")
         ours = path.parent.parent == builtin
-        found.append(
+        recipes.append(
             RecipeInfo(
                 name=name,
                 path=path,
@@ -86,7 +86,7 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
                 error=error,
             )
         )
-    return sorted(found, key=lambda info: (info.builtin, info.name))
+    return sorted(recipes, key=lambda info: (info.builtin, info.name))
 
 
 def composed(
@@ -240,12 +240,12 @@ def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object
 def _composition_problem(error: Exception, where: str) -> Problem:
     """Hydra's message about a recipe's files, without its search path and its hint to add keys."""
     lines = [line.strip() for line in str(error).splitlines()]
-    kept = [
+    meant = [
         line
         for line in lines
         if line and not line.startswith(("Available options", "Config search path", "provider=", "To append"))
     ]
-    text = " ".join(kept[:4]).replace(f"recipe/{_GIVEN}", where)
+    text = " ".join(meant[:4]).replace(f"recipe/{_GIVEN}", where)
     fix = "see `canzona recipes show qwen3-tiny` for the files a recipe is made of"
     return Problem(key=where, reason=f"cannot be composed: {text.rstrip('.')}", fix=fix)
 
@@ -279,15 +279,15 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
             problems.append(Problem(key=key, value=value, reason=reason, fix="write what is meant"))
             continue
         try:
-            found = OmegaConf.select(config, key, throw_on_resolution_failure=True)
-            if OmegaConf.is_config(found):
-                found = OmegaConf.to_container(found, resolve=True)
+            filled = OmegaConf.select(config, key, throw_on_resolution_failure=True)
+            if OmegaConf.is_config(filled):
+                filled = OmegaConf.to_container(filled, resolve=True)
         except OmegaConfBaseException as error:
             reason = f"the reference cannot be followed: {str(error).splitlines()[0]}"
             fix = "refer to a setting by its whole name, for example ${train.seq_length}"
             problems.append(Problem(key=key, value=value, reason=reason, fix=fix))
             continue
-        put(resolved, key, found)
+        put(resolved, key, filled)
     return resolved
 
 
@@ -298,15 +298,15 @@ def _stands_for(name: str, texts: Mapping[str, str], within: tuple[str, ...]) ->
     Args:
         within: what is being filled in with it.
     """
-    found = 0
+    length = 0
     for key in (name,) if name in texts else [key for key in texts if key.startswith(f"{name}.")]:
         text = texts[key]
-        found += len(text) if "${" in text or within else 0
+        length += len(text) if "${" in text or within else 0
         for reference in REFERENCE.findall(text):
-            if key in within or found > _LONGEST:
+            if key in within or length > _LONGEST:
                 return _LONGEST + 1
-            found += _stands_for(reference, texts, (*within, key))
-    return found
+            length += _stands_for(reference, texts, (*within, key))
+    return length
 
 
 def _with_defaults(tree: Mapping[str, object]) -> dict[str, object]:
@@ -317,13 +317,13 @@ def _with_defaults(tree: Mapping[str, object]) -> dict[str, object]:
     known = settings()
     full: dict[str, object] = dict(tree)
     for section, names in sections().items():
-        own = [known[f"{section}.{name}"] for name in sorted(names)]
-        given = full.get(section, None if any(setting.required for setting in own) else {})
+        in_section = [known[f"{section}.{name}"] for name in sorted(names)]
+        given = full.get(section, None if any(setting.required for setting in in_section) else {})
         if isinstance(given, Mapping):
             optimizer = given.get("name")
             defaults = {
                 setting.key.rpartition(".")[2]: setting.default
-                for setting in own
+                for setting in in_section
                 if not setting.required and (not setting.optimizers or optimizer in setting.optimizers)
             }
             full[section] = {**defaults, **given}

@@ -126,9 +126,9 @@ def _unknown(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
             if name not in known:
                 yield unknown_key(name, None if isinstance(value, Mapping | list) else value, where=f" (in {where})")
         elif isinstance(value, Mapping):
-            for own, inner in value.items():
-                key = f"{name}.{own}"
-                if own not in in_section[name]:
+            for inner_name, inner in value.items():
+                key = f"{name}.{inner_name}"
+                if inner_name not in in_section[name]:
                     yield unknown_key(key, inner, where=f" (in {where})")
                 elif name == "optimizer" and optimizer is not None and optimizer not in known[key].optimizers:
                     having = " or ".join(sorted(known[key].optimizers))
@@ -154,16 +154,16 @@ def _explained(key: str, error: str, value: object, texts: Mapping[str, str], wh
         return _bad_inside(key, value, "", texts, where)
     null = ", or null to have it chosen" if setting.optional else ""
     whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
-    wanted, fix = {
+    expected, fix = {
         "integer": ("a whole number", f"write {key}={value:.0f}" if whole else f"give a whole number{null}"),
         "number": ("a number", _example(setting)),
         "boolean": ("true or false", f"write {key}=true or {key}=false{null}"),
         "mapping": ("a mapping of names to values", _example(setting)),
     }.get(setting.kind, ("text", f"quote it: {key}=\"'...'\""))
-    return Problem(key=key, value=shown, reason=f"is {_type_words(value)}, not {wanted}{place}", fix=fix)
+    return Problem(key=key, value=shown, reason=f"is {_type_words(value)}, not {expected}{place}", fix=fix)
 
 
-def _bad_inside(key: str, value: object, found: str, texts: Mapping[str, str], where: str) -> Problem:
+def _bad_inside(key: str, value: object, wrong: str, texts: Mapping[str, str], where: str) -> Problem:
     """A list with an entry, or an entry of a mapping with a value, of the wrong type.
 
     Args:
@@ -172,10 +172,10 @@ def _bad_inside(key: str, value: object, found: str, texts: Mapping[str, str], w
     setting = setting_of(key)
     assert setting is not None
     typed = any(text == key or key.startswith(f"{text}.") for text in texts)
-    wanted = "a list of valid entries"
+    expected = "a list of valid entries"
     if setting.kind == "mapping":
-        wanted = "a number, text, true, false, or a list of them"
-    reason = f"{found or f'is not {wanted}'}{'' if typed else f' (in {where})'}"
+        expected = "a number, text, true, false, or a list of them"
+    reason = f"{wrong or f'is not {expected}'}{'' if typed else f' (in {where})'}"
     fix = _example(setting)
     return Problem(key=key, value=texts.get(key, "null" if value is None else value), reason=reason, fix=fix)
 

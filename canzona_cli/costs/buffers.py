@@ -153,10 +153,10 @@ def workspace_bytes(
     square = max((side**2 for side in sides), default=0)
     if sides and config.cluster.device != "cpu":
         square = max(square, STACKED_SQUARES)
-    kept = FP32 * (square + whole + sum(max(sizes, default=0) for sizes in (left, right)))
+    scratch = FP32 * (square + whole + sum(max(sizes, default=0) for sizes in (left, right)))
     if RULES[how.name].orthogonal:
-        kept += 2 * element_bytes(config)[0] * (whole + max((min(shape) ** 2 for shape in shapes), default=0))
-    return kept
+        scratch += 2 * element_bytes(config)[0] * (whole + max((min(shape) ** 2 for shape in shapes), default=0))
+    return scratch
 
 
 def _muon(
@@ -203,13 +203,13 @@ def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:
     """
     how, width = algorithm(config), element_bytes(config)[0]
     rows, cols = max(shapes, key=math.prod)
-    kept = keeps_workspace(config)
+    keeps = keeps_workspace(config)
     if not RULES[how.name].preconditioned and how.name != "adamw":
-        return 0 if kept else (2 * FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
+        return 0 if keeps else (2 * FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
     if how.name == "adamw":
         return 3 * FP32 * rows * cols
     sides = [side for shape in shapes for side in factored_sides(how, *shape)]
-    squares, matrices = (5, 1) if kept else (4, 3)
+    squares, matrices = (5, 1) if keeps else (4, 3)
     return FP32 * (matrices * rows * cols + squares * max(sides, default=0) ** 2)
 
 

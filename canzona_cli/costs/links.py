@@ -276,8 +276,8 @@ class Links:
         cores = self.cluster.cores
         if cores is not None and group.size > cores:
             return self._measured("all_to_all", mean, group)
-        found = self._measured("all_to_all", busiest, group)
-        return found and replace(found, cores=found.cores * mean / busiest)
+        measured = self._measured("all_to_all", busiest, group)
+        return measured and replace(measured, cores=measured.cores * mean / busiest)
 
     def _measured(self, kind: Collective, size: float, group: Group) -> Transfer | None:
         """Interpolates the profile's table: linear in bytes between two rows, and beyond the last as between

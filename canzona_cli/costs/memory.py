@@ -265,8 +265,8 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
     """
     rule = RULES[algorithm.name]
     sides = factored_sides(algorithm, rows, cols)
-    own = sum(rule.packed * packed_elements(side) + rule.squares * side**2 + rule.vectors * side for side in sides)
-    return FP32 * (rule.row_vectors * rows + own)
+    factors = sum(rule.packed * packed_elements(side) + rule.squares * side**2 + rule.vectors * side for side in sides)
+    return FP32 * (rule.row_vectors * rows + factors)
 
 
 def checkpoint_bytes(config: RunConfig) -> int:

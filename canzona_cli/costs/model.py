@@ -172,10 +172,10 @@ def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]
     shared = replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
     layer, first, last = _pieces(config, shared)
     layers, pass_s = config.model.num_layers // (layout.pp * layout.vpp), _pass_s(config)
-    found = [[(pass_s + layers * layer[0], pass_s + layers * layer[1])] * layout.vpp for _ in range(layout.pp)]
+    by_stage = [[(pass_s + layers * layer[0], pass_s + layers * layer[1])] * layout.vpp for _ in range(layout.pp)]
     for end, (forward, backward) in ((0, first), (-1, last)):
-        found[end][end] = (found[end][end][0] + forward, found[end][end][1] + backward)
-    return found
+        by_stage[end][end] = (by_stage[end][end][0] + forward, by_stage[end][end][1] + backward)
+    return by_stage
 
 
 @lru_cache(maxsize=1024)
@@ -421,7 +421,7 @@ class NormClip:
 
 def least_before_updates(config: RunConfig, layout: Layout) -> float:
     """Seconds of norm, clip and AdamW on a mean owner's ranks, in a stage that has least: in the middle."""
-    weights, own = stage_weights(config, layout, layout.pp // 2), implementation(config)
+    weights, implemented = stage_weights(config, layout, layout.pp // 2), implementation(config)
     others = weights.others / layout.owners
-    update_s = step_factor(config.cluster, "adamw_update", own) * adamw_seconds(others, config.cluster)
+    update_s = step_factor(config.cluster, "adamw_update", implemented) * adamw_seconds(others, config.cluster)
     return NormClip.of(config, layout).seconds(weights.matrices / layout.owners + others, others) + update_s

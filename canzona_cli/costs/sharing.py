@@ -112,15 +112,15 @@ class Behind(NamedTuple):
 def shared_exchanges(steps: int) -> tuple[Behind, ...]:
     """Lists the exchanges after each part of one update but the last: norms and what to trust, Gram matrices,
     and products' rows (`optimizers.shared_rows`). Each product of squares is a part."""
-    told, summed = Behind(("all_reduce",)), Behind(("all_reduce", "all_to_all"))
+    flags, summed = Behind(("all_reduce",)), Behind(("all_reduce", "all_to_all"))
     gathered, hidden = Behind(("all_gather",)), Behind(("all_gather",), 1)
-    found = [told]
+    exchanges = [flags]
     for k in segments(steps):
-        found += [summed, gathered]
+        exchanges += [summed, gathered]
         if k > 1:
-            found += [hidden, Behind(), gathered, *(hidden, Behind(), hidden, hidden) * (k - 2), Behind()]
-        found.append(gathered)
-    return (*found, told)
+            exchanges += [hidden, Behind(), gathered, *(hidden, Behind(), hidden, hidden) * (k - 2), Behind()]
+        exchanges.append(gathered)
+    return (*exchanges, flags)
 
 
 def shared_collectives(steps: int) -> Mapping[Exchange, int]:
@@ -130,8 +130,8 @@ def shared_collectives(steps: int) -> Mapping[Exchange, int]:
 
 def shared_bytes(matrix: Matrix, tp: int, steps: int, width: int) -> int:
     """Bytes of squares that every rank sends and receives of one matrix, `width` bytes an element."""
-    found = shared_collectives(steps)
-    return (found["all_to_all"] + found["all_gather"]) * width * min(matrix.shape) ** 2 * (tp - 1) // tp
+    collectives = shared_collectives(steps)
+    return (collectives["all_to_all"] + collectives["all_gather"]) * width * min(matrix.shape) ** 2 * (tp - 1) // tp
 
 
 def shared_transfers(side: int, steps: int, width: int, links: Links, group: Group) -> Sequence[Transfer]:
@@ -160,12 +160,12 @@ class _Around(NamedTuple):
 def _around(m: int, n: int, tp: int, *, width: int) -> _Around:
     """Bytes: around the iteration as `work.work` has it of Muon; an answer is applied to the fragment divided
     by what was answered, a copy of it, and what it is added to."""
-    own = m * n // tp
+    fragment = m * n // tp
     return _Around(
-        before=Work(traffic=(32 + width) * own, launches=_AROUND[0]),
+        before=Work(traffic=(32 + width) * fragment, launches=_AROUND[0]),
         contributed=Work(symmetric=((1, m, n // tp),), traffic=2 * width * m * m),
-        applied=Work(products=((1, m, m, n // tp),), traffic=4 * width * own),
-        after=Work(traffic=(24 + 2 * width) * own, launches=_AROUND[2]),
+        applied=Work(products=((1, m, m, n // tp),), traffic=4 * width * fragment),
+        after=Work(traffic=(24 + 2 * width) * fragment, launches=_AROUND[2]),
     )
 
 

@@ -169,9 +169,9 @@ def seconds(
     if implementation == "megatron":
         a, cluster = replace(a, form="standard", stack=False, graph=False), replace(cluster, symmetric_factor=1.0)
         for prefix in ("megatron/", ""):
-            own = _measured(a, rows, cols, cluster, prefix)
-            if own is not None:
-                return own
+            measured = _measured(a, rows, cols, cluster, prefix)
+            if measured is not None:
+                return measured
         host_s = MEGATRON_HOST_S if cluster.device == "cuda" and RULES[a.name].orthogonal else 0.0
         return max(host_s, _modelled(a, rows, cols, cluster, implementation)[0])
     return _seconds(_as_run(a, rows, cols, cluster), rows, cols, cluster)
@@ -256,9 +256,9 @@ def step_factor(cluster: ClusterConfig, phase: Phase, implementation: Implementa
     Between other work caches are cold, memory is fresh and ranks come late; a loop over one operation shows
     none of it.
     """
-    found = cluster.step_factors
-    own = found.get(f"megatron/{phase}") if implementation == "megatron" else None
-    return found.get(phase, 1.0) if own is None else own
+    factors = cluster.step_factors
+    of_megatron = factors.get(f"megatron/{phase}") if implementation == "megatron" else None
+    return factors.get(phase, 1.0) if of_megatron is None else of_megatron
 
 
 def memory_rate(cluster: ClusterConfig) -> float:
@@ -305,14 +305,14 @@ def _as_run(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Algor
 def _seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
     """Prices one form: measured, or else modelled; where only another form was measured,
     scaled as the model's are."""
-    own, modelled = _measured(a, rows, cols, cluster), _modelled(a, rows, cols, cluster)[0]
-    if own is not None:
-        return own
+    measured, modelled = _measured(a, rows, cols, cluster), _modelled(a, rows, cols, cluster)[0]
+    if measured is not None:
+        return measured
     for form in get_args(Form) if RULES[a.name].orthogonal else ():
         other = replace(a, form=form)
-        found = _measured(other, rows, cols, cluster)
-        if found is not None:
-            return found * modelled / _modelled(other, rows, cols, cluster)[0]
+        of_other = _measured(other, rows, cols, cluster)
+        if of_other is not None:
+            return of_other * modelled / _modelled(other, rows, cols, cluster)[0]
     return modelled
 
 
@@ -322,23 +322,23 @@ def _modelled(
     """Seconds on average and in a step that refreshes."""
     if a.name == "adamw":
         return (adamw_seconds(rows * cols, cluster),) * 2
-    own, besides = work(a, rows, cols)
+    every, besides = work(a, rows, cols)
     if implementation == "megatron":
-        own = replace(own, traffic=own.traffic + MEGATRON_BYTES[a.precision] * rows * cols)
+        every = replace(every, traffic=every.traffic + MEGATRON_BYTES[a.precision] * rows * cols)
     together = min(PRICED_STACK, max(2, _fitting(a, rows, cols, cluster))) if a.stack is True else 1
     if a.graph:
         cluster = replace(cluster, launch_us=min(cluster.launch_us, cluster.graph_launch_us))
-    step, refresh = duration(own, _unit(a), cluster, together), duration(besides, "fp32", cluster, together)
-    if own.iteration:
-        step += duration(own.iteration, a.precision, cluster)
+    step, refresh = duration(every, _unit(a), cluster, together), duration(besides, "fp32", cluster, together)
+    if every.iteration:
+        step += duration(every.iteration, a.precision, cluster)
     return step + refresh / a.refresh_period, step + refresh
 
 
 def _measured(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix: str = "") -> float | None:
     if not cluster.measured_updates:
         return None
-    wanted = (prefix + label(a), rows, cols)
-    return next((entry[3] for entry in cluster.measured_updates if entry[:3] == wanted), None)
+    key = (prefix + label(a), rows, cols)
+    return next((entry[3] for entry in cluster.measured_updates if entry[:3] == key), None)
 
 
 def _unit(a: Algorithm) -> Unit:

@@ -55,15 +55,15 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
     """
     report = on_progress or (lambda what, share: None)
     data, share = config.data, _held_out(config)
-    found: list[tuple[PairInfo, Sidecar | None]]
+    pairs: list[tuple[PairInfo, Sidecar | None]]
     if data.source == "stdlib":
-        weights, found = {"stdlib": 1.0}, [_cached_stdlib(config, report)]
+        weights, pairs = {"stdlib": 1.0}, [_cached_stdlib(config, report)]
     else:
         weights = data.blend or {str(data.path): 1.0}
-        found = _pairs([*weights], blended=bool(data.blend))
-    largest = [sidecar.max_token_id if sidecar else _scanned_max(pair, config, report) for pair, sidecar in found]
+        pairs = _pairs([*weights], blended=bool(data.blend))
+    largest = [sidecar.max_token_id if sidecar else _scanned_max(pair, config, report) for pair, sidecar in pairs]
     sets = []
-    for name, weight, (pair, _) in zip(_names([*weights]), weights.values(), found, strict=True):
+    for name, weight, (pair, _) in zip(_names([*weights]), weights.values(), pairs, strict=True):
         train_tokens, validation_tokens = pair.split_tokens(share)
         sets.append(
             PreparedSet(
@@ -76,7 +76,7 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
                 validation_tokens=validation_tokens,
             )
         )
-    first = found[0][1]
+    first = pairs[0][1]
     corpus = PreparedCorpus(
         sets=tuple(sets),
         tokenizer=first.tokenizer if first else "unknown",
@@ -84,9 +84,9 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
         max_token_id=max(largest),
         eod=first.eod if first else None,
     )
-    problems = [*_disagreements(found), *_vocabulary_problems(config, corpus)]
-    for one, (pair, _) in zip(corpus.sets, found, strict=True):
-        problems += _length_problems(config, pair, one, blended=len(found) > 1)
+    problems = [*_disagreements(pairs), *_vocabulary_problems(config, corpus)]
+    for one, (pair, _) in zip(corpus.sets, pairs, strict=True):
+        problems += _length_problems(config, pair, one, blended=len(pairs) > 1)
     problems += _sample_problems(config, corpus)
     refuse(problems)
     return corpus
@@ -141,15 +141,15 @@ def token_bytes(corpus: PreparedCorpus) -> TokenBytes | None:
 
 def _pairs(paths: Sequence[str], *, blended: bool) -> list[tuple[PairInfo, Sidecar | None]]:
     """The pairs at these prefixes, all of them intact."""
-    found, problems = [], list[Problem]()
+    pairs, problems = [], list[Problem]()
     for path in paths:
         with gathered(problems):
             pair = inspect_pair(Path(path).expanduser().absolute())
-            found.append((pair, load_sidecar(pair)))
+            pairs.append((pair, load_sidecar(pair)))
     if blended:
         problems = [replace(each, key="data.blend", fix=each.fix.replace("data.path=", "")) for each in problems]
     refuse(problems)
-    return found
+    return pairs
 
 
 def _names(paths: Sequence[str]) -> list[str]:
@@ -158,9 +158,9 @@ def _names(paths: Sequence[str]) -> list[str]:
     return names if len(set(names)) == len(names) else [*paths]
 
 
-def _disagreements(found: Sequence[tuple[PairInfo, Sidecar | None]]) -> Iterator[Problem]:
+def _disagreements(pairs: Sequence[tuple[PairInfo, Sidecar | None]]) -> Iterator[Problem]:
     """Sets of another tokenizer than the first one's: the same id would be another word."""
-    (first, known), *others = found
+    (first, known), *others = pairs
     for pair, sidecar in others:
         if _identity(sidecar) == _identity(known):
             continue
@@ -202,20 +202,20 @@ def _cached_stdlib(config: RunConfig, report: ReportProgress) -> tuple[PairInfo,
         sources = stdlib_sources()
         settings = BuildSettings(tokenizer=data.tokenizer, vocab_size=data.tokenizer_vocab_size)
         prefix = _cache_prefix(config, stdlib_digest(sources))
-        if found := _intact(prefix):
-            return found
+        if cached := _intact(prefix):
+            return cached
         _make_folder(prefix.parent)
         try:
             waiting = "waiting for another run that prepares the same corpus"
             with exclusive(lock_path(prefix), on_wait=lambda: report(waiting, 0.0)):
-                if found := _intact(prefix):  # the run we waited for has made it
-                    return found
+                if cached := _intact(prefix):  # the run we waited for has made it
+                    return cached
                 build_pair(sources, prefix, settings, lambda progress: report(*_in_words(progress)))
         except OSError as error:
             raise disk_problem(prefix, error) from error
-        found = _intact(prefix)
-        assert found is not None, prefix
-        return found
+        cached = _intact(prefix)
+        assert cached is not None, prefix
+        return cached
     except CanzonaError as error:
         raise type(error)(*map(_in_config_words, error.problems)) from error
 

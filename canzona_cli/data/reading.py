@@ -333,9 +333,9 @@ def _cut_point(data: bytes, size: int) -> int:
     """Returns where to cut within (size / 2, size]: after a line, else a word,
     else between two UTF-8 characters."""
     for separator in (b"\n", b" "):
-        found = data.rfind(separator, size // 2, size)
-        if found >= 0:
-            return found + 1
+        place = data.rfind(separator, size // 2, size)
+        if place >= 0:
+            return place + 1
     for cut in range(size, max(size - 4, 0), -1):
         if data[cut] & 0xC0 != 0x80:
             return cut

@@ -45,7 +45,7 @@ class Source:
     """It was met in a folder rather than named, so a binary file is passed over instead of refused."""
 
 
-def find_sources(inputs: Sequence[str], wanted: InputFormat) -> tuple[list[Source], list[Problem]]:
+def find_sources(inputs: Sequence[str], format: InputFormat) -> tuple[list[Source], list[Problem]]:
     """Expand the INPUT arguments, in the order given; globs and folders are sorted,
     a file named twice is read once.
 
@@ -56,7 +56,7 @@ def find_sources(inputs: Sequence[str], wanted: InputFormat) -> tuple[list[Sourc
     problems: list[Problem] = []
     for text in inputs:
         try:
-            for source in _expand(text, wanted):
+            for source in _expand(text, format):
                 key = STDIN if source.path is None else str(source.path.resolve())
                 sources.setdefault(key, source)
         except CanzonaError as error:
@@ -67,47 +67,47 @@ def find_sources(inputs: Sequence[str], wanted: InputFormat) -> tuple[list[Sourc
     return list(sources.values()), problems
 
 
-def _expand(text: str, wanted: InputFormat) -> list[Source]:
+def _expand(text: str, format: InputFormat) -> list[Source]:
     if text == STDLIB:
         return stdlib_sources()
     if text == STDIN:
         if sys.stdin.isatty():
             raise input_error(text, "standard input is a terminal", "pipe text into it: zstdcat x.zst | canzona ...")
-        return [Source(label="standard input", path=None, format=wanted, size=None)]
+        return [Source(label="standard input", path=None, format=format, size=None)]
     path = Path(text).expanduser()
     if path.is_dir():
-        return _walk(path, wanted)
+        return _walk(path, format)
     if path.exists():
-        return [_file_source(path, wanted)]
+        return [_file_source(path, format)]
     if has_magic(text):
-        found = [Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file()]
-        if not found:
+        paths = [Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file()]
+        if not paths:
             raise input_error(
                 text, "no file matches this pattern", "check it with ls; quote it or let the shell expand"
             )
-        return [_file_source(name, wanted) for name in found]
+        return [_file_source(name, format) for name in paths]
     raise input_error(text, "no such file or folder", _nearby(path))
 
 
-def _walk(folder: Path, wanted: InputFormat) -> list[Source]:
+def _walk(folder: Path, format: InputFormat) -> list[Source]:
     relative = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
     visible = [name for name in relative if not any(part.startswith(".") for part in name.parts)]
     if not visible:
         raise input_error(str(folder), "the folder contains no files", "name a folder with text or JSONL files")
-    return [_file_source(folder / name, wanted, from_folder=True) for name in visible]
+    return [_file_source(folder / name, format, from_folder=True) for name in visible]
 
 
-def _file_source(path: Path, wanted: InputFormat, *, from_folder: bool = False) -> Source:
+def _file_source(path: Path, format: InputFormat, *, from_folder: bool = False) -> Source:
     suffixes = path.suffixes[:-1] if path.suffix in _COMPRESSED else path.suffixes
     suffix = suffixes[-1] if suffixes else ""
-    if wanted == "auto" and suffix == ".json" and not from_folder:
+    if format == "auto" and suffix == ".json" and not from_folder:
         raise input_error(
             str(path),
             ".json may be a single value or one per line",
             "use --format jsonl (one per line) or --format text",
         )
-    kind: InputFormat = wanted
-    if wanted == "auto":
+    kind: InputFormat = format
+    if format == "auto":
         kind = "jsonl" if suffix in _JSONL else "parquet" if suffix == ".parquet" else "text"
     if not os.access(path, os.R_OK):
         raise input_error(str(path), "cannot be read: Permission denied", "check its permissions")

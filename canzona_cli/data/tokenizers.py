@@ -341,8 +341,8 @@ def _refused(error: BaseException, value: str, what: str) -> ConfigError:
     # It raises bare Exception; and where Rust itself gives up, what is none.
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
-    said = (str(error).splitlines() or [type(error).__name__])[0]
-    return ConfigError(Problem(key="--tokenizer", value=value, reason=f"{what}: {said}", fix=_FORM))
+    message = (str(error).splitlines() or [type(error).__name__])[0]
+    return ConfigError(Problem(key="--tokenizer", value=value, reason=f"{what}: {message}", fix=_FORM))
 
 
 def _configured(backend: "RustTokenizer", path: Path) -> str | None:
@@ -378,16 +378,16 @@ def _display_name(path: Path) -> str:
     return path.resolve().parent.name if path.stem == "tokenizer" else path.stem
 
 
-def _find_eod(backend: "RustTokenizer", wanted: str | None, path: Path) -> int:
-    for token in (wanted,) if wanted is not None else EOD_CANDIDATES:
-        found: int | None = backend.token_to_id(token)
-        if found is not None:
-            return found
+def _find_eod(backend: "RustTokenizer", named: str | None, path: Path) -> int:
+    for token in (named,) if named is not None else EOD_CANDIDATES:
+        number: int | None = backend.token_to_id(token)
+        if number is not None:
+            return number
     special = [added.content for added in backend.get_added_tokens_decoder().values()]
-    if wanted is not None:
-        near = get_close_matches(wanted, [*special, *EOD_CANDIDATES, *backend.get_vocab()], n=3)
+    if named is not None:
+        near = get_close_matches(named, [*special, *EOD_CANDIDATES, *backend.get_vocab()], n=3)
         fix = f"did you mean {' or '.join(near)}?" if near else _offer(special)
-        raise ConfigError(Problem(key="--eod", value=wanted, reason=f"{path} has no such token", fix=fix))
+        raise ConfigError(Problem(key="--eod", value=named, reason=f"{path} has no such token", fix=fix))
     reason = "it has none of the usual end-of-document tokens"
     raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=_offer(special)))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from canzona_cli.checkpoint.contents import saved_run
-from canzona_cli.checkpoint.store import Found
+from canzona_cli.checkpoint.store import StoredCheckpoint
 from canzona_cli.cluster.layouts import candidates, fill
 from canzona_cli.config.changes import shape_problems
 from canzona_cli.config.compose import compose_run
@@ -47,12 +47,12 @@ class Prepared:
     config: RunConfig
     layout: Layout
     corpus: PreparedCorpus
-    found: Found
+    checkpoint: StoredCheckpoint
     notes: tuple[str, ...]
 
 
 def prepare(
-    found: Found,
+    checkpoint: StoredCheckpoint,
     overrides: Sequence[str],
     *,
     recipes_dirs: Sequence[Path] = (),
@@ -63,7 +63,7 @@ def prepare(
     """Resolve and check everything that can be known before anything is written.
 
     Args:
-        found: the checkpoint.
+        checkpoint: the checkpoint.
         overrides: over the settings of the run that saved it.
         documents: None: what the run held out of its own data, and all of any other.
         batches: None: `train.eval_batches`. all: as many as the documents make, each once.
@@ -74,15 +74,15 @@ def prepare(
         DoesNotFit: no layout has the memory.
         EnvironmentProblem: this machine lacks something.
     """
-    if found.manifest is None:
-        raise CheckpointInvalid(*found.problems)
-    _, saved = saved_run(found.path)
+    if checkpoint.manifest is None:
+        raise CheckpointInvalid(*checkpoint.problems)
+    _, saved = saved_run(checkpoint.path)
     given = {key_of(argument) for argument in overrides}
     still = [setting for setting in _NOT_THE_RUNS if key_of(setting) not in given]
     freed = [f"{key}=null" for key in _OPEN if "gpus" in given and key not in given]
-    recipe = f"recipe={text_value(str(found.path / 'config.yaml'))}"
+    recipe = f"recipe={text_value(str(checkpoint.path / 'config.yaml'))}"
     composed = compose_run([recipe, *still, *freed, *overrides], recipes_dirs=recipes_dirs)
-    refuse(shape_problems(saved, composed.config, str(found.path)))
+    refuse(shape_problems(saved, composed.config, str(checkpoint.path)))
     config, layout = _spread(composed.config)
     if (nodes := torchrun.node_count(config)) > 1:
         per_node = config.cluster.gpus_per_node
@@ -92,7 +92,7 @@ def prepare(
     other = any(key == "data" or key.startswith("data.") for key in given - {"data.cache_dir"})
     corpus = _corpus(config, documents or ("all" if other else "held-out"), on_progress)
     config = replace(config, train=replace(config.train, eval_batches=_batches(config, corpus, batches)))
-    return Prepared(config=config, layout=layout, corpus=corpus, found=found, notes=tuple(composed.warnings))
+    return Prepared(config=config, layout=layout, corpus=corpus, checkpoint=checkpoint, notes=tuple(composed.warnings))
 
 
 def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Path]:
@@ -102,7 +102,7 @@ def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Pat
         KeyboardInterrupt: somebody stopped it.
         CanzonaError: a rank failed: the error that it ended with.
     """
-    checkpoint, config = prepared.found, prepared.config
+    checkpoint, config = prepared.checkpoint, prepared.config
     place = str(checkpoint.path)
     point = ResumePoint(checkpoint=place, step=checkpoint.step, validate=True, asked=place, weights_only=True)
     left = run_ranks(

@@ -203,7 +203,9 @@ def _diverged(workers: Workers, rank: int, error: RankError) -> Outcome:
     """Returns the outcome of a run that diverged, with the checkpoint to go back to."""
     name, hint, resume = None, "", ""
     if error.since is not None:
-        sound = [checkpoint for checkpoint in CheckpointStore(workers.files.checkpoints).found() if checkpoint.sound]
+        sound = [
+            checkpoint for checkpoint in CheckpointStore(workers.files.checkpoints).checkpoints() if checkpoint.sound
+        ]
         name = next((checkpoint.name for checkpoint in reversed(sound) if checkpoint.step < error.since), None)
         hint = "; there is no checkpoint from before it"
     if name is not None:

@@ -30,9 +30,9 @@ TAG = "is_managed_by_layer_wise_optimizer"
 class PlanMismatch(RuntimeError):
     """The plan is for another model, layout or buffer than the one at hand."""
 
-    def __init__(self, *, key: str, planned: object, found: object) -> None:
-        self.key, self.planned, self.found = key, planned, found
-        super().__init__(f"{key}: planned {planned}, found {found}")
+    def __init__(self, *, key: str, planned: object, actual: object) -> None:
+        self.key, self.planned, self.actual = key, planned, actual
+        super().__init__(f"{key}: planned {planned}, found {actual}")
 
 
 def named_matrix_parameters(chunks: Sequence[torch.nn.Module], plan: Plan, stage: int) -> dict[str, torch.nn.Parameter]:
@@ -55,18 +55,18 @@ def named_matrix_parameters(chunks: Sequence[torch.nn.Module], plan: Plan, stage
     for name, matrices in members.items():
         planned = stored_shape(matrices, tp)
         if name not in trainable:
-            raise PlanMismatch(key=name, planned=f"a fragment of shape {planned}", found="no such trainable parameter")
+            raise PlanMismatch(key=name, planned=f"a fragment of shape {planned}", actual="no such trainable parameter")
         if tuple(trainable[name].shape) != planned:
-            raise PlanMismatch(key=name, planned=planned, found=tuple(trainable[name].shape))
+            raise PlanMismatch(key=name, planned=planned, actual=tuple(trainable[name].shape))
     for name, param in trainable.items():
         if name not in members and _is_matrix(name, param):
-            raise PlanMismatch(key=name, planned="nothing", found=f"a matrix of shape {tuple(param.shape)}")
+            raise PlanMismatch(key=name, planned="nothing", actual=f"a matrix of shape {tuple(param.shape)}")
     places = placements(plan, stage)
     placed = [name for bucket in places for name in bucket]
     if sorted(placed) != sorted(members):
         different = next(iter(sorted(set(placed) ^ set(members)) or sorted(placed)))
         raise PlanMismatch(
-            key=different, planned="in one bucket", found=f"in {placed.count(different)} buckets of stage {stage}"
+            key=different, planned="in one bucket", actual=f"in {placed.count(different)} buckets of stage {stage}"
         )
     return {name: param for name, param in trainable.items() if name in members}
 
@@ -102,7 +102,7 @@ def full_param_layout(
         PlanMismatch: the plan is for other ranks or another model.
     """
     if world.layout.mesh != plan.subject.layout:
-        raise PlanMismatch(key="parallel", planned=plan.subject.layout, found=world.layout.mesh)
+        raise PlanMismatch(key="parallel", planned=plan.subject.layout, actual=world.layout.mesh)
     names = {param: name for name, param in global_parameters([model])}
     shards = world.groups.dp_cp.size()
     trainable = [param for param in model.parameters() if param.requires_grad]
@@ -160,7 +160,7 @@ def _placed(bucket: Bucket, plan: Plan) -> dict[str, tuple[int, int]]:
     for name in bucket.parameters:
         parameter = parameters.get(name)
         if parameter is None or parameter.matrices[0] not in range_of:
-            raise PlanMismatch(key=name, planned=f"in {where}", found="no range of its matrices there")
+            raise PlanMismatch(key=name, planned=f"in {where}", actual="no range of its matrices there")
         # A parameter opens a range, or follows its predecessor in it at the next aligned element.
         start = position = max(align(position), range_of[parameter.matrices[0]].start)
         for part in parameter.parts:
@@ -171,14 +171,14 @@ def _placed(bucket: Bucket, plan: Plan) -> dict[str, tuple[int, int]]:
                     raise PlanMismatch(
                         key=plan.matrices[index].name,
                         planned=f"[{position}, {end}) of {where} on owner {cells[index].owner}",
-                        found="no range" if held is None else f"[{held.start}, {held.end}) on owner {held.owner}",
+                        actual="no range" if held is None else f"[{held.start}, {held.end}) on owner {held.owner}",
                     )
             position = end
         places[name] = (start, position)
     used = sum(end - start for start, end in places.values())
     if used != bucket.elements - bucket.padding:
         raise PlanMismatch(
-            key=where, planned=f"{bucket.elements - bucket.padding} elements without padding", found=f"{used} elements"
+            key=where, planned=f"{bucket.elements - bucket.padding} elements without padding", actual=f"{used} elements"
         )
     return places
 
@@ -186,14 +186,14 @@ def _placed(bucket: Bucket, plan: Plan) -> dict[str, tuple[int, int]]:
 def _check_ranges(bucket: Bucket, mesh: Mesh, where: str) -> None:
     ends = [0, *(position for part in bucket.ranges for position in (part.start, part.end)), bucket.elements]
     if any(before > after for before, after in pairwise(ends)):
-        raise PlanMismatch(key=where, planned=f"ordered ranges within {bucket.elements} elements", found=ends[1:-1])
+        raise PlanMismatch(key=where, planned=f"ordered ranges within {bucket.elements} elements", actual=ends[1:-1])
     if bucket.elements % mesh.owners or bucket.elements % align(1):
         raise PlanMismatch(
-            key=where, planned=f"a multiple of {mesh.owners} ranks and of {align(1)} elements", found=bucket.elements
+            key=where, planned=f"a multiple of {mesh.owners} ranks and of {align(1)} elements", actual=bucket.elements
         )
     outside = [part.owner for part in bucket.ranges if not 0 <= part.owner < mesh.owners]
     if outside:
-        raise PlanMismatch(key=where, planned=f"owners below {mesh.owners}", found=f"owner {outside[0]}")
+        raise PlanMismatch(key=where, planned=f"owners below {mesh.owners}", actual=f"owner {outside[0]}")
 
 
 def _matrix_layout(
@@ -225,7 +225,7 @@ def _matrix_layout(
             raise PlanMismatch(
                 key=names[param],
                 planned=f"bucket {where[param][2]}",
-                found=f"registered next to bucket {where[last][2]}",
+                actual=f"registered next to bucket {where[last][2]}",
             )
     return PerBufferParamLayout(
         param_index_map={param: where[param] for param in backwards},

@@ -262,8 +262,8 @@ class _Normalised(torch.autograd.Function):
         along = torch.mv(rows, weight.float()).div_(width).view_as(scale)
         grad_weight = rows.sum(0).to(weight.dtype)
         # In place of the products: what is along the normalised vector changes nothing of it.
-        found = torch.mul(wide, weight.float(), out=products).addcmul_(unit, along, value=-1).mul_(scale)
-        return found.to(hidden.dtype), grad_weight, None
+        gradient = torch.mul(wide, weight.float(), out=products).addcmul_(unit, along, value=-1).mul_(scale)
+        return gradient.to(hidden.dtype), grad_weight, None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,7 +145,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         planned, actual = self.planned, self._bucket.grad_data.numel()
         if actual != planned.elements:
             where = f"bucket {planned.index} of stage {planned.stage}"
-            raise PlanMismatch(key=where, planned=f"{planned.elements} elements", found=f"{actual} elements")
+            raise PlanMismatch(key=where, planned=f"{planned.elements} elements", actual=f"{actual} elements")
 
 
 def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -> None:
@@ -166,7 +166,7 @@ def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -
         if _holds_matrices(group)
     ]
     if len(places) != len(planned):
-        raise PlanMismatch(key=f"buckets of stage {stage}", planned=len(planned), found=len(places))
+        raise PlanMismatch(key=f"buckets of stage {stage}", planned=len(planned), actual=len(places))
     names = {param: name for name, param in global_parameters(chunks)}
     for bucket, (ddp, place) in zip(planned, places, strict=True):
         groups: list[_ParamAndGradBucketGroup] = ddp.bucket_groups

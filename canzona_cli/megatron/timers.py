@@ -180,9 +180,9 @@ class PhaseTimer:
         self._wait_for_all()
         return [self._timeline(step, step.moment or idle) for step in self._kept]
 
-    def annotate(self, wanted: bool) -> None:
+    def annotate(self, on: bool) -> None:
         """Name phases in a trace of torch's profiler from now on, or no longer. Between steps only."""
-        self._ranges = [] if wanted else None
+        self._ranges = [] if on else None
 
     def push(self, phase: Phase) -> None:
         self._stack.append(phase)
@@ -302,7 +302,7 @@ class PhaseTimer:
                 spans.append((TOTAL_OF[phase], start, stop))
         for name, start, end in spans:
             intervals[name].append((self._clock.elapsed(origin, start), self._clock.elapsed(origin, end)))
-        phases |= {name: _covered(found) for name, found in intervals.items()}
+        phases |= {name: _covered(covered) for name, covered in intervals.items()}
         step_s = self._clock.elapsed(origin, step.end)
         self._timings.append(StepTiming(step_s=step_s, phases=phases, waited_s=step.waited_s))
 

@@ -45,10 +45,10 @@ class KLShampoo(KroneckerOptimizer):
             state[f"Q_{side}"] = torch.eye(length, dtype=p.dtype, device=p.device)
             state[f"eigenvalues_{side}"] = p.new_zeros(length)
 
-    def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
+    def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         bases = {f"Q_{side}": (length, length) for side, length in self._lengths(p)}
         vectors = {f"eigenvalues_{side}": (length,) for side, length in self._lengths(p)}
-        return {**super().kept(p), **bases, **vectors, "exp_avg": tuple(p.shape)}
+        return {**super().state_shapes(p), **bases, **vectors, "exp_avg": tuple(p.shape)}
 
     def _seen(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
         """Turns the gradient and whitens it on the other side, in fp32: eigenvalues follow it on the way."""

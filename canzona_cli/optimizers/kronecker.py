@@ -131,7 +131,7 @@ class KroneckerOptimizer(MatrixOptimizer):
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """Computes the direction that `p` moves along; it may be scratch."""
 
-    def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
+    def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         packed = {
             f"{name}{side}": (packed_elements(length),) for name in self.symmetric for side, length in self._lengths(p)
         }
@@ -139,7 +139,7 @@ class KroneckerOptimizer(MatrixOptimizer):
 
     def converted(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Older versions kept whole squares of what is packed now."""
-        shapes, tensors = self.kept(p), dict(state)
+        shapes, tensors = self.state_shapes(p), dict(state)
         for name in self.symmetric:
             for side, length in self._lengths(p):
                 key = f"{name}{side}"
@@ -265,8 +265,8 @@ class KroneckerOptimizer(MatrixOptimizer):
 
     def _say(self) -> None:
         for p, size, limit, words in self._unsaid:
-            if (found := float(size)) > limit:
-                self._report(p, words.format(found))
+            if (worst := float(size)) > limit:
+                self._report(p, words.format(worst))
         self._unsaid.clear()
 
     def _report(self, p: torch.Tensor, reason: str) -> None:

@@ -55,7 +55,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._update_group([p for p in group["params"] if p.grad is not None], group)
 
-    def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None] | None:
+    def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None] | None:
         """Describes the state of matrix `p` (rows, cols) from its first step on: shapes of fp32 tensors by
         name, None for a count of steps. None for all of it where a class does not say: a checkpoint may then
         hold anything."""

@@ -306,7 +306,7 @@ class Muon(MatrixOptimizer):
         else:
             muon_cuda.move(p, x, self._rates[id(group)], group["weight_decay"], size, trusted)
 
-    def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
+    def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         return {"momentum_buffer": tuple(p.shape)}
 
     def _average(self, p: torch.Tensor) -> torch.Tensor:

@@ -43,8 +43,8 @@ class NorMuon(Muon):
         super().__init__(params, lr, **settings)
         self.row_beta = row_beta
 
-    def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
-        return {**super().kept(p), "row_square": (p.size(0),)}
+    def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
+        return {**super().state_shapes(p), "row_square": (p.size(0),)}
 
     def _apply(self, p: torch.Tensor, x: torch.Tensor, group: Mapping[str, float]) -> None:
         state = self.state[p]

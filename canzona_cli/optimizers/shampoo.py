@@ -69,9 +69,9 @@ class Shampoo(KroneckerOptimizer):
             identity = torch.eye(length, dtype=p.dtype, device=p.device)
             state[f"root_{side}"] = pack(identity, p.new_empty(packed_elements(length)))
 
-    def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
+    def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         moments = ("exp_avg", "exp_avg_sq") if self.grafting == "adam" else ("exp_avg",)
-        return {**super().kept(p), **dict.fromkeys(moments, tuple(p.shape))}
+        return {**super().state_shapes(p), **dict.fromkeys(moments, tuple(p.shape))}
 
     def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
         order: Order = 4 if len(self._sides(stack[0][0])) == 2 else 2

@@ -38,9 +38,9 @@ class SOAP(KroneckerOptimizer):
         for side, length in self._lengths(p):
             state[f"Q_{side}"] = torch.eye(length, dtype=p.dtype, device=p.device)
 
-    def kept(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
+    def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         bases = {f"Q_{side}": (length, length) for side, length in self._lengths(p)}
-        return {**super().kept(p), **bases, **dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(p.shape))}
+        return {**super().state_shapes(p), **bases, **dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(p.shape))}
 
     def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
         if self.state[stack[0][0]]["step"] == 1:  # both moments are still zero: nothing to carry over

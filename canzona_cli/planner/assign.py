@@ -261,10 +261,10 @@ def _balanced(stage: _Stage) -> Owners:
         ways += [_leaders_to_cells, _units_to_cells]
     problems = [stage, replace(stage, costs=stage.together)] if stage.shares else [stage]
     for way, problem in product(ways, problems):
-        found = way(problem)
-        height = stage.height(found)
+        owner_of = way(problem)
+        height = stage.height(owner_of)
         if height < lowest * (1 - 1e-9):
-            best, lowest = found, height
+            best, lowest = owner_of, height
         if lowest <= stage.bound * (1 + CLOSE_ENOUGH):
             break
     kinds = {
@@ -302,17 +302,17 @@ def _blended(stage: _Stage, blend: float) -> Owners:
     """Bucket by bucket, a unit at a time to the owner with the least mix of compute so far and bytes in the bucket."""
     compute = [0.0] * stage.owners
     goal = sum(map(stage.cost, stage.units)) / stage.owners
-    found: Owners = {}
+    owner_of: Owners = {}
     for parts in sorted(stage.parts, key=lambda parts: -sum(part.elements for part in parts)):
         share = sum(part.elements for part in parts) / stage.owners
         held = [0] * stage.owners
         for part in sorted(parts, key=lambda part: (-part.elements, -stage.cost(part.unit))):
             score = [blend * compute[o] / goal + (1 - blend) * held[o] / share for o in range(stage.owners)]
             owner = min(range(stage.owners), key=lambda o: (score[o], compute[o], o))
-            found[part.unit] = owner
+            owner_of[part.unit] = owner
             held[owner] += part.elements
             compute[owner] += stage.cost(part.unit)
-    return found
+    return owner_of
 
 
 def _contiguous(stage: _Stage) -> list[Owners]:
@@ -386,11 +386,11 @@ def deal(loads: Sequence[float], owners: int) -> list[int]:
     """Owner of each cell, as many cells each: the heaviest with the lightest,
     so that owners have alike sums."""
     ranked = sorted(range(len(loads)), key=lambda cell: (-loads[cell], cell))
-    found = [0] * len(loads)
+    owner_of = [0] * len(loads)
     for position, cell in enumerate(ranked):
         lap, place = divmod(position, owners)
-        found[cell] = owners - 1 - place if lap % 2 else place
-    return found
+        owner_of[cell] = owners - 1 - place if lap % 2 else place
+    return owner_of
 
 
 def _capped(stage: _Stage, weights: Sequence[float], elements: Sequence[int], cap: int) -> dict[int, Cell] | None:
@@ -401,7 +401,7 @@ def _capped(stage: _Stage, weights: Sequence[float], elements: Sequence[int], ca
     loads = [[0.0] * stage.tp for _ in range(stage.owners)]
     room = [[cap] * stage.tp for _ in range(stage.owners)]
     heap = [(0.0, owner) for owner in range(stage.owners)]
-    found: dict[int, Cell] = {}
+    cells: dict[int, Cell] = {}
     for unit in sorted(stage.units, key=lambda u: (-sum(weights[index] for index in stage.units[u]), u)):
         members = sorted(stage.units[unit], key=lambda index: (-weights[index], index))
         passed: list[tuple[float, int]] = []
@@ -412,7 +412,7 @@ def _capped(stage: _Stage, weights: Sequence[float], elements: Sequence[int], ca
                 passed.append((load, owner))
                 continue
             for index, host in zip(members, hosts, strict=True):
-                found[index] = Cell(owner=owner, host=host)
+                cells[index] = Cell(owner=owner, host=host)
                 loads[owner][host] += weights[index]
                 room[owner][host] -= elements[index]
             passed.append((sum(loads[owner]), owner))
@@ -421,7 +421,7 @@ def _capped(stage: _Stage, weights: Sequence[float], elements: Sequence[int], ca
             return None
         for entry in passed:
             heapq.heappush(heap, entry)
-    return found
+    return cells
 
 
 def _place(

@@ -96,21 +96,23 @@ def _on_one_rank(members: Sequence[Matrix], tp: int) -> int:
 def cut(parameters: Sequence[Parameter], bucket_elements: int | None, *, stage: int) -> list[list[Parameter]]:
     """Parameters of each bucket, last registered first. Megatron makes one bucket of every stage but the
     first, or of each of its model chunks."""
-    by_chunk = [list(own) for _, own in groupby(parameters, lambda parameter: parameter.chunk)]
-    return [bucket for own in reversed(by_chunk) for bucket in _cut(own, bucket_elements if stage == 0 else None)]
+    by_chunk = [list(of_chunk) for _, of_chunk in groupby(parameters, lambda parameter: parameter.chunk)]
+    return [
+        bucket for of_chunk in reversed(by_chunk) for bucket in _cut(of_chunk, bucket_elements if stage == 0 else None)
+    ]
 
 
 def _cut(parameters: Sequence[Parameter], limit: int | None) -> list[list[Parameter]]:
-    found: list[list[Parameter]] = []
+    closed: list[list[Parameter]] = []
     bucket: list[Parameter] = []
     filled = 0
     for parameter in reversed(parameters):
         bucket.append(parameter)
         filled = align(filled) + parameter.elements
         if limit is not None and filled >= limit:
-            found.append(bucket)
+            closed.append(bucket)
             bucket, filled = [], 0
-    return [*found, bucket] if bucket else found
+    return [*closed, bucket] if bucket else closed
 
 
 def buckets(
@@ -134,14 +136,14 @@ def buckets(
     Args:
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
     """
-    found: list[Bucket] = []
+    made: list[Bucket] = []
     for stage in stages(matrices):
         parameters = stage_parameters(matrices, stage, layout.tp)
         for index, bucket in enumerate(cut(parameters, bucket_elements, stage=stage)):
             owned = [_Owned.of(parameter, assignment) for parameter in bucket]
             order = _by_owner(owned) if settings.layout == "owner" and settings.strategy == "canzona" else owned
-            found.append(_packed(order, stage, index, layout.owners))
-    return tuple(found)
+            made.append(_packed(order, stage, index, layout.owners))
+    return tuple(made)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,22 +312,22 @@ def few_owners(
             seat = tuple((assignment.cells[index], assignment.shares.get(index)) for index in part.matrices)
             free[kind(part)].setdefault(seat[0][0].owner, []).append(seat)
         for bucket in reversed(buckets):
-            wanted: dict[Hashable, list[Part]] = defaultdict(list)
+            parts_by_kind: dict[Hashable, list[Part]] = defaultdict(list)
             for part in bucket:
-                wanted[kind(part)].append(part)
-            while wanted:
-                owner = _most_useful(wanted, free)
-                for each in [each for each in wanted if owner in free[each]]:
+                parts_by_kind[kind(part)].append(part)
+            while parts_by_kind:
+                owner = _most_useful(parts_by_kind, free)
+                for each in [each for each in parts_by_kind if owner in free[each]]:
                     seats = free[each][owner]
-                    while wanted[each] and seats:
-                        for index, (cell, share) in zip(wanted[each].pop().matrices, seats.pop(), strict=True):
+                    while parts_by_kind[each] and seats:
+                        for index, (cell, share) in zip(parts_by_kind[each].pop().matrices, seats.pop(), strict=True):
                             cells[index] = cell
                             if share is not None:
                                 shares[index] = share
                     if not seats:
                         del free[each][owner]
-                    if not wanted[each]:
-                        del wanted[each]
+                    if not parts_by_kind[each]:
+                        del parts_by_kind[each]
     return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shares.items()))))
 
 
@@ -370,10 +372,10 @@ def slowest(
     matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment, grouped: Grouped
 ) -> dict[int, float]:
     """Returns, by stage, the seconds of the owner that is done last, by the planner's clock."""
-    found: dict[int, float] = defaultdict(float)
+    seconds: dict[int, float] = defaultdict(float)
     for (stage, _), jobs in held_jobs(matrices, costs, assignment).items():
-        found[stage] = max(found[stage], grouped.of(jobs)[0])
-    return found
+        seconds[stage] = max(seconds[stage], grouped.of(jobs)[0])
+    return seconds
 
 
 def travel(buckets: Iterable[Bucket], model: ReductionModel) -> tuple[dict[int, float], float]:
@@ -398,7 +400,7 @@ def spread(
     left: dict[Hashable, Counter[int]] = defaultdict(Counter)
     for unit, owner in sorted(owner_of.items()):
         left[alike[unit]][owner] += 1
-    found: dict[int, int] = {}
+    new_owner: dict[int, int] = {}
     for bucket in buckets:
         held: Counter[int] = Counter()
         kinds: dict[Hashable, list[Part]] = defaultdict(list)
@@ -418,5 +420,5 @@ def spread(
                     if not free[owner]:
                         del free[owner]
             for part, owner in zip(parts, sorted(chosen), strict=True):
-                found[part.unit] = owner
-    return found
+                new_owner[part.unit] = owner
+    return new_owner

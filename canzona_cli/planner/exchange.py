@@ -70,7 +70,7 @@ def group_traffic(matrices: Sequence[Matrix], hosts: Sequence[int], tp: int) -> 
         elif matrix.home != host:
             homes.append((host, matrix.home, elements))
     if homes or any(back):
-        back = [elements + own for elements, own in zip(back, flags, strict=True)]
+        back = [elements + flag for elements, flag in zip(back, flags, strict=True)]
     return GroupTraffic(gradients=_from_hosts(out, homes).reversed(), weights=_from_hosts(back, homes))
 
 
@@ -81,7 +81,7 @@ def _from_hosts(to_each: Sequence[int], homes: Iterable[tuple[int, int, int]]) -
     Sums instead of one message after another: `auto` weighs hundreds of candidate groups.
     """
     total, others = sum(to_each), len(to_each) - 1
-    sent, received = [others * own for own in to_each], [total - own for own in to_each]
+    sent, received = [others * mine for mine in to_each], [total - mine for mine in to_each]
     for host, home, elements in homes:
         sent[host] += elements
         received[home] += elements
@@ -183,10 +183,10 @@ def _route(moves: Sequence[_Move], flagged: Sequence[Sequence[Matrix]], rank: in
         outgoing = [move.matrix for move in moves if (move.source, move.target) == (rank, peer)]
         incoming = [move.matrix for move in moves if (move.source, move.target) == (peer, rank)]
         out_end, in_end = _lay(outgoing, peer, tp, sent, sends), _lay(incoming, peer, tp, received, receives)
-        own, theirs = (flagged[rank], flagged[peer]) if peer != rank else ([], [])
-        send_flags.append(tuple(out_end + n for n in range(len(own))))
+        mine, theirs = (flagged[rank], flagged[peer]) if peer != rank else ([], [])
+        send_flags.append(tuple(out_end + n for n in range(len(mine))))
         receive_flags += [(matrix, in_end + n) for n, matrix in enumerate(theirs)]
-        send_splits.append(out_end - sent + len(own))
+        send_splits.append(out_end - sent + len(mine))
         receive_splits.append(in_end - received + len(theirs))
         sent, received = sent + send_splits[-1], received + receive_splits[-1]
     return Route(

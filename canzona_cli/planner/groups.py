@@ -44,13 +44,13 @@ def micro_groups(
         ConfigError: C_max is smaller than the largest matrix.
     """
     check_capacity(matrices, grouped.pipeline.tp, grouped.settings, grouped.bytes_per_element)
-    found: list[MicroGroup] = []
+    groups: list[MicroGroup] = []
     for (stage, owner), jobs in sorted(held_jobs(matrices, costs, assignment).items()):
-        found += [
+        groups += [
             MicroGroup(stage=stage, owner=owner, index=number, matrices=group)
             for number, group in enumerate(grouped.of(jobs)[1])
         ]
-    return tuple(found)
+    return tuple(groups)
 
 
 def held_jobs(
@@ -133,10 +133,10 @@ def _quickest(candidates: Iterable[list[list[Job]]], pipeline: HostedPipeline) -
     # Several ways to cut come to the same groups, and most have some in common.
     ways = {tuple(tuple(job.matrix.index for job in group) for group in groups): groups for groups in candidates}
     known: Loads = {}
-    found = [(pipeline.seconds(groups, known), groups) for groups in ways.values()]
-    least = min(seconds for seconds, _ in found)
+    timed = [(pipeline.seconds(groups, known), groups) for groups in ways.values()]
+    least = min(seconds for seconds, _ in timed)
     return min(
-        (one for one in found if one[0] <= (1 + CLOSE) * least),
+        (one for one in timed if one[0] <= (1 + CLOSE) * least),
         key=lambda one: (len(one[1]), one[0]),
     )
 
@@ -258,10 +258,10 @@ def best_of(
         if seconds > limits[stage]:
             late.add(stage)
     cells, shares = list(hosted.cells), {}
-    for stage, own in rows.items():
+    for stage, of_stage in rows.items():
         if stage in late:
             continue
-        for owner, jobs in own:
+        for owner, jobs in of_stage:
             for job in jobs:
                 cells[job.matrix.index] = Cell(owner=owner, host=job.host)
                 if job.share is not None:

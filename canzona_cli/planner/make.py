@@ -179,14 +179,14 @@ class _Attempt:
             return hosted
         members, costs, layout = self._members, self._costs, self._layout
         balanced = self._assigned(self._asked, self._possible, self._memory_cap)
-        found = best_of(members, costs, hosted, balanced, self._possible, layout.tp, self._grouped, self._memory_cap)
-        if not found.shares or self._own_shapes:
-            return found
+        best = best_of(members, costs, hosted, balanced, self._possible, layout.tp, self._grouped, self._memory_cap)
+        if not best.shares or self._own_shapes:
+            return best
         others = [stage_weights(self._config, layout, stage).others for stage in range(layout.pp)]
         gathered = [self._model.gather_evenly(elements) for elements in others]
         # AdamW's parameters, gathered under the updates, may take longer than either.
-        sooner = self._price(hosted, gathered)[0] > (1 + ALIKE) * self._price(found, gathered)[0]
-        return found if sooner else hosted
+        sooner = self._price(hosted, gathered)[0] > (1 + ALIKE) * self._price(best, gathered)[0]
+        return best if sooner else hosted
 
     def _that_travels_least(self, assignment: Assignment) -> Assignment:
         """Keeps the balance but changes owners, or takes natural order,
@@ -226,8 +226,8 @@ class _Attempt:
 
     def _buckets(self, assignment: Assignment) -> tuple[Bucket, ...]:
         if assignment.cells not in self._laid_out:
-            found = buckets(self._members, assignment, self._layout, self._asked, self._limit)
-            self._laid_out[assignment.cells] = self._model.choose(found, self._asked, scratch=True)
+            made = buckets(self._members, assignment, self._layout, self._asked, self._limit)
+            self._laid_out[assignment.cells] = self._model.choose(made, self._asked, scratch=True)
         return self._laid_out[assignment.cells]
 
     def _price(self, assignment: Assignment, hidden: Sequence[float] | None = None) -> tuple[float, float]:
@@ -236,7 +236,7 @@ class _Attempt:
         unhidden, whole = travel(self._buckets(assignment), self._model)
         busy = slowest(self._members, self._costs, assignment, self._grouped)
         if hidden is not None:
-            busy = {stage: max(own, hidden[stage]) for stage, own in busy.items()}
+            busy = {stage: max(seconds, hidden[stage]) for stage, seconds in busy.items()}
         return rounded(max(busy[stage] + unhidden[stage] for stage in busy)), rounded(whole)
 
 
@@ -334,8 +334,8 @@ def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None
     """
     open_parallel = replace(config.parallel, tp=None, pp=None, vpp=None, cp=None, sequence_parallel=None)
     open_train = replace(config.train, micro_batch_size=None, global_batch_size=None, recompute=None)
-    found = _unbounded(replace(config, parallel=open_parallel, train=open_train), layout.bare, shapes)
-    return replace(found, subject=subject(config, layout, shapes))
+    plan = _unbounded(replace(config, parallel=open_parallel, train=open_train), layout.bare, shapes)
+    return replace(plan, subject=subject(config, layout, shapes))
 
 
 @lru_cache(maxsize=32)

@@ -127,15 +127,15 @@ def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
             cols=cols,
             matrices=number,
             seconds=cost,
-            shared=len(own),
-            fragment_s=own[0].each if own else 0.0,
+            shared=len(counts),
+            fragment_s=counts[0].each if counts else 0.0,
             form=form_of(how, rows, cols, config.cluster) if orthogonal else None,
             products="symmetric" if halved and stack_of(how, rows, cols, config.cluster) == 1 else "plain",
             together=stack_of(how, rows, cols, config.cluster),
             error=error,
         )
         for (rows, cols, cost), number in sorted(counted.items(), key=lambda one: -one[1] * one[0][2])
-        for own in (shares.get((rows, cols), ()),)
+        for counts in (shares.get((rows, cols), ()),)
     )
 
 
@@ -213,12 +213,12 @@ def _traffic(plan: Plan) -> Iterator[tuple[MicroGroup, GroupTraffic]]:
 
 def exchanges(plan: Plan) -> Counter[tuple[int, int]]:
     """Counts all-to-alls of a step, and collectives of shared matrices, by stage and owner."""
-    found: Counter[tuple[int, int]] = Counter()
+    elements: Counter[tuple[int, int]] = Counter()
     for group, traffic in _traffic(plan):
-        found[group.stage, group.owner] += traffic.collectives
+        elements[group.stage, group.owner] += traffic.collectives
     for matrix, cell in _shared(plan):
-        found[matrix.stage, cell.owner] += sum(shared_collectives(plan.subject.optimizer.ns_steps).values())
-    return found
+        elements[matrix.stage, cell.owner] += sum(shared_collectives(plan.subject.optimizer.ns_steps).values())
+    return elements
 
 
 def _shared(plan: Plan) -> Iterator[tuple[Matrix, Cell]]:

@@ -64,7 +64,7 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
             by_owner.setdefault(group.owner, []).append(group.matrices)
     reduced, gathered = _travelling(config, plan, stage)
     known: dict[Hashable, list[StepBuffers]] = {}
-    found: list[StepBuffers] = []
+    buffers: list[StepBuffers] = []
     for owner in range(mesh.owners):
         groups = [
             [
@@ -78,11 +78,11 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
         key = (travelling, tuple(tuple((_alike(one.matrix), one.host, one.share) for one in group) for group in groups))
         if key not in known:
             known[key] = [
-                replace(own, reduction=travelling[0], gathering=travelling[1])
-                for own in _owners_buffers(config, groups, mesh.tp)
+                replace(of_owner, reduction=travelling[0], gathering=travelling[1])
+                for of_owner in _owners_buffers(config, groups, mesh.tp)
             ]
-        found += known[key]
-    return found
+        buffers += known[key]
+    return buffers
 
 
 def _alike(matrix: Matrix) -> Hashable:
@@ -105,9 +105,9 @@ def _owners_buffers(config: RunConfig, groups: Sequence[Sequence[_Placed]], tp: 
         groups: its micro-groups.
     """
     if tp == 1:
-        own = [one.matrix for group in groups for one in group]
-        copied = [_copied(config, matrix, 1, 0) for matrix in own]
-        together = [[own[place].shape for place in batch] for batch in _batches(copied)]
+        members = [one.matrix for group in groups for one in group]
+        copied = [_copied(config, matrix, 1, 0) for matrix in members]
+        together = [[members[place].shape for place in batch] for batch in _batches(copied)]
         yield StepBuffers(gradients=batch_bytes(copied), workspace=workspace_bytes(config, together))
         return
     widths = exchange_bytes(config)
@@ -143,15 +143,15 @@ def batch_bytes(elements: Sequence[int]) -> int:
 def _batches(elements: Sequence[int]) -> list[list[int]]:
     """Places of consecutive matrices that go within `BATCH_BYTES` of fp32,
     or of one that alone exceeds it."""
-    found: list[list[int]] = []
+    batches: list[list[int]] = []
     filled = 0
     for place, size in enumerate(elements):
-        if not found or filled + size > BATCH_BYTES // FP32:
-            found.append([])
+        if not batches or filled + size > BATCH_BYTES // FP32:
+            batches.append([])
             filled = 0
-        found[-1].append(place)
+        batches[-1].append(place)
         filled += size
-    return found
+    return batches
 
 
 def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
@@ -213,8 +213,8 @@ class PlanMemory(Memory):
 def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
     """Memory of the fullest rank under a plan: every stage's fullest cell,
     with what that stage needs besides."""
-    found = [_stage_memory(config, layout, plan, stage) for stage in range(plan.subject.layout.pp)]
-    return max(found, key=lambda memory: (memory.total, -memory.worst.rank))
+    stages = [_stage_memory(config, layout, plan, stage) for stage in range(plan.subject.layout.pp)]
+    return max(stages, key=lambda memory: (memory.total, -memory.worst.rank))
 
 
 def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> PlanMemory:

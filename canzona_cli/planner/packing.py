@@ -71,13 +71,13 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
         for step in range(HALVINGS):
             # The bound itself is tried first: it is often reached.
             limit = low * (1 + CLOSE_ENOUGH / 2) if step == 0 else (low + high) / 2
-            found = _fill(classes, bins, limit, accept_slack=accept_slack)
-            if found is None:
+            filled = _fill(classes, bins, limit, accept_slack=accept_slack)
+            if filled is None:
                 # Not a proof that nothing fits, only that this rule finds nothing: `bound` stays as it is.
                 low = limit
                 continue
-            if _height(classes, found) < _height(classes, best):
-                best = found
+            if _height(classes, filled) < _height(classes, best):
+                best = filled
             high = min(limit, _height(classes, best))
             if high <= bound * (1 + CLOSE_ENOUGH):
                 break
@@ -172,23 +172,23 @@ class _Filler:
     enough: float
     """A load at which the search is over."""
     nodes: int = NODES
-    found: Pattern | None = None
-    found_load: float = -1.0
+    pattern: Pattern | None = None
+    pattern_load: float = -1.0
 
     def best(self) -> Pattern | None:
         first = next(kind for kind, count in enumerate(self.counts) if count)
         if self.costs[first] > self.limit * (1 + 1e-12):
             return None
         self._descend(first, [0] * len(self.costs), 0.0, least=1)
-        return self.found
+        return self.pattern
 
     def _descend(self, start: int, taken: list[int], load: float, *, least: int = 0) -> bool:
         """True when the search may stop. Recurses once for each cost that is taken, not for each there is."""
         self.nodes -= 1
-        if load > self.found_load and least == 0:
-            self.found, self.found_load = tuple(taken), load
-        if self.found_load >= self.enough * (1 - 1e-9) or self.nodes <= 0:
-            return self.found is not None
+        if load > self.pattern_load and least == 0:
+            self.pattern, self.pattern_load = tuple(taken), load
+        if self.pattern_load >= self.enough * (1 - 1e-9) or self.nodes <= 0:
+            return self.pattern is not None
         room = self.limit * (1 + 1e-12) - load
         for kind in range(start, len(self.costs)):
             cost = self.costs[kind]
@@ -433,8 +433,8 @@ class HostPacker:
             hosted, each = divided(count)
             packing = pack([items[place][0] for place in hosted], self._tp) if hosted else None
             hosts = [0] * len(items)
-            for host, own in enumerate(packing.bins if packing else ()):
-                for item in own:
+            for host, members in enumerate(packing.bins if packing else ()):
+                for item in members:
                     hosts[hosted[item]] = host
             together = set(possible[:count])
             yield Row(

@@ -47,29 +47,29 @@ def balanced_cuts(buckets: Sequence[Sequence[float]], owners: int, alpha: float)
     """
     goal = sum(map(sum, buckets)) / owners
     loads = [0.0] * owners
-    found: list[list[int]] = [[] for _ in buckets]
+    owners_of: list[list[int]] = [[] for _ in buckets]
     for index in sorted(range(len(buckets)), key=lambda b: (-sum(buckets[b]), b)):
         weights = buckets[index]
         total = sum(weights)
         lacking = [max(0.0, goal - load) for load in loads]
-        wanted = sum(lacking)
+        missing = sum(lacking)
         shares = [
-            total * ((1 - alpha) / owners + alpha * (lack / wanted if wanted > 0 else 1 / owners)) for lack in lacking
+            total * ((1 - alpha) / owners + alpha * (lack / missing if missing > 0 else 1 / owners)) for lack in lacking
         ]
         boundaries = [0.0, *accumulate(weights)]
         cuts = [_nearest(boundaries, target) for target in accumulate(shares[:-1])]
         # A rank ends where the next one's first piece is; the cuts ascend.
-        found[index] = [bisect_right(cuts, piece) for piece in range(len(weights))]
-        for weight, owner in zip(weights, found[index], strict=True):
+        owners_of[index] = [bisect_right(cuts, piece) for piece in range(len(weights))]
+        for weight, owner in zip(weights, owners_of[index], strict=True):
             loads[owner] += weight
     plain = [even_start(weights, owners) for weights in buckets]
-    return found if max(loads) <= _most(buckets, plain, owners) else plain
+    return owners_of if max(loads) <= _most(buckets, plain, owners) else plain
 
 
 def _most(buckets: Sequence[Sequence[float]], owned: Sequence[Sequence[int]], owners: int) -> float:
     loads = [0.0] * owners
-    for weights, found in zip(buckets, owned, strict=True):
-        for weight, owner in zip(weights, found, strict=True):
+    for weights, owners_of in zip(buckets, owned, strict=True):
+        for weight, owner in zip(weights, owners_of, strict=True):
             loads[owner] += weight
     return max(loads)
 

@@ -124,9 +124,9 @@ class HostedPipeline:
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> "HostedPipeline":
-        cluster, own = config.cluster, implementation(config)
+        cluster, implemented = config.cluster, implementation(config)
         width, grad = exchange_bytes(config)
-        exchanging = step_factor(cluster, "exchange", own)
+        exchanging = step_factor(cluster, "exchange", implemented)
         # A GPU does not wait to know whether a weight is finite: it reads the old one too, and writes one of
         # them.
         chosen = 3 * width if cluster.device == "cuda" else 0
@@ -143,7 +143,7 @@ class HostedPipeline:
             launch_s=exchanging * cluster.launch_us * 1e-6,
             replay_s=cluster.launch_us * 1e-6 if algorithm(config).graph else 0.0,
             steps=algorithm(config).ns_steps,
-            updating=step_factor(cluster, "matrix_update", own),
+            updating=step_factor(cluster, "matrix_update", implemented),
             exchanging=exchanging,
             norm_s=least_before_updates(config, layout),
         )
@@ -210,7 +210,7 @@ class HostedPipeline:
         sides = {min(job.matrix.shape) for job in jobs}
         moved = {side: shared_transfers(side, self.steps, self.width, self.links, self.group) for side in sides}
         behind, landed = shared_exchanges(self.steps), defaultdict[tuple[int, int], list[Moment]](list)
-        for place, part in turns([len(own) for own in parts]):
+        for place, part in turns([len(of_matrix) for of_matrix in parts]):
             for host in range(self.tp):
                 for moment in landed[place, part]:
                     ranks.wait(host, moment)

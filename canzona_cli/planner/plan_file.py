@@ -51,9 +51,9 @@ def first_difference(plan: Plan, other: Plan) -> Difference | None:
         return subjects[0]
     mine, theirs = plan.content(), other.content()
     for part, names in _IDENTITY.items():
-        found = _compared(part, _named(mine[part], names), _named(theirs[part], names))
-        if found is not None:
-            return found
+        difference = _compared(part, _named(mine[part], names), _named(theirs[part], names))
+        if difference is not None:
+            return difference
     return _compared("lower_bounds", mine["lower_bounds"], theirs["lower_bounds"])
 
 
@@ -74,8 +74,8 @@ def _compared(key: str, mine: object, theirs: object) -> Difference | None:
         pairs = [(name, mine.get(name), theirs.get(name)) for name in dict.fromkeys([*mine, *theirs])]
     elif isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
         pairs = [(f"[{place}]", a, b) for place, (a, b) in enumerate(zip_longest(mine, theirs))]
-    found = (_compared(key + name, a, b) for name, a, b in pairs)
-    return next((one for one in found if one is not None), (key, mine, theirs))
+    differences = (_compared(key + name, a, b) for name, a, b in pairs)
+    return next((one for one in differences if one is not None), (key, mine, theirs))
 
 
 FOLDER = Path("plans")
@@ -91,8 +91,8 @@ def default_path(config: RunConfig, plan: Plan) -> Path:
 
 def find_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> "Obtained | None":
     """The plan of a run in `folder`: the newest file's that `load_plan` accepts; None when there is none."""
-    found = folder.glob(f"{config.name}-{config.gpus}gpus-*.json")
-    for path in sorted(found, key=_written, reverse=True):
+    candidates = folder.glob(f"{config.name}-{config.gpus}gpus-*.json")
+    for path in sorted(candidates, key=_written, reverse=True):
         try:
             return Obtained(plan=load_plan(path, config, layout), path=path)
         except ConfigError:
@@ -109,8 +109,8 @@ def load_plan(path: Path, config: RunConfig, layout: Layout, shapes: ModelShapes
             setting or profile; every difference is named. Or it is of this run and has matrices of another.
     """
     plan = read_plan(path)
-    wanted = subject(config, layout, shapes)
-    differing = differences(plan.subject, wanted)
+    expected = subject(config, layout, shapes)
+    differing = differences(plan.subject, expected)
     if differing:
         parts = ", ".join(dict.fromkeys(key.partition(".")[0] for key, _, _ in differing))
         shown = "; ".join(

@@ -43,10 +43,10 @@ Run = tuple[Segment, ...]
 
 def shares(bucket: Bucket) -> dict[int, int]:
     """Elements of each owner that has any, alignment inside its ranges included."""
-    found: dict[int, int] = {}
+    elements: dict[int, int] = {}
     for part in bucket.ranges:
-        found[part.owner] = found.get(part.owner, 0) + part.end - part.start
-    return found
+        elements[part.owner] = elements.get(part.owner, 0) + part.end - part.start
+    return elements
 
 
 def handovers(bucket: Bucket, ranks: int) -> tuple[tuple[Run, ...], ...]:
@@ -80,7 +80,7 @@ def handed(bucket: Bucket, ranks: int) -> tuple[tuple[tuple[int, ...], tuple[int
 def _handed(
     ranges: tuple[Range, ...], elements: int, ranks: int
 ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    found = []
+    segments = []
     for runs in _handovers(ranges, elements, ranks):
         there, owned = [0] * ranks, [0] * ranks
         for rank, run in enumerate(runs):
@@ -88,23 +88,23 @@ def _handed(
                 if owner != rank:
                     there[rank] += end - start
                     owned[owner] += end - start
-        found.append((tuple(there), tuple(owned)))
-    return tuple(found)
+        segments.append((tuple(there), tuple(owned)))
+    return tuple(segments)
 
 
 def _parts(ranges: Sequence[Range], elements: int, ranks: int) -> list[list[Segment]]:
     """Segments of each rank's part, ascending."""
     part = elements // ranks
-    found: list[list[Segment]] = [[] for _ in range(ranks)]
+    parts: list[list[Segment]] = [[] for _ in range(ranks)]
     borders = [0, *(later.start for later in ranges[1:]), elements]
     for held, (start, end) in zip(ranges, pairwise(borders), strict=True):
         while start < end:
             rank = start // part
             stop = min(end, (rank + 1) * part)
             # A part that only pads the bucket stays where it is.
-            found[rank].append(Segment(held.owner if start < held.end else rank, start, stop))
+            parts[rank].append(Segment(held.owner if start < held.end else rank, start, stop))
             start = stop
-    return found
+    return parts
 
 
 def _runs(part: Sequence[Segment]) -> list[Run]:
@@ -288,13 +288,13 @@ def _overlapped(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners
     order, and each may go on: the next chain starts as many hops later as its owner lies behind. Launches of
     several owners run on several channels, of which the one with the longest way counts.
     """
-    found = [
+    overlaps = [
         replace(transfer, fill_s=max(0.0, 1 - _hops(one, other, owners) / (owners - 1)) * transfer.fill_s)
         if transfer.fill_s and following.fill_s
         else replace(transfer, fill_s=0.0)
         for (one, transfer), (other, following) in pairwise(zip(buckets, transfers, strict=True))
     ]
-    return [*found, *(replace(last, fill_s=0.0) for last in transfers[-1:])]
+    return [*overlaps, *(replace(last, fill_s=0.0) for last in transfers[-1:])]
 
 
 def _hops(bucket: Bucket, following: Bucket, owners: int) -> int:

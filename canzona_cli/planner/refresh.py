@@ -55,8 +55,8 @@ def refreshes(config: RunConfig, chosen: KroneckerConfig, ranks: Iterable[Sequen
     return Refreshes(
         turns={
             matrix.index: turn
-            for matrices, own in zip(held, turns, strict=True)
-            for matrix, turn in zip(matrices, own, strict=True)
+            for matrices, places in zip(held, turns, strict=True)
+            for matrix, turn in zip(matrices, places, strict=True)
         },
         steps_s=slowest(works, turns, period),
         most_s=max((work.every_s + sum(work.refreshes_s) / period for work in works), default=0.0),
@@ -65,10 +65,10 @@ def refreshes(config: RunConfig, chosen: KroneckerConfig, ranks: Iterable[Sequen
 
 def by_rank(matrices: Sequence[Matrix], cells: Sequence[Cell] | None) -> list[list[Matrix]]:
     """Lists what each rank updates: each cell of a stage, or, without cells, each stage."""
-    found: dict[tuple[int, Cell | None], list[Matrix]] = {}
+    by_cell: dict[tuple[int, Cell | None], list[Matrix]] = {}
     for matrix in matrices:
-        found.setdefault((matrix.stage, None if cells is None else cells[matrix.index]), []).append(matrix)
-    return list(found.values())
+        by_cell.setdefault((matrix.stage, None if cells is None else cells[matrix.index]), []).append(matrix)
+    return list(by_cell.values())
 
 
 def take_turns(ranks: Sequence[RankWork], period: int) -> list[list[int]]:
@@ -115,10 +115,10 @@ def step_by_step(ranks: Sequence[RankWork], period: int) -> list[list[int]]:
     turns = [[0] * len(rank.refreshes_s) for rank in ranks]
     for turn in range(period):
         pairs = list(zip(ranks, left, strict=True))
-        end = max((_dearest_step(rank, own, period - turn) for rank, own in pairs), default=0.0)
-        for number, (rank, own) in enumerate(pairs):
+        end = max((_dearest_step(rank, turns_of_rank, period - turn) for rank, turns_of_rank in pairs), default=0.0)
+        for number, (rank, turns_of_rank) in enumerate(pairs):
             load, left[number] = rank.every_s, []
-            for index in own:
+            for index in turns_of_rank:
                 if load + rank.refreshes_s[index] <= end * (1 + ROUNDING):
                     load += rank.refreshes_s[index]
                     turns[number][index] = turn
@@ -130,9 +130,9 @@ def step_by_step(ranks: Sequence[RankWork], period: int) -> list[list[int]]:
 def slowest(ranks: Sequence[RankWork], turns: Sequence[Sequence[int]], period: int) -> tuple[float, ...]:
     """Seconds of matrix updates on the slowest rank, by turn."""
     steps = [0.0] * period
-    for rank, own in zip(ranks, turns, strict=True):
+    for rank, turns_of_rank in zip(ranks, turns, strict=True):
         loads = [rank.every_s] * period
-        for turn, refresh_s in zip(own, rank.refreshes_s, strict=True):
+        for turn, refresh_s in zip(turns_of_rank, rank.refreshes_s, strict=True):
             loads[turn] += refresh_s
         steps = [max(pair) for pair in zip(steps, loads, strict=True)]
     return tuple(steps)
@@ -152,5 +152,5 @@ def _work(config: RunConfig, matrices: Sequence[Matrix], period: int) -> RankWor
     means = [seconds(how, *matrix.shape, cluster) for matrix in matrices]
     peaks = [peak_seconds(how, *matrix.shape, cluster) for matrix in matrices]
     # With a period of one step they are equal: every update has its refresh.
-    found = [(peak - mean) * period / max(1, period - 1) for mean, peak in zip(means, peaks, strict=True)]
-    return RankWork(every_s=sum(means) - sum(found) / period, refreshes_s=found)
+    extra = [(peak - mean) * period / max(1, period - 1) for mean, peak in zip(means, peaks, strict=True)]
+    return RankWork(every_s=sum(means) - sum(extra) / period, refreshes_s=extra)

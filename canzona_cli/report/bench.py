@@ -68,18 +68,21 @@ class BenchView(Page):
             for phase in LABELS
             if any(phase in s.measured.phases or s.predicted.phases.get(phase) for s in strategies.values())
         ]
-        summaries = {name: list(_summary(found)) for name, found in strategies.items()}
+        summaries = {name: list(_summary(strategy)) for name, strategy in strategies.items()}
         below = next(iter(summaries.values()))
         return GroupedTable(
             head="phase",
             labels=[*map(phase_name, phases), *(label for label, _, _ in below)],
             groups=[
                 Columns(
-                    title=clean(name) + (" *" if found.alone else ""),
+                    title=clean(name) + (" *" if strategy.alone else ""),
                     heads=("ms", "plan", "error"),
-                    rows=(*(_phase_cells(found, phase) for phase in phases), *(cells for *_, cells in summaries[name])),
+                    rows=(
+                        *(_phase_cells(strategy, phase) for phase in phases),
+                        *(cells for *_, cells in summaries[name]),
+                    ),
                 )
-                for name, found in strategies.items()
+                for name, strategy in strategies.items()
             ],
             sections=(len(phases), len(phases) + 5),
             styles=[
@@ -96,10 +99,10 @@ class BenchView(Page):
         yield headed("Step", title)
         seen: set[str] = set()
         for name in order(self.result):
-            found = strategies[name]
+            strategy = strategies[name]
             for head, phases, total in (
-                (clean(name), found.measured.means, median(found.measured.iteration_s)),
-                ("", found.predicted.phases, found.predicted.iteration_s),
+                (clean(name), strategy.measured.means, median(strategy.measured.iteration_s)),
+                ("", strategy.predicted.phases, strategy.predicted.iteration_s),
             ):
                 shown = [(phase, phases[phase]) for phase in IN_STEP if phases.get(phase, 0.0) > 0]
                 seen |= {phase for phase, _ in shown}
@@ -115,8 +118,8 @@ class BenchView(Page):
         groups = [
             Columns(title=title, heads=heads, rows=tuple(_ratio_cells(result, name, of, seconds) for name in names))
             for title, of, seconds in (
-                ("optimizer step", result.optimizer_speedup, lambda found: found.optimizer_s),
-                ("iteration", result.iteration_speedup, lambda found: found.iteration_s),
+                ("optimizer step", result.optimizer_speedup, lambda strategy: strategy.optimizer_s),
+                ("iteration", result.iteration_speedup, lambda strategy: strategy.iteration_s),
             )
         ]
         if "adamw" in result.strategies:
@@ -168,19 +171,19 @@ def _value(value: str | int | float) -> str:
     return number(value) if isinstance(value, float) else clean(value)
 
 
-def _phase_cells(found: StrategyBench, phase: str) -> tuple[Cell, ...]:
-    measured, predicted = found.measured.means.get(phase), found.predicted.phases.get(phase)
+def _phase_cells(bench: StrategyBench, phase: str) -> tuple[Cell, ...]:
+    measured, predicted = bench.measured.means.get(phase), bench.predicted.phases.get(phase)
     if measured is None and not predicted:
         return (MISSING, MISSING, "")
-    least = 0.01 * min(median(found.measured.iteration_s), found.predicted.iteration_s)
+    least = 0.01 * min(median(bench.measured.iteration_s), bench.predicted.iteration_s)
     cells = with_error(measured, predicted)
     # Relative errors of what takes no time are noise that looks like news.
     return cells if max(measured or 0.0, predicted or 0.0) >= least else (*cells[:2], "")
 
 
-def _summary(found: StrategyBench) -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
+def _summary(bench: StrategyBench) -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
     """The rows below the phases: label, style, cells."""
-    measured, predicted = found.measured, found.predicted
+    measured, predicted = bench.measured, bench.predicted
     for label, values, planned in (
         ("iteration", measured.iteration_s, predicted.iteration_s),
         ("optimizer step", measured.optimizer_s, predicted.optimizer_s),
@@ -205,10 +208,10 @@ def _ratio_cells(
 
 
 def _overhead_cells(result: BenchResult, name: str) -> tuple[Cell, Cell]:
-    found = result.overhead(name)
-    if found is None:
+    overhead = result.overhead(name)
+    if overhead is None:
         return (MISSING, MISSING)
-    shown = percent(found.ratio.median - 1) if found.distinct else NOT_DISTINCT
+    shown = percent(overhead.ratio.median - 1) if overhead.distinct else NOT_DISTINCT
     return (shown, percent(result.predicted_overhead(name)))
 
 
@@ -243,10 +246,10 @@ def order(result: BenchResult) -> tuple[str, ...]:
 
 def error_text(measured: float | None, predicted: float | None) -> Text:
     """`+12%`: how much longer the prediction is; one that is far off is highlighted."""
-    found, planned = real(measured), real(predicted)
-    if not found or not planned:  # the two numbers say all there is to say
+    actual, planned = real(measured), real(predicted)
+    if not actual or not planned:  # the two numbers say all there is to say
         return Text("")
-    error = planned / found - 1
+    error = planned / actual - 1
     shown = "0%" if abs(error) < 0.005 else f"{100 * error:+.0f}%" if error < 9.995 else ">+999%"
     return Text(shown, style="yellow" if abs(error) > TOLERANCE else "dim")
 

@@ -256,11 +256,11 @@ def subject(kind: SweepKind, rows: Sequence[SweepRow]) -> tuple[str, Callable[[S
         return None if measured is None else Point(measured=_ms([measured]), predicted=1e3 * (plan or 0.0))
 
     def speedup(row: SweepRow) -> Point | None:
-        found = row.result.optimizer_speedup(row.strategy)
+        ratio_of = row.result.optimizer_speedup(row.strategy)
         base = row.result.strategies[row.result.reference].predicted.optimizer_s
-        if row.strategy in (row.result.reference, "adamw") or not found.distinct or not base:
+        if row.strategy in (row.result.reference, "adamw") or not ratio_of.distinct or not base:
             return None
-        return Point(measured=found.ratio, predicted=row.predicted.optimizer_s / base)
+        return Point(measured=ratio_of.ratio, predicted=row.predicted.optimizer_s / base)
 
     if kind == "alpha":
         return "Load balance, max / mean of ranks", balance
@@ -332,7 +332,7 @@ class SimulationView(Page):
             "optimizer step: from reduced gradients to the next forward, without what hides under other work."
         )
         studies = [cell.study for cell in self.simulation.cells if cell.study is not None]
-        if any(not found.fits for study in studies for found in study.strategies.values()):
+        if any(not strategy.fits for study in studies for strategy in study.strategies.values()):
             yield "! does not fit into memory with that layout: timed as if it did, and nothing is compared with it"
         if self.simulation.optimizer != "muon":
             yield (

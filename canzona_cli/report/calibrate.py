@@ -50,33 +50,33 @@ class Progress(TrainView):
 class CalibrationView(Page):
     """Tables of what was measured next to what the base profile says, and warnings."""
 
-    found: Calibration
+    calibration: Calibration
     config: RunConfig
     """The run it was measured for; its cluster is the base profile."""
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        found = self.found
-        if found.record.measurements:
+        calibration = self.calibration
+        if calibration.record.measurements:
             for table in (self._rates(), self._updates(), self._collectives(), self._steps()):
                 if table.row_count:
                     yield table
                     yield Text()
-        yield Text(f"took {found.seconds:.0f} s, load average {found.load:.1f} at the start")
-        for skipped in found.record.skipped:
+        yield Text(f"took {calibration.seconds:.0f} s, load average {calibration.load:.1f} at the start")
+        for skipped in calibration.record.skipped:
             yield wrapped(clean(skipped), first="left to the cost model: ", rest="  ")
-        for warning in found.warnings:
+        for warning in calibration.warnings:
             yield wrapped(clean(warning), "yellow", first="warning: ", rest="  ")
 
     def _rates(self) -> Table:
-        base, table = self.found.base, self._measured("")
-        for m in self.found.record.measurements:
+        base, table = self.calibration.base, self._measured("")
+        for m in self.calibration.record.measurements:
             if m.quantity == "matmul_tflops":
                 before = matmul_rate(base, int(m.key[0]), "bf16") / 1e12
                 _add(table, f"bf16 products of {m.key[0]}, TFLOP/s", f"{m.spread.median:.3g}", m, f"{before:.3g}")
             elif m.quantity in _SINGLE:
                 name, unit = _SINGLE[m.quantity]
                 _add(table, f"{name}, {unit}", f"{m.spread.median:.3g}", m, _assumed(m.quantity, base))
-        for m in self.found.record.measurements:
+        for m in self.calibration.record.measurements:
             if m.quantity in ("forward", "backward"):
                 what = f"{m.quantity} of {plural(int(m.key[0]), 'sequence')}, ms"
                 _add(table, what, milliseconds(m.spread.median), m, MISSING)
@@ -95,7 +95,7 @@ class CalibrationView(Page):
 
     def _collectives(self) -> Table:
         rows, table = self._sorted("collectives"), self._measured("collective, ms")
-        links = Links(cluster=replace(self.found.base, collectives=()))
+        links = Links(cluster=replace(self.calibration.base, collectives=()))
         for m in rows:
             kind, ranks, bytes_ = str(m.key[0]), int(m.key[1]), int(m.key[2])
             if bytes_ not in (8, 1 << 20) and bytes_ != max(int(o.key[2]) for o in rows if o.key[:2] == m.key[:2]):
@@ -105,7 +105,7 @@ class CalibrationView(Page):
         return table
 
     def _steps(self) -> Table:
-        profile = self.found.profile
+        profile = self.calibration.profile
         table = Table()
         table.add_column("in whole steps", min_width=_NAME)
         table.add_numbers("factor")
@@ -117,25 +117,25 @@ class CalibrationView(Page):
         """An empty table of measurements, their spread, and what the base profile says."""
         table = Table()
         table.add_column(title, min_width=_NAME, overflow="fold")
-        base = self.found.base.name
+        base = self.calibration.base.name
         table.add_numbers("measured", "spread", base if len(base) < _BEFORE else f"{base[: _BEFORE - 3]}..")
         return table
 
     def _sorted(self, quantity: Quantity) -> list[Measurement]:
-        rows = [m for m in self.found.record.measurements if m.quantity == quantity]
+        rows = [m for m in self.calibration.record.measurements if m.quantity == quantity]
         return sorted(rows, key=lambda m: (str(m.key[0]), m.key[1:]))
 
 
-def closing(found: Calibration, config: RunConfig, written: Path | None) -> Iterator[Text]:
+def closing(calibration: Calibration, config: RunConfig, written: Path | None) -> Iterator[Text]:
     """Yields how it ended, where the profile is, and the command that uses it: lines to copy,
     printed unwrapped."""
-    if found.outcome.status == "interrupted":
-        kept = "what was measured is kept" if written is not None else "nothing was measured yet"
-        yield Text(f"interrupted: {kept}", style="bold yellow")
-    elif found.outcome.failed:
-        yield Text(f"failed: {clean(found.outcome.message)}", style="bold red")
-        if found.outcome.log is not None:
-            yield Text(f"full output: {found.outcome.log}")
+    if calibration.outcome.status == "interrupted":
+        outcome = "what was measured is kept" if written is not None else "nothing was measured yet"
+        yield Text(f"interrupted: {outcome}", style="bold yellow")
+    elif calibration.outcome.failed:
+        yield Text(f"failed: {clean(calibration.outcome.message)}", style="bold red")
+        if calibration.outcome.log is not None:
+            yield Text(f"full output: {calibration.outcome.log}")
     if written is not None:
         where = shown(written)
         yield Text(f"written: {where}", style="bold")

@@ -15,7 +15,7 @@ from rich.text import Text
 from canzona_cli.checkpoint.commit import bytes_written
 from canzona_cli.checkpoint.contents import Verified, saved_config, verify_chosen
 from canzona_cli.checkpoint.manifest import Manifest, tensor_bytes
-from canzona_cli.checkpoint.store import Chosen, Found
+from canzona_cli.checkpoint.store import Chosen, StoredCheckpoint
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import Problem
 from canzona_cli.report.header import describe_layout, header_rows, optimizer_words
@@ -53,26 +53,26 @@ class Listing(Page):
         return {
             "version": VERSION,
             "root": str(self.chosen.root),
-            "checkpoints": [_as_json(found) for found in self.chosen.found],
+            "checkpoints": [_as_json(checkpoint) for checkpoint in self.chosen.checkpoints],
         }
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         yield wrapped(f"checkpoints in {clean(self.chosen.root)}", "dim")
-        if not self.chosen.found:
+        if not self.chosen.checkpoints:
             yield Text("there are none yet")
             return
-        rows = [_cells(found) for found in self.chosen.found]
+        rows = [_cells(checkpoint) for checkpoint in self.chosen.checkpoints]
         heads = ("age", "size", "ranks", "layout", "optimizer", "state")
-        labels = [found.name for found in self.chosen.found]
+        labels = [checkpoint.name for checkpoint in self.chosen.checkpoints]
         yield GroupedTable(head="checkpoint", labels=labels, groups=columns(heads, rows))
-        for problem in (problem for found in self.chosen.found for problem in found.problems):
+        for problem in (problem for checkpoint in self.chosen.checkpoints for problem in checkpoint.problems):
             yield wrapped(clean(f"{problem.key}: {problem.reason}"), "red", rest="  ")
-        if all(found.sound for found in self.chosen.found):
+        if all(checkpoint.sound for checkpoint in self.chosen.checkpoints):
             yield wrapped("intact by manifest and sizes; `canzona checkpoint verify` reads the content", "dim")
 
 
-def _cells(found: Found) -> tuple[Cell, ...]:
-    manifest, layout = found.manifest, _saved_layout(found)
+def _cells(checkpoint: StoredCheckpoint) -> tuple[Cell, ...]:
+    manifest, layout = checkpoint.manifest, _saved_layout(checkpoint)
     if manifest is None:
         return (*[MISSING] * 5, Text("damaged", style="bold red"))
     return (
@@ -85,11 +85,11 @@ def _cells(found: Found) -> tuple[Cell, ...]:
     )
 
 
-def _as_json(found: Found) -> dict[str, object]:
-    manifest, layout = found.manifest, _saved_layout(found)
+def _as_json(checkpoint: StoredCheckpoint) -> dict[str, object]:
+    manifest, layout = checkpoint.manifest, _saved_layout(checkpoint)
     return {
-        **_judged(found, found.problems),
-        "step": found.step,
+        **_judged(checkpoint, checkpoint.problems),
+        "step": checkpoint.step,
         **{name: getattr(manifest, name, None) for name in ("created", "bytes", "world_size", "optimizer", "strategy")},
         "layout": None if layout is None else {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp")},
     }
@@ -99,15 +99,15 @@ def _as_json(found: Found) -> dict[str, object]:
 class Content(Page):
     """The content of one checkpoint, and the stable form of `canzona checkpoint show --json`."""
 
-    found: Found
+    checkpoint: StoredCheckpoint
     manifest: Manifest
 
     def as_json(self) -> dict[str, object]:
-        layout = _saved_layout(self.found)
+        layout = _saved_layout(self.checkpoint)
         return {
             "version": VERSION,
-            "name": self.found.name,
-            "path": str(self.found.path),
+            "name": self.checkpoint.name,
+            "path": str(self.checkpoint.path),
             **asdict(self.manifest),
             "layout": None if layout is None else asdict(layout),
             "bytes": self.manifest.bytes,
@@ -130,8 +130,8 @@ class Content(Page):
 
     def _rows(self, screen: Screen) -> Iterator[tuple[str, str]]:
         manifest = self.manifest
-        progress, config = manifest.progress, saved_config(self.found.path, manifest)
-        yield "checkpoint", f"{self.found.name}, {self.found.path}"
+        progress, config = manifest.progress, saved_config(self.checkpoint.path, manifest)
+        yield "checkpoint", f"{self.checkpoint.name}, {self.checkpoint.path}"
         age = duration(max(0.0, time.time() - manifest.created))
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created))
         yield "saved", f"{age} ago ({saved}), by canzona {manifest.canzona}"
@@ -140,7 +140,7 @@ class Content(Page):
         for text in guarded(progress.skipped, progress.fallbacks):
             yield "guards", text
         yield "size", f"{size(manifest.bytes)} in {plural(len(manifest.files), 'file')}"
-        layout = _saved_layout(self.found)
+        layout = _saved_layout(self.checkpoint)
         if config is not None and layout is not None:
             yield from header_rows(config, layout)
             return
@@ -174,19 +174,19 @@ class Content(Page):
         return table
 
 
-def _judged(found: Found, problems: Sequence[Problem]) -> dict[str, object]:
+def _judged(checkpoint: StoredCheckpoint, problems: Sequence[Problem]) -> dict[str, object]:
     """A checkpoint and what is wrong with it, as JSON."""
     wrong = [{"file": problem.key, "reason": problem.reason} for problem in problems]
-    return {"name": found.name, "path": str(found.path), "sound": not problems, "problems": wrong}
+    return {"name": checkpoint.name, "path": str(checkpoint.path), "sound": not problems, "problems": wrong}
 
 
-def _saved_layout(found: Found) -> Layout | None:
+def _saved_layout(checkpoint: StoredCheckpoint) -> Layout | None:
     """Returns the layout of the ranks that wrote a checkpoint; None where it was not saved."""
-    if found.manifest is None or _LAYOUT not in found.manifest.files:
+    if checkpoint.manifest is None or _LAYOUT not in checkpoint.manifest.files:
         return None
-    if found.manifest.files[_LAYOUT].bytes > _LARGEST_LAYOUT:
+    if checkpoint.manifest.files[_LAYOUT].bytes > _LARGEST_LAYOUT:
         return None
-    return load_if_sound(found.path / _LAYOUT, Layout)
+    return load_if_sound(checkpoint.path / _LAYOUT, Layout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,16 +202,16 @@ class AllVerified(Page):
     def problems(self) -> list[Problem]:
         """Lists the problems of all checkpoints; where several were read,
         the fix names the last intact one."""
-        found: list[Problem] = []
+        problems: list[Problem] = []
         intact: str | None = None
         for verified in self.each:
             if not verified.problems:
-                intact = verified.found.name
+                intact = verified.checkpoint.name
             fix = "no earlier one is intact"
             if intact is not None:
                 fix = f"resume from the last intact one before it: checkpoint.resume={intact}"
-            found += verified.problems if len(self.each) == 1 else (replace(p, fix=fix) for p in verified.problems)
-        return found
+            problems += verified.problems if len(self.each) == 1 else (replace(p, fix=fix) for p in verified.problems)
+        return problems
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -221,7 +221,7 @@ class AllVerified(Page):
             "removed": list(self.removed),
             "checkpoints": [
                 {
-                    **_judged(verified.found, verified.problems),
+                    **_judged(verified.checkpoint, verified.problems),
                     "bytes": verified.bytes,
                     "seconds": verified.seconds,
                     "foreign": list(verified.foreign),
@@ -238,7 +238,7 @@ class AllVerified(Page):
             text = f"{size(verified.bytes)} read in {step_time(verified.seconds)}, {rate}/s"
             if verified.problems:
                 text = f"{plural(len(verified.problems), 'problem')}; {text}"
-            yield wrapped(Text.assemble(mark, f" {verified.found.name}  {text}"), rest="      ")
+            yield wrapped(Text.assemble(mark, f" {verified.checkpoint.name}  {text}"), rest="      ")
             if verified.foreign:
                 names = ", ".join(map(clean, verified.foreign))
                 yield wrapped(f"also in the folder, never read: {names}", "yellow", first="    ")
@@ -264,7 +264,7 @@ def bar_of_bytes(doing: str, total: int) -> Iterator[Callable[[int], None]]:
 
 def verify_all(chosen: Chosen) -> AllVerified:
     """Hash all files of every chosen checkpoint."""
-    with bar_of_bytes("hashing", sum(bytes_written(found.path) for found in chosen.found)) as on_bytes:
+    with bar_of_bytes("hashing", sum(bytes_written(checkpoint.path) for checkpoint in chosen.checkpoints)) as on_bytes:
         verified, removed = verify_chosen(chosen, on_bytes)
     return AllVerified(root=str(chosen.root), each=verified, removed=removed)
 
@@ -276,23 +276,26 @@ class EvaluationView(Page):
     evaluation: Evaluation
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        found = self.evaluation
-        bits = number(found.bits_per_byte, ".4f")
-        if found.text_bytes is None:
+        evaluation = self.evaluation
+        bits = number(evaluation.bits_per_byte, ".4f")
+        if evaluation.text_bytes is None:
             bits += " (the data's tokenizer is not known)"
-        elif not found.bytes_counted:
+        elif not evaluation.bytes_counted:
             bits += " (from the corpus' mean bytes a token: its tokenizer does not tell the bytes of each)"
-        times = f", read {found.epochs:.2g} times" if found.epochs > 1 else ""
+        times = f", read {evaluation.epochs:.2g} times" if evaluation.epochs > 1 else ""
         yield from labelled(
             (
-                ("loss", f"{number(found.loss, '.4f')} nats a token"),
-                *((f"  {clean(name)}", number(loss, ".4f")) for name, loss in found.sets.items()),
-                ("perplexity", number(found.perplexity, ".4g")),
+                ("loss", f"{number(evaluation.loss, '.4f')} nats a token"),
+                *((f"  {clean(name)}", number(loss, ".4f")) for name, loss in evaluation.sets.items()),
+                ("perplexity", number(evaluation.perplexity, ".4g")),
                 ("bits a byte", bits),
-                ("checkpoint", str(found.checkpoint)),
-                ("data", f"{found.data} ({found.tokenizer}), {_DOCUMENTS[found.documents]}{times}"),
-                ("read", f"{count(found.tokens)} tokens in batches of {found.layout.global_batch_size} sequences"),
-                ("layout", layout_words(found.layout)),
+                ("checkpoint", str(evaluation.checkpoint)),
+                ("data", f"{evaluation.data} ({evaluation.tokenizer}), {_DOCUMENTS[evaluation.documents]}{times}"),
+                (
+                    "read",
+                    f"{count(evaluation.tokens)} tokens in batches of {evaluation.layout.global_batch_size} sequences",
+                ),
+                ("layout", layout_words(evaluation.layout)),
             )
         )
 

@@ -80,7 +80,7 @@ def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
 def outlook_rows(config: RunConfig, ahead: Outlook) -> list[tuple[str, str]]:
     """Returns the (label, value) rows of a simulated step, for a plan and for a dry run."""
     unit = rank_word(config.cluster.device)
-    kept = ahead.checkpoints_kept
+    number = ahead.checkpoints_kept
     return [
         (
             "speed",
@@ -90,7 +90,7 @@ def outlook_rows(config: RunConfig, ahead: Outlook) -> list[tuple[str, str]]:
         ("training", f"{duration(ahead.training_s)} for {config.train.steps:,} steps, saves and validation aside"),
         (
             "checkpoints",
-            f"{size(ahead.checkpoint_bytes)} each, {kept} kept: {size(kept * ahead.checkpoint_bytes)} on the disk; "
+            f"{size(ahead.checkpoint_bytes)} each, {number} kept: {size(number * ahead.checkpoint_bytes)} on the disk; "
             f"saving takes about {size(ahead.host_bytes)} of each machine's own memory",
         ),
     ]
@@ -109,8 +109,10 @@ def describe_plan(obtained: Obtained) -> str:
 def routing_rows(config: RunConfig) -> list[tuple[str, str]]:
     """Returns rows that say which parameters are matrices and which are AdamW's:
     count and elements by name."""
-    found = routing(config)
-    return [(label, _routed(own)) for label, own in (("matrices", found.matrices), ("adamw", found.adamw)) if own]
+    routes = routing(config)
+    return [
+        (label, _routed(named)) for label, named in (("matrices", routes.matrices), ("adamw", routes.adamw)) if named
+    ]
 
 
 def _routed(named: tuple[Routed, ...]) -> str:

@@ -173,16 +173,18 @@ class PlanView(Page):
     def _updates(self) -> str:
         """`192 of 25,600 x 5,120 gram 14.8 ms, ...; plain products, error 0.017`:
         how each shape is orthogonalised."""
-        found = kinds(self.study.config, self.study.plan)
-        if found[0].form is None:
+        shapes_updated = kinds(self.study.config, self.study.plan)
+        if shapes_updated[0].form is None:
             return ""
         shapes = ", ".join(
             f"{one.matrices:,} of {one.rows:,} × {one.cols:,} {one.form} {step_time(one.seconds)}"
             f"{f' stacked by {one.together}' if one.together > 1 else ''}{_shared(one)}"
-            for one in found
+            for one in shapes_updated
         )
-        how = f"{found[0].products} products"
-        return f"{shapes}; {how}" + ("" if found[0].error is None else f", expected error {found[0].error:g}")
+        how = f"{shapes_updated[0].products} products"
+        return f"{shapes}; {how}" + (
+            "" if shapes_updated[0].error is None else f", expected error {shapes_updated[0].error:g}"
+        )
 
     def _where(self) -> str:
         where = "nothing was written" if self.written is None else f"written to {self.written}"
@@ -333,17 +335,17 @@ def load_map(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
 
 def memory(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
     """One bar: what fills the memory of the rank that needs most, and what stays free."""
-    found, mesh = study.memory, study.plan.subject.layout
+    account, mesh = study.memory, study.plan.subject.layout
     unit = rank_word(study.config.cluster.device)
-    free = max(found.capacity - found.total, 0)
+    free = max(account.capacity - account.total, 0)
     yield headed(
         "Memory",
-        f" of the fullest {unit}, {found.worst.describe(mesh)}: {found.total / GIB:.1f} of "
-        f"{found.capacity / GIB:.1f} GiB, {free / GIB:.1f} free",
+        f" of the fullest {unit}, {account.worst.describe(mesh)}: {account.total / GIB:.1f} of "
+        f"{account.capacity / GIB:.1f} GiB, {free / GIB:.1f} free",
     )
-    parts = [(name, float(found.parts[name])) for name in MEMORY if found.parts.get(name)]
+    parts = [(name, float(account.parts[name])) for name in MEMORY if account.parts.get(name)]
     width = screen.width - 4
-    drawn = stacked(parts, max(found.capacity, found.total), width, MEMORY, colour=screen.colour)
+    drawn = stacked(parts, max(account.capacity, account.total), width, MEMORY, colour=screen.colour)
     drawn.append("·" * (width - drawn.cell_len), style="dim")
     yield Text.assemble("  ", drawn)
     labels = [(name, f"{name.replace('_', ' ')} {_gib(amount)}") for name, amount in parts]

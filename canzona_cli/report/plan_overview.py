@@ -10,7 +10,7 @@ from rich.text import Text
 
 from canzona_cli.bench.simulated import SIZES
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.cluster.search import Found, Tried, search
+from canzona_cli.cluster.search import LayoutSearch, Tried, search
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.costs.memory import GIB, capacity
@@ -36,7 +36,7 @@ class SizePlan:
 
     def as_json(self) -> dict[str, object]:
         """The figures of its line."""
-        found: dict[str, object] = {
+        figures: dict[str, object] = {
             "recipe": self.config.name,
             "gpus": self.config.gpus,
             "cluster": self.config.cluster.name,
@@ -44,10 +44,10 @@ class SizePlan:
             "fits": self.study is not None,
         }
         if self.study is None:
-            return found
+            return figures
         study = self.study
         return {
-            **found,
+            **figures,
             "layout": asdict(study.layout),
             "memory_bytes": study.memory.total,
             "load_balance": study.balance.grid,
@@ -144,12 +144,12 @@ class FastestLayouts(Page):
     """A table of the fastest, with the one that a run gets in bold."""
 
     config: RunConfig
-    found: Found
+    search: LayoutSearch
 
     widest = 140
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        config, best = self.config, self.found.best
+        config, best = self.config, self.search.best
         optimizer = optimizer_words(config.optimizer.name, config.engine.strategy)
         unit = rank_word(config.cluster.device)
         yield headed(clean(config.name), f" on {plural(config.gpus, unit)}, {clean(config.cluster.name)}, {optimizer}")
@@ -166,7 +166,7 @@ class FastestLayouts(Page):
         yield Text()
         yield wrapped(self._why())
         yield wrapped(
-            f"{self.found.legal:,} layouts are possible and fit; {self.found.simulated:,} were simulated, and the "
+            f"{self.search.legal:,} layouts are possible and fit; {self.search.simulated:,} were simulated, and the "
             "others seem slower.",
             "dim",
         )
@@ -178,8 +178,8 @@ class FastestLayouts(Page):
             "recipe": self.config.name,
             "gpus": self.config.gpus,
             "cluster": self.config.cluster.name,
-            "legal": self.found.legal,
-            "simulated": self.found.simulated,
+            "legal": self.search.legal,
+            "simulated": self.search.simulated,
             "capacity_bytes": capacity(self.config),
             "layouts": [
                 {
@@ -191,7 +191,7 @@ class FastestLayouts(Page):
                     "limits": [{"name": name, "seconds": seconds} for name, seconds in one.spent.limits],
                     **asdict(self._outlook(one)),
                 }
-                for one in self.found.best
+                for one in self.search.best
             ],
             "why": self._why(),
         }
@@ -200,7 +200,7 @@ class FastestLayouts(Page):
         return outlook(self.config, one.layout, one.iteration_s)
 
     def _slower(self, one: Tried) -> float:
-        return one.per_sequence_s / self.found.best[0].per_sequence_s - 1
+        return one.per_sequence_s / self.search.best[0].per_sequence_s - 1
 
     def _cells(self, one: Tried) -> tuple[str, ...]:
         layout, ahead = one.layout, self._outlook(one)
@@ -209,7 +209,7 @@ class FastestLayouts(Page):
             f"{layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
             layout.recompute,
             step_time(one.iteration_s),
-            f"{self._slower(one):.1%}" if one is not self.found.best[0] else "",
+            f"{self._slower(one):.1%}" if one is not self.search.best[0] else "",
             count(ahead.tokens_per_s_per_gpu),
             f"{ahead.mfu:.1%}",
             f"{one.memory_bytes / GIB:.1f}",
@@ -218,7 +218,7 @@ class FastestLayouts(Page):
 
     def _why(self) -> str:
         """Says where the first gains on the second, and where it loses."""
-        first, *others = self.found.best
+        first, *others = self.search.best
         if not others:
             return f"{layout_code(first.layout)} is the only layout that is possible and fits."
         second = others[0]
@@ -229,11 +229,11 @@ class FastestLayouts(Page):
         }
         named = sorted(apart.items(), key=lambda pair: -abs(pair[1]))
         least = _WORTH_NAMING / 10 * first.iteration_s
-        told = [f"{step_time(abs(by))} {_sign(by)} {name}" for name, by in named[:3] if abs(by) > least]
+        reasons = [f"{step_time(abs(by))} {_sign(by)} {name}" for name, by in named[:3] if abs(by) > least]
         return (
             f"{layout_name(first.layout)} has the shortest simulated step per sequence. The next, "
             f"{layout_name(second.layout)}, is {self._slower(second):.2%} slower; against it, for a batch, the first "
-            f"has {', '.join(told)}."
+            f"has {', '.join(reasons)}."
         )
 
 
@@ -244,10 +244,10 @@ def layouts_of(config: RunConfig) -> FastestLayouts:
         ConfigError: what is set is impossible.
         DoesNotFit: no layout fits.
     """
-    found = search(config, SHOWN)
-    if not found.best:
+    result = search(config, SHOWN)
+    if not result.best:
         make_plan(*resolve(config))  # says what does not fit
-    return FastestLayouts(config=config, found=found)
+    return FastestLayouts(config=config, search=result)
 
 
 def _shares(one: Tried) -> list[tuple[str, float]]:

@@ -91,7 +91,10 @@ class RunView(Page):
         for text in guarded(summary.skipped, summary.fallbacks):
             yield "guards", Text(text, style="yellow")
         curves = {"loss": summary.losses, "validation": summary.validations}
-        for label, points in {**curves, **{f"  {clean(n)}": own for n, own in summary.set_validations.items()}}.items():
+        for label, points in {
+            **curves,
+            **{f"  {clean(n)}": curve for n, curve in summary.set_validations.items()},
+        }.items():
             if not points:
                 continue
             (begin, first), (end, last) = points[0], points[-1]
@@ -146,13 +149,13 @@ class BreakdownView(Page):
     def _columns(self, width: int) -> list[str]:
         """Returns as many columns as fit, in this order."""
         planned = self.breakdown.planned is not None
-        found = ["phase", "min", "mean", "max"]
+        heads = ["phase", "min", "mean", "max"]
         if planned:
-            found += ["planned", "error"] if self._comparable else ["planned"]
+            heads += ["planned", "error"] if self._comparable else ["planned"]
         if width >= 110 and self.breakdown.ranks:
-            found.append("slowest")
-        found.append("share")
-        return [*found, "bar"] if self._bar_width(width, found) >= 10 else found
+            heads.append("slowest")
+        heads.append("share")
+        return [*heads, "bar"] if self._bar_width(width, heads) >= 10 else heads
 
     @property
     def _comparable(self) -> bool:

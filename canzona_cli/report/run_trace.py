@@ -73,9 +73,9 @@ def trace_events(
         yield from process.track("compute", phases, shift, "phase")
         transfers = [transfer for step in rank.steps for transfer in step.transfers]
         for kind in dict.fromkeys((*COMMUNICATION, *(transfer.name for transfer in transfers))):
-            own = [transfer for transfer in transfers if transfer.name == kind]
+            of_kind = [transfer for transfer in transfers if transfer.name == kind]
             name = f"{PHASES[kind].name} in flight" if kind in PHASES else kind
-            yield from process.tracks(name, own, shift, "transfer")
+            yield from process.tracks(name, of_kind, shift, "transfer")
     if planned is None:
         return
     behind = max(rank.rank for rank in ranks) + 1
@@ -97,14 +97,14 @@ def trace_events(
 
 def lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
     """Spread intervals over as few tracks as it takes that none overlap on a track."""
-    found: list[list[Interval]] = []
+    rows: list[list[Interval]] = []
     for interval in sorted(intervals, key=lambda one: (one.start_s, one.end_s)):
-        free = next((lane for lane in found if lane[-1].end_s <= interval.start_s), None)
+        free = next((lane for lane in rows if lane[-1].end_s <= interval.start_s), None)
         if free is None:
-            found.append([interval])
+            rows.append([interval])
         else:
             free.append(interval)
-    return found
+    return rows
 
 
 class _Process:
@@ -169,9 +169,9 @@ def clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
 
 def place_of(rank: int, layout: Layout) -> str:
     """`TP 1, DP 0`: tp innermost, then cp, dp and pp, as Megatron numbers ranks."""
-    found, rest = [], rank
+    places, rest = [], rank
     for name, size in (("TP", layout.tp), ("CP", layout.cp), ("DP", layout.dp), ("PP", layout.pp)):
         if size > 1:
-            found.append(f"{name} {rest % size}")
+            places.append(f"{name} {rest % size}")
         rest //= size
-    return ", ".join(found) or "alone"
+    return ", ".join(places) or "alone"

@@ -71,13 +71,13 @@ def refused_json(error: CanzonaError) -> dict[str, object]:
 
 
 def _plan(obtained: Obtained) -> dict[str, object]:
-    found = balance(obtained.plan)
+    reached = balance(obtained.plan)
     return {
         "hash": obtained.plan.hash,
         "file": None if obtained.path is None else str(obtained.path),
-        "load_balance": found.grid,
-        "lower_bound": found.lower_bound,
-        "slowest_update_s": found.slowest_s,
+        "load_balance": reached.grid,
+        "lower_bound": reached.lower_bound,
+        "slowest_update_s": reached.slowest_s,
     }
 
 

@@ -106,7 +106,7 @@ def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
     unseen = accuracy.step.layouts
     which = "" if unseen == layouts else f" {plural(unseen, 'layout')} that the profile was not fitted to"
     yield headed("Errors of the predictions", f":{which or ' all layouts'}")
-    rows = {"step": accuracy.step, **{PHASES[name].name: found for name, found in accuracy.phases.items()}}
+    rows = {"step": accuracy.step, **{PHASES[name].name: errors for name, errors in accuracy.phases.items()}}
     heads = ("layouts", "of the step", "MAPE", "mean", "worst", "at")
     yield GroupedTable(
         labels=list(rows),
@@ -120,12 +120,12 @@ def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
     )
 
 
-def _error_cells(found: Errors) -> tuple[Cell, ...]:
+def _error_cells(errors: Errors) -> tuple[Cell, ...]:
     return (
-        str(found.layouts),
-        f"{found.share:.1%}",
-        f"{found.mape:.1%}",
-        percent(found.mean),
-        percent(found.worst),
-        found.worst_layout,
+        str(errors.layouts),
+        f"{errors.share:.1%}",
+        f"{errors.mape:.1%}",
+        percent(errors.mean),
+        percent(errors.worst),
+        errors.worst_layout,
     )

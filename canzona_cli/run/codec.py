@@ -49,12 +49,12 @@ def parse[T](kind: type[T], content: object, *, strict: bool = False) -> T:
             return checked.validate_json(content, strict=strict)
         return checked.validate_python(content)
     except ValidationError as error:
-        found = [
+        problems = [
             f"{'.'.join(map(str, one['loc'])) or 'top level'}: {one['msg'].lower()}"
             for one in error.errors(include_url=False)
         ]
-        more = f"; and {len(found) - _MOST_PLACES} more" if len(found) > _MOST_PLACES else ""
-        raise Damaged("; ".join(found[:_MOST_PLACES]) + more) from None
+        more = f"; and {len(problems) - _MOST_PLACES} more" if len(problems) > _MOST_PLACES else ""
+        raise Damaged("; ".join(problems[:_MOST_PLACES]) + more) from None
 
 
 def save(path: Path, record: "DataclassInstance", *, indented: bool = True) -> None:
@@ -137,8 +137,8 @@ def read_lines[T](path: Path, kind: type[T]) -> tuple[list[T], int]:
         lines = read_plain(path, most=None).splitlines()
     except Unreadable:
         return [], 0
-    found = [record for line in lines if (record := record_of(kind, json_object(line))) is not None]
-    return found, len(lines) - len(found)
+    records = [record for line in lines if (record := record_of(kind, json_object(line))) is not None]
+    return records, len(lines) - len(records)
 
 
 def record_of[T](kind: type[T], line: dict[str, object] | None) -> T | None:
@@ -157,9 +157,9 @@ def _versioned(content: object, version: int | None) -> Mapping[str, object]:
     """The content of a file, if it is an object of this version."""
     if not isinstance(content, Mapping):
         raise Damaged("expected a JSON object")
-    found = content.get("version")
-    if version is not None and found is None:
+    stored = content.get("version")
+    if version is not None and stored is None:
         raise Damaged("it has no version number")
-    if version is not None and found != version:
-        raise _OtherVersion(f"has version {found}, this canzona reads version {version}")
+    if version is not None and stored != version:
+        raise _OtherVersion(f"has version {stored}, this canzona reads version {version}")
     return content

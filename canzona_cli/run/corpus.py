@@ -84,7 +84,7 @@ def read_corpus(files: RunFiles) -> PreparedCorpus:
 class Supply:
     """The tokens that a run wants against those that there are."""
 
-    wanted: int
+    needed: int
     """Tokens that the run reads in all its steps."""
     there: int
     """Tokens to train on, without the held-out ones."""
@@ -96,7 +96,7 @@ class Supply:
     @property
     def epochs(self) -> float:
         """The number of times the run reads its data, or the set of a blend that it reads most often."""
-        return max((each.epochs for each in self.sets.values()), default=self.wanted / max(1, self.there))
+        return max((each.epochs for each in self.sets.values()), default=self.needed / max(1, self.there))
 
     @property
     def too_often(self) -> bool:
@@ -115,7 +115,7 @@ class Supply:
     def words(self) -> str:
         """`0.043 (492 k tokens wanted, 11.3 M to train on)`."""
         about = "about " if self.about else ""
-        return f"{self.times} ({count(self.wanted)} tokens wanted, {about}{count(self.there)} to train on)"
+        return f"{self.times} ({count(self.needed)} tokens wanted, {about}{count(self.there)} to train on)"
 
 
 def tokens_wanted(config: RunConfig, layout: Layout, *, steps: int | None = None) -> int:
@@ -132,13 +132,13 @@ def supply(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = No
     Returns:
         None for a corpus of somebody's own that is not given.
     """
-    wanted = tokens_wanted(config, layout)
+    needed = tokens_wanted(config, layout)
     if corpus is not None:
-        sets = {one.name: Supply(wanted=round(wanted * one.share), there=one.train_tokens) for one in corpus.sets}
-        return Supply(wanted=wanted, there=corpus.train_tokens, sets=sets if len(sets) > 1 else {})
+        sets = {one.name: Supply(needed=round(needed * one.share), there=one.train_tokens) for one in corpus.sets}
+        return Supply(needed=needed, there=corpus.train_tokens, sets=sets if len(sets) > 1 else {})
     if config.data.source == "stdlib":
         there = _STDLIB_TOKENS.get(config.data.tokenizer, _STDLIB_WORDS)
-        return Supply(wanted=wanted, there=there, about=True)
+        return Supply(needed=needed, there=there, about=True)
     return None
 
 
@@ -148,7 +148,7 @@ def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | No
     read, demonstration = supply(config, layout, corpus), config.data.source == "stdlib"
     if read is not None and read.too_often and demonstration:
         yield (
-            f"THIS IS A TRIAL. {clean(config.name)} wants {count(read.wanted)} tokens, and the demonstration corpus "
+            f"THIS IS A TRIAL. {clean(config.name)} wants {count(read.needed)} tokens, and the demonstration corpus "
             f"(Python's own sources) has about {count(read.there)}: it is read {read.times} times and learnt by heart. "
             "For a run that counts: canzona data prepare FILES --output data/corpus --tokenizer tokenizer.json, then "
             "data=prepared data.path=data/corpus"
@@ -156,7 +156,7 @@ def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | No
     elif read is not None and read.too_often:
         fewer = int(config.train.steps * MOST_EPOCHS / read.epochs)
         yield (
-            f"the data is read {read.times} times: {count(read.wanted)} tokens wanted, {count(read.there)} to train "
+            f"the data is read {read.times} times: {count(read.needed)} tokens wanted, {count(read.there)} to train "
             f"on. Beyond {MOST_EPOCHS} epochs repeated text teaches ever less: prepare more of it, or "
             f"train.steps={max(1, fewer)}"
         )

@@ -277,10 +277,10 @@ def _config(files: RunFiles, notes: list[str]) -> RunConfig | None:
 
 def _lines[T](path: Path, kind: type[T], notes: list[str]) -> list[T]:
     """The records of a .jsonl file; a line cut short (the run was killed in it) is left out and noted."""
-    found, damaged = read_lines(path, kind)
+    records, damaged = read_lines(path, kind)
     if damaged:
         notes.append(f"{path.name}: {plural(damaged, 'damaged line')} left out")
-    return found
+    return records
 
 
 def _errors(files: RunFiles) -> tuple[RankResult, ...]:
@@ -315,6 +315,6 @@ def _ends(losses: Sequence[tuple[int, float | None]]) -> dict[str, object] | Non
 def _suggest(run_dir: Path) -> str:
     """The newest run nearby, if there is one."""
     for root in (run_dir, run_dir.parent, Path("runs")):
-        if (found := newest_run(root)) is not None:
-            return f"the newest run near there is {found}"
+        if (newest := newest_run(root)) is not None:
+            return f"the newest run near there is {newest}"
     return "give the directory that `canzona train` named as the run's"

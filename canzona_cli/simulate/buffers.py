@@ -74,14 +74,14 @@ class Buffers:
 
     def matrices(self, buckets: Iterable[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:
         """The matrices' buckets, in the order they fill."""
-        own = [bucket for bucket in buckets if bucket.stage == self._stage]
+        of_stage = [bucket for bucket in buckets if bucket.stage == self._stage]
         return [
             Chunk(
                 module=min(self._module(matrices[index]) for part in bucket.ranges for index in part.matrices),
                 reduce=reduced,
                 gather=gathered,
             )
-            for bucket, (reduced, gathered) in zip(own, self._reductions.in_turn(own), strict=True)
+            for bucket, (reduced, gathered) in zip(of_stage, self._reductions.in_turn(of_stage), strict=True)
         ]
 
     def _even(self, elements: int, module: int, *, sharded: bool) -> Chunk:
@@ -96,7 +96,7 @@ class Buffers:
 
     def _parameters(self, *, layers: bool) -> list[tuple[int, int]]:
         """(elements, module) in registration order; norms count to the module behind them."""
-        model, found = self._config.model, []
+        model, parameters = self._config.model, []
         family, norms = family_of(model), Counter[Part]()
         for norm in family.norms(model):
             norms[norm.part] += norm.elements
@@ -107,25 +107,25 @@ class Buffers:
         )
         for number in order:
             module = self._modules[number]
-            own = module.weights if layers or module.part in ("embedding", "output") else 0
-            found.append((own + norms[module.part], number))
-        return [(size, number) for size, number in found if size]
+            weights = module.weights if layers or module.part in ("embedding", "output") else 0
+            parameters.append((weights + norms[module.part], number))
+        return [(size, number) for size, number in parameters if size]
 
     def _cut(self, parameters: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """(elements, module) of each bucket: last registered first, closed once it holds enough,
         or all of a chunk."""
-        found: list[tuple[int, int]] = []
+        ranges: list[tuple[int, int]] = []
         for places in reversed(self._places):
             filled, first = 0, places.stop
             for size, module in reversed(parameters):
                 if module in places:
                     filled, first = filled + size, min(first, module)
                 if self._limit is not None and filled >= self._limit:
-                    found.append((filled, first))
+                    ranges.append((filled, first))
                     filled, first = 0, places.stop
             if filled:
-                found.append((filled, first))
-        return found
+                ranges.append((filled, first))
+        return ranges
 
     def _module(self, matrix: Matrix) -> int:
         return self._number[self._part_of.get(matrix.kind, self._first), matrix.layer]

@@ -253,9 +253,9 @@ def _compared(
 ) -> Compared:
     loads: Sequence[float] | None = None
     if strategy in plans:
-        own = plans[strategy]
-        result, memory = simulate_plan(config, layout, own), plan_memory(config, layout, own).total
-        loads = own.loads(stage)
+        plan_of = plans[strategy]
+        result, memory = simulate_plan(config, layout, plan_of), plan_memory(config, layout, plan_of).total
+        loads = plan_of.loads(stage)
     else:
         plan = plans[config.engine.strategy]
         result = simulate_strategy(config, layout, strategy, plan.matrices)

@@ -127,16 +127,16 @@ class IterationTimeline:
     def phases(self, stage: int) -> dict[str, float]:
         """Seconds of the stage's rank up to reduced gradients,
         waits under what was waited for; and totals."""
-        found = dict.fromkeys(_PHASES, 0.0)
+        seconds = dict.fromkeys(_PHASES, 0.0)
         moved = {"grad_reduce": 0.0, "param_gather": 0.0}
         for _, phase, start, end in self._compute(stage):
-            found[phase] += end - start
+            seconds[phase] += end - start
         for phase, ran in self._on(("data", stage)):
             moved[phase] += ran.end - ran.start
-        found["grad_reduce"] += self.reduced_s[stage] - self._computed[stage]
-        found["grad_reduce_total"] = max(found["grad_reduce"], moved["grad_reduce"] + self._stages[stage].tail_s)
-        found["param_gather_total"] = moved["param_gather"]
-        return found
+        seconds["grad_reduce"] += self.reduced_s[stage] - self._computed[stage]
+        seconds["grad_reduce_total"] = max(seconds["grad_reduce"], moved["grad_reduce"] + self._stages[stage].tail_s)
+        seconds["param_gather_total"] = moved["param_gather"]
+        return seconds
 
     def segments(self, stage: int) -> Iterator[tuple[Literal["compute", "data"], str, float, float]]:
         """(stream, phase, start, end) of what the stage's rank does; waiting is left out."""
@@ -355,16 +355,16 @@ def _asking(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool],
     It asks one pass early. A call of Megatron's sends to one neighbour and receives from it, `together` from
     the other one instead: then next to the previous pass of the same direction.
     """
-    found: dict[tuple[int, bool], list[_Pass]] = {}
+    passes: dict[tuple[int, bool], list[_Pass]] = {}
     last: dict[Direction, int] = {}
     for number, step in enumerate(steps):
         if together:
             behind = (last[step.direction], False) if step.direction in last else (number - 1, True)
         else:
             behind = (number - 1, number == 0 or steps[number - 1].direction == step.direction)
-        found.setdefault(behind, []).append(step)
+        passes.setdefault(behind, []).append(step)
         last[step.direction] = number
-    return found
+    return passes
 
 
 def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:

@@ -84,8 +84,8 @@ def simulate_strategy(
     """
     if strategy == "adamw":
         return simulate(config, layout, Workload(strategy=strategy))
-    own = with_strategy(config, strategy)
-    costs = update_costs(own, matrices, implementation(own))
+    configured = with_strategy(config, strategy)
+    costs = update_costs(configured, matrices, implementation(configured))
     workload = Workload(strategy=strategy, matrices=matrices, costs=costs)
     if strategy == "layerwise":
         assignment, buckets = layerwise(matrices, layout, bucket_elements(config, layout))
@@ -106,7 +106,7 @@ def layerwise(
     """
     shards = layout.owners
     owner_of = [0] * len(matrices)
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     for stage in stages(matrices):
         everything, index = stage_parameters(matrices, stage, layout.tp), 0
         for chunk in reversed(range(layout.vpp)):
@@ -114,13 +114,13 @@ def layerwise(
             sizes = [parameter.elements for parameter in parameters]
             for bucket in lay_out(sizes, shards, bucket_elements if stage == 0 else None):
                 held = [[parameters[number] for number in shard] for shard in bucket.shards]
-                for owner, own in enumerate(held):
-                    for parameter in own:
+                for owner, of_owner in enumerate(held):
+                    for parameter in of_owner:
                         for matrix in parameter.matrices:
                             owner_of[matrix] = owner
-                found.append(even_bucket(held, stage, index))
+                buckets.append(even_bucket(held, stage, index))
                 index += 1
-    return Assignment(cells=tuple(Cell(owner=owner, host=0) for owner in owner_of)), tuple(found)
+    return Assignment(cells=tuple(Cell(owner=owner, host=0) for owner in owner_of)), tuple(buckets)
 
 
 def with_cores(config: RunConfig) -> RunConfig:
@@ -205,8 +205,8 @@ class Spent:
     @property
     def limits(self) -> list[tuple[str, float]]:
         """(label, seconds) of all but compute, the most first."""
-        found = [(LABELS[field.name], getattr(self, field.name)) for field in fields(self)[1:]]
-        return sorted(found, key=lambda limit: -limit[1])
+        named = [(LABELS[field.name], getattr(self, field.name)) for field in fields(self)[1:]]
+        return sorted(named, key=lambda limit: -limit[1])
 
 
 def spent(config: RunConfig, layout: Layout, result: StrategyResult) -> Spent:
@@ -259,13 +259,13 @@ class _Traffic(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
-    cluster, own = config.cluster, implementation(config)
+    cluster, implemented = config.cluster, implementation(config)
     links, group = Links(cluster=cluster), Groups.of(layout, cluster).data
     if group.size == 1:
         return _Traffic(0.0, 0.0, 0.0)
     weights, (width, grad) = stage_weights(config, layout, 0), element_bytes(config)
     embedding = config.model.vocab_size * config.model.hidden_size // layout.tp
-    reducing, gathering = (step_factor(cluster, phase, own) for phase in ("grad_reduce", "param_gather"))
+    reducing, gathering = (step_factor(cluster, phase, implemented) for phase in ("grad_reduce", "param_gather"))
     everywhere = execution_of(config).everywhere
     reduce = links.all_reduce if everywhere else links.reduce_scatter
     everything = weights.matrices + weights.others

@@ -128,20 +128,20 @@ class _Step:
         return [self._phases(number, before[cell.team.stage]) for number, cell in enumerate(self.cells)]
 
     def _phases(self, number: int, before: Mapping[str, float]) -> dict[str, float]:
-        cell, found = self.cells[number], dict(before)
+        cell, phases = self.cells[number], dict(before)
         # Without overlap the stage gathers once its slowest rank is done; waiting for that one is gathering
         # too.
         gathered = self.done[cell.team.stage] - self.updated[number] if self.gather_s[cell.team.stage] else 0.0
         packed_s = cell.update.packed_s
-        found["norm_clip"] = self.clipped[number] - self.iteration.reduced_s[cell.team.stage] - packed_s
-        found["exchange"] = cell.update.exchange_s + packed_s
-        found["exchange_total"] = cell.update.exchange_total_s
-        found["matrix_update"] = cell.update.matrix_update_s
-        found["adamw_update"] = cell.adamw_s
-        found["param_gather"] += gathered
-        found["param_gather_total"] += gathered + self.early_s[cell.team.stage]
-        found["other"] += self.end - self.updated[number] - gathered
-        return found
+        phases["norm_clip"] = self.clipped[number] - self.iteration.reduced_s[cell.team.stage] - packed_s
+        phases["exchange"] = cell.update.exchange_s + packed_s
+        phases["exchange_total"] = cell.update.exchange_total_s
+        phases["matrix_update"] = cell.update.matrix_update_s
+        phases["adamw_update"] = cell.adamw_s
+        phases["param_gather"] += gathered
+        phases["param_gather_total"] += gathered + self.early_s[cell.team.stage]
+        phases["other"] += self.end - self.updated[number] - gathered
+        return phases
 
     @property
     def slowest(self) -> int:
@@ -160,7 +160,7 @@ class _Step:
         tied embedding under grad_reduce, and no part of it. The rank that waits longest in all decides:
         another stage may gather longer than the one that updates last.
         """
-        waited = [end + found["param_gather"] for end, found in zip(self.updated, self.phases, strict=True)]
+        waited = [end + phases["param_gather"] for end, phases in zip(self.updated, self.phases, strict=True)]
         longest = self._last(waited)
         return self.updated[longest] - max(self.iteration.reduced_s) + self.phases[longest]["param_gather"]
 
@@ -187,7 +187,7 @@ class _Simulation:
         step = self._step()
         cells, slowest, first = step.cells, step.slowest, step.first
         shown = [slowest, first] if step.updated[first] < step.updated[slowest] else [slowest]
-        mean = self._mean([(cell.team.ranks, found) for cell, found in zip(cells, step.phases, strict=True)])
+        mean = self._mean([(cell.team.ranks, phases) for cell, phases in zip(cells, step.phases, strict=True)])
         return StrategyResult(
             strategy=self._workload.strategy,
             iteration_s=step.end,
@@ -209,11 +209,14 @@ class _Simulation:
         early_s = [0.0] * layout.pp
         orders = [_Order() for _ in chunks]
         if planned and overlap_gather:
-            orders = [self._order(stage, own) for stage, own in enumerate(chunks)]
-            under = [[own[number].gather for number in order.under] for own, order in zip(chunks, orders, strict=True)]
+            orders = [self._order(stage, of_chunk) for stage, of_chunk in enumerate(chunks)]
+            under = [
+                [of_chunk[number].gather for number in order.under]
+                for of_chunk, order in zip(chunks, orders, strict=True)
+            ]
             cells, windows = self._updates.run(under)
-            for stage, (own, order, window) in enumerate(zip(chunks, orders, windows, strict=True)):
-                chunks[stage], early_s[stage] = _gathered_early(own, order.under, window)
+            for stage, (of_chunk, order, window) in enumerate(zip(chunks, orders, windows, strict=True)):
+                chunks[stage], early_s[stage] = _gathered_early(of_chunk, order.under, window)
         else:
             cells, _ = self._updates.run(None)
         iteration = IterationTimeline(
@@ -221,7 +224,7 @@ class _Simulation:
             [
                 StageWork(
                     time=stage_time(config, layout, stage),
-                    chunks=own,
+                    chunks=of_chunk,
                     begin_s=self._zero_s(stage),
                     early=orders[stage].early,
                     chain=orders[stage].behind if planned else None,
@@ -229,7 +232,7 @@ class _Simulation:
                     tail_s=after_reduction(config, layout, stage),
                     meets=config.model.tied_embeddings and stage in (0, layout.pp - 1),
                 )
-                for stage, own in enumerate(chunks)
+                for stage, of_chunk in enumerate(chunks)
             ],
             Timeline(self._cores, config.cluster.crowding),
             overlap_reduce=overlap,
@@ -245,7 +248,7 @@ class _Simulation:
             iteration=iteration,
             cells=cells,
             clipped=[normed + cell.team.clipped * scaled_s for cell in cells],
-            gather_s=[0.0 if overlap_gather or not gathers else _gathered(own) for own in chunks],
+            gather_s=[0.0 if overlap_gather or not gathers else _gathered(of_chunk) for of_chunk in chunks],
             early_s=early_s,
             agree_s=agree_s,
         )
@@ -255,12 +258,13 @@ class _Simulation:
         parameter."""
         buffers = Buffers(self._config, self._layout, stage, stage_time(self._config, self._layout, stage))
         if not self._execution.has_owners:
-            found = buffers.everything(sharded=not self._execution.everywhere)
+            buckets = buffers.everything(sharded=not self._execution.everywhere)
         else:
-            found = [*buffers.others(), *buffers.matrices(self._workload.buckets, self._workload.matrices)]
+            buckets = [*buffers.others(), *buffers.matrices(self._workload.buckets, self._workload.matrices)]
         reducing, gathering = self._factor("grad_reduce"), self._factor("param_gather")
         return [
-            replace(chunk, reduce=chunk.reduce.times(reducing), gather=chunk.gather.times(gathering)) for chunk in found
+            replace(chunk, reduce=chunk.reduce.times(reducing), gather=chunk.gather.times(gathering))
+            for chunk in buckets
         ]
 
     def _order(self, stage: int, chunks: Sequence[Chunk]) -> "_Order":
@@ -275,7 +279,7 @@ class _Simulation:
             under=[number for number in first if number < others],
             behind=[
                 *(number for number in first if number >= others),
-                *(number for own in later for number in sorted(own, key=lambda number: number >= others)),
+                *(number for of_chunk in later for number in sorted(of_chunk, key=lambda number: number >= others)),
             ],
         )
 
@@ -296,29 +300,31 @@ class _Simulation:
     def _mean(self, phases: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
         total = sum(ranks for ranks, _ in phases)
         names = _ordered(phases[0][1])
-        return {name: math.fsum(ranks * found[name] for ranks, found in phases) / total for name in names}
+        return {name: math.fsum(ranks * phases_of[name] for ranks, phases_of in phases) / total for name in names}
 
     def _events(self, step: _Step, number: int) -> list[SimulatedEvent]:
         cell, iteration, clipped = step.cells[number], step.iteration, step.clipped[number]
         rank, stage = self._rank(cell), cell.team.stage
-        found: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
+        segments: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
         reduced = iteration.reduced_s[stage]
-        found.append(("compute", "norm_clip", reduced + cell.update.packed_s, clipped))
+        segments.append(("compute", "norm_clip", reduced + cell.update.packed_s, clipped))
         # AdamW goes first in the engine, so that its parameters travel under the matrix updates.
         first = cell.adamw_s if self._execution is Execution.PLANNED else 0.0
         begin = clipped + first
         for stream, phase, start, end in cell.update.segments:
             origin = begin if start >= 0 else reduced + cell.update.begun_s
-            found.append((stream, phase, origin + start, origin + end))
+            segments.append((stream, phase, origin + start, origin + end))
         updated = clipped + cell.seconds
-        found.append(("compute", "adamw_update", *((clipped, begin) if first else (updated - cell.adamw_s, updated))))
+        segments.append(
+            ("compute", "adamw_update", *((clipped, begin) if first else (updated - cell.adamw_s, updated)))
+        )
         if step.early_s[stage]:
-            found.append(("data", "param_gather", begin, begin + step.early_s[stage]))
+            segments.append(("data", "param_gather", begin, begin + step.early_s[stage]))
         if step.gather_s[stage]:
-            found.append(("data", "param_gather", updated, updated + step.gather_s[stage]))
+            segments.append(("data", "param_gather", updated, updated + step.gather_s[stage]))
         return [
             SimulatedEvent(rank=rank, stream=stream, phase=phase, start_s=start, end_s=end)
-            for stream, phase, start, end in _merged(found)
+            for stream, phase, start, end in _merged(segments)
         ]
 
 
@@ -371,8 +377,8 @@ def _in_a_mean_step(config: RunConfig, workload: Workload) -> Workload:
     if not isinstance(optimizer, KroneckerConfig) or not workload.matrices:
         return workload
     ranks = by_rank(workload.matrices, None if assignment is None else assignment.cells)
-    found = refreshes(config, optimizer, ranks)
-    return replace(workload, costs=[found.mean_s / found.most_s * cost for cost in workload.costs])
+    refreshed = refreshes(config, optimizer, ranks)
+    return replace(workload, costs=[refreshed.mean_s / refreshed.most_s * cost for cost in workload.costs])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ class _Shared:
     """None for a link."""
     crowding: float = 1.0
     """The number of times longer than even shares tasks take that want twice the cores there are, or more."""
-    wanted: float = 0.0
+    demand: float = 0.0
     """Cores that active tasks would keep busy."""
     served: float = 0.0
     at: float = 0.0
@@ -67,27 +67,27 @@ class _Shared:
         """The rate of each active task, as a share of full."""
         if self.cores is None:
             return 1.0 / len(self.active)
-        return 1.0 if self.wanted <= self.cores else 1.0 / crowded(self.wanted / self.cores, self.crowding)
+        return 1.0 if self.demand <= self.cores else 1.0 / crowded(self.demand / self.cores, self.crowding)
 
     def advance(self, now: float) -> None:
         if self.active:
             self.served += (now - self.at) * self.rate
         self.at = now
 
-    def join(self, number: int, seconds: float, wanted: float) -> None:
+    def join(self, number: int, seconds: float, demand: float) -> None:
         heapq.heappush(self.active, (self.served + seconds, number))
-        self.wanted += wanted
+        self.demand += demand
 
     def next_end(self) -> float:
         return self.at + max(0.0, self.active[0][0] - self.served) / self.rate
 
 
-def crowded(wanted: float, crowding: float) -> float:
-    """Returns how many times longer a task takes than alone where `wanted` times the cores are wanted that
+def crowded(load: float, crowding: float) -> float:
+    """Returns how many times longer a task takes than alone where `demand` times the cores are demand that
     there are."""
-    if wanted <= 1.0:
+    if load <= 1.0:
         return 1.0
-    return wanted * (1.0 + (crowding - 1.0) * min(1.0, wanted - 1.0))
+    return load * (1.0 + (crowding - 1.0) * min(1.0, load - 1.0))
 
 
 class Timeline:
@@ -181,8 +181,8 @@ class Timeline:
                 finish(number, now)
                 continue
             if task.link not in links:
-                own = self._cores if task.link is _PROCESSOR else None
-                links[task.link] = _Shared(cores=own, crowding=self._crowding)
+                cores = self._cores if task.link is _PROCESSOR else None
+                links[task.link] = _Shared(cores=cores, crowding=self._crowding)
             link = links[task.link]
             if kind == 0:
                 link.advance(now)
@@ -192,7 +192,7 @@ class Timeline:
             else:
                 link.advance(now)
                 _, done = heapq.heappop(link.active)
-                link.wanted -= tasks[done].cores
+                link.demand -= tasks[done].cores
                 finish(done, now)
             if link.active:
                 heapq.heappush(events, (link.next_end(), 1, link.active[0][1]))

@@ -145,7 +145,7 @@ class Alone(Clock):
 
     def results(self) -> tuple[RankUpdate, ...]:
         return tuple(
-            _result(own, self._transfers, self.begun, now) for own, now in zip(self._own, self.now, strict=True)
+            _result(team, self._transfers, self.begun, now) for team, now in zip(self._own, self.now, strict=True)
         )
 
 
@@ -213,17 +213,17 @@ class Crowded:
 
     def results(self, ran: Sequence[Ran]) -> tuple[RankUpdate, ...]:
         """Returns results by host, from the end of what it began behind."""
-        found = []
-        for own, first, begin, last in zip(self._own, self._first, self.begin, self._last, strict=True):
+        results = []
+        for team, first, begin, last in zip(self._own, self._first, self.begin, self._last, strict=True):
             zero = ran[first].end
             tasks: list[Segment] = [
-                ("compute", self._timeline.tasks[n].phase, ran[n].start - zero, ran[n].end - zero) for n in own
+                ("compute", self._timeline.tasks[n].phase, ran[n].start - zero, ran[n].end - zero) for n in team
             ]
             moved: list[Segment] = [
                 ("exchange", "exchange", ran[n].start - zero, ran[n].end - zero) for n in self._transfers
             ]
-            found.append(_result(tasks, moved, ran[begin].end - zero, ran[last].end - zero))
-        return tuple(found)
+            results.append(_result(tasks, moved, ran[begin].end - zero, ran[last].end - zero))
+        return tuple(results)
 
     def _task(self, host: int, phase: str, seconds: float) -> int:
         number = self._timeline.add(
@@ -237,11 +237,11 @@ class Crowded:
         return number
 
 
-def _result(own: Sequence[Segment], transfers: Sequence[Segment], begun: float, end: float) -> RankUpdate:
+def _result(segments: Sequence[Segment], transfers: Sequence[Segment], begun: float, end: float) -> RankUpdate:
     """`begun`: when norm, clip and AdamW are done, in the time of all others."""
-    updating = sum(stop - start for _, phase, start, stop in own if phase == "matrix_update")
-    packing = sum(stop - start for _, phase, start, stop in own if phase == "exchange")
-    packed = sum(stop - start for _, _, start, stop in own if start < begun)
+    updating = sum(stop - start for _, phase, start, stop in segments if phase == "matrix_update")
+    packing = sum(stop - start for _, phase, start, stop in segments if phase == "exchange")
+    packed = sum(stop - start for _, _, start, stop in segments if start < begun)
     in_flight = sum(stop - start for _, _, start, stop in transfers)
     exposed = end - begun - updating
     return RankUpdate(
@@ -249,7 +249,7 @@ def _result(own: Sequence[Segment], transfers: Sequence[Segment], begun: float, 
         exchange_s=exposed,
         exchange_total_s=max(in_flight + packing, exposed + packed),
         segments=tuple(
-            (stream, phase, start - begun, stop - begun) for stream, phase, start, stop in (*own, *transfers)
+            (stream, phase, start - begun, stop - begun) for stream, phase, start, stop in (*segments, *transfers)
         ),
         packed_s=packed,
         begun_s=begun,

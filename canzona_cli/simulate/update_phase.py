@@ -88,7 +88,7 @@ class UpdatePhase:
     def _teams(self, stage: int) -> list[Team]:
         tp, owners, weights = self._layout.tp, self._layout.owners, stage_weights(self._config, self._layout, stage)
         stored = weights.matrices + weights.others
-        own = [matrix for matrix in self._workload.matrices if matrix.stage == stage]
+        of_stage = [matrix for matrix in self._workload.matrices if matrix.stage == stage]
         if not self._execution.has_owners:
             sharded = not self._execution.everywhere
             return [
@@ -99,7 +99,7 @@ class UpdatePhase:
                     ranks=owners * tp,
                     elements=math.ceil(stored / owners) if sharded else stored,
                     clipped=math.ceil(stored / owners) if sharded else stored,
-                    members=() if sharded else tuple(matrix.index for matrix in own),
+                    members=() if sharded else tuple(matrix.index for matrix in of_stage),
                 )
             ]
         assert self._workload.assignment is not None
@@ -107,7 +107,7 @@ class UpdatePhase:
         members: list[list[int]] = [[] for _ in range(owners)]
         held = [math.ceil(weights.others / owners)] * owners
         clipped = list(held)
-        for matrix in own:
+        for matrix in of_stage:
             owner = cells[matrix.index].owner
             members[owner].append(matrix.index)
             held[owner] += matrix.fragment_elements(tp)
@@ -153,12 +153,12 @@ class UpdatePhase:
     def _alike(self, teams: Iterable[Team]) -> list[Team]:
         """The first of all teams of a stage that do the same, with the ranks of them all:
         of thousands few differ."""
-        found: dict[Hashable, list[Team]] = {}
+        alike: dict[Hashable, list[Team]] = {}
         for team in teams:
             work = tuple(tuple(map(self._kind, group.matrices)) for group in team.groups)
             key = team.stage, team.elements, team.clipped, work, tuple(map(self._kind, team.members))
-            found.setdefault(key, []).append(team)
-        return [replace(same[0], ranks=sum(team.ranks for team in same)) for same in found.values()]
+            alike.setdefault(key, []).append(team)
+        return [replace(same[0], ranks=sum(team.ranks for team in same)) for same in alike.values()]
 
     def _kind(self, index: int) -> Hashable:
         """All that a matrix's update and its exchange depend on."""
@@ -223,8 +223,8 @@ class UpdatePhase:
         cells = []
         for team, group, tasks in zip(teams, groups, adamw, strict=True):
             for host, result in enumerate(group.results(ran)):
-                own = ran[tasks[host]]
-                cells.append(CellUpdate(team=team, host=host, adamw_s=own.end - own.start, update=result))
+                ran_here = ran[tasks[host]]
+                cells.append(CellUpdate(team=team, host=host, adamw_s=ran_here.end - ran_here.start, update=result))
         windows = []
         for stage, task in enumerate(gathers):
             last = max(cell.update.begun_s + cell.update.seconds for cell in cells if cell.team.stage == stage)

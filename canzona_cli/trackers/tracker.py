@@ -119,8 +119,8 @@ class WeightsAndBiases:
     it ignores what comes behind a later step of its own."""
 
     def __init__(self, run: Tracked) -> None:
-        own = {"PROJECT": _PROJECT, "DIR": str(run.run_dir), "CONSOLE": "off", "SILENT": "true"}
-        for name, value in {**own, "ERROR_REPORTING": "false"}.items():
+        defaults = {"PROJECT": _PROJECT, "DIR": str(run.run_dir), "CONSOLE": "off", "SILENT": "true"}
+        for name, value in {**defaults, "ERROR_REPORTING": "false"}.items():
             os.environ.setdefault(f"WANDB_{name}", value)
         import wandb
 
@@ -149,8 +149,8 @@ class MLflow:
     """A run of MLflow, by its client alone: nothing global, and no thread that outlives it."""
 
     def __init__(self, run: Tracked) -> None:
-        own = {"TRACKING_URI": f"sqlite:///{run.run_dir.absolute() / 'mlflow.db'}", "DISABLE_TELEMETRY": "true"}
-        for name, value in {**own, "HTTP_REQUEST_MAX_RETRIES": "2", "HTTP_REQUEST_TIMEOUT": "20"}.items():
+        defaults = {"TRACKING_URI": f"sqlite:///{run.run_dir.absolute() / 'mlflow.db'}", "DISABLE_TELEMETRY": "true"}
+        for name, value in {**defaults, "HTTP_REQUEST_MAX_RETRIES": "2", "HTTP_REQUEST_TIMEOUT": "20"}.items():
             os.environ.setdefault(f"MLFLOW_{name}", value)
         from mlflow import MlflowClient
         from mlflow.entities import Param
@@ -161,8 +161,8 @@ class MLflow:
             self._client.update_run(self.id, status="RUNNING")
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        existing = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if existing is None else existing.experiment_id
         self.id = self._client.create_run(experiment, run_name=run.run_dir.name).info.run_id
         parameters = [Param(key, str(value)[:500]) for key, value in run.settings.items()]
         for some in batched(parameters, _MOST_PARAMETERS):

@@ -69,7 +69,7 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     size = sum(part.share * size * tokens / of_set for part, (of_set, size) in zip(parts, read, strict=True))
     loss = sum(part.share * losses[part.name] for part in parts)
     if rank == 0:
-        found = Evaluation(
+        evaluation = Evaluation(
             checkpoint=checkpoint,
             step=point.step,
             data=corpus.prefix,
@@ -84,8 +84,8 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
             loss=loss,
             sets=losses if len(losses) > 1 else {},
         )
-        journal.validation(point.step, loss, found.sets)
-        save(evaluation_file(files), found)
+        journal.validation(point.step, loss, evaluation.sets)
+        save(evaluation_file(files), evaluation)
     parallel.shutdown()
     return "done"
 

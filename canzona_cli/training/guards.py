@@ -160,9 +160,9 @@ class DivergenceGuard:
         """The first step of losses that are too high, if they are."""
         return self.memory.since if self.memory.excess > 0 else None
 
-    def goes_on(self, found: Divergence) -> bool:
+    def goes_on(self, divergence: Divergence) -> bool:
         """True if the divergence persists after the last step and validation."""
-        return self.memory.excess >= ENOUGH_EXCESS if found.rule == "far" else self.memory.worse > 0
+        return self.memory.excess >= ENOUGH_EXCESS if divergence.rule == "far" else self.memory.worse > 0
 
     def notice(self, step: int, loss: float | None) -> Divergence | None:
         """Returns what is to be reported after a step.
@@ -225,11 +225,11 @@ class DivergenceGuard:
         words = f"validation loss {loss:.4f} at step {step} is worse than before training ({before:.4f})"
         return Divergence(rule="validation", step=step, since=since, words=words)
 
-    def _first_time(self, rule: Rule, found: bool, *, over: bool) -> bool:
+    def _first_time(self, rule: Rule, is_true: bool, *, over: bool) -> bool:
         """Returns True to report now: once, until it is over."""
         if over:
             self._told.discard(rule)
-        if not found or rule in self._told:
+        if not is_true or rule in self._told:
             return False
         self._told.add(rule)
         return True

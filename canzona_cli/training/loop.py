@@ -98,8 +98,8 @@ class Training:
         if self.start.validate:
             self._validate()
         elif self.start.validation is not None:
-            found = self.start.validation.loss
-            self._divergence.validated(self.progress.step, math.nan if found is None else found, final=False)
+            before = self.start.validation.loss
+            self._divergence.validated(self.progress.step, math.nan if before is None else before, final=False)
             self._remember()  # the launch that made it has said what there was to say
         batches = BatchStream(self.datasets.train, world, first_sample=self.progress.samples)
         if config.run.trace_steps is not None:
@@ -197,12 +197,12 @@ class Training:
             self.journal.step(metrics)
             raise divergence.error()
 
-    def _stops_for(self, found: Divergence) -> bool:
+    def _stops_for(self, divergence: Divergence) -> bool:
         """Say it; whether it ends the run."""
-        facts = {"step": found.step, "since": found.since, "rule": found.rule}
-        self.journal.incident("divergence", detail=found.words, level="warning", **facts)
+        facts = {"step": divergence.step, "since": divergence.since, "rule": divergence.rule}
+        self.journal.incident("divergence", detail=divergence.words, level="warning", **facts)
         if self._lost is None or not self._divergence.goes_on(self._lost):
-            self._lost = found
+            self._lost = divergence
         return self.trainee.config.train.divergence == "stop"
 
     def _remember(self) -> None:
@@ -233,8 +233,8 @@ class Training:
         if self.saver is not None:
             self.journal.stage("save", f"step {self.progress.step}")
             self.record.checkpoint = self.saver.save_now(self.progress)
-        told = float(self.record.requests.preempted or self.files.stop_reason() == "preempted")
-        preempted = torch.full((1,), told, device=self.trainee.world.device)
+        asked = float(self.record.requests.preempted or self.files.stop_reason() == "preempted")
+        preempted = torch.full((1,), asked, device=self.trainee.world.device)
         torch.distributed.all_reduce(preempted)
         return "preempted" if self.saver is not None and any(self.trainee.timer.read(preempted)) else "interrupted"
 
@@ -252,10 +252,10 @@ class Training:
         }
         loss = sum(part.share * losses[part.name] for part in self.datasets.validation)
         self.journal.validation(step, loss, losses if len(losses) > 1 else {})
-        found = self._divergence.validated(step, loss, final=step == settings.steps)
+        verdict = self._divergence.validated(step, loss, final=step == settings.steps)
         self._remember()
-        if found is not None and self._stops_for(found):
-            raise found.error()
+        if verdict is not None and self._stops_for(verdict):
+            raise verdict.error()
         self.journal.stage("train", f"step {step}")
 
 

@@ -47,12 +47,12 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
     first, last = config.run.profile_steps or (0, -1)
     plain = [step for number, step in enumerate(steps, 1) if number > skipped and not first <= number <= last]
     measured = plain or steps[skipped:]
-    own = _OwnMeans(
+    means = _OwnMeans(
         step_s=sum(s.step_s for s in measured) / max(1, len(measured)),
         phases=mean_phases([step.phases for step in measured]),
         peak_memory=_peak_memory(world),
     )
-    everyone = gather(own)
+    everyone = gather(means)
     if world.rank != 0 or not measured:
         return None
     step = _phase_time([rank.step_s for rank in everyone])
@@ -71,7 +71,7 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
         steps_profiled=len(steps) - skipped - len(measured),
         step=step,
         phases={name: _phase_time(times, step.mean_s, in_step=name in IN_STEP) for name, times in phases.items()},
-        ranks=tuple(RankTimes(rank=rank, phases=own.phases) for rank, own in enumerate(everyone)),
+        ranks=tuple(RankTimes(rank=rank, phases=means.phases) for rank, means in enumerate(everyone)),
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_gpu=per_gpu,
         model_tflops_per_gpu=tflops,

@@ -15,16 +15,16 @@ def main() -> None:
     """Print the findings as JSON."""
     import torch
 
-    found: dict[str, object] = {
+    findings: dict[str, object] = {
         "torch": torch.__version__,
         "cuda_build": torch.version.cuda,
         "cuda_available": torch.cuda.is_available(),
     }
     if torch.distributed.is_available():
-        found["gloo_built"] = torch.distributed.is_gloo_available()
-        found["gloo_error"] = _meet()
-        found["nccl"] = _nccl_version() if torch.distributed.is_nccl_available() else None
-    print(json.dumps(found))
+        findings["gloo_built"] = torch.distributed.is_gloo_available()
+        findings["gloo_error"] = _meet()
+        findings["nccl"] = _nccl_version() if torch.distributed.is_nccl_available() else None
+    print(json.dumps(findings))
 
 
 def _meet() -> str | None:

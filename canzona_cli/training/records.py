@@ -191,10 +191,10 @@ class Journal:
         except OSError as error:
             self._warn(f"{path.name} cannot be written ({error.strerror})")
 
-    def _warn(self, said: str) -> None:
+    def _warn(self, text: str) -> None:
         """Say it in this rank's log, and to whoever watches the run if events can be written at all."""
-        logging.getLogger(__name__).warning(said)
-        incident = Incident(time=time.time(), event="writer", detail=said, level="warning")
+        logging.getLogger(__name__).warning(text)
+        incident = Incident(time=time.time(), event="writer", detail=text, level="warning")
         try_append_json_line(self._files.events, incident.line())
 
 

@@ -38,8 +38,8 @@ class StopRequests:
 
     def _wait(self) -> None:
         while True:
-            found = signal.sigwaitinfo(_ASKING)
-            if found.si_signo == signal.SIGTERM and found.si_pid == os.getppid():
+            received = signal.sigwaitinfo(_ASKING)
+            if received.si_signo == signal.SIGTERM and received.si_pid == os.getppid():
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
                 os.kill(os.getpid(), signal.SIGTERM)
             self._ask()

@@ -63,15 +63,15 @@ def likeliest(model: Model, prompt: Sequence[int], *, tokens: int, end: int) -> 
     padded = min(longest, -(-length // unit) * unit)
     sequence = torch.zeros(1, padded, dtype=torch.int64, device=model.world.device)
     sequence[0, : len(prompt)] = torch.tensor(prompt)
-    found: list[int] = []
+    written: list[int] = []
     with evaluating(model):
         for position in range(len(prompt) - 1, length - 1):
             token = _next(model, sequence, position)
             if token == end:
                 break
-            found.append(token)
+            written.append(token)
             sequence[0, position + 1] = token
-    return found
+    return written
 
 
 def _next(model: Model, sequence: torch.Tensor, position: int) -> int:
@@ -97,8 +97,8 @@ def _next(model: Model, sequence: torch.Tensor, position: int) -> int:
     torch.distributed.all_reduce(best, torch.distributed.ReduceOp.MAX)
     token = torch.where(value == best, token, none)
     torch.distributed.all_reduce(token, torch.distributed.ReduceOp.MIN)
-    [found] = model.timer.read(token)
-    return int(found)
+    [number] = model.timer.read(token)
+    return int(number)
 
 
 def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:

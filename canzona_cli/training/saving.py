@@ -134,14 +134,14 @@ class Saver:
             SaveFailed: as `save_now`.
         """
         failure = self.settle()
-        own = _Failure(reason=None if failure is None else f"{failure.problems[0].reason}; {self._kept()}")
-        told = gather(own)[0].reason  # rank 0's, which completes checkpoints
-        if told is not None:
+        failed = _Failure(reason=None if failure is None else f"{failure.problems[0].reason}; {self._kept()}")
+        agreed = gather(failed)[0].reason  # rank 0's, which completes checkpoints
+        if agreed is not None:
             raise SaveFailed(
                 Problem(
                     key="checkpoint",
                     value=step_name(progress.step),
-                    reason=f"the run ended at step {progress.step:,} without being saved: {told}",
+                    reason=f"the run ended at step {progress.step:,} without being saved: {agreed}",
                     fix="make sure that checkpoints can be written, and start the run again",
                 )
             )

@@ -189,7 +189,7 @@ def _bad_ranks(trainee: Trainee, losses: list[torch.Tensor]) -> tuple[int, ...]:
     if world.is_last_stage:
         bad[world.rank] = torch.isfinite(torch.stack(losses)).logical_not().any().float()
     torch.distributed.all_reduce(bad)
-    return tuple(rank for rank, found in enumerate(trainee.timer.read(bad)) if found)
+    return tuple(rank for rank, is_bad in enumerate(trainee.timer.read(bad)) if is_bad)
 
 
 def bad_losses(ranks: Sequence[int]) -> str:

@@ -77,21 +77,21 @@ class StragglerWatch:
             self._own, self._step_s = [], 0.0
 
     def _send(self) -> Callable[[], list[float]]:
-        own = torch.tensor([*self._own, self._world.pp_rank], dtype=torch.float64)
-        mine = own.to(self._world.device, non_blocking=True)
+        message = torch.tensor([*self._own, self._world.pp_rank], dtype=torch.float64)
+        mine = message.to(self._world.device, non_blocking=True)
         everyone = mine.new_empty(self._world.world_size * len(mine))
         torch.distributed.all_gather_into_tensor(everyone, mine)
         return self._timer.fetch(everyone)
 
-    def _judge(self, step: int, step_s: float, told: list[float]) -> None:
-        rows = [told[start : start + WINDOW + 1] for start in range(0, len(told), WINDOW + 1)]
-        own, stages = [row[:-1] for row in rows], [int(row[-1]) for row in rows]
-        found = list(stragglers(own, stages, step_s=step_s, limit=self._limit))
-        for one in found:
+    def _judge(self, step: int, step_s: float, received: list[float]) -> None:
+        rows = [received[start : start + WINDOW + 1] for start in range(0, len(received), WINDOW + 1)]
+        times, stages = [row[:-1] for row in rows], [int(row[-1]) for row in rows]
+        behind = list(stragglers(times, stages, step_s=step_s, limit=self._limit))
+        for one in behind:
             if one.rank not in self._known:  # said once, and again only after it had recovered
                 facts = vars(one)
                 self._journal.incident("straggler", detail=one.detail, level="warning", step=step, **facts)
-        self._known = frozenset(one.rank for one in found)
+        self._known = frozenset(one.rank for one in behind)
 
 
 def stragglers(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from canzona_cli.checkpoint.commit import begin, finish, write_part
 from canzona_cli.checkpoint.manifest import Buffer, Header, Manifest, Progress, Scalar, Shard
-from canzona_cli.checkpoint.store import CheckpointStore, Found
+from canzona_cli.checkpoint.store import CheckpointStore, StoredCheckpoint
 
 RANKS = 3
 """The last of them has nothing to write."""
@@ -51,10 +51,10 @@ def save(root: Path, step: int, *, samples: int | None = None) -> Path:
 
 
 def names(store: CheckpointStore) -> list[str]:
-    return [found.name for found in store.found()]
+    return [found.name for found in store.checkpoints()]
 
 
-def manifest_of(found: Found | None) -> Manifest:
+def manifest_of(found: StoredCheckpoint | None) -> Manifest:
     assert found is not None
     assert found.manifest is not None, found.problems
     return found.manifest

@@ -62,7 +62,7 @@ def test_nothing_is_to_be_seen_before_the_last_rank_has_written(root: Path) -> N
     rank_0.start()
     for rank in reversed(range(RANKS)):
         time.sleep(0.1)  # rank 0 is looking for parts meanwhile
-        assert store.found() == ()
+        assert store.checkpoints() == ()
         assert not done
         write_part(partial, rank, shard(rank, 30))
     rank_0.join()

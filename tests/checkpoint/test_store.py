@@ -31,7 +31,7 @@ def test_names_are_those_of_steps_and_no_others() -> None:
 
 
 def test_the_newest_is_the_whole_one_of_the_highest_step_whenever_it_was_written(store: CheckpointStore) -> None:
-    assert store.found() == ()
+    assert store.checkpoints() == ()
     assert (store.newest(), store.latest()) == (None, None)
     for step in (100, 20, 3):
         save(store.root, step)
@@ -45,7 +45,7 @@ def test_the_newest_is_the_whole_one_of_the_highest_step_whenever_it_was_written
     assert latest.problems[0].key == "step-00000100/rank-00001.safetensors"
     assert latest.problems[0].reason.startswith("truncated: 50 of ")
     assert latest.problems[0].fix == "continue from the one before it: checkpoint.resume=step-00000020"
-    assert previous_sound(store.root / "step-00000020") == store.found()[0].path
+    assert previous_sound(store.root / "step-00000020") == store.checkpoints()[0].path
     assert previous_sound(store.root / "step-00000003") is None
 
 
@@ -58,8 +58,8 @@ def test_other_things_in_the_folder_are_no_checkpoints(store: CheckpointStore) -
     (store.root / "step-00000050").write_text("")
     (store.root / "step-00000060").symlink_to("step-00000020")
     shutil.copytree(store.root / "step-00000020", store.root / "step-00000070")
-    assert [found.sound for found in store.found()] == [True, False, False, False]
-    assert [found.problems[0].reason for found in store.found()[1:]] == [
+    assert [found.sound for found in store.checkpoints()] == [True, False, False, False]
+    assert [found.problems[0].reason for found in store.checkpoints()[1:]] == [
         "cannot be read: Not a directory",
         "is a symbolic link; give the path of its target to use it",
         "it was saved at step 20: the folder has been renamed",

@@ -41,7 +41,7 @@ def test_another_strategy_is_never_slower_at_its_best_than_in_the_layout_that_wa
     assert best is not None
     assert best.layout == fit.resolve(with_strategy(config, "adamw"))[1]
     slow = replace(best, layout=replace(best.layout, tp=8, dp=1), iteration_s=2 * best.iteration_s)
-    monkeypatch.setattr(search, "search", lambda *_: search.Found(best=(slow,), legal=2, simulated=1))
+    monkeypatch.setattr(search, "search", lambda *_: search.LayoutSearch(best=(slow,), legal=2, simulated=1))
     assert search.fastest_with(config, "adamw", best.layout) == best
     assert search.fastest_with(run("32b", 8), "adamw", best.layout) == slow, "the planned one does not fit"
 

@@ -155,7 +155,7 @@ def test_on_a_gpu_products_have_a_third_precision() -> None:
     assert all(m.spread.median > 0 for m in kept)
     assert waits
     assert all(wait.startswith("device") for wait in waits)
-    assert {read.rpartition(" ")[2] for read in reads} == {"megatron/messages.py:_gather"}, "what ranks tell each other"
+    assert {read.rpartition(" ")[2] for read in reads} == {"megatron/parallel.py:_gather"}, "what ranks tell each other"
 
 
 def test_who_waits_leaves_its_core_to_the_others() -> None:

@@ -134,7 +134,7 @@ def _start(trainee: Trainee, start: Path | None) -> Start:
 
 
 def names(root: Path) -> list[str]:
-    return [found.name for found in CheckpointStore(RunFiles(root).checkpoints).found() if found.sound]
+    return [found.name for found in CheckpointStore(RunFiles(root).checkpoints).checkpoints() if found.sound]
 
 
 def lines(path: Path) -> list[dict[str, object]]:

@@ -17,7 +17,7 @@ class Toy(MatrixOptimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self.beta = beta
 
-    def kept(self, p):
+    def state_shapes(self, p):
         return {"average": tuple(p.shape)}
 
     def _update(self, p, grad, group):

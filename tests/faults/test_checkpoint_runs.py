@@ -100,7 +100,7 @@ def test_a_damaged_newest_checkpoint_ends_a_launch_and_the_one_before_goes_on(
     assert done.returncode == 0, done.stdout + done.stderr
     assert (read_json(files.result) or {})["step"] == 6
     assert names(store) == ["step-00000002", "step-00000004", "step-00000006"]
-    assert [verify(found.path)[1] for found in store.found()] == [[], [], []]
+    assert [verify(found.path)[1] for found in store.checkpoints()] == [[], [], []]
     record_fault(
         fault="one bit of the newest checkpoint flipped, then launched again",
         happened="the ranks hash it before opening it; the one before is offered, and goes on when asked for",

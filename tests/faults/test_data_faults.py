@@ -163,7 +163,7 @@ def test_a_run_that_diverges_after_it_was_resumed(tmp_path: Path, record_fault: 
     assert isinstance(divergence["since"], int)
     assert 26 < jump["step"] < 26 + ENOUGH
     assert 26 < divergence["since"] <= jump["step"]
-    memory = [found.manifest for found in CheckpointStore(files.checkpoints).found()]
+    memory = [found.manifest for found in CheckpointStore(files.checkpoints).checkpoints()]
     assert {None if one is None else one.progress.losses.first for one in memory} == {first}
     sound = max(step for step in range(2, divergence["since"], 2))
     assert lost.last_good == f"step-{sound:08d}"

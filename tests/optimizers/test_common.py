@@ -69,7 +69,7 @@ def test_an_optimizer_says_what_it_keeps_of_each_matrix(
             key: tuple(value.shape) if isinstance(value, torch.Tensor) else None
             for key, value in optimizer.state[p].items()
         }
-        assert optimizer.kept(p) == kept
+        assert optimizer.state_shapes(p) == kept
         assert {value.dtype for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)} == {p.dtype}
 
 

@@ -61,7 +61,7 @@ def test_state_of_whole_squares_is_taken_over(make: Callable[..., KroneckerOptim
     resumed = make(copies, 0.02, precondition_frequency=2)
     resumed.state[copies[0]] = {**resumed.converted(copies[0], old), "step": 3}
     assert {key: tuple(value.shape) for key, value in resumed.state[copies[0]].items() if key != "step"} == {
-        key: shape for key, shape in resumed.kept(copies[0]).items() if shape is not None
+        key: shape for key, shape in resumed.state_shapes(copies[0]).items() if shape is not None
     }
     reference.step_through(optimizer, params, grads[3:])
     reference.step_through(resumed, copies, grads[3:])

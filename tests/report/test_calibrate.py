@@ -17,7 +17,7 @@ from tests.calibrate.calibrations import RECORD, calibration, cut_off, number, r
 def shown(found: Calibration, written: Path | None) -> list[str]:
     text = io.StringIO()
     console = Console(file=text, width=60)
-    console.print(CalibrationView(found=found, config=run()[0]))
+    console.print(CalibrationView(calibration=found, config=run()[0]))
     for line in closing(found, run()[0], written):
         console.print(line, soft_wrap=True)
     return text.getvalue().splitlines()

@@ -102,8 +102,10 @@ def curve_chart(
         "svg", *paths, viewBox=f"0 0 {_WIDE} {height}", preserveAspectRatio="none", width="100%", height=height
     )
     cursor = tag("line", y1="0", y2=height, x1="0", x2="0", class_="cursor")
-    said = f"{title}: {_said(drawn, show)}"
-    picture = tag("svg", *lines, stretched, cursor, class_="plot", height=height + 26, role="img", aria_label=said)
+    description = f"{title}: {_said(drawn, show)}"
+    picture = tag(
+        "svg", *lines, stretched, cursor, class_="plot", height=height + 26, role="img", aria_label=description
+    )
     legend = (
         tag("span", tag("span", class_=f"key {look}"), curve.name) for curve, look in zip(drawn, looks, strict=True)
     )
@@ -118,8 +120,8 @@ def curve_table(curves: Sequence[Curve], *, show: Callable[[float], str], x: str
     values = [dict(curve.points) for curve in curves]
     shown = list(dict.fromkeys(steps if len(steps) <= most else some))
     groups = [
-        column(curve.name, [show(own[step]) if step in own else "" for step in shown])
-        for curve, own in zip(curves, values, strict=True)
+        column(curve.name, [show(points[step]) if step in points else "" for step in shown])
+        for curve, points in zip(curves, values, strict=True)
     ]
     return table_html(GroupedTable(head=x, labels=list(map(_step, shown)), groups=groups))
 
@@ -128,11 +130,11 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     if len(points) <= _MOST_POINTS:
         return list(points)
     stretches = _MOST_POINTS // 2
-    found: list[tuple[float, float]] = []
+    points_kept: list[tuple[float, float]] = []
     for place in range(stretches):
         some = points[place * len(points) // stretches : (place + 1) * len(points) // stretches]
-        found += sorted({min(some, key=lambda p: p[1]), max(some, key=lambda p: p[1])})
-    return [points[0], *(point for point in found if points[0][0] < point[0] < points[-1][0]), points[-1]]
+        points_kept += sorted({min(some, key=lambda p: p[1]), max(some, key=lambda p: p[1])})
+    return [points[0], *(point for point in points_kept if points[0][0] < point[0] < points[-1][0]), points[-1]]
 
 
 def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
@@ -250,15 +252,23 @@ def _row(row: Bar, looks: Mapping[str, Part], scale: float, show: Callable[[floa
     at = 0.0
     for name, amount in row.parts:
         if amount > 0:
-            said = f"{looks[name].name}: {show(amount)}"
+            description = f"{looks[name].name}: {show(amount)}"
             here, width = percent(at / scale), percent(amount / scale)
             rects.append(
-                tag("rect", tag("title", said), x=here, y="0", width=width, height="100%", class_=looks[name].colour)
+                tag(
+                    "rect",
+                    tag("title", description),
+                    x=here,
+                    y="0",
+                    width=width,
+                    height="100%",
+                    class_=looks[name].colour,
+                )
             )
             at += amount
-    said = f"{row.label}: {row.value}"
+    description = f"{row.label}: {row.value}"
     yield tag("span", row.label, class_="bar-label")
-    yield tag("svg", *rects, class_="bar faint" if row.faint else "bar", role="img", aria_label=said)
+    yield tag("svg", *rects, class_="bar faint" if row.faint else "bar", role="img", aria_label=description)
     yield tag("span", row.value, class_="bar-value")
 
 
@@ -308,7 +318,7 @@ def _joined(intervals: Iterable[Interval], end_s: float) -> Iterable[Interval]:
     the shortest are left out."""
     finest = end_s / _FINEST
     last: Interval | None = None
-    for one in sorted(intervals, key=lambda own: own.start_s):
+    for one in sorted(intervals, key=lambda interval: interval.start_s):
         begin, end = max(0.0, one.start_s), min(end_s, one.end_s)
         if end <= begin:
             continue
@@ -363,18 +373,20 @@ def _map(one: LoadMap, hosts: int) -> Html:
     cells: list[Html] = []
     for cell, load in enumerate(loads):
         owner, host = divmod(cell, hosts)
-        said = f"DP {owner}, TP {host}: {step_time(load)}" + (f", {load / mean:.2f} of the mean" if mean > 0 else "")
+        description = f"DP {owner}, TP {host}: {step_time(load)}" + (
+            f", {load / mean:.2f} of the mean" if mean > 0 else ""
+        )
         x, width = owner / owners, 1 / owners
         y, height = host * 26, 24
         cells.append(
-            tag("rect", tag("title", said), x=percent(x), y=y, width=percent(width), height=height,
+            tag("rect", tag("title", description), x=percent(x), y=y, width=percent(width), height=height,
                 class_=f"cell h{heat_level(load, mean)}")
         )  # fmt: skip
         if owners <= _MOST_WRITTEN:
             cells.append(tag("text", milliseconds(load), x=percent(x + width / 2), y=y + 16, class_="cell-text"))
     balance = f"max / mean {top / mean:.3f}, slowest {step_time(top)}" if mean > 0 else "no updates"
-    said = f"{one.title}: {owners} owners x {hosts} hosts, {balance}"
-    picture = tag("svg", *cells, class_="map", height=26 * hosts, role="img", aria_label=said)
+    description = f"{one.title}: {owners} owners x {hosts} hosts, {balance}"
+    picture = tag("svg", *cells, class_="map", height=26 * hosts, role="img", aria_label=description)
     caption = tag("figcaption", tag("b", one.title), tag("span", balance))
     axis = tag("p", f"columns DP 0 to {owners - 1}, rows TP 0 to {hosts - 1}, ms", class_="note")
     return tag("figure", caption, picture, axis)

@@ -58,11 +58,11 @@ def _sorted_loads(study: Study, maps: Sequence[LoadMap]) -> Html:
 
 
 def _memory(study: Study) -> Html:
-    found = study.memory
-    parts = [(name, float(found.parts[name])) for name in MEMORY_PARTS if found.parts.get(name)]
-    value = f"{size(found.total)} of {found.capacity / GIB:.1f} GiB"
-    row = Bar(label="fullest rank", parts=parts, value=value, limit=found.capacity)
-    return bars([row], MEMORY_PARTS, scale=max(found.capacity, found.total), show=size)
+    account = study.memory
+    parts = [(name, float(account.parts[name])) for name in MEMORY_PARTS if account.parts.get(name)]
+    value = f"{size(account.total)} of {account.capacity / GIB:.1f} GiB"
+    row = Bar(label="fullest rank", parts=parts, value=value, limit=account.capacity)
+    return bars([row], MEMORY_PARTS, scale=max(account.capacity, account.total), show=size)
 
 
 def _iterations(study: Study) -> Html:

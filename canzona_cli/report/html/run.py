@@ -65,7 +65,7 @@ def run_page(summary: RunSummary) -> Document:
         plan = read_plan(files.plan) if files.plan.exists() else None
     except ConfigError:  # the measurement stands without it
         plan = None
-    found = [
+    parts = [
         *_faults(summary),
         Section(title="Summary", body=elements_of_rows(summary)),
         *_curves(summary),
@@ -83,14 +83,14 @@ def run_page(summary: RunSummary) -> Document:
         status=f"{summary.status}{code}",
         mood=_MOODS.get(summary.status, "odd"),
         top=tiles(summary),
-        sections=found,
+        sections=parts,
     )
 
 
 def tiles(summary: RunSummary) -> Html:
     """The figures of a run that everybody asks for first."""
-    found = run_figures(summary)
-    rows = [tag("div", tag("dt", head), tag("dd", show(found[name]))) for name, (head, show) in COLUMNS.items()]
+    figures = run_figures(summary)
+    rows = [tag("div", tag("dt", head), tag("dd", show(figures[name]))) for name, (head, show) in COLUMNS.items()]
     steps = f"{summary.step:,}" + ("" if summary.steps_planned is None else f" of {summary.steps_planned:,}")
     return tag("dl", tag("div", tag("dt", "steps"), tag("dd", steps)), *rows, class_="tiles")
 
@@ -110,9 +110,9 @@ def _faults(summary: RunSummary) -> Iterator[Section]:
         error = result.error
         if error is None:
             continue
-        said = tag("p", tag("b", f"rank {result.rank}: {error.type}: "), error.message)
+        heading = tag("p", tag("b", f"rank {result.rank}: {error.type}: "), error.message)
         more = folded("traceback", tag("pre", error.traceback)) if error.traceback else Html()
-        shown.append(tag("div", said, more, class_="error"))
+        shown.append(tag("div", heading, more, class_="error"))
     if summary.warnings:
         shown.append(tag("ul", *(tag("li", text) for text in summary.warnings)))
     if shown:
@@ -183,16 +183,16 @@ def _loads(breakdown: Breakdown | None, plan: Plan | None) -> Iterator[Section]:
     hosts, cells = (1, 0) if layout is None else (layout.tp, layout.tp * layout.owners)
     stages = range(0 if layout is None else layout.pp)
     whole = cells > 0 and len(measured) == len(stages) * cells and any(measured.values())
-    own = {stage: [measured[stage * cells + cell] for cell in range(cells)] for stage in stages} if whole else {}
+    by_stage = {stage: [measured[stage * cells + cell] for cell in range(cells)] for stage in stages} if whole else {}
     if plan is not None:
         hosts, stages = plan.subject.layout.tp, range(plan.subject.layout.pp)
     planned = {stage: plan.loads(stage) for stage in stages} if plan is not None else {}
-    slowest = max(own or planned, key=lambda stage: max((own or planned)[stage]), default=None)
+    slowest = max(by_stage or planned, key=lambda stage: max((by_stage or planned)[stage]), default=None)
     if slowest is None:
         return
     maps = [
         LoadMap(title=title, loads=loads[slowest])
-        for title, loads in (("measured", own), ("planned", planned))
+        for title, loads in (("measured", by_stage), ("planned", planned))
         if loads
     ]
     stage = f", pipeline stage {slowest}" if len(stages) > 1 else ""
@@ -208,10 +208,10 @@ def _memory(
 ) -> Iterator[Section]:
     if config is None or layout is None:
         return
-    found = estimate(config, layout) if plan is None else plan_memory(config, layout, plan)
-    parts = [(name, float(found.parts[name])) for name in MEMORY_PARTS if found.parts.get(name)]
-    total = f"{size(found.total)} of {size(found.capacity)}"
-    rows = [Bar(label="planned", parts=parts, value=total, limit=found.capacity)]
+    account = estimate(config, layout) if plan is None else plan_memory(config, layout, plan)
+    parts = [(name, float(account.parts[name])) for name in MEMORY_PARTS if account.parts.get(name)]
+    total = f"{size(account.total)} of {size(account.capacity)}"
+    rows = [Bar(label="planned", parts=parts, value=total, limit=account.capacity)]
     peak = None if breakdown is None else breakdown.peak_memory_bytes
     note = Html()
     if breakdown is not None and peak is not None:
@@ -220,14 +220,14 @@ def _memory(
             note = tag(
                 "p", "On CPU ranks the measured peak is the whole process, Python and torch included.", class_="note"
             )
-    scale = max(found.capacity, *(sum(amount for _, amount in row.parts) for row in rows))
-    if found.capacity > 4 * found.total:  # else everything would be a line at the left end
+    scale = max(account.capacity, *(sum(amount for _, amount in row.parts) for row in rows))
+    if account.capacity > 4 * account.total:  # else everything would be a line at the left end
         rows[0] = Bar(label="planned", parts=parts, value=total)
         scale = max(sum(amount for _, amount in row.parts) for row in rows)
     table = words_table(("part", "planned"), [(MEMORY_PARTS[name].name, size(amount)) for name, amount in parts])
     yield Section(
         title="Memory",
-        lead=f"of the fullest rank; it may use {found.capacity / GIB:.1f} GiB",
+        lead=f"of the fullest rank; it may use {account.capacity / GIB:.1f} GiB",
         body=joined([bars(rows, MEMORY_PARTS, scale=scale, show=size), note, folded("the numbers", table)]),
     )
 
@@ -248,9 +248,9 @@ def _timeline(files: RunFiles, layout: Layout | None, planned: Prediction | None
     last = shown[0].steps[-1].number
     body = [tag("h3", f"measured, step {last}"), lanes_chart(rows, end_s=end)]
     if planned is not None and planned.events:
-        wanted = [*_planned_lanes(planned)]
+        lanes_planned = [*_planned_lanes(planned)]
         body += [tag("h3", f"planned, profile {planned.profile}")]
-        body += [lanes_chart(wanted, end_s=max(event.end_s for event in planned.events))]
+        body += [lanes_chart(lanes_planned, end_s=max(event.end_s for event in planned.events))]
     yield Section(
         title="Timeline", lead=f"what each rank does when; each axis has its own length{more}", body=joined(body)
     )
@@ -292,9 +292,9 @@ def _events(events: Sequence[Event]) -> Iterator[Section]:
     for event in timed:
         note = describe(event)
         what = event.stage if isinstance(event, StageEvent) else event.event
-        said = note.text if note is not None else getattr(event, "detail", "")
+        text = note.text if note is not None else getattr(event, "detail", "")
         mark = Text(what, style="yellow" if note is not None and note.warning else "")
-        rows.append((duration((event.time or 0.0) - (timed[0].time or 0.0)), mark, said))
+        rows.append((duration((event.time or 0.0) - (timed[0].time or 0.0)), mark, text))
     if rows:
         left_out = len(rows) - _MOST_EVENTS
         lead = f"; {plural(left_out, 'earlier event')} in events.jsonl" if left_out > 0 else ""
@@ -331,7 +331,7 @@ def _setting(value: object) -> str:
 def several_page(several: Several) -> Document:
     """Their figures, losses over each other, steps below each other; of two runs, every difference."""
     names = run_names(several.runs)
-    found = [Section(title="Runs", lead="the best one stands out", body=elements([SeveralView(several=several)]))]
+    shown = [Section(title="Runs", lead="the best one stands out", body=elements([SeveralView(several=several)]))]
     training = [Curve(name=name, points=run.losses) for name, run in zip(names, several.runs, strict=True)]
     validation = [validation_curve(name, run.validations) for name, run in zip(names, several.runs, strict=True)]
     for title, all_curves in (("Training loss", training), ("Validation loss", validation)):
@@ -339,16 +339,16 @@ def several_page(several: Several) -> Document:
         if curves:
             table = curve_table(curves, show=lambda value: number(value, ".4f"))
             body = joined([curve_chart(title.lower(), curves), folded("the numbers", table)])
-            found.append(Section(title=title, lead="nats per token", body=body))
+            shown.append(Section(title=title, lead="nats per token", body=body))
     by_value = [_losses_by(key, values, several) for key, values in _numeric(several).items()]
     if by_value:
         title = "Loss by setting"
-        found.append(Section(title=title, lead="each setting in which the runs differ", body=side_by_side(*by_value)))
+        shown.append(Section(title=title, lead="each setting in which the runs differ", body=side_by_side(*by_value)))
     measured = [(name, run.breakdown) for name, run in zip(names, several.runs, strict=True)]
     rows = [breakdown_bar(name, breakdown) for name, breakdown in measured if breakdown is not None]
     if rows:
         scale = max(sum(seconds for _, seconds in row.parts) for row in rows)
-        found.append(
+        shown.append(
             Section(
                 title="Step", lead="measured, mean over ranks, on one scale", body=bars(rows, PHASE_PARTS, scale=scale)
             )
@@ -356,8 +356,8 @@ def several_page(several: Several) -> Document:
     if len(several.runs) == 2:
         parts = ComparedView(compared=compared(several)).parts(SCREEN)
         lead = "B / A is above 1 where run B takes more; A is the first run"
-        found.append(Section(title="Differences", lead=lead, body=elements(parts)))
-    return Document(kind="canzona report --compare", title=plural(len(names), "run"), sections=found)
+        shown.append(Section(title="Differences", lead=lead, body=elements(parts)))
+    return Document(kind="canzona report --compare", title=plural(len(names), "run"), sections=shown)
 
 
 def _numeric(several: Several) -> dict[str, list[float]]:

@@ -28,13 +28,13 @@ def sections(
             title.
     """
     drawn = {} if pictures is None else pictures
-    found: list[Section] = []
+    closed: list[Section] = []
     title, lead, body = first, "", list[RenderableType]()
 
     def close() -> None:
         inner = joined([drawn.get(title, Html()), elements(body)])
         if inner:
-            found.append(Section(title=title, lead=lead, body=inner))
+            closed.append(Section(title=title, lead=lead, body=inner))
 
     for part in _flat(parts):
         text = _text(part)
@@ -45,7 +45,7 @@ def sections(
         elif not isinstance(part, Text) or title not in drawn:
             body.append(part)
     close()
-    return found
+    return closed
 
 
 def elements(parts: Iterable[RenderableType]) -> Html:
@@ -163,8 +163,8 @@ def _table(table: rich.table.Table) -> Html:
     bodies: list[list[Html]] = [[]]
     for number, row in enumerate(table.rows):
         first, *rest = (column[number] for column in cells)
-        found = (tag("td", styled(_cell(one))) for one in rest)
-        bodies[-1].append(_row(_cell(first), found, str(row.style or "")))
+        cells_shown = (tag("td", styled(_cell(one))) for one in rest)
+        bodies[-1].append(_row(_cell(first), cells_shown, str(row.style or "")))
         if row.end_section:
             bodies.append([])
     right = any(column.justify == "right" for column in columns)
