@@ -26,7 +26,7 @@ from canzona_cli.huggingface.folder import open_folder, recipe_of
 from canzona_cli.huggingface.foreign import config_json, tensor_names
 from canzona_cli.huggingface.weights import copy_file
 from canzona_cli.model.geometry import unit_shape
-from tests.attacks.cases import mostly_swept
+from tests.attacks.cases import mostly
 from tests.attacks.table import RecordAttack
 from tests.attacks.test_odd_files import NO_FILES
 from tests.commands.support import canzona
@@ -83,7 +83,7 @@ HEADERS: dict[str, tuple[Header | str | bytes, int]] = {
 }
 
 
-@pytest.mark.parametrize("kind", mostly_swept(HEADERS, "sides below 0", "an end behind the file's"))
+@pytest.mark.parametrize("kind", mostly(pytest.mark.sweep, HEADERS, "sides below 0", "an end behind the file's"))
 def test_a_header_that_is_none_is_said(kind: str, tmp_path: Path) -> None:
     """And the library, which reads the tensors, refuses it too."""
     settings(tmp_path)
@@ -108,7 +108,8 @@ def test_a_header_that_only_we_can_read_ends_an_import_in_words(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "name",
-    mostly_swept(
+    mostly(
+        pytest.mark.sweep,
         ["../outside.safetensors", "/etc/passwd", "..", ".", "", "a/../b", "a\0b", "\ud800", "x" * 300, 7, None, ["a"]],
         "../outside.safetensors",
         "/etc/passwd",
@@ -123,7 +124,7 @@ def test_an_index_names_files_of_its_folder_alone(name: object, tmp_path: Path) 
     assert "DIR" in said or "weight_map" in said
 
 
-@pytest.mark.parametrize("kind", mostly_swept(NO_FILES, "a pipe"))
+@pytest.mark.parametrize("kind", mostly(pytest.mark.sweep, NO_FILES, "a pipe"))
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "a.safetensors", "model.safetensors.index.json"])
 def test_files_that_are_none_are_said_and_nobody_waits_for_them(name: str, kind: str, tmp_path: Path) -> None:
     if name != "config.json":
@@ -145,7 +146,8 @@ def test_a_tensor_that_two_files_have_is_nobodys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    mostly_swept(
+    mostly(
+        pytest.mark.sweep,
         [
             {"num_hidden_layers": 10**15},
             {"hidden_size": 1 << 62},
@@ -218,7 +220,9 @@ TOKENIZERS: dict[str, Header] = {
 }
 
 
-@pytest.mark.parametrize("kind", mostly_swept(TOKENIZERS, "a merge shorter than its prefix", "an id of 32 bits"))
+@pytest.mark.parametrize(
+    "kind", mostly(pytest.mark.sweep, TOKENIZERS, "a merge shorter than its prefix", "an id of 32 bits")
+)
 def test_a_tokenizer_that_fails_is_refused_wherever_it_does(kind: str, tmp_path: Path) -> None:
     """Some of them where Rust gives up, which is no Exception in Python."""
     path = tmp_path / "tokenizer.json"
@@ -231,7 +235,7 @@ def test_a_tokenizer_that_fails_is_refused_wherever_it_does(kind: str, tmp_path:
     assert [problem.key for problem in found.value.problems] == ["--tokenizer"]
 
 
-@pytest.mark.parametrize("kind", mostly_swept(NO_FILES, "a pipe"))
+@pytest.mark.parametrize("kind", mostly(pytest.mark.sweep, NO_FILES, "a pipe"))
 def test_a_tokenizer_that_is_no_file_is_refused(kind: str, tmp_path: Path) -> None:
     NO_FILES[kind](tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError):
@@ -303,7 +307,7 @@ TABLES: dict[str, Callable[[], pa.Table]] = {
 }
 
 
-@pytest.mark.parametrize("kind", mostly_swept(TABLES, "numbers"))
+@pytest.mark.parametrize("kind", mostly(pytest.mark.sweep, TABLES, "numbers"))
 def test_a_column_that_holds_no_text_is_said(kind: str, tmp_path: Path) -> None:
     pq.write_table(TABLES[kind](), tmp_path / "a.parquet")
     with pytest.raises(ConfigError) as found:

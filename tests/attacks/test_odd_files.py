@@ -17,7 +17,7 @@ from canzona_cli.planner.plan import Plan, content_hash
 from canzona_cli.planner.plan_file import obtain_plan, read_plan
 from canzona_cli.run.codec import load_if_sound, read_lines
 from canzona_cli.run.records import RunResult, StepMetrics, read_layout
-from tests.attacks.cases import mostly_swept
+from tests.attacks.cases import mostly
 from tests.attacks.table import RecordAttack
 from tests.commands.support import canzona
 
@@ -101,7 +101,7 @@ NO_YAML = {
 }
 
 
-@pytest.mark.parametrize("kind", mostly_swept([*NO_FILES, *NO_JSON], "a pipe", "a million levels"))
+@pytest.mark.parametrize("kind", mostly(pytest.mark.sweep, [*NO_FILES, *NO_JSON], "a pipe", "a million levels"))
 def test_what_lies_in_plans_stops_no_run(kind: str, tmp_path: Path) -> None:
     config, layout = resolve(RUN)
     name = f"{config.name}-{config.gpus}gpus"
@@ -120,7 +120,7 @@ def test_what_lies_in_plans_stops_no_run(kind: str, tmp_path: Path) -> None:
     assert [problem.key for problem in refused.value.problems] == ["plan"]
 
 
-@pytest.mark.parametrize("kind", mostly_swept([*NO_FILES, *NO_JSON], "a pipe", "a million levels"))
+@pytest.mark.parametrize("kind", mostly(pytest.mark.sweep, [*NO_FILES, *NO_JSON], "a pipe", "a million levels"))
 def test_an_odd_record_is_damaged_or_as_if_it_were_not_there(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "layout.json"
     ({**NO_FILES, **NO_JSON}[kind])(path)
@@ -131,7 +131,9 @@ def test_an_odd_record_is_damaged_or_as_if_it_were_not_there(kind: str, tmp_path
         assert read_lines(path, StepMetrics)[0] == []
 
 
-@pytest.mark.parametrize("kind", mostly_swept([*NO_FILES, *NO_YAML], "a pipe", "a billion laughs", "itself"))
+@pytest.mark.parametrize(
+    "kind", mostly(pytest.mark.sweep, [*NO_FILES, *NO_YAML], "a pipe", "a billion laughs", "itself")
+)
 def test_an_odd_yaml_file_is_refused_in_words(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "odd.yaml"
     write, said = (NO_FILES[kind], "") if kind in NO_FILES else NO_YAML[kind]
@@ -185,7 +187,8 @@ def test_odd_files_in_plans_do_not_end_a_command(tmp_path: Path, record_attack: 
 
 @pytest.mark.parametrize(
     ("overrides", "key"),
-    mostly_swept(
+    mostly(
+        pytest.mark.sweep,
         [
             ("model.num_layers=10000000", "model.num_layers"),
             ("model.num_layers=1" + "0" * 400, "model.num_layers"),
