@@ -35,3 +35,15 @@ def test_docstrings_begin_with_a_verb_or_an_article() -> None:
         if re.split(r"\W", str(text.value).strip(), maxsplit=1)[0].lower() in QUESTIONS | PREPOSITIONS
     ]
     assert wrong == []
+
+
+def test_arguments_are_described_by_a_noun_or_a_condition() -> None:
+    """`matrices: the matrices of the stage`, not `matrices: of the stage`; `True if`, not `whether`."""
+    wrong = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in sorted(ROOT.rglob("*.py"))
+        for text in docstrings(ast.parse(path.read_bytes()))
+        for line in str(text.value).splitlines()
+        if re.match(r"\s+\w+(, \w+)*: ([Oo]f|[Ww]hat|[Ww]hether) ", line)
+    ]
+    assert wrong == []

@@ -48,7 +48,7 @@ def unready(config: RunConfig, what: str, otherwise: str) -> tuple[Problem, ...]
 
     Args:
         what: measures: `a bench`.
-        otherwise: what to do with more ranks.
+        otherwise: the way out for more ranks.
     """
     problems: list[Problem] = []
     if config.data.source == "prepared":
@@ -146,9 +146,9 @@ def sit(
     """Launch the ranks of one sitting and wait for their end; what they left.
 
     Args:
-        config, layout: of the first that takes a turn.
-        module: what each rank runs.
-        name: of the sitting, in what is said.
+        config, layout: the configuration and layout of the first strategy that takes a turn.
+        module: the module that each rank runs.
+        name: the name of the sitting, for messages.
 
     Raises:
         KeyboardInterrupt: somebody stopped it.
@@ -175,7 +175,7 @@ class _RoundLines(TrainView):
 
     Args:
         say: receives each line.
-        sitting: what to call this sitting: `sitting 2 of 3`.
+        sitting: the name of this sitting: `sitting 2 of 3`.
         turns: in one round.
         rounds: in all, warm-up included.
     """

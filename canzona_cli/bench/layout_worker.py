@@ -4,7 +4,7 @@
 Megatron has one layout for all of a process's life, so each turn is a process of its own: on CPUs a fork of
 this one, which has imported everything and computed nothing; where there are GPUs a new Python, for what
 imports leave on a device does not survive a fork. A layout that fails on one rank is over on all, and has no
-further turns; the others go on.
+further turns; the others continue.
 """
 
 import logging

@@ -87,7 +87,8 @@ def prepare(
     """Choose the layouts and check everything that can be known before anything is written.
 
     Args:
-        count: how many of the fastest by the simulator; None for every layout that is possible and fits.
+        count: the number of layouts, the fastest by the simulator; None for every layout that is possible and
+            fits.
         rounds, steps: turns of each layout, and measured steps of a turn.
 
     Raises:
@@ -241,7 +242,7 @@ def tuned_recipe(config: RunConfig, result: TuneResult, *, name: str) -> str:
 
     Args:
         config: as composed.
-        name: of the recipe.
+        name: the recipe's name.
     """
     best = result.layouts[result.best]
     pinned = fill(config, best.layout)

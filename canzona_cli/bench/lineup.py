@@ -86,7 +86,7 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
 
     Args:
         strategies: those that the user named, each of which must be possible; None for all that are possible.
-        steps: how many training steps each strategy will do.
+        steps: the number of training steps each strategy will do.
 
     Raises:
         ConfigError: the run, or a strategy the user named, is impossible; every problem at once.

@@ -58,8 +58,8 @@ def prepare(
     """Resolve and check everything that can be known before anything is written.
 
     Args:
-        strategies: what to run; None for every strategy that the run can have.
-        rounds: how many are measured, at least 1.
+        strategies: the strategies to run; None for every strategy that the run can have.
+        rounds: the number of measured rounds, at least 1.
         steps_per_turn: at least 2, as the first step of a turn is not counted.
         directory: the bench directory; None for `run.dir`, else a new one under `run.root`.
         problems: found on the command line before; raised together with the run's own.

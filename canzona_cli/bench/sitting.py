@@ -119,7 +119,7 @@ def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int, skip
     filled.
 
     Args:
-        skipped: how many steps of each turn do not count.
+        skipped: the number of steps of each turn that do not count.
     """
     steps = len(samples.losses)
     turns = [

@@ -38,7 +38,7 @@ def take_turns(
     """Run all rounds. Collective.
 
     Args:
-        stop_requested: whether this rank knows of a request to stop.
+        stop_requested: True if this rank knows of a request to stop.
         tell: receives round, strategy and last loss after every turn, while nothing is measured.
 
     Returns:

@@ -121,8 +121,8 @@ def calibrate(
 
     Args:
         config, layout: from `prepared`.
-        name: of the profile.
-        effort: how much time each measurement gets.
+        name: the profile's name.
+        effort: the time that each measurement gets.
         worker: the module each rank runs.
 
     Raises:

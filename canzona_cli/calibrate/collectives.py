@@ -47,7 +47,7 @@ class Members:
     """One rank's place in its group of `size` neighbours.
 
     Args:
-        team: of one or more whole groups, which measure at the same time.
+        team: the ranks of one or more whole groups, which measure at the same time.
     """
 
     def __init__(self, team: Team, size: int) -> None:

@@ -51,7 +51,7 @@ class ShortBenches:
     """Short benches of the recipe's model with few layers.
 
     Args:
-        overrides: of the calibration.
+        overrides: the calibration's overrides.
         config: the run they compose to.
         profile: the file of the cluster profile to run on.
     """

@@ -82,8 +82,8 @@ def write_part(partial: Path, rank: int, shard: Shard) -> None:
     """Writes one rank's share of a checkpoint, and then atomically marks it as written. Any rank, any thread.
 
     Args:
-        partial: what `begin` made.
-        rank: of this process.
+        partial: the folder that `begin` made.
+        rank: the rank of this process.
         shard: must not change meanwhile.
 
     Raises:
@@ -123,9 +123,9 @@ def finish(
     """Waits for every rank's part and makes a checkpoint of them; on rank 0, after its own `write_part`.
 
     Args:
-        partial: what `begin` made.
+        partial: the folder that `begin` made.
         world_size: ranks that call `write_part`.
-        header: what the manifest contains besides its tables.
+        header: the contents of the manifest besides its tables.
         texts: further files, by name: `config.yaml`, `layout.json`, `plan.json`.
         timeout_s: seconds to wait while no file of any rank grows.
 

@@ -174,12 +174,12 @@ def _wrong_scalar(stored: str, value: Scalar, manifest: Manifest) -> str:
         reserved = key.removeprefix(GROUP) in ("params", "lr", "weight_decay")
         return "canzona sets that itself" if key.startswith(GROUP) and reserved else ""
     if key == DISTRUSTED and manifest.optimizer in _ORTHOGONALISED:
-        return "" if isinstance(value, int) and value > 0 else f"{value} is no number of steps"
+        return "" if isinstance(value, int) and value > 0 else f"{value} is not a number of steps"
     if key != "step":
         return f"{manifest.optimizer} keeps no such number"
     counted = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not counted or not 0 <= float(value or 0) <= manifest.progress.step or float(value or 0) % 1:
-        return f"{value} is no number of steps up to {manifest.progress.step}"
+        return f"{value} is not a number of steps up to {manifest.progress.step}"
     return ""
 
 

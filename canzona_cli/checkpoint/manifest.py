@@ -245,7 +245,7 @@ def parse_manifest(text: bytes) -> Manifest:
     """Parses what `manifest_text` wrote.
 
     Raises:
-        ValueError: what is wrong with it, in words for the user.
+        ValueError: it is damaged; the message is for the user.
     """
     first = _FIRST_LINE.match(text)
     if first is None:

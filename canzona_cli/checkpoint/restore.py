@@ -129,7 +129,7 @@ def _restore_held(pieces: list[HeldPiece], reader: Reader, *, weights_only: bool
     if isinstance(item, HeldFragment) and isinstance(item.optimizer, MatrixOptimizer):
         expected = {MASTER: None, **(item.optimizer.state_shapes(item.master) or {})}
         if foreign := sorted(set(fields) - expected.keys()):
-            raise CheckpointInvalid(reader.problem(f"{unit}: {foreign[0]} is nothing that its optimizer keeps"))
+            raise CheckpointInvalid(reader.problem(f"{unit}: {foreign[0]} is not part of the optimizer state"))
     read = {field: torch.empty(item.master.numel()) for field in fields}
     for part in pieces:
         piece = part.piece
@@ -196,8 +196,8 @@ def unlike(
     empty if it matches or none is stored.
 
     Args:
-        tensors, counts: of the matrix, without its master.
-        shared: of all matrices together.
+        tensors, counts: the stored state of the matrix, without its master.
+        shared: the state of all matrices together.
     """
     for key, value in shared.items():
         now = optimizer.param_groups[0].get(key, value)
@@ -210,9 +210,9 @@ def unlike(
         shape, stored = expected.get(key), tensors.get(key)
         if shape is None and key in expected:
             if not isinstance(counts.get(key), int):
-                return f"{key} is no number of steps"
+                return f"{key} is not a number of steps"
         elif shape is None or stored is None:
-            return f"{key} is {'missing' if stored is None else 'nothing that its optimizer keeps'}"
+            return f"{key} is {'missing' if stored is None else 'not part of the optimizer state'}"
         elif stored.dtype != torch.float32 or stored.shape != shape:
             return f"{key} is {stored.dtype} {tuple(stored.shape)}, and its optimizer keeps fp32 {shape}"
     return ""

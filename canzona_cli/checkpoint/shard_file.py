@@ -34,7 +34,7 @@ def write_shard(
     Args:
         tensors: those whose data is still to be read are read piece by piece, each when the one before is
             written.
-        metadata: what else its header says.
+        metadata: further entries of its header.
 
     Returns:
         Size and hash of the file, and its table of tensors.

@@ -287,8 +287,8 @@ def share(holdings: Sequence[Holding], elements: Mapping[str, int]) -> Writers:
     """Assigns each tensor and piece to one of its holders: to the one with least to write so far.
 
     Args:
-        holdings: of every rank.
-        elements: of every unit that comes in pieces.
+        holdings: every rank's share.
+        elements: the number of elements of every unit that comes in pieces.
 
     Raises:
         ValueError: the pieces of a unit do not make it up.
@@ -348,8 +348,8 @@ def check_random_states(states: dict[str, torch.Tensor]) -> None:
     """Compares `states` with those of this process, and tries them on generators that nobody uses.
 
     Raises:
-        Exception: of whatever kind: they are no such states. Megatron's are of another length on another
-        device.
+        Exception: they are no such states; the kind depends on the generator. Megatron's are of another
+        length on another device.
     """
     for name, current in random_states().items():
         if name != "cuda" and not name.startswith(_MEGATRON):

@@ -232,7 +232,7 @@ def gpus(usable: bool, visible: Sequence[GpuInfo], installed: int) -> Iterator[F
     and what running on them needs.
 
     Args:
-        usable: whether torch can use them.
+        usable: True if torch can use them.
     """
     if not visible:
         meaning = "CPU recipes run here: recipe=qwen3-tiny, qwen3-mini; for larger ones, see train --dry-run"

@@ -32,8 +32,8 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
     Resolving the result changes nothing.
 
     Raises:
-        ConfigError: what is set is impossible, or leaves a matrix optimizer no matrix; carries every problem.
-        DoesNotFit: no possible layout fits the profile's memory; says what would.
+        ConfigError: the settings are impossible, or leaves a matrix optimizer no matrix; carries every
+        problem. DoesNotFit: no possible layout fits the profile's memory; says what would.
     """
     routing(config)
     best = choose(config)
@@ -48,7 +48,7 @@ def choose(config: RunConfig) -> Candidate | None:
     What an earlier search found is asked for before anything is simulated.
 
     Raises:
-        ConfigError: what is set is impossible.
+        ConfigError: the settings are impossible.
     """
     parallel, train = config.parallel, config.train
     vpp = 1 if parallel.pp == 1 else parallel.vpp
@@ -164,7 +164,7 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
     """Compose every run of a sweep, so that none of them is refused hours later.
 
     Raises:
-        CanzonaError: what is wrong with any of them; of a mistake that not all have, with the values that
+        CanzonaError: any of them is wrong; of a mistake that not all have, with the values that
         have it.
     """
     runs: list[SweptRun] = []

@@ -33,7 +33,7 @@ def candidates(config: RunConfig) -> list[Candidate]:
     """Every possible layout of a run, in no particular order; at least one.
 
     Raises:
-        ConfigError: what is set is impossible.
+        ConfigError: the settings are impossible.
     """
     return [Candidate(layout=layout, memory=estimate(config, layout)) for layout in possible_layouts(config)]
 
@@ -42,7 +42,7 @@ def any_fits(config: RunConfig) -> bool:
     """Returns True if one of the possible layouts fits.
 
     Raises:
-        ConfigError: what is set is impossible.
+        ConfigError: the settings are impossible.
     """
     # Those that need least memory come last.
     return any(estimate(config, layout).fits for layout in reversed(possible_layouts(config)))
@@ -52,7 +52,7 @@ def possible_layouts(config: RunConfig) -> list[Layout]:
     """Lists every layout that keeps what is set, whatever memory it needs; at least one.
 
     Raises:
-        ConfigError: what is set is impossible.
+        ConfigError: the settings are impossible.
     """
     refuse(layout_problems(config))
     layouts = list(_layouts(config))

@@ -77,7 +77,7 @@ def search(config: RunConfig, count: int = 1) -> LayoutSearch:
     """The `count` fastest of all legal layouts that fit, by the simulator; remembered in the cache folder.
 
     Raises:
-        ConfigError: what is set is impossible.
+        ConfigError: the settings are impossible.
     """
     cache = Cache.of(config, count)
     result = cache.read(LayoutSearch)

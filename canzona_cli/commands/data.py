@@ -66,8 +66,8 @@ def prepare(
 ) -> None:
     """Turn text into token files that `canzona train data=prepared data.path=PREFIX` reads.
 
-    An existing PREFIX stays until the new one is complete. If it fails or is killed, the same command goes on
-    after the input files that were finished, and comes to the same files byte for byte.
+    An existing PREFIX stays until the new one is complete. If it fails or is killed, the same command
+    continues after the input files that were finished, and makes the same files byte for byte.
     """
     import signal
 

@@ -22,7 +22,7 @@ def generate(
     ],
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", metavar="TEXT", help="What to go on from; '' is the beginning of a document."),
+        typer.Option("--prompt", metavar="TEXT", help="The text to continue; '' is the beginning of a document."),
     ] = None,
     interactive: Annotated[
         bool, typer.Option("--interactive", help="Ask for prompts, a line each, until the input ends.")
@@ -55,7 +55,7 @@ def generate(
 
     problems = []
     if interactive == (prompt is not None):
-        reason = "asks for prompts itself" if interactive else "there is nothing to go on from"
+        reason = "asks for prompts itself" if interactive else "there is nothing to continue"
         key = "--interactive" if interactive else "--prompt"
         problems.append(Problem(key=key, reason=reason, fix="give --prompt TEXT, or --interactive"))
     if interactive and as_json:

@@ -84,6 +84,6 @@ def _other_option(command: Command, option: str, value: str) -> Problem:
     shown = value if meant is not None else None
     reason = f"is not an option of {command.name}" + ("; settings are written KEY=VALUE" if meant is not None else "")
     if option.startswith("--resume") and meant is not None:
-        meant += ": a run goes on in its directory"
+        meant += ": a run continues in its directory"
     fix = f"write {meant}" if meant is not None else f"did you mean {near}?" if near else f"see {command.name} --help"
     return Problem(key=option, value=shown or None, reason=reason, fix=fix)

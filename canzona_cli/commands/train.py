@@ -18,7 +18,7 @@ CLASHES = (
     Clash(
         option="--json",
         without="a dry run",
-        reason="a run is shown while it goes on",
+        reason="a run is shown while it is going on",
         fix="add --dry-run; of a run: canzona report --json",
     ),
     Clash(option="--json", beside="--sweep", reason="shows one run", fix="leave out --json, or --sweep"),

@@ -62,8 +62,8 @@ def run(
 
     Args:
         prepare_only: write the run directory and say how to start the workers, without starting them.
-        show_config: whether a dry run prints the resolved configuration.
-        requests: what signals ask for; it raises until workers run.
+        show_config: True if a dry run prints the resolved configuration.
+        requests: the requests that signals ask for; it raises until workers run.
 
     Raises:
         Preempted: asked to stop before it was known where the run lies.

@@ -37,7 +37,7 @@ def sweep(
     """The whole command.
 
     Args:
-        requests: what signals ask for; it raises while nothing runs.
+        requests: the requests that signals ask for; it raises while nothing runs.
 
     Raises:
         CanzonaError: a run cannot be composed; nothing was started.
@@ -108,7 +108,7 @@ def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
     if never:
         tell(f"not begun: {', '.join(never)}", "yellow")
     if stopped:
-        tell(f"stopped; the same command with run.dir={shlex.quote(str(root))} goes on where each run was")
+        tell(f"stopped; the same command with run.dir={shlex.quote(str(root))} continues each run where it was")
     if left:
         tell(f"canzona report --compare {shlex.quote(str(root))}/*  shows this again; --html FILE.html draws it")
 

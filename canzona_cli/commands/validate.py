@@ -23,7 +23,7 @@ def validate(
     recipes_dir: RecipesDirs = None,
 ) -> None:
     """Check a recipe and its overrides, how they fit the cluster, plan, prepared data and the checkpoint to
-    go on from; shows all mistakes at once.
+    continue from; shows all mistakes at once.
 
     Exit code 0 when `canzona train` with the same arguments has a sound configuration, 2 when not, 4 when the
     model does not fit in the cluster's memory, 5 when the checkpoint cannot be used.

@@ -28,7 +28,7 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
 
     Args:
         old: the run as it was saved.
-        step: of the checkpoint, for messages.
+        step: the step of the checkpoint, for messages.
     """
     before, now = _settings(old), _settings(new)
     differing = {

@@ -30,7 +30,7 @@ def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]], c
     """One problem where `parts` (the value of `key`) does not divide each of the counts of something.
 
     Args:
-        called: what the parts are: stages.
+        called: the word for the parts: stages.
     """
     uneven = " or ".join(f"{count} {what}" for count, what in counts if count % parts)
     if uneven:

@@ -156,7 +156,7 @@ def _parse_value(key: str, text: str) -> tuple[object] | Problem:
     try:
         override = OverridesParser.create().parse_override(f"{key}={text}")
     except (RecursionError, ValueError):  # a thousand brackets; an integer of more digits than Python reads
-        return Problem(key=key, value=text, reason="is nothing that a setting could be", fix=f"write {key}=VALUE")
+        return Problem(key=key, value=text, reason="is not a valid value", fix=f"write {key}=VALUE")
     except HydraException as error:
         if _takes_text(key):
             return (text,)  # a path may hold parentheses, equals signs, ... that mean something to the grammar

@@ -29,7 +29,8 @@ LARGEST_INTEGER: Final = 1 << 63
 
 
 class Unreadable(ValueError):
-    """An error for a file unlike any of its kind; the message completes a sentence: `is no plain file`."""
+    """An error for a file unlike any of its kind; the message completes a sentence:
+    `is not a regular file`."""
 
 
 class Absent(Unreadable, FileNotFoundError):
@@ -41,7 +42,7 @@ def read_plain(path: Path, *, most: int | None = LARGEST, follow: bool = True) -
 
     Args:
         most: bytes; None for a file that grows for as long as a run lasts.
-        follow: whether it may be a link to one.
+        follow: True if it may be a link to one.
 
     Raises:
         Unreadable: there is none (`Absent`), it is something else, is too large, or cannot be read.
@@ -49,7 +50,7 @@ def read_plain(path: Path, *, most: int | None = LARGEST, follow: bool = True) -
     try:
         facts = path.stat(follow_symlinks=follow)
         if not stat.S_ISREG(facts.st_mode):
-            raise Unreadable("is no plain file")
+            raise Unreadable("is not a regular file")
         if most is not None and facts.st_size > most:
             raise Unreadable(f"is larger than {most >> 20} MiB, the most that is read")
         return path.read_bytes()
@@ -109,7 +110,7 @@ _TOO_DEEP: Final = f"is nested more than {DEEPEST} levels deep"
 
 
 def _no_number(name: str) -> object:
-    raise Unreadable(f"has {name}, which is no number of JSON")
+    raise Unreadable(f"has {name}, which is not a number in JSON")
 
 
 def _check(value: object, *, finite: bool) -> None:

@@ -180,7 +180,7 @@ def recipe_text(config: "RunConfig", *, origin: str, notes: Sequence[str] = ()) 
     Null settings are chosen at the start of a run.
 
     Args:
-        config: what to write.
+        config: the config to write.
         origin: the recipe it was copied from.
         notes: more to say of it, a line each.
     """

@@ -131,7 +131,7 @@ def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: 
 
     Args:
         explicit: dotted keys that the command line sets.
-        training: whether code would be loaded at all.
+        training: True if a run would load code.
     """
     custom = config.optimizer
     if training and isinstance(custom, CustomConfig) and custom.source and not custom.built_in:

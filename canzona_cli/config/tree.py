@@ -275,8 +275,8 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
         if value == _MISSING:
             continue
         if _stands_for(key, texts, ()) > _LONGEST:
-            reason = "its references lead back to it, or stand for a text that nobody could read"
-            problems.append(Problem(key=key, value=value, reason=reason, fix="write what is meant"))
+            reason = "its references lead back to it, or stand for a text too long to read"
+            problems.append(Problem(key=key, value=value, reason=reason, fix="write the value itself"))
             continue
         try:
             filled = OmegaConf.select(config, key, throw_on_resolution_failure=True)
@@ -296,7 +296,7 @@ def _stands_for(name: str, texts: Mapping[str, str], within: tuple[str, ...]) ->
     too many where that has no end.
 
     Args:
-        within: what is being filled in with it.
+        within: the names that are being filled in with it.
     """
     length = 0
     for key in (name,) if name in texts else [key for key in texts if key.startswith(f"{name}.")]:

@@ -31,7 +31,7 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
     Args:
         tree: sections and settings, as JSON values.
         texts: how values were typed on the command line, by dotted key; shown in problems.
-        where: what the other values came from, for problems: a file.
+        where: the file that the other values came from, for problems.
     """
     hints = get_type_hints(RunConfig, include_extras=True)
     problems = list(_unknown(tree, where))
@@ -167,7 +167,7 @@ def _bad_inside(key: str, value: object, wrong: str, texts: Mapping[str, str], w
     """A list with an entry, or an entry of a mapping with a value, of the wrong type.
 
     Args:
-        found: what is wrong with it, where more is known than that.
+        wrong: the reason, if more is known than the type.
     """
     setting = setting_of(key)
     assert setting is not None

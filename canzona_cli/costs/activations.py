@@ -97,9 +97,9 @@ class Transient:
         """Counts once what is never alive together: the later ones only beyond what has been freed by then.
 
         Args:
-            reduction: what gradients on their way hold under the backward pass.
-            gathering: what weights on their way hold under the forward pass, until the last layers have them:
-                with up to all activations, but no logits.
+            reduction: the bytes that gradients on their way hold under the backward pass.
+            gathering: the bytes that weights on their way hold under the forward pass, until the last layers
+                have them: with up to all activations, but no logits.
         """
         freed = self.activations + self.logits
         working = max(self.working + reduction, gathering) - self.logits

@@ -133,7 +133,7 @@ def workspace_bytes(
 
     Args:
         together: shapes of the matrices that one optimizer steps at once, for each optimizer.
-        shared: of each matrix that the TP group shares, the elements of the fragment and of a square.
+        shared: the elements of the fragment and of a square, for each matrix that the TP group shares.
         beside: the same of each that takes turns with one of `shared`: it has iterates and squares of its
             own.
     """

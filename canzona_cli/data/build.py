@@ -375,7 +375,7 @@ def disk_problem(prefix: Path, error: OSError) -> EnvironmentProblem:
         free = 0
         with suppress(OSError):
             free = shutil.disk_usage(prefix.parent).free
-        finished = "the same command goes on after the inputs that are finished"
+        finished = "the same command continues after the finished inputs"
         left = finished if _finished_path(prefix).exists() else "nothing was left behind"
         fix = f"make room ({free / 2**20:,.0f} MiB free there) or choose another disk; {left}"
     return unwritable("--output", str(prefix), error, fix=fix)

@@ -352,7 +352,7 @@ def _text_of(line: bytes, key: str) -> str:
     """The text of one JSONL line.
 
     Raises:
-        _BadText: what is wrong with the line, in words.
+        _BadText: the line has no text; the message says why.
     """
     try:
         record: object = json.loads(line.decode("utf-8"))

@@ -243,7 +243,7 @@ def begin_child(threads: int | None) -> None:
     """Prepare a child process: it ends with its parent, which alone answers Ctrl-C.
 
     Args:
-        threads: of its tokenizer; None: one per core.
+        threads: the threads of its tokenizer; None: one per core.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

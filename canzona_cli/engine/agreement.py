@@ -47,7 +47,7 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
     """Returns what `make` made, once every rank could make it. Collective.
 
     Args:
-        source: of a user's own class, which may be on some machines and not on others; None for ours.
+        source: the path of a user's class, which may be on some machines and not on others; None for ours.
 
     Raises:
         OptimizerRefused: on all ranks together, with what each refusing rank found.

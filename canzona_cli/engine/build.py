@@ -54,9 +54,9 @@ def build_engine(
     """Builds the optimizer of a run whose matrices canzona updates (`Execution.ours`). Collective.
 
     Args:
-        chunks: of the model, wrapped with the plan's buffers, or without sharding where there is no plan.
-        plan: of strategies canzona, paper and asc; None for sc, where every rank updates all matrices of its
-            stage.
+        chunks: the model's chunks, wrapped with the plan's buffers, or without sharding if there is no plan.
+        plan: the plan of strategies canzona, paper and asc; None for sc, where every rank updates all
+            matrices of its stage.
 
     Raises:
         OptimizerRefused: on all ranks together: a user's own class cannot update 2-D parameters by `step()`
@@ -204,7 +204,7 @@ def optimizer_factory(
     """Returns the function that makes an optimizer of some of the matrices a rank hosts.
 
     Args:
-        ranks: what this rank and all that wait for it update: refreshes of factors take turns
+        ranks: the matrices that this rank and all that wait for it update: refreshes of factors take turns
             (`planner.refresh`).
 
     Raises:

@@ -22,7 +22,7 @@ class NonFiniteGradients(Diverged):
     """A gradient is NaN or infinite; no weight and no state has changed in this step.
 
     Args:
-        loss: of the step, where it is known; nats per token.
+        loss: the loss of the step, where it is known; nats per token.
     """
 
     def __init__(self, *problems: Problem, loss: float | None = None) -> None:

@@ -119,8 +119,9 @@ class RedundantOptimizer(MasterOptimizer):
     loss.
 
     Args:
-        matrices: of the stage, in their order, which is the same on every rank: their gathers meet.
-        wiring: of this rank; its `masters` are those of all of them.
+        matrices: the matrices of the stage, in their order, which is the same on every rank: their gathers
+            meet.
+        wiring: the wiring of this rank; its `masters` are those of all of them.
     """
 
     def __init__(

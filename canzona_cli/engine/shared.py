@@ -93,7 +93,7 @@ class Sharing:
     """The fragments of an owner's shared matrices that lie on this rank.
 
     Args:
-        parts: of each matrix's update, in the plan's order.
+        parts: the parts of each matrix's update, in the plan's order.
     """
 
     def __init__(self, wiring: Wiring, matrices: Sequence[Matrix], parts: Sequence[int]) -> None:

@@ -114,7 +114,7 @@ class AllToAll:
     """One all-to-all of one micro-group over the TP group, on its part of the message buffers.
 
     Args:
-        number: of the micro-group; even and odd ones use different buffers.
+        number: the number of the micro-group; even and odd ones use different buffers.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ def write_finite(writes: Sequence[tuple[int, Write]], flags: torch.Tensor, *, on
 
     Args:
         flags: flat.
-        on_host: whether they are the host's; else it does not wait to know them.
+        on_host: True if they are the host's; else it does not wait to know them.
     """
     good = torch.isfinite(flags)
     if on_host:

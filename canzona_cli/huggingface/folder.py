@@ -111,7 +111,7 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
     """Its settings and its table of tensors.
 
     Args:
-        key: what the user named it by.
+        key: the option or setting that named it.
 
     Raises:
         ConfigError: it is none, or of a model that canzona has not; every reason at once.
@@ -136,7 +136,7 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
             problems.append(Problem(key=key, value=file, reason=str(error), fix="download it again"))
             continue
         for name in table.keys() & tensors.keys():
-            reason = f"is in {tensors[name].file.name} too, and nobody can say which of both is meant"
+            reason = f"is in {tensors[name].file.name} too, and it is unclear which one is meant"
             problems.append(Problem(key=name, value=file.name, reason=reason, fix="download the folder again"))
         tensors |= {name: Stored(file=file, dtype=dtype, shape=shape) for name, (dtype, shape) in table.items()}
     refuse(_first(iter(problems)))

@@ -35,7 +35,7 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
     """The settings of a recipe's model section, but for its name, from a `config.json`.
 
     Raises:
-        ConfigError: what of it no Qwen3 of canzona is, every key at once.
+        ConfigError: it is no Qwen3 that canzona has; names every key at once.
     """
     foreign = foreign_family(tree.get("model_type")).foreign
     problems = list(_unusable(tree, foreign))
@@ -60,7 +60,7 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
     """Returns the `config.json` of a model, as the published files of its family have it.
 
     Args:
-        dtype: of the weights beside it: bfloat16, float16 or float32.
+        dtype: the type of the weights beside it: bfloat16, float16 or float32.
         max_positions: tokens that the model has been trained on at once.
 
     Raises:

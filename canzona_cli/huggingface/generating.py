@@ -47,7 +47,7 @@ class Writer:
     """A model that goes on with texts.
 
     Args:
-        reader: of a checkpoint that has been verified.
+        reader: the reader of a checkpoint that has been verified.
         beside: with the tokenizer.
         dtype: to compute in; weights are rounded to it as training rounds them.
         device: None: a GPU where there is one.

@@ -79,7 +79,8 @@ def import_weights(
     The checkpoint is there whole or not at all. A piece of one tensor is in memory at a time.
 
     Args:
-        config: of the run; its model has been compared with the folder (`HuggingFaceFolder.check`).
+        config: the config of the run; its model has been compared with the folder
+            (`HuggingFaceFolder.check`).
         on_bytes: told how many further bytes of masters have been read.
 
     Returns:
@@ -88,7 +89,7 @@ def import_weights(
     Raises:
         ConfigError: weights that are no numbers; a tied output layer that is not the embedding.
         SaveFailed: it cannot be written.
-        OSError: what lies beside the weights cannot be copied.
+        OSError: a file beside the weights cannot be copied.
     """
     _check_tied(source, config)
     files.huggingface.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -190,9 +191,9 @@ def export_weights(
     """Write a folder that `AutoModelForCausalLM.from_pretrained` reads: whole, or not at all.
 
     Args:
-        reader: of a checkpoint that has been verified.
+        reader: the reader of a checkpoint that has been verified.
         out: does not exist, or is empty.
-        dtype: of the weights; fp32 is the masters, bit by bit.
+        dtype: the type of the weights; fp32 is the masters, bit by bit.
         seq_length: tokens of the sequences that the model was trained on.
         beside: further files.
         on_bytes: told how many further bytes have been written.
@@ -272,7 +273,7 @@ def staged(out: Path, *, key: str) -> Iterator[Path]:
     removes.
 
     Args:
-        key: what the user named the place by.
+        key: the option or setting that named the place.
 
     Raises:
         ConfigError: there is something already, or somebody else is writing there.
@@ -314,7 +315,7 @@ def copy_file(source: Path, target: Path) -> None:
     """A new copy, on the disk; of a link, of its target.
 
     Raises:
-        ConfigError: it is no plain file, cannot be read, or is larger than any that lies beside weights.
+        ConfigError: it is not a regular file, cannot be read, or is larger than any that lies beside weights.
         OSError: it cannot be written.
     """
     try:

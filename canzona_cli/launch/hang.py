@@ -149,10 +149,10 @@ def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[i
     """Finds the rank that holds the others up.
 
     Args:
-        signs: of at least one rank, none of which goes on.
+        signs: the signs of life of at least one rank, none of which makes progress.
         now, began: seconds of the monotonic clock; when the launcher began stands in for a rank that never
             started.
-        state: of a process, in psutil's words; empty when it is gone.
+        state: the function that tells the state of a process, in psutil's words; empty when it is gone.
     """
 
     def silent_since(sign: Sign) -> float:

@@ -166,7 +166,7 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
         rank = killed[0].rank
         return workers.failure(f"rank {rank} {_killed_by(-deaths[rank])}", rank=rank)
     if any(r.status == "interrupted" for r in results):
-        return interrupted("the workers were told to stop")
+        return interrupted("the workers were asked to stop")
     if agent_code < 0:
         return workers.failure(f"torchrun {_killed_by(-agent_code)}")
     silent = next(r for r in results if r.status != "done")

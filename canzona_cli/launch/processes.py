@@ -26,7 +26,7 @@ def start_child(
 
     Args:
         environment: beside this process's own.
-        log: what it says is appended here.
+        log: the file that its output is appended to.
         stdin: as for `subprocess.Popen`.
 
     Raises:
@@ -80,8 +80,9 @@ def tracked(
 
     Args:
         start: the step after which this launch begins.
-        environment: of the workers, beside this process's own; trackers find their keys there.
-        say: what the user must know at once.
+        environment: the environment of the workers, beside this process's own; trackers find their keys
+            there.
+        say: tells the user something at once.
     """
     started: dict[TrackerName, subprocess.Popen[bytes]] = {}
     for name in dict.fromkeys(trackers):

@@ -154,7 +154,7 @@ def resume_hint(
     if outcome.go_on is None:
         return ""
     saved = CheckpointStore(files.checkpoints).latest() is not None
-    words = "to go on" if saved else "nothing was saved; to start again in this directory"
+    words = "to continue" if saved else "nothing was saved; to start again in this directory"
     if outcome.status == "diverged":
         words += ", with the change suggested above"
     if current_step(environment) is not None:

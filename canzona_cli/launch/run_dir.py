@@ -139,7 +139,7 @@ class RunDirectory:
         """Whatever leaves the block before the supervisor has written `result.json` is what that file says.
 
         Args:
-            resume_command: what to type to resume the run.
+            resume_command: the command that resumes the run.
         """
         try:
             yield
@@ -173,7 +173,7 @@ class RunDirectory:
 
         Args:
             plan: the plan the run executes, as a file's text; None for a run that executes none.
-            predicted: of its step; None where nothing was predicted.
+            predicted: the prediction of its step; None where nothing was predicted.
             routing: which of its parameters are matrices; None where nobody asks.
 
         Raises:

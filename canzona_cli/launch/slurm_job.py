@@ -104,7 +104,8 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
     Args:
         config: Resolved.
         options: Checked.
-        arguments: What `canzona train` is called with, or the file that holds it (`write_arguments`).
+        arguments: The arguments that `canzona train` is called with, or the file that holds it
+            (`write_arguments`).
 
     Raises:
         ConfigError: the recipe's name cannot be a job's.
@@ -226,7 +227,7 @@ def _directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[
 
     Args:
         directives: `--constraint=h100`, ...
-        shared: whether machines are shared, so that memory is the user's to ask for.
+        shared: True if machines are shared, so that memory is the user's to ask for.
     """
     seen: set[str] = set()
     for directive in directives:

@@ -97,8 +97,8 @@ def handled(handler: Callable[[int, FrameType | None], None], *, to_the_end: boo
     nohup and `&` ask for it that way.
 
     Args:
-        to_the_end: what follows the block is the end of this process, in the way that is known by then: from
-            there on they are ignored, so that none of them changes how it ends.
+        to_the_end: True if what follows the block is the end of this process, in the way that is known by
+            then: from there on they are ignored, so that none of them changes how it ends.
     """
     before = {number: signal.getsignal(number) for number in (*_PREEMPTING, *_INTERRUPTING)}
     for number, previous in before.items():
@@ -115,7 +115,7 @@ def before_workers(files: RunFiles | None, error: KeyboardInterrupt) -> Outcome:
     """Returns the outcome of a run that was asked to stop before its workers started.
 
     Args:
-        files: of the run directory; None where there is none yet.
+        files: the files of the run directory; None where there is none yet.
     """
     message = "stopped before training began"
     if not isinstance(error, Preempted):

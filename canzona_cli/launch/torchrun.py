@@ -87,7 +87,7 @@ def build(config: RunConfig, run_dir: Path, *, module: str = WORKER_MODULE) -> L
         config: Resolved. Where several machines have no endpoint or node rank yet, placeholders stand in for
             them.
         run_dir: Given to the workers as their only argument.
-        module: What each worker runs as `python -m`.
+        module: The module that each worker runs as `python -m`.
     """
     nodes = node_count(config)
     node_rank = 0 if nodes == 1 else config.cluster.node_rank

@@ -96,7 +96,8 @@ def full_param_layout(
     Args:
         model: the chunk, with its matrices already marked by `tag_matrices`.
         chunk: its number.
-        bucket_size: what `DistributedDataParallel` settles on for the other parameters; None for one bucket.
+        bucket_size: the size that `DistributedDataParallel` settles on for the other parameters; None for one
+            bucket.
 
     Raises:
         PlanMismatch: the plan is for other ranks or another model.

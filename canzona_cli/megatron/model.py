@@ -45,7 +45,7 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
     """Megatron's description of the model and of how it is computed.
 
     Args:
-        compiled: whether to use what Megatron fuses by torch.compile: SwiGLU, and cross-entropy, whose fused
+        compiled: True to use what Megatron fuses by torch.compile: SwiGLU, and cross-entropy, whose fused
             gradients are always bf16.
     """
     model, layout, train = config.model, world.layout, config.train

@@ -39,7 +39,7 @@ def wrap_data_parallel(
 
     Args:
         chunks: this rank's part of the model.
-        plan: of strategies canzona, paper and asc, whose buckets the matrices then lie in.
+        plan: the plan of strategies canzona, paper and asc, whose buckets the matrices then lie in.
 
     Raises:
         PlanMismatch: the plan is for another model.

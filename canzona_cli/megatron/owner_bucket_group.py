@@ -54,7 +54,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
     ) -> None:
         """
         Args:
-            names: of parameters in the whole model, to speak of them.
+            names: the names of parameters in the whole model, to speak of them.
             group: the ranks among which owners are numbered: data and context parallel.
 
         Raises:

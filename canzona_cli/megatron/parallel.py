@@ -150,7 +150,7 @@ def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]
     that the others cost.
 
     Args:
-        timeout: of the collectives of each.
+        timeout: the timeout of each group's collectives.
         alive: called at every group.
     """
     with _joined_once(timeout, alive):
@@ -201,7 +201,7 @@ def gather[T: DataclassInstance](record: T, *, group: dist.ProcessGroup | None =
         group: None for the whole job.
 
     Raises:
-        Damaged: what a rank sent is no such record.
+        Damaged: a rank sent something else.
     """
     return [parse(type(record), text) for text in _gather(json.dumps(plain(record), default=str).encode(), group)]
 

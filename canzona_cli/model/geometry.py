@@ -64,7 +64,7 @@ def fragment_blocks(name: str, shape: Sequence[int], model: ModelConfig, *, tp: 
 
     Args:
         name: Megatron's, in the whole model.
-        shape: of the fragment; a vector, which every rank has all of, counts as one row.
+        shape: the shape of the fragment; a vector, which every rank has all of, counts as one row.
     """
     layer, part = _layer_of(name)
     weight = weight_of(name, model)

@@ -146,7 +146,7 @@ def _segment(
     """`steps` on one Gram matrix, from `x` to `out`.
 
     Args:
-        mean: Of its eigenvalues.
+        mean: The mean of its eigenvalues.
         error: As it is in front of them.
 
     Returns:
@@ -190,7 +190,7 @@ class Polynomial:
 
         Args:
             error: In front of them.
-            mean: Of the eigenvalues of the Gram matrix.
+            mean: The mean of the eigenvalues of the Gram matrix.
             spread: `norm_of_rows` of what was rounded to get R.
         """
         side = self.q.size(-1)
@@ -232,7 +232,7 @@ def polynomial(r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], 
     """Multiplies out `steps` from a Gram matrix alpha I + `r`, which is overwritten, (..., side, side).
 
     Args:
-        known: what `follows` from alpha.
+        known: the values that `follows` derives from alpha.
     """
     s, q, m = (workspace.get(role, r.shape, r.dtype, r.device) for role in ("ns_poly", "ns_all", "ns_half"))
     before: Number = 0.0
@@ -372,7 +372,7 @@ def mean_square(x: torch.Tensor, *, wide: bool | None = None) -> Number:
     """Mean of the singular values' squares, from some rows or columns.
 
     Args:
-        wide: Whether they are rows; None: what there is less of.
+        wide: True if they are rows; None: whichever are fewer.
     """
     short = x if (x.size(-2) <= x.size(-1) if wide is None else wide) else x.mT
     some = short[..., :: _every(short.size(-2)), :]

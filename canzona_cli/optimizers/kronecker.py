@@ -70,7 +70,7 @@ class KroneckerOptimizer(MatrixOptimizer):
             lr: Learning rate.
             weight_decay: p *= 1 - lr weight_decay, before the update.
             betas: Decay of the moments.
-            eps: Of Adam.
+            eps: The epsilon of Adam.
             shampoo_beta: Decay of the factors.
             precondition_frequency: Steps between two refreshes of a matrix.
             max_preconditioner_dim: A side longer than this is left as it is.
@@ -79,7 +79,7 @@ class KroneckerOptimizer(MatrixOptimizer):
                 after one step SOAP's second moment has nothing off the diagonal, and a new basis would turn
                 the first moment onto that.
             on_fallback: Called when a decomposition failed, or an update would have been too long.
-            precision: Of products; decompositions are fp32 always.
+            precision: The precision of products; decompositions are fp32 always.
             workspace: Scratch to share with other optimizers.
 
         Raises:

@@ -90,14 +90,14 @@ class Muon(MatrixOptimizer):
         scale_mode: See `scale`.
         scale_factor: Multiplies it. 0.2 with spectral gives the update AdamW's RMS (Liu et al. 2025,
             arXiv:2502.16982).
-        precision: Of the iteration's products; they accumulate in fp32. Momentum and weights are fp32 always.
-        Where
+        precision: The precision of the iteration's products; they accumulate in fp32. Momentum and weights
+        are fp32 always. Where
             it is as fast the Gram form has fp16 for bf16 (`gram_form.products_type`).
         stack: Orthogonalise matrices of one shape in batched products: all, or at most so many of a shape
         (rows, cols).
             Spares launches when matrices are small and many, and costs scratch for all of them at once.
-        form: Of the iteration; of each shape (rows, cols). An update in Gram form that cannot be trusted
-        (`gram_form`)
+        form: The form of the iteration; of each shape (rows, cols). An update in Gram form that cannot be
+        trusted (`gram_form`)
             is made in standard form instead, and so are the next `STANDARD_STEPS`. On CUDA, where the host
             does not wait to know, it is left out, and `settle` sees to the next ones.
         on_fallback: Called when an update was made in standard form instead.
@@ -105,7 +105,7 @@ class Muon(MatrixOptimizer):
         workspace: Scratch to share with other optimizers.
 
         Raises:
-            ValueError: `ns_steps` is no number of steps, or the coefficients are not for the Gram form.
+            ValueError: `ns_steps` is not a number of steps, or the coefficients are not for the Gram form.
         """
         if ns_steps < 1:
             raise ValueError(f"ns_steps is {ns_steps}; at least one is needed")

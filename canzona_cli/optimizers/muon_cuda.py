@@ -95,8 +95,8 @@ class Replayed:
 
     def run(self, step: Callable[[], None], key: Callable[[], Hashable]) -> None:
         """Args:
-        step: Enqueues kernels on the current stream. Called twice it must do the same again.
-        key: What must be as it was for the graph to be good, state that the first step makes included.
+        step: Enqueues kernels on the current stream. Called twice it must do the same again. key: The values
+        that must be as they were for the graph to be good, state that the first step makes included.
         """
         now = key()
         if self._refused or now != self._key:

@@ -80,7 +80,7 @@ def newton_schulz(
             is the precision of the products, which accumulate in fp32 either way.
         steps: (a, b, c) of each step.
         workspace: Gives a second x and two squares of the short side.
-        wide: Whether rows are the short side; None: by x itself, which may be a fragment of what it is asked
+        wide: True if rows are the short side; None: by x itself, which may be a fragment of what it is asked
             for.
         total: Makes of a fragment's Gram matrix the whole's, in place.
 

@@ -88,7 +88,7 @@ def gram_by_rows(
     Args:
         x: (rows, cols), contiguous; overwritten.
         steps: (a, b, c) of each step.
-        wide: Whether rows are the side that is not cut, a multiple of `ranks.count`.
+        wide: True if rows are the side that is not cut, a multiple of `ranks.count`.
 
     Returns:
         `x` or the workspace's twin of it; and whether to trust it: (), the same for all fragments.

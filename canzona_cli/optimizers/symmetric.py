@@ -46,7 +46,7 @@ def gram(x: torch.Tensor, out: torch.Tensor, *, add: torch.Tensor | None = None)
     Args:
         x: (side, long) or (batch, side, long), of any strides.
         out: (side, side) or (batch, side, side), contiguous; overwritten. Not memory of `x`.
-        add: Of its shape, symmetric; `out` itself, or no memory of it; None for nothing.
+        add: A symmetric matrix of its shape; `out` itself, or no memory of it; None for nothing.
 
     Returns:
         `out`.
@@ -69,8 +69,8 @@ def product(
 
     Args:
         a, b: (side, side) or (batch, side, side), symmetric.
-        out: Of their shape, contiguous; overwritten. Memory of no other but `add`.
-        add: Of their shape, symmetric; None for nothing.
+        out: A contiguous matrix of their shape, overwritten; it shares memory with none but `add`.
+        add: A symmetric matrix of their shape; None for nothing.
         beta: Its factor; of no meaning without it.
         alpha: The product's factor.
 

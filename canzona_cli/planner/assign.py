@@ -69,8 +69,8 @@ def assign(
         memory_cap: Elements of whole matrices that one cell may hold; None for any.
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
         bytes_per_element: In an exchange; only the paper's greedy hosts depend on it.
-        shares: Of the matrices that may be shared, by index; with `settings.mode` shared all of them are,
-            else as many as make the busiest cell least busy.
+        shares: The shares of the matrices that may be shared, by index; with `settings.mode` shared all of
+            them are, else as many as make the busiest cell least busy.
 
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.

@@ -238,8 +238,8 @@ def best_of(
 
     Args:
         hosted: with nothing shared.
-        balanced: of whose owners each may share, or not.
-        possible: of what may be shared, by index.
+        balanced: the assignments whose owners may each share matrices, or not.
+        possible: the ways in which matrices may be shared, by index.
         memory_cap: elements of matrices that a cell may keep.
     """
     packer = HostPacker(costs, tp, possible)

@@ -107,9 +107,9 @@ def attempt(
     """The plan that is done first, as far as prices are right.
 
     Args:
-        members: of the plan, see `planned_matrices`.
+        members: the matrices of the plan, see `planned_matrices`.
         memory_cap: elements of matrices that a rank may keep.
-        c_max_bytes: of micro-groups, where smaller ones save memory; None: as asked.
+        c_max_bytes: the capacity in bytes of micro-groups, where smaller ones save memory; None: as asked.
     """
     sizes: list[int | None] = [c_max_bytes]
     if config.engine.strategy == "paper" and config.engine.c_max_mib is None and c_max_bytes is None and layout.tp > 1:

@@ -37,7 +37,7 @@ def turns(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields (matrix, part) pairs of shared matrices, as all ranks of the TP group go through them.
 
     Args:
-        parts: of each matrix, between which its squares travel.
+        parts: the parts of each matrix, between which its squares travel.
     """
     for first in range(0, len(parts), LANES):
         taking = range(first, min(first + LANES, len(parts)))

@@ -374,9 +374,9 @@ class HostPacker:
     matrices are packed once.
 
     Args:
-        costs: of each matrix to a host of its own.
-        shares: of those that may be shared.
-        all_shared: whether all of these are, or as many as balance best.
+        costs: the cost of each matrix to a host of its own.
+        shares: the shares of those that may be shared.
+        all_shared: True if all of these are shared; else as many as balance best.
     """
 
     def __init__(

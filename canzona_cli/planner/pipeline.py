@@ -67,7 +67,7 @@ class Clock:
     since its gradients were reduced.
 
     Args:
-        norm_s: of norm, clip and AdamW.
+        norm_s: the seconds of norm, clip and AdamW.
     """
 
     def __init__(self, tp: int, norm_s: float = 0.0) -> None:
@@ -170,7 +170,7 @@ class HostedPipeline:
         without norm, clip and AdamW.
 
         Args:
-            known: what groups of the very same jobs came to before; found ones are added.
+            known: the results of groups of the very same jobs so far; new ones are added.
         """
         clock = Clock(self.tp, self.norm_s)
         self.run(groups, clock, known)

@@ -47,7 +47,7 @@ def refreshes(config: RunConfig, chosen: KroneckerConfig, ranks: Iterable[Sequen
 
     Args:
         chosen: the run's optimizer.
-        ranks: what each of them updates.
+        ranks: the matrices that each of them updates.
     """
     held, period = [list(matrices) for matrices in ranks], chosen.precondition_frequency
     works = [_work(config, matrices, period) for matrices in held]
@@ -87,7 +87,7 @@ def one_by_one(costs: Sequence[float], period: int) -> list[int]:
     fullest step has turn 0, and so on: ranks that wait for each other have their full steps together.
 
     Args:
-        costs: of each refresh, in any unit.
+        costs: the cost of each refresh, in any unit.
 
     Raises:
         ValueError: `period` is not positive.

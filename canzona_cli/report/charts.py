@@ -158,7 +158,7 @@ def legend(parts: Sequence[tuple[str, str]], inks: Inks, width: int, *, colour: 
 
     Args:
         parts: (name, what is written behind its mark).
-        width: of a line.
+        width: the width of a line.
     """
     line = Text()
     for name, label in parts:

@@ -84,7 +84,7 @@ def wrapped(text: Text | str, style: str = "", *, first: Text | str = "", rest: 
 
     Args:
         text: shown literally, never read as markup.
-        style: of the text.
+        style: the style of the text.
         first: in front of the first line.
         rest: in front of the others; as many spaces as `first` is wide unless given.
     """

@@ -241,7 +241,7 @@ def layouts_of(config: RunConfig) -> FastestLayouts:
     """Search the fastest layouts of a run as composed.
 
     Raises:
-        ConfigError: what is set is impossible.
+        ConfigError: the settings are impossible.
         DoesNotFit: no layout fits.
     """
     result = search(config, SHOWN)

@@ -36,7 +36,7 @@ class RunView(Page):
             yield Text()
         yield from labelled(self.rows(), 11)
         if summary.go_on is not None:
-            label = Text(f"  {'go on':<11}", style="dim")
+            label = Text(f"  {'continue':<11}", style="dim")
             yield Wrapped(Text(clean(summary.go_on)), label, " " * label.cell_len, whole=True)
         if len(summary.losses) > 1:
             yield Text()

@@ -195,8 +195,8 @@ class ConsoleView(TrainView, ABC):
         """Say what is about to run.
 
         Args:
-            plan: what the run executes; None for a run that executes none.
-            earlier: what it goes on from; None for a run that starts at its first step.
+            plan: the plan that the run executes; None for a run that executes none.
+            earlier: the part of the run that is done; None for a run that starts at its first step.
         """
         config, layout = self.state.config, self.state.layout
         rows = header_rows(config, layout, run_dir=run_dir, corpus=corpus, plan=plan, earlier=earlier)

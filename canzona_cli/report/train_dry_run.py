@@ -43,7 +43,7 @@ def resolved_json(config: RunConfig, layout: Layout, plan: Obtained | None) -> d
     """The stable form: additions keep `version`, anything else raises it.
 
     Args:
-        plan: what the run executes; None for a run that executes none.
+        plan: the plan that the run executes; None for a run that executes none.
     """
     return {
         "version": VERSION,

@@ -76,7 +76,8 @@ def load[T](path: Path, kind: type[T], *, key: str, fix: str, value: object = No
     """Read and check a record.
 
     Args:
-        key, fix, value: of the problem that an unreadable file is; the value is the path unless it is given.
+        key, fix, value: those of the problem that an unreadable file causes; the value is the path unless
+            given.
         inside: the record is the value of this key in the file, not the whole of it.
 
     Raises:

@@ -127,7 +127,8 @@ def supply(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = No
     """Compares the data that a run reads with the data there is.
 
     Args:
-        corpus: of the run. Without it the built-in corpus is estimated, so that nothing needs to be read.
+        corpus: the corpus of the run. Without it the built-in corpus is estimated, so that nothing needs to
+            be read.
 
     Returns:
         None for a corpus of somebody's own that is not given.

@@ -146,7 +146,7 @@ class Heartbeats:
                         raise
                     return
         tried = " and ".join(place or "the temporary folder" for place in places)
-        reason = f"{tried} cannot be written, where the launcher sees whether the ranks go on"
+        reason = f"{tried} cannot be written, where the launcher looks for signs of life"
         fix = "make room there, or set TMPDIR to a folder of this machine; run.hang_timeout_s=null does without"
         raise EnvironmentProblem(Problem(key="run.hang_timeout_s", reason=reason, fix=fix))
 

@@ -59,7 +59,7 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
     """Computes the goodput from the records of all launches; None before a step is logged.
 
     Args:
-        events: of every launch in the directory.
+        events: the events of every launch in the directory.
     """
     lasting, redone = read_lines(files.metrics, StepMetrics)[0], []
     records: list[Record] = [*lasting, *events]

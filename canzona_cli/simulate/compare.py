@@ -216,8 +216,8 @@ def study_run(
 
     Args:
         config: resolved (`cluster.fit.resolve`), of a strategy that is planned (`planner.plannable`).
-        layout: what it was resolved to.
-        compare: what else to plan; strategies are always compared.
+        layout: its resolved layout.
+        compare: the further comparisons; strategies are always compared.
         shapes: the user's own, planned instead of `config.model`; `config` is `with_shapes` of them.
 
     Raises:

@@ -32,7 +32,7 @@ def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
     """The step of a resolved run on its cluster profile.
 
     Args:
-        plan: what canzona, paper and asc execute; None for the others.
+        plan: the plan that canzona, paper and asc execute; None for the others.
     """
     config = with_cores(config)
     result = simulate_run(config, layout, plan)
@@ -80,7 +80,7 @@ def simulate_strategy(
     """One iteration of a strategy that needs no plan.
 
     Args:
-        matrices: what it updates; adamw, which has none, leaves them alone.
+        matrices: the matrices that it updates; adamw, which has none, leaves them alone.
     """
     if strategy == "adamw":
         return simulate(config, layout, Workload(strategy=strategy))

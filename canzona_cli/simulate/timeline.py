@@ -94,7 +94,7 @@ class Timeline:
     """Add tasks, then `run`.
 
     Args:
-        cores: of the machine; None where nothing shares any, and what tasks say of cores means nothing.
+        cores: the machine's cores; None if tasks share none, and their demand for cores means nothing.
         crowding: see `ClusterConfig.crowding`.
     """
 

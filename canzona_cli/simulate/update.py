@@ -153,12 +153,13 @@ class Crowded:
     """A TP group on a timeline whose tasks share cores; ask for `results` once that has run.
 
     Args:
-        name: of the group, unlike any other's on the timeline.
-        copies: how many TP groups do the very same at the same time.
-        alike: how many ranks of each group one host here stands for: 1, or tp where all do the same.
+        name: the name of the group, unlike any other's on the timeline.
+        copies: the number of TP groups that do the very same at the same time.
+        alike: the number of ranks of each group that one host here stands for: 1, or tp where all do the
+            same.
         after: by host, the task it begins behind.
-        norm_s: of norm and clip, at least.
-        adamw_s: of the update behind them.
+        norm_s: the least seconds of norm and clip.
+        adamw_s: the seconds of AdamW's update after them.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
     """Build everything on this rank. Collective.
 
     Args:
-        plan: what strategies canzona, paper and asc execute; None for the others.
+        plan: the plan that strategies canzona, paper and asc execute; None for the others.
         timed: cut the step into the phases of the breakdown.
 
     Raises:

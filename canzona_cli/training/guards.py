@@ -78,8 +78,8 @@ class SpikeGuard:
         """The spike that begins with this step, if one does.
 
         Args:
-            loss: of this step over the global batch, nats per token. The guard is not shown steps that were
-                skipped.
+            loss: the loss of this step over the global batch, nats per token. The guard is not shown steps
+                that were skipped.
         """
         if not self._watches or not math.isfinite(loss):
             return None
@@ -146,7 +146,7 @@ class DivergenceGuard:
     """Watches the losses of one run.
 
     Args:
-        memory: of the checkpoint that the run goes on from.
+        memory: the memory of the checkpoint that the run goes on from.
     """
 
     def __init__(self, config: RunConfig, memory: LossMemory) -> None:

@@ -59,10 +59,10 @@ def train_step(
     goes on.
 
     Args:
-        stop_requested: whether this rank knows of a stop request; asked after the backward pass, so that a
+        stop_requested: True if this rank knows of a stop request; asked after the backward pass, so that a
             request that comes before stops after this step. All ranks learn of it with the loss, in one
             reduction.
-        save_due: whether this rank thinks that a checkpoint is due after this step; asked and agreed on
+        save_due: True if this rank thinks that a checkpoint is due after this step; asked and agreed on
             likewise.
 
     Raises:

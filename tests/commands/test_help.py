@@ -53,7 +53,7 @@ def test_misuse_is_exit_code_2_with_a_hint(arguments: list[str], hint: str) -> N
         ("train --config f.yaml", ["write recipe=f.yaml"]),
         ("train recipe=tiny -n 4", ["write gpus=4"]),
         ("validate --gpus 4 --tp=2 --lr 0.1", ["write gpus=4", "write parallel.tp=2", "write optimizer.lr=0.1"]),
-        ("train recipe=tiny --resume runs/A", ["write run.dir=runs/A: a run goes on in its directory"]),
+        ("train recipe=tiny --resume runs/A", ["write run.dir=runs/A: a run continues in its directory"]),
         ("train --stesp 3", ["write train.steps=3"]),
         ("train --dryrun", ["did you mean --dry-run?"]),
         ("doctor --gpus 4", ["see canzona doctor --help"]),

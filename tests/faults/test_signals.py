@@ -113,7 +113,7 @@ def test_a_signal_at_start_up_leaves_no_checkpoint_and_says_so(
     assert CheckpointStore(training.files.checkpoints).newest() is None
     record_fault(
         fault=f"{number.name} at start-up, no checkpoint yet",
-        happened="ended at once, and says that there is nothing to go on from",
+        happened="ended at once, and says that there is nothing to continue",
         exit_code=130,
         lost="nothing: no step was done",
     )

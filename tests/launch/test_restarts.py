@@ -217,8 +217,8 @@ def test_what_fails_twice_alike_ends_and_the_command_it_prints_goes_on_with_it(t
     assert (result["status"], result["restarts"]) == ("failed", 1)
     assert "it already failed this way at step 3" in str(result["message"])
     command = str(result["go_on"])
-    assert f"to go on: {command}" in failed.stdout.splitlines()
-    assert f"  go on      {command}" in canzona("report", root).stdout.splitlines()
+    assert f"to continue: {command}" in failed.stdout.splitlines()
+    assert f"  continue   {command}" in canzona("report", root).stdout.splitlines()
     program, *words = shlex.split(command)
     assert (program, *words[:-1]) == ("canzona", *typed)
     done = canzona(*words, cwd=tmp_path, environment=environment)
@@ -284,10 +284,11 @@ def test_what_to_know_of_it_is_said_beside_it(tmp_path: Path) -> None:
     preempted = Outcome(status="preempted", exit_code=75, go_on="GO")
     assert resume_hint(preempted, files, one, {}) == "nothing was saved; to start again in this directory: GO"
     save_checkpoint(files.checkpoints, 3)
-    assert resume_hint(preempted, files, one, {}) == "to go on: GO"
-    assert resume_hint(preempted, files, one, BATCH) == "to go on, unless Slurm queues this job again: GO"
+    assert resume_hint(preempted, files, one, {}) == "to continue: GO"
+    assert resume_hint(preempted, files, one, BATCH) == "to continue, unless Slurm queues this job again: GO"
     assert (
-        resume_hint(preempted, files, TWO_NODES, {}) == "to go on, on every machine with its own cluster.node_rank: GO"
+        resume_hint(preempted, files, TWO_NODES, {})
+        == "to continue, on every machine with its own cluster.node_rank: GO"
     )
     diverged = replace(preempted, status="diverged")
-    assert resume_hint(diverged, files, one, {}) == "to go on, with the change suggested above: GO"
+    assert resume_hint(diverged, files, one, {}) == "to continue, with the change suggested above: GO"

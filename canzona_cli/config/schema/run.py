@@ -114,7 +114,7 @@ class CheckpointConfig:
     every_steps: Annotated[Count | None, "Steps between two checkpoints; null: by time alone.", NOTHING] = None
     every_minutes: Annotated[Positive | None, "Minutes between two checkpoints; null: by steps alone.", NOTHING] = 30.0
     at_end: Annotated[bool, "Also after the last step. A preempted or interrupted run is always saved.", NOTHING] = True
-    asynchronous: Annotated[bool, "Write while training goes on; false: wait for the disk.", NOTHING] = True
+    asynchronous: Annotated[bool, "Write while training continues; false: wait for the disk.", NOTHING] = True
     keep: Annotated[Count, "Newest checkpoints to keep.", NOTHING] = 3
     keep_every: Annotated[
         Count | None, "Keep checkpoints at multiples of this many steps for ever; null: only the newest.", NOTHING
@@ -128,7 +128,7 @@ class CheckpointConfig:
     weights_from: Annotated[
         str | None,
         "A run's directory, a checkpoint's path or a Hugging Face folder: the run begins at its first step with those "
-        "weights, and with a new optimizer (another one, annealing); once it has saved, it goes on from that. "
+        "weights, and with a new optimizer (another one, annealing); once it has saved, it continues from that. "
         "init=DIR is short for it. null: random weights.",
         NOTHING,
     ] = None

@@ -82,8 +82,8 @@ class ParallelConfig:
         " > 1.",
         NOTHING,
     ] = None
-    overlap_grad_reduce: Annotated[bool, "Reduce a bucket's gradients while backward goes on.", PLAN] = True
-    overlap_param_gather: Annotated[bool, "Gather a bucket's new weights while forward goes on.", NOTHING] = True
+    overlap_grad_reduce: Annotated[bool, "Reduce a bucket's gradients during the backward pass.", PLAN] = True
+    overlap_param_gather: Annotated[bool, "Gather a bucket's new weights during the forward pass.", NOTHING] = True
     bucket_elements: Annotated[
         Count | None, "Elements in one gradient bucket; null: Megatron's max(40M, 1M * dp).", PLAN
     ] = None
@@ -152,7 +152,10 @@ class TrainConfig:
         NOTHING,
     ] = 0
     sample_prompt: Annotated[
-        str | None, "What a sample goes on from; null: the beginning of a document.", Example("'def main'"), NOTHING
+        str | None,
+        "The text that a sample continues; null: the beginning of a document.",
+        Example("'def main'"),
+        NOTHING,
     ] = None
     sample_tokens: Annotated[
         Count,

@@ -99,7 +99,7 @@ def elements_of_rows(summary: RunSummary) -> Html:
     """The labelled lines of the terminal's report, and its notes."""
     rows = [(label, styled(value)) for label, value in RunView(summary=summary).rows()]
     if summary.go_on is not None:
-        rows.append(("go on", tag("code", summary.go_on)))
+        rows.append(("continue", tag("code", summary.go_on)))
     return joined([facts(rows), *(tag("p", note, class_="warning") for note in summary.notes)])
 
 

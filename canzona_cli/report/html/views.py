@@ -24,7 +24,7 @@ def sections(
 
     Args:
         first: title of what comes before any other title.
-        pictures: what stands in a section in place of the lines that the terminal draws, by the section's
+        pictures: the pictures that replace the lines that the terminal draws, by the section's
             title.
     """
     drawn = {} if pictures is None else pictures
