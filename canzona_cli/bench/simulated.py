@@ -19,9 +19,8 @@ from canzona_cli.config.schema import Device, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.planner.make import plannable
 from canzona_cli.run.phases import STRATEGIES
-from canzona_cli.simulate.compare import Study, study_run
+from canzona_cli.simulate.compare import Study, assumptions, study_run
 from canzona_cli.simulate.predict import with_cores
-from canzona_cli.simulate.step import assumptions
 
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 YARDSTICKS: tuple[AnyStrategy, ...] = ("adamw", "layerwise")

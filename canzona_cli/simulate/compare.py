@@ -28,10 +28,11 @@ from canzona_cli.planner.make import make_plan, plan_unbounded
 from canzona_cli.planner.measures import Balance, Communication, balance, communication, kinds
 from canzona_cli.planner.memory import PlanMemory, plan_memory
 from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.planner.refresh import Refreshes, by_rank, refreshes
 from canzona_cli.run import phases
 from canzona_cli.simulate.predict import Outlook, layerwise, outlook, simulate_plan, simulate_strategy, with_cores
-from canzona_cli.simulate.step import StrategyResult, assumptions
+from canzona_cli.simulate.step import StrategyResult
 
 STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 """The yardstick is shown first."""
@@ -294,3 +295,46 @@ def _variants(
             memory_bytes=plan_memory(run, layout, tried).total,
             result=simulate_plan(with_cores(run), layout, tried),
         )
+
+
+def assumptions() -> tuple[str, ...]:
+    """Lists what the simulated times rest on, one sentence each."""
+    return (
+        "Achieved rates and bandwidths are the cluster profile's; large collectives reach 80% of the link inside a "
+        "machine and 90% between machines, each hop adds the profile's latency.",
+        "Every rank has a device of its own, or an even share of the machine's cores where the profile counts them. "
+        "Forward and backward go at the pace of the slowest GPU that cluster.speed_spread expects among so many; "
+        "updates at the same pace on all. No jitter, no data loading, no host-bound launches but what a calibration "
+        "found of them in forward and backward, and cluster.pass_us for each pass through a model chunk.",
+        "Data-parallel collectives take cluster.collective_units of a GPU from forward and backward under them; "
+        "everything else that overlaps runs at full speed on both sides.",
+        "Transfers at the same time on one rank's link share it evenly; the network between machines has full "
+        "bisection bandwidth.",
+        "Where a bucket's gradients travel all-to-all, each owner adds the copies up before the next bucket travels.",
+        "Rings and per-owner chains send each byte once through every rank; a chain fills with a latency and a "
+        "chunk of 512 KiB a channel on each of them, under the one before as far as its owner follows that one's; an "
+        "all-to-all takes as long as its busiest sender or receiver.",
+        "Tensor-parallel collectives of forward and backward are not hidden, but with cluster.tp_overlap all but one "
+        "piece of them is, as far as their product is long enough.",
+        "Gradients are reduced per bucket under the last micro-batch's backward. AdamW and layerwise gather parameters "
+        "one bucket ahead of the next forward, or whole model chunks ahead where a stage has several, as Megatron-LM "
+        "0.19 does (strategies with a plan: below).",
+        "The pipeline schedule is 1F1B, interleaved where a stage has several model chunks. What a stage sends travels "
+        "once the next one asks for it, a pass ahead, and it waits until that is there, but for backward transfers "
+        "between model chunks while both directions take turns.",
+        "Gradients of an owner's first two micro-groups set out before their norm, unless those have shared matrices.",
+        "Strategies with a plan update AdamW's parameters before the matrices, and gather those of a stage's first "
+        f"model chunk under the matrix updates. Of the other buckets {GATHERED_AHEAD} are gathered at a time: the "
+        "first ones from the last update on, while gradients are set to zero for the next step.",
+        "Matrices are split the same way under every strategy; layerwise and sc repeat updates on every "
+        "tensor-parallel rank after a synchronous gather in fp32. Megatron's own orthogonalise in standard form and "
+        "full products, those with a plan as optimizer.form and cluster.symmetric_factor say: optimizer.form=standard "
+        "compares the same arithmetic.",
+        "Two micro-groups are in flight; gradients travel in engine.exchange_dtype, weights in the model's type. Of "
+        "shared matrices squares travel, in the narrower of both to their hosts, which add them up one by one.",
+        "Shampoo and SOAP: all updates are stretched alike to what the steps of a refresh period take on average, each "
+        "as long as on its slowest rank.",
+        "Gradients are clipped in every step.",
+        "Memory: scratch that optimizers keep counts as lasting; communicators' buffers are within the profile's "
+        "reserved_gib, 0.25 GiB for each that data goes through.",
+    )

@@ -21,8 +21,7 @@ from canzona_cli.report.bench_sweep import SimulatedSweepView, SimulationView
 from canzona_cli.report.html.bench import simulation_page
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import MISSING, json_text, layout_code
-from canzona_cli.simulate.compare import Study, study_run
-from canzona_cli.simulate.step import assumptions
+from canzona_cli.simulate.compare import Study, assumptions, study_run
 from tests.report.html_page import read_page
 from tests.report.test_bench import line_of, shown
 

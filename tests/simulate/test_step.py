@@ -27,9 +27,10 @@ from canzona_cli.planner.refresh import by_rank, refreshes
 from canzona_cli.run.phases import IN_STEP
 from canzona_cli.simulate import step as simulate_module
 from canzona_cli.simulate.buffers import Chunk
+from canzona_cli.simulate.compare import assumptions
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.predict import layerwise, simulate_plan
-from canzona_cli.simulate.step import StrategyResult, assumptions, simulate
+from canzona_cli.simulate.step import StrategyResult, simulate
 from canzona_cli.simulate.timeline import Timeline
 from canzona_cli.simulate.update import Workload
 from canzona_cli.simulate.update_phase import Team, UpdatePhase
