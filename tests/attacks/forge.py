@@ -230,7 +230,7 @@ KINDS: Mapping[str, tuple[Change, str]] = {
     "a basis that is missing": (_without(f"{Q}/Q_R"), "Q_R is missing"),
     "state that no optimizer has": (
         lambda content: content.put(f"{Q}/evil", np.ones(3, np.float32)),
-        "evil is nothing",
+        "evil is not part of the optimizer state",
     ),
     "state of AdamW that it has not": (
         lambda content: content.put("final_layernorm.weight/evil", np.ones(64, np.float32)),
