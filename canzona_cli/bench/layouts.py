@@ -109,6 +109,7 @@ def prepare(
         resolved, layout_of_run = resolve(config)
         wrong += [one for one in unready(resolved, "tuning", "`canzona plan --layouts` simulates") if one not in wrong]
     refuse(wrong)
+    config = replace(config, cluster=replace(resolved.cluster, nodes=config.cluster.nodes))
     fitting = [candidate.layout for candidate in candidates(config) if candidate.fits]
     chosen = fitting
     if count is not None:

@@ -21,7 +21,13 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from canzona_cli.cluster.gpu_needs import compiling_lacks, driver_problem, fused_layers_problem, interface_problem
+from canzona_cli.cluster.gpu_needs import (
+    compiling_lacks,
+    driver_problem,
+    fused_layers_problem,
+    install_fused_layers,
+    interface_problem,
+)
 from canzona_cli.cluster.machine import (
     LOOPBACK,
     LOOPBACK_FIX,
@@ -158,7 +164,8 @@ def packages() -> Iterator[Finding]:
         for one in requirements:
             if extra != "dev" and one.marker is not None and one.marker.evaluate({"extra": extra}):
                 value = installed_version(one.name) or "not installed"
-                yield _info("python", one.name, value, f"optional: pip install 'canzona[{extra}]'")
+                install = install_fused_layers() if extra == "te" else f"pip install 'canzona[{extra}]'"
+                yield _info("python", one.name, value, f"optional: {install}")
 
 
 def package(requirement: Requirement) -> Finding:
@@ -257,7 +264,7 @@ def gpus(usable: bool, visible: Sequence[GpuInfo], installed: int) -> Iterator[F
             "Transformer Engine",
             installed_version("transformer-engine") or "not installed",
             fused_layers_problem(),
-            "fused layers, which the profiles of GPUs ask for",
+            "fused layers, which runs on GPUs use where it is installed",
         ),
     ):
         reason, fix = (problem.reason, problem.fix) if problem else (meaning, "")

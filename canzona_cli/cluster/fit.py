@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from canzona_cli.cluster.layouts import Candidate, any_fits, candidates, fill
+from canzona_cli.cluster.machine import with_layers_here
 from canzona_cli.cluster.search import search
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import Execution, execution_of
@@ -36,6 +37,7 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
         problem. DoesNotFit: no possible layout fits the profile's memory; says what would.
     """
     routing(config)
+    config = replace(config, cluster=with_layers_here(config.cluster))
     best = choose(config)
     if best is None:
         raise DoesNotFit(_does_not_fit(config))

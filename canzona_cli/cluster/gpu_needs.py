@@ -11,6 +11,7 @@ from pathlib import Path
 from socket import AF_INET, AF_INET6
 
 import psutil
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from canzona_cli.cluster.machine import admits, installed_version, requirement, torch_version
@@ -89,14 +90,28 @@ def fused_layers_problem() -> Problem | None:
     None where it will do."""
     version, asked = installed_version("transformer-engine"), requirement("transformer-engine")
     key, without = "cluster.transformer_engine", "cluster.transformer_engine=false, which trains the same without"
+    fix = f"{install_fused_layers()}, or {without}"
     if importlib.util.find_spec("transformer_engine") is None:
-        reason = "Transformer Engine is not installed here, and the profiles of GPUs ask for its layers"
-        return Problem(key=key, value=True, reason=reason, fix=f"pip install 'canzona[te]', or {without}")
+        return Problem(key=key, value=True, reason="Transformer Engine is not installed here", fix=fix)
     if version is None or asked is None or admits(asked, version):
         return None
-    needed = ",".join(sorted(map(str, asked.specifier), reverse=True))
-    reason = f"Transformer Engine {version} is not one that the installed megatron-core was checked with ({needed})"
-    return Problem(key=key, value=True, reason=reason, fix=f"pip install 'transformer-engine{needed}', or {without}")
+    reason = f"Transformer Engine {version} is not one that megatron-core was checked with ({_sorted(asked)})"
+    return Problem(key=key, value=True, reason=reason, fix=fix)
+
+
+def install_fused_layers() -> str:
+    """Returns the command that installs Transformer Engine, and what it needs.
+
+    Its extension for PyTorch comes as source: isolated, the build finds no torch (NVIDIA's installation guide).
+    """
+    asked = requirement("transformer-engine")
+    name = f"transformer-engine[core_cu13,pytorch]{'' if asked is None else _sorted(asked)}"
+    return f"pip install --no-build-isolation '{name}' (compiles for minutes; needs nvcc and cuDNN's headers)"
+
+
+def _sorted(requirement: Requirement) -> str:
+    """The bounds of a requirement, the least version first."""
+    return ",".join(sorted(map(str, requirement.specifier), reverse=True))
 
 
 def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:

@@ -91,7 +91,7 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
     for tp, pp, vpp, cp, dp in _meshes(config):
         sequence_parallel = parallel.sequence_parallel
         if sequence_parallel is None:
-            sequence_parallel = tp > 1 and config.cluster.transformer_engine and train.seq_length % (tp * cp) == 0
+            sequence_parallel = tp > 1 and config.cluster.fused_layers and train.seq_length % (tp * cp) == 0
         for micro in micro_batches:
             batch = _global_batch(config, _least_batch(pp, vpp, dp, micro))
             if batch is None:

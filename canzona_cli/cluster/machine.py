@@ -11,9 +11,10 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,17 @@ def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
         f"cluster profile {cluster.name} was measured on another machine ({'; '.join(mismatches)}): its times may not "
         "hold here; measure this one with `canzona calibrate`",
     )
+
+
+def with_layers_here(cluster: ClusterConfig) -> ClusterConfig:
+    """Decides whether layers come from Transformer Engine, where that is left open.
+
+    They do if it is installed. A machine without GPUs can only plan for others, which are assumed to have it.
+    """
+    if cluster.transformer_engine is not None:
+        return cluster
+    missing = cluster.fused_layers and bool(visible_gpus()) and find_spec("transformer_engine") is None
+    return replace(cluster, transformer_engine=cluster.fused_layers and not missing)
 
 
 def processor_name() -> str:

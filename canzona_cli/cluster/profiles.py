@@ -18,6 +18,9 @@ from canzona_cli.config.recipes import (
 from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.errors import ConfigError, Problem
 
+WITHOUT_FUSED_LAYERS = "13 to 20% fewer tokens a second"
+"""What `canzona train --dry-run` loses by cluster.transformer_engine=false for 0.6B to 32B on 1 to 256 H100."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
@@ -71,11 +74,17 @@ def _read(name: str, path: Path, asked: str) -> Profile:
 
 def profile_warnings(cluster: ClusterConfig, *, training: bool = True) -> tuple[str, ...]:
     """Lists what a user of a profile should know. Without `training` it may be for another machine, as in a plan."""
-    if not training:
-        return _gaps(cluster)
-    from canzona_cli.cluster.machine import profile_mismatches  # here, for plans do without
+    from canzona_cli.cluster.machine import profile_mismatches, with_layers_here  # for plans do without
 
-    return (*_gaps(cluster), *profile_mismatches(cluster))
+    warnings = list(_gaps(cluster))
+    if cluster.fused_layers and not with_layers_here(cluster).transformer_engine:
+        from canzona_cli.cluster.gpu_needs import install_fused_layers
+
+        warnings.append(
+            "Transformer Engine is not installed here: layers are Megatron's own, which train the same, with "
+            f"{WITHOUT_FUSED_LAYERS} in simulations; to install it: {install_fused_layers()}"
+        )
+    return (*warnings, *(profile_mismatches(cluster) if training else ()))
 
 
 def _gaps(cluster: ClusterConfig) -> tuple[str, ...]:

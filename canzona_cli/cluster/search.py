@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import canzona_cli
 from canzona_cli.cluster.layouts import RECOMPUTE, Candidate, candidates, fill, possible_layouts
+from canzona_cli.cluster.machine import with_layers_here
 from canzona_cli.config.caches import cache_root
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
@@ -79,6 +80,7 @@ def search(config: RunConfig, count: int = 1) -> LayoutSearch:
     Raises:
         ConfigError: the settings are impossible.
     """
+    config = replace(config, cluster=with_layers_here(config.cluster))
     cache = Cache.of(config, count)
     result = cache.read(LayoutSearch)
     if result is None or not _holds(config, result):

@@ -92,7 +92,7 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
         fix = f"use train.seq_length={-(-train.seq_length // (2 * cp)) * 2 * cp}"
         yield Problem(key="train.seq_length", reason=reason, fix=fix)
     if parallel.sequence_parallel:
-        if not config.cluster.transformer_engine:
+        if not config.cluster.fused_layers:
             reason = "sequence parallelism needs Transformer Engine's norms, which this cluster profile does not use"
             fix = "set parallel.sequence_parallel=false, or cluster.transformer_engine=true where it is installed"
             yield Problem(key="parallel.sequence_parallel", reason=reason, fix=fix)

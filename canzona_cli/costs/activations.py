@@ -73,7 +73,7 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
     family = family_of(model)
     activations = family.activations(model, not on_cpu)
     cut = activations.cut * tokens // t
-    if layout.cp > 1 and not config.cluster.transformer_engine and recompute == "none":
+    if layout.cp > 1 and not config.cluster.fused_layers and recompute == "none":
         for attention in (work.attention for work in family.work(model) if work.attention is not None):
             queries, keys = attention.queries * tokens // t, attention.keys * tokens // t
             cut += 2 * layout.cp * keys - keys + (0 if on_cpu else queries)
@@ -157,7 +157,7 @@ def _scratch(config: RunConfig, layout: Layout, weights: StageWeights) -> tuple[
     copies = share if element_bytes(config)[1] < FP32 else 0
     # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary of what it
     # updates.
-    adamw = copies if config.cluster.transformer_engine else copies + share
+    adamw = copies if config.cluster.fused_layers else copies + share
     if execution is Execution.ADAMW:
         return adamw, 0
     return copies + momentary_bytes(config, matrix_shapes(config)), adamw if execution.ours else 0

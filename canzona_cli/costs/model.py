@@ -205,7 +205,7 @@ def _module(config: RunConfig, layout: Layout, work: Work) -> Module:
     if work.attention is not None:
         moved += _head_passes(config, work.attention) * tokens * _heads(work.attention, layout)
         core_s, core_backward_s, (gather, scatter) = _core_attention(config, layout, work.attention)
-        starts += 0.0 if layout.cp == 1 or cluster.transformer_engine else CUT_STARTS
+        starts += 0.0 if layout.cp == 1 or cluster.fused_layers else CUT_STARTS
     forward = products_s + core_s + _memory_s(config) * moved
     backward = 2 * products_s + core_backward_s + 2 * _memory_s(config) * moved
     forward_s = _forward(cluster, layout, forward, starts)
@@ -243,14 +243,14 @@ def _core_attention(
         backward = 2.5 * forward
     else:
         peak = cluster.bf16_tflops * 1e12 if unit == "bf16" else matmul_rate(cluster, 1, unit)
-        slower = 1.0 if cluster.transformer_engine else TORCH_ATTENTION
+        slower = 1.0 if cluster.fused_layers else TORCH_ATTENTION
         forward = slower * operations / (ATTENTION_FORWARD * peak)
         backward = 2.5 * slower * operations / (ATTENTION_BACKWARD * peak)
     if layout.cp == 1:
         return forward, backward, (Transfer(), Transfer())
     links, group = Links(cluster=cluster), Groups.of(layout, cluster).cp
     slice_bytes = 2.0 * tokens * attention.keys / t * element_bytes(config)[0]
-    if cluster.transformer_engine:
+    if cluster.fused_layers:
         # A slice's attention is computed while the next slice travels; backwards its gradient travels along.
         hop_s = links.point_to_point(slice_bytes, crosses=group.machines > 1).seconds
         exposed, exposed_back = (max(0.0, n * hop_s - s / layout.cp) for n, s in ((1, forward), (2, backward)))
@@ -341,7 +341,7 @@ def _pass_s(config: RunConfig) -> float:
 def _memory_s(config: RunConfig) -> float:
     """Seconds to move one element through memory once, elementwise."""
     cluster = config.cluster
-    return ELEMENTWISE_PASSES[cluster.transformer_engine] * element_bytes(config)[0] / memory_rate(cluster)
+    return ELEMENTWISE_PASSES[cluster.fused_layers] * element_bytes(config)[0] / memory_rate(cluster)
 
 
 def _accumulate_s(config: RunConfig) -> float:
@@ -357,7 +357,7 @@ def _head_passes(config: RunConfig, attention: Attention) -> float:
     """Counts the passes over queries and keys that rotary embedding and their norms are worth."""
     if not attention.normalised:
         return 2.0
-    return 2.0 + 2.0 * (QK_NORM_PASSES if config.cluster.transformer_engine else 1.0)
+    return 2.0 + 2.0 * (QK_NORM_PASSES if config.cluster.fused_layers else 1.0)
 
 
 def _exchange(config: RunConfig, layout: Layout) -> Transfer:

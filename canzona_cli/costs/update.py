@@ -246,7 +246,7 @@ def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
     or else from memory traffic alone."""
     if cluster.adamw_ns is not None:
         return elements * cluster.adamw_ns * 1e-9
-    return elements * ADAMW_BYTES[cluster.transformer_engine] / memory_rate(cluster)
+    return elements * ADAMW_BYTES[cluster.fused_layers] / memory_rate(cluster)
 
 
 def step_factor(cluster: ClusterConfig, phase: Phase, implementation: Implementation) -> float:

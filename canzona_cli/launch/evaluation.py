@@ -8,6 +8,7 @@ from typing import Literal
 from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.checkpoint.store import StoredCheckpoint
 from canzona_cli.cluster.layouts import candidates, fill
+from canzona_cli.cluster.machine import with_layers_here
 from canzona_cli.config.changes import shape_problems
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of, text_value
@@ -122,6 +123,7 @@ def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Pat
 def _spread(config: RunConfig) -> tuple[RunConfig, Layout]:
     """Chooses a layout that fits the settings and the memory: of several,
     the one with the most data-parallel ranks."""
+    config = replace(config, cluster=with_layers_here(config.cluster))
     possible = candidates(config)
     fitting = [candidate for candidate in possible if candidate.memory.forward <= candidate.memory.capacity]
     if not fitting:

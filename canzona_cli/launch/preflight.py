@@ -96,7 +96,7 @@ def machine_problems(config: RunConfig, layout: Layout, *, training: bool = True
     if on_one_machine(config) and (apart := loopback_problem(ranks_per_node(config))) is not None:
         reason = f"its ranks cannot meet there: {apart[:1].lower()}{apart[1:]}"
         yield Problem(key="network", value=LOOPBACK, reason=reason, fix=LOOPBACK_FIX)
-    if config.cluster.transformer_engine and (fused := fused_layers_problem()) is not None:
+    if config.cluster.fused_layers and (fused := fused_layers_problem()) is not None:
         yield fused
     for tracker in config.run.trackers:
         if importlib.util.find_spec(tracker) is None:

@@ -68,7 +68,7 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         hidden_dropout=0.0,
         bias_activation_fusion=compiled,
         cross_entropy_loss_fusion=compiled and dtype is torch.bfloat16,
-        apply_rope_fusion=on_gpu and config.cluster.transformer_engine,
+        apply_rope_fusion=on_gpu and config.cluster.fused_layers,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         # Megatron's own layers, of which the output layer is always one, have APEX's kernel for it alone.
@@ -101,7 +101,7 @@ def build_model(config: RunConfig, world: World) -> list[torch.nn.Module]:
     """Builds this rank's part of the model on its device, initialised, in the run's precision: its model
     chunks in forward order, one but with an interleaved pipeline. Collective."""
     mcore = transformer_config(config, world, compiled=world.device.type == "cuda" and can_compile(world))
-    spec = layers_of(config.model).layer_spec(config.model, transformer_engine=config.cluster.transformer_engine)
+    spec = layers_of(config.model).layer_spec(config.model, transformer_engine=config.cluster.fused_layers)
     return [_build_chunk(config, world, mcore, spec, chunk) for chunk in range(world.layout.vpp)]
 
 
@@ -121,7 +121,7 @@ def _build_chunk(
         pg_collection=world.groups,
         vp_stage=chunk if world.layout.vpp > 1 else None,
     )
-    if config.cluster.transformer_engine:
+    if config.cluster.fused_layers:
         fuse_weight_gradients(model)
     if world.device.type == "cpu":
         use_processor_norms(model)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from canzona_cli.cluster import doctor, gpu_needs
+from canzona_cli.cluster import doctor, gpu_needs, machine
+from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.gpu_needs import (
     backend_problem,
     driver_cuda,
@@ -24,6 +25,8 @@ from canzona_cli.cluster.gpu_needs import (
     torch_cuda,
 )
 from canzona_cli.cluster.machine import GpuInfo, installed_version
+from canzona_cli.cluster.profiles import profile_warnings
+from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import EnvironmentProblem, Problem
 from canzona_cli.launch import preflight
 from tests.faults.support import LAYOUT, run_config
@@ -158,6 +161,28 @@ def test_a_transformer_engine_is_one_that_megatron_was_written_for(
     if problem is not None and named is not None:
         assert named in problem.reason
         assert "cluster.transformer_engine=false" in problem.fix
+        # As NVIDIA says to install it: its extension is source that an isolated build finds no torch for.
+        assert "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]>=2.9,<2.21'" in problem.fix
+
+
+def test_layers_come_from_what_a_machine_with_gpus_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere a plan for GPUs assumes Transformer Engine; what is typed stays, and is refused where it is missing."""
+    for gpus, installed, fused in ((0, False, True), (8, False, False), (8, True, True)):
+        monkeypatch.setattr(machine, "visible_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(machine, "find_spec", lambda name, installed=installed: installed or None)
+        planned = ["recipe=0.6b", "gpus=8", "parallel.tp=2"]
+        composed = compose_run(planned)
+        config, layout = resolve(composed.config)
+        assert config.cluster.transformer_engine is fused
+        assert layout.sequence_parallel is fused
+        [*warnings] = profile_warnings(composed.config.cluster, training=False)
+        assert [("fewer tokens" in text and "--no-build-isolation" in text) for text in warnings] == [True] * (
+            not fused
+        )
+        typed, _ = resolve(compose_run([*planned, "cluster.transformer_engine=true"]).config)
+        assert typed.cluster.transformer_engine is True
+    on_cpu, _ = resolve(compose_run(["recipe=qwen3-tiny", "gpus=2"]).config)
+    assert on_cpu.cluster.transformer_engine is False
 
 
 def test_a_run_is_refused_with_all_that_is_missing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

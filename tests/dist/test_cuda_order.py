@@ -290,10 +290,11 @@ def test_ranks_find_out_how_buckets_are_reduced(small: tuple[RunConfig, Layout],
     assert small[0].cluster.grouped_collectives
     repeats = owner_bucket_group._REPEATS + 1
     for rank in stood:
-        assert rank.found_out.said == owner_bucket_group.judged(owner_bucket_group.REDUCTIONS, assumed=True)
-        # And one all-reduce, so that all say the same.
-        assert rank.found_out.launches == repeats * (1 + owner_bucket_group.REDUCTIONS) + 1
-        assert rank.found_out.waits == repeats * 2 + 1
+        assert rank.found_out.said == owner_bucket_group.judged(1.0, assumed=True)
+        # Behind all-reduces that keep the device busy, and with one at the end, so that all say the same.
+        ahead = 2 * owner_bucket_group._REPEATS * owner_bucket_group._AHEAD
+        assert rank.found_out.launches == repeats * 2 * owner_bucket_group.REDUCTIONS + ahead + 1
+        assert rank.found_out.waits == repeats * (1 + owner_bucket_group.REDUCTIONS) + ahead + 1
 
 
 def test_a_steps_time_is_told_from_events_that_have_passed(stood: list[Stood]) -> None:

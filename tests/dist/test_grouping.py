@@ -1,57 +1,60 @@
 """Workers find out whether a bucket's reductions are one launch, and say it where the plan thought otherwise."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from canzona_cli.megatron import owner_collectives
-from canzona_cli.megatron.owner_bucket_group import REDUCTIONS, judged, serial_factor
+from canzona_cli.megatron import owner_bucket_group
+from canzona_cli.megatron.owner_bucket_group import REDUCTIONS, judged, share_together
+from canzona_cli.megatron.owner_collectives import reduce_each
 from tests.dist.ranks import run_ranks
 
+Parts = Sequence[tuple[torch.Tensor, int]]
 
-def _rank() -> tuple[float, float]:
+
+def _rank() -> list[float]:
     torch.distributed.init_process_group("gloo")
     group = torch.distributed.group.WORLD
     assert group is not None
-    issued: list[int] = []
-    real = owner_collectives._reduce
+    batches: list[int] = []
 
-    def counting(data: torch.Tensor, owner: int, group: torch.distributed.ProcessGroup) -> torch.distributed.Work:
-        issued.append(owner)
-        return real(data, owner, group)
+    def counting(parts: Parts, group: torch.distributed.ProcessGroup) -> list[torch.distributed.Work]:
+        assert {owner for _, owner in parts} <= set(range(group.size()))
+        batches.append(len(parts))
+        return reduce_each(parts, group)
 
-    owner_collectives._reduce = counting
+    owner_bucket_group.reduce_each = counting
+    owner_bucket_group._AHEAD_BYTES = 1 << 10
 
-    def clock(of_each: float) -> Callable[[Callable[[], None]], float]:
-        """Seconds of a device on which every reduction but the first adds `of_each`."""
+    def clock(channels: int) -> Callable[[Callable[[], None]], float]:
+        """Seconds of a device whose batches take a launch, and a second for what each channel has of them."""
 
         def seconds(operation: Callable[[], None]) -> float:
-            issued.clear()
+            batches.clear()
             operation()
-            assert set(issued) <= set(range(group.size()))
-            return 1.0 + of_each * (len(issued) - 1)
+            assert sum(batches) == REDUCTIONS
+            return sum(0.1 + -(-count // channels) for count in batches)
 
         return seconds
 
-    slow_here = 1.0 if group.rank() == 0 else 0.0
-    return serial_factor(group, torch.device("cpu"), clock(0.1)), serial_factor(
-        group, torch.device("cpu"), clock(slow_here)
-    )
+    slow_here = 1 if group.rank() == 0 else 24
+    return [share_together(group, torch.device("cpu"), clock(channels)) for channels in (24, 2, slow_here)]
 
 
-def test_the_slowest_rank_decides_on_all_of_them() -> None:
-    for grouped, serial in run_ranks(3, _rank):
-        assert grouped == pytest.approx(1 + 0.1 * (REDUCTIONS - 1))
-        assert serial == REDUCTIONS
-        assert judged(grouped, assumed=True) is None
-        assert judged(serial, assumed=False) is None
+def test_few_channels_are_no_sign_of_reductions_one_by_one_and_the_slowest_rank_decides() -> None:
+    for many, few, serial in run_ranks(3, _rank):
+        assert many == pytest.approx(1.1 / (REDUCTIONS * 1.1))
+        assert few == pytest.approx((REDUCTIONS / 2 + 0.1) / (REDUCTIONS * 1.1))
+        assert serial == pytest.approx((REDUCTIONS + 0.1) / (REDUCTIONS * 1.1))
+        assert judged(many, assumed=True) is judged(few, assumed=True) is judged(serial, assumed=False) is None
+        assert None not in (judged(few, assumed=False), judged(serial, assumed=True))
 
 
 def test_what_is_otherwise_than_planned_is_said_with_the_setting() -> None:
-    serial, grouped = judged(16.0, assumed=True), judged(1.5, assumed=False)
+    serial, grouped = judged(0.96, assumed=True), judged(0.4, assumed=False)
     assert serial is not None
-    assert "16 small reductions take 16.0 times as long as one" in serial
+    assert "16 small reductions handed over together take 96% of their time one by one" in serial
     assert "cluster.grouped_collectives=false" in serial
     assert grouped is not None
     assert "cluster.grouped_collectives=true" in grouped

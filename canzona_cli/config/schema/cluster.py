@@ -61,8 +61,11 @@ class ClusterConfig:
         Positive, "One GPU to another machine, one direction.", Unit("GB/s"), Example("50"), PLAN
     ]
     transformer_engine: Annotated[
-        bool, "Build layers from Transformer Engine (fused norms, sequence parallelism, flash attention).", PLAN
-    ] = False
+        bool | None,
+        "Build layers from Transformer Engine (fused norms, sequence parallelism, flash attention); null: where this"
+        " machine has GPUs, whether it is installed here, and on any other machine a plan for GPUs assumes it.",
+        PLAN,
+    ] = None
     intra_node_latency_us: Annotated[
         NotNegative,
         "One step of a collective inside a machine: the time of a message without content.",
@@ -252,6 +255,11 @@ class ClusterConfig:
         str | None, "host:port that every machine can reach; needed when nodes > 1.", Example("node0:29500"), NOTHING
     ] = None
     rdzv_id: Annotated[str | None, "Name of the rendezvous, the same on all machines of a run.", NOTHING] = None
+
+    @property
+    def fused_layers(self) -> bool:
+        """True if layers come from Transformer Engine; while that is still open, GPUs are assumed to have it."""
+        return self.device == "cuda" if self.transformer_engine is None else self.transformer_engine
 
     @property
     def calibrated(self) -> bool:
