@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
-"""The first hour on a machine with GPUs, in under ten minutes on one of them: what works, what falls short, and why.
+"""The first hour on a machine with GPUs, in under ten minutes on one of them: what works, what falls short, and what
+was measured beside what canzona simulates.
 
-    make gpu-check                                         # everything, into gpu-check.json
+    canzona doctor --gpu-check FILE.json                   # everything, also from an installed wheel
+    make gpu-check                                         # the same from the sources, into gpu-check.json
     make gpu-check WHEELS=folder                           # beside the machine's own torch, without network
     python scripts/gpu_check.py --only step updates --sizes qwen3-8b
     python scripts/gpu_check.py --device cpu --sizes qwen3-tiny       # every part on CPU ranks: that it works at all
 
 Parts come in the order of what they are worth, each in a process of its own with a limit, so that neither a crash nor a
-hang costs the others. The file is written anew after each. Without a GPU that torch can use, it ends with code 3.
+hang costs the others; one that is cut off keeps what it has. The file is written anew after each. Without a GPU that
+torch can use, it ends with code 3. `python scripts/published.py --gpu-check FILE` sets files beside published steps.
 """
 
 import argparse
-import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -20,12 +23,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from gpu_parts.outcome import Found, Outcome, Setup, content, table
+from gpu_parts.outcome import Outcome, PartResult, Setup, content, table
 
 from canzona_cli.cluster.machine import GpuInfo, gpu_inventory
 from canzona_cli.config.schema import Device
@@ -46,22 +49,27 @@ class Part:
     limit_s: float
     gpus: int = 1
     needs: str | None = None
-    """The part whose runs it goes on from or compares with."""
+    """The part whose runs it continues or compares with."""
 
 
 PARTS = {
+    "graphs": Part(limit_s=60),
+    "hot": Part(limit_s=90),
     "demo": Part(limit_s=120),
     "train": Part(limit_s=120, needs="demo"),
-    "step": Part(limit_s=90),
-    "checkpoint": Part(limit_s=45, needs="train"),
-    "te": Part(limit_s=60, needs="train"),
-    "updates": Part(limit_s=150),
+    "step": Part(limit_s=100),
+    "checkpoint": Part(limit_s=75, needs="train"),
+    "ladder": Part(limit_s=90),
+    "doubts": Part(limit_s=120),
+    "chains": Part(limit_s=60, gpus=2),
     "tp2": Part(limit_s=60, gpus=2, needs="train"),
     "dp2": Part(limit_s=60, gpus=2, needs="train"),
     "overlap": Part(limit_s=90, gpus=2),
     "pp2": Part(limit_s=60, gpus=2, needs="train"),
     "cp2": Part(limit_s=60, gpus=2, needs="train"),
+    "te": Part(limit_s=60, needs="train"),
     "calibrate": Part(limit_s=120),
+    "updates": Part(limit_s=150),
 }
 
 
@@ -107,62 +115,75 @@ def require(device: Device) -> tuple[GpuInfo, ...]:
 
         if torch.cuda.is_available():
             return gpus
-    seen = f"torch cannot use the {gpus[0].name} that is here" if gpus else "no GPU is visible here"
-    fix = "run it where `canzona doctor` finds a GPU; --device cpu has every part run on this machine's CPU"
-    raise EnvironmentProblem(Problem(key="gpu-check", reason=f"{seen}: nothing was checked", fix=fix))
+    reason = f"torch cannot use the {gpus[0].name} that is here" if gpus else "no GPU is visible here"
+    fix = "run it where `canzona doctor` finds a GPU; --device cpu runs every part on this machine's CPU"
+    raise EnvironmentProblem(Problem(key="gpu-check", reason=f"{reason}: nothing was checked", fix=fix))
 
 
 def check(setup: Setup, names: Sequence[str], seconds: float, out: Path) -> None:
-    """Every part of `names`, those that they need, also behind one that failed.
+    """Runs every part of `names` and those that they need, also after one that failed.
 
     Raises:
         WorkerCrashed: parts fell short.
     """
     setup.save()
-    about = {name: metadata.version(name) for name in ("torch", "megatron-core")}
     end = time.monotonic() + seconds
-    found: list[Found] = []
-    wanted = set(names)
-    while missing := {need for name in wanted if (need := PARTS[name].needs) is not None} - wanted:
-        wanted |= missing
-    for name in (name for name in PARTS if name in wanted):
+    results: list[PartResult] = []
+    asked = set(names)
+    while missing := {need for name in asked if (need := PARTS[name].needs) is not None} - asked:
+        asked |= missing
+    for name in (name for name in PARTS if name in asked):
         print(f"\n{name}", flush=True)
         begun = time.monotonic()
         patience = 1 if setup.device == "cuda" else SLOWER
         outcome = examine(setup, name, min(patience * PARTS[name].limit_s, end - begun))
-        found.append(Found(part=name, seconds=time.monotonic() - begun, outcome=outcome))
-        out.write_text(content(setup, about, found) + "\n", encoding="utf-8")
-    print(f"\n{table(found)}\n\nwritten to {out}")
-    short = [one for one in found if one.outcome.status == "short"]
+        results.append(PartResult(part=name, seconds=time.monotonic() - begun, outcome=outcome))
+        out.write_text(content(setup, versions(), results) + "\n", encoding="utf-8")
+    print(f"\n{table(results)}\n\nwritten to {out}")
+    short = [result for result in results if result.outcome.status == "short"]
     if short:
-        raise WorkerCrashed(*(Problem(key=one.part, reason=f"it falls short: {one.outcome.said}") for one in short))
+        raise WorkerCrashed(*(Problem(key=one.part, reason=f"falls short: {one.outcome.summary}") for one in short))
+
+
+def versions() -> dict[str, str]:
+    """The versions that a measurement depends on."""
+    packages = ("canzona", "torch", "triton", "megatron-core", "emerging-optimizers", "transformer-engine")
+    known = {"python": platform.python_version()}
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            known[package] = metadata.version(package)
+    return known
 
 
 def examine(setup: Setup, name: str, limit_s: float) -> Outcome:
-    """Have a process of its own answer; it and all that it started are ended at the limit."""
+    """Has a process of its own answer; it and all that it started are ended at the limit."""
     part = PARTS[name]
     if setup.gpus < part.gpus:
-        return Outcome(status="not run", said=f"it takes {part.gpus} GPUs, and there is one")
+        return Outcome(status="not run", summary=f"it takes {part.gpus} GPUs, and there is one")
     if limit_s < LEAST_S:
-        return Outcome(status="not run", said="the time was up")
+        return Outcome(status="not run", summary="the time was up")
     command = [sys.executable, "-W", "ignore", __file__, "--part", name, "--work", setup.work]
     process = subprocess.Popen([*command, "--minutes", str(limit_s / 60)], start_new_session=True)
     try:
         code = process.wait(limit_s)
+        ending = f"its process ended with code {code}; see above" if code else ""
     except subprocess.TimeoutExpired:
-        return Outcome(status="short", said=f"it did not end within {limit_s:.0f} s")
+        ending = f"cut off after {limit_s:.0f} s"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if code or not setup.result(name).is_file():
-        return Outcome(status="short", said=f"its process ended with code {code} and no answer; see above")
-    return Outcome(**json.loads(setup.result(name).read_text(encoding="utf-8")))
+    if not setup.result(name).is_file():
+        return Outcome(status="short", summary=ending or "its process left no answer")
+    outcome = Outcome.read(setup.result(name))
+    if ending:
+        return replace(outcome, status="short", summary=f"{ending}; so far: {outcome.summary}")
+    return outcome
 
 
 def answer(setup: Setup, name: str, seconds: float) -> None:
-    """In the process of a part: leave its outcome for the one that started it."""
-    from gpu_parts import one_gpu, two_gpus
+    """Leaves the outcome of a part, in its process, for the one that started it."""
+    from gpu_parts import alone, one_gpu, two_gpus
     from gpu_parts.runs import Failed
 
     def updates(setup: Setup) -> Outcome:
@@ -171,21 +192,26 @@ def answer(setup: Setup, name: str, seconds: float) -> None:
         return updates(setup, 0.8 * seconds)  # the rest is for starting and for the last one
 
     parts: Mapping[str, Callable[[Setup], Outcome]] = {
+        "graphs": alone.graphs,
+        "hot": alone.hot,
+        "ladder": alone.ladder,
         "demo": one_gpu.demo,
         "train": one_gpu.train_part,
         "step": one_gpu.step,
         "checkpoint": one_gpu.checkpoint,
+        "doubts": one_gpu.doubts,
         "te": one_gpu.fused,
         "calibrate": one_gpu.calibrate,
         "updates": updates,
+        "chains": two_gpus.chains,
         "overlap": two_gpus.overlap,
         **{f"{axis}2": partial(two_gpus.split, axis=axis) for axis in ("tp", "dp", "pp", "cp")},
     }
     try:
         outcome = parts[name](setup)
     except Failed as failed:
-        outcome = Outcome(status="short", said=str(failed))
-    setup.result(name).write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+        outcome = Outcome(status="short", summary=str(failed))
+    setup.keep(name, outcome)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Published step times beside their predictions, as Markdown.
 
-    python scripts/published.py [--rows FILE] [--html FILE] [--json FILE] [--quick]
+    python scripts/published.py [--rows FILE] [--html FILE] [--json FILE] [--quick] [--gpu-check FILE ...]
 
 Errors are predicted over measured, less 1; a layout's is the mean over its numbers of GPUs. "Left out" is the error of
 a model's layouts where the fitted numbers are fitted to the other models alone. Exits 1 where a goal is missed.
@@ -11,10 +11,11 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +47,7 @@ def main() -> int:
     parser.add_argument("--html", type=Path, help="also write the page with the scatter")
     parser.add_argument("--json", type=Path, help="also write the figures")
     parser.add_argument("--quick", action="store_true", help="no fit without each model")
+    parser.add_argument("--gpu-check", type=Path, nargs="+", default=[], help="files of `canzona doctor --gpu-check`")
     asked = parser.parse_args()
     published = load_published(asked.rows)
     compared = list(compare(published))
@@ -53,6 +55,8 @@ def main() -> int:
     left_out = {} if asked.quick else errors_left_out(published, counted)
     figures = figures_of(counted, left_out)
     print("\n".join(tables(published, compared, left_out, figures)))
+    for file in asked.gpu_check:
+        print("\n".join(["", *measured_here(json.loads(file.read_text(encoding="utf-8")))]))
     if asked.html:
         asked.html.write_text(published_page(compared, figures).text(), encoding="utf-8")
         print(f"\nPage: {asked.html}")
@@ -176,6 +180,19 @@ def tables(
         yield f"Not predicted, for canzona does not train in fp8: {sum(len(one.step_s) for one in others)} steps"
     for claim in published.claims:
         yield f"Published without a layout: {claim.name} {claim.figure} ({claim.source})"
+
+
+def measured_here(check: Mapping[str, Any]) -> Iterator[str]:
+    """The table of a GPU check: what canzona simulated of that machine, and what was measured there."""
+    yield f"{check['gpus']} x {check['gpu']}, torch {check['torch']}, canzona {check['canzona']}:"
+    yield ""
+    yield "| | simulated | measured | error |"
+    yield "| --- | --- | --- | --- |"
+    for part in check["parts"]:
+        for row in part["comparisons"]:
+            simulated, measured, unit = row["simulated"], row["measured"], row["unit"]
+            error = f"{simulated / measured - 1:+.1%}" if measured else ""
+            yield f"| {row['what'].strip()} | {simulated:.4g} {unit} | {measured:.4g} {unit} | {error} |"
 
 
 def as_json(

@@ -78,15 +78,19 @@ class Submitted:
 
 
 def template_text() -> str:
-    """Reads the sbatch script that came with canzona: in the package of a wheel,
-    beside it in an editable install."""
+    """Reads the sbatch script that came with canzona."""
+    return shipped(TEMPLATE).read_text(encoding="utf-8")
+
+
+def shipped(script: str) -> Path:
+    """Returns a script that came with canzona: in the package of a wheel, beside it in an editable install."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "_scripts", package.parent / "scripts"):
-        if (folder / TEMPLATE).is_file():
-            return (folder / TEMPLATE).read_text(encoding="utf-8")
-    reason = "this installation of canzona has no sbatch script"
+        if (folder / script).is_file():
+            return folder / script
+    reason = "this installation of canzona lacks the script"
     fix = "reinstall it: pip install --force-reinstall --no-deps canzona"
-    raise EnvironmentProblem(Problem(key="scripts", value=str(package / "_scripts" / TEMPLATE), reason=reason, fix=fix))
+    raise EnvironmentProblem(Problem(key="scripts", value=str(package / "_scripts" / script), reason=reason, fix=fix))
 
 
 def check(options: JobOptions) -> None:

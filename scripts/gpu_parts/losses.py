@@ -35,18 +35,18 @@ class Apart:
         return f"{self.distance:.2g} of {self.bound:.2g} apart"
 
 
-def apart(found: Curve, expected: Curve, exact: Curve, *, steps: int | None = None) -> Apart:
-    """Compare two bf16 curves, over the steps that `found` has.
+def apart(checked: Curve, expected: Curve, exact: Curve, *, steps: int | None = None) -> Apart:
+    """Compares two bf16 curves, over the steps that `checked` has.
 
     Args:
-        found: of the device that is checked.
-        expected: of the CPU.
-        exact: of the CPU in fp32.
+        checked: the curve of the device.
+        expected: the curve of the CPU.
+        exact: the curve of the CPU in fp32.
         steps: only the first so many.
     """
-    compared = sorted(found)[:steps]
+    compared = sorted(checked)[:steps]
     rounding = max(abs(expected[step] - exact[step]) for step in compared)
     least = HALF_UNIT * max(abs(expected[step]) for step in compared)
-    distances = [abs(found[step] - expected[step]) for step in compared]
+    distances = [abs(checked[step] - expected[step]) for step in compared]
     finite = all(map(math.isfinite, distances))  # max() may well pass over what is no number
     return Apart(distance=max(distances) if finite else math.inf, bound=max(FACTOR * rounding, least))

@@ -2,34 +2,42 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import yaml
 
+from canzona_cli.cluster.machine import install_fused_layers
+from canzona_cli.config.compose import compose_run
+from canzona_cli.planner.plan_file import read_plan
 from gpu_parts.losses import Apart, apart
-from gpu_parts.outcome import Outcome, Setup, Status
+from gpu_parts.outcome import Comparison, Outcome, Setup, Status
 from gpu_parts.runs import Run, finish, on_device, run, start, train
 from gpu_parts.traces import read_steps
 
 PROFILED: Final = 7
 HOST_WAITS: Final = 1
-"""That the design allows a step."""
+"""The host's waits in a step that the design allows."""
 MEMORY_OVER: Final = 1.05
-"""Of what was planned; beyond it a plan that fits may not."""
+"""The share of planned memory beyond which a plan that fits may not."""
+DOUBT_STEPS: Final = 100
+DOUBTED: Final = 0.01
+"""The share of updates in Gram form that may be doubted: each is left out once, and made in standard form after."""
 
 DECAY: Final = "schedule.decay_steps=120"
 _PLAIN: Final = ("train.eval_interval=0", "checkpoint.every_minutes=null")
 
 
-def go_on(setup: Setup, *overrides: str, checkpoint: Path | None = None, steps: int | None = None) -> tuple[str, ...]:
-    """Overrides of a run that goes on from a checkpoint, the demo's if none is given, without validation."""
+def continued(
+    setup: Setup, *overrides: str, checkpoint: Path | None = None, steps: int | None = None
+) -> tuple[str, ...]:
+    """Overrides of a run that continues from a checkpoint, the demo's if none is given, without validation."""
     origin = setup.folder / "demo" if checkpoint is None else checkpoint
     end = setup.learnt + setup.compared if steps is None else steps
     return (*tiny(setup), DECAY, *_PLAIN, f"checkpoint.resume={origin}", f"train.steps={end}", *overrides)
 
 
 def tiny(setup: Setup) -> tuple[str, ...]:
-    """The demo's recipe; on a CPU with a quarter of its batch, as nothing is found out there but that parts work."""
+    """The demo's recipe; on a CPU, which only shows that parts work, with a quarter of its batch."""
     less = () if setup.device == "cuda" else ("train.batch_tokens=1024",)
     return ("recipe=qwen3-tiny", *less)
 
@@ -37,11 +45,10 @@ def tiny(setup: Setup) -> tuple[str, ...]:
 def demo(setup: Setup) -> Outcome:
     """`make demo`, shorter: four CPU ranks on a machine with a GPU."""
     overrides = (*tiny(setup), DECAY, "gpus=4", "parallel.tp=2", f"train.steps={setup.learnt}")
-    found = train(setup, {"demo": overrides})["demo"]
-    losses = found.losses
+    losses = train(setup, {"demo": overrides})["demo"].losses
     first, last = losses[1], losses[setup.learnt]
-    said = f"{setup.learnt} steps on 4 CPU ranks beside it: loss {first:.2f} to {last:.2f}"
-    return Outcome(status="pass" if last < 0.8 * first else "short", said=said, numbers={"losses": losses})
+    summary = f"{setup.learnt} steps on 4 CPU ranks beside it: loss {first:.2f} to {last:.2f}"
+    return Outcome(status="pass" if last < 0.8 * first else "short", summary=summary, numbers={"losses": losses})
 
 
 def train_part(setup: Setup) -> Outcome:
@@ -51,45 +58,68 @@ def train_part(setup: Setup) -> Outcome:
     train(
         setup,
         {
-            "cpu": go_on(setup, "gpus=1"),
-            "cpu-fp32": go_on(setup, "gpus=1", "train.precision=fp32"),
-            "gpu": go_on(setup, *on_device(setup), keep),
+            "cpu": continued(setup, "gpus=1"),
+            "cpu-fp32": continued(setup, "gpus=1", "train.precision=fp32"),
+            "gpu": continued(setup, *on_device(setup), keep),
         },
     )
     return against_cpu(setup, run(setup, "gpu"))
 
 
-def against_cpu(setup: Setup, found: Run) -> Outcome:
+def against_cpu(setup: Setup, checked: Run) -> Outcome:
     """Losses and the norm of gradients, the first step and all of them."""
     cpu, exact = run(setup, "cpu"), run(setup, "cpu-fp32")
     checks = {
-        "first loss": apart(found.losses, cpu.losses, exact.losses, steps=1),
-        "losses": apart(found.losses, cpu.losses, exact.losses),
-        "first grad norm": apart(found.grad_norms, cpu.grad_norms, exact.grad_norms, steps=1),
+        "first loss": apart(checked.losses, cpu.losses, exact.losses, steps=1),
+        "losses": apart(checked.losses, cpu.losses, exact.losses),
+        "first grad norm": apart(checked.grad_norms, cpu.grad_norms, exact.grad_norms, steps=1),
     }
-    numbers = {"found": found.losses, "cpu": cpu.losses, "cpu_fp32": exact.losses, **plain(checks)}
-    return Outcome(status=verdict(checks), said=in_words(checks), numbers=numbers)
+    numbers = {"checked": checked.losses, "cpu": cpu.losses, "cpu_fp32": exact.losses, **plain(checks)}
+    return Outcome(status=verdict(checks), summary=in_words(checks), numbers=numbers)
 
 
 def fused(setup: Setup) -> Outcome:
     """With Transformer Engine, where there is one."""
     if setup.device == "cuda" and importlib.util.find_spec("transformer_engine") is None:
-        return Outcome(status="not run", said="Transformer Engine is not installed: pip install 'canzona[te]'")
+        return Outcome(status="not run", summary=f"Transformer Engine is not installed: {install_fused_layers()}")
     run(setup, "cpu")
-    return against_cpu(setup, train(setup, {"te": go_on(setup, *on_device(setup, fused=True))})["te"])
+    return against_cpu(setup, train(setup, {"te": continued(setup, *on_device(setup, fused=True))})["te"])
 
 
 def checkpoint(setup: Setup) -> Outcome:
-    """A CPU rank goes on from the checkpoint that the GPU left in the middle of its run."""
-    gpu = run(setup, "gpu")
-    saved = gpu.files.checkpoints / f"step-{setup.handed_over:08d}"
+    """From the checkpoint that the device left in the middle of its run: the device continues it to the same end, and
+    a CPU rank the next two steps."""
+    unbroken, between = run(setup, "gpu"), setup.handed_over
+    saved = unbroken.files.checkpoints / f"step-{between:08d}"
     if not saved.is_dir():
-        return Outcome(status="short", said=f"the run on the GPU left no {saved.name}")
-    overrides = go_on(setup, "gpus=1", checkpoint=saved, steps=setup.handed_over + 2)
-    resumed = train(setup, {"resumed": overrides})["resumed"]
-    check = apart(resumed.losses, gpu.losses, run(setup, "cpu-fp32").losses)
-    said = f"steps {setup.handed_over + 1} and {setup.handed_over + 2} on a CPU rank, losses {check}"
-    return Outcome(status=verdict({"losses": check}), said=said, numbers=plain({"losses": check}))
+        return Outcome(status="short", summary=f"the run on the GPU left no {saved.name}")
+    runs = train(
+        setup,
+        {
+            "resumed-gpu": continued(setup, *on_device(setup), checkpoint=saved),
+            "resumed": continued(setup, "gpus=1", checkpoint=saved, steps=between + 2),
+        },
+    )
+    exact = run(setup, "cpu-fp32").losses
+    checks = {name: apart(resumed.losses, unbroken.losses, exact) for name, resumed in runs.items()}
+    summary = f"from step {between}: on the device {checks['resumed-gpu']}, on a CPU rank {checks['resumed']}"
+    return Outcome(status=verdict(checks), summary=summary, numbers=plain(checks))
+
+
+def doubts(setup: Setup) -> Outcome:
+    """The updates in Gram form that rounding made unreliable, in the first steps of a real run."""
+    steps = DOUBT_STEPS if setup.device == "cuda" else 4
+    size = ("recipe=qwen3-0.6b", "train.batch_tokens=16384") if setup.device == "cuda" else tiny(setup)
+    form = () if setup.device == "cpu" else ("optimizer.form=gram",)
+    overrides = (*size, *form, "data=stdlib-bytes", *_PLAIN, "checkpoint.at_end=false", f"train.steps={steps}")
+    trained = train(setup, {"doubts": (*overrides, *on_device(setup))})["doubts"]
+    matrices = len(read_plan(trained.files.plan).matrices)
+    doubted = trained.fallbacks
+    share = doubted / (steps * matrices)
+    summary = f"{doubted:,} of {steps * matrices:,} updates in Gram form were doubted"
+    last = trained.losses[steps]
+    numbers = {"fallbacks": doubted, "matrices": matrices, "steps": steps, "last_loss": last}
+    return Outcome(status="pass" if share <= DOUBTED and last == last else "short", summary=summary, numbers=numbers)
 
 
 def step(setup: Setup) -> Outcome:
@@ -108,25 +138,36 @@ def profiled(setup: Setup, *overrides: str) -> tuple[str, ...]:
     return (*size, "data=stdlib-bytes", *_PLAIN, *one, *overrides)
 
 
-def profile_of(found: Run) -> Outcome:
-    """One profiled step beside what the plan said of the run."""
-    seen, breakdown = read_steps(found.trace()), found.breakdown
-    peak = breakdown.peak_memory_bytes
+def profile_of(profiled_run: Run) -> Outcome:
+    """One profiled step beside what the plan predicts of the run."""
+    trace, breakdown = read_steps(profiled_run.trace()), profiled_run.breakdown
+    peak, planned = breakdown.peak_memory_bytes, breakdown.planned
     assert peak is not None
-    planned = breakdown.planned
-    waits = sum(seen.waits.values())
-    said = f"{breakdown.step.mean_s * 1e3:.0f} ms a step, {seen.kernels} kernels, {waits} host waits"
-    fine = waits <= HOST_WAITS
+    waits = sum(trace.waits.values())
+    summary = f"{breakdown.step.mean_s * 1e3:.0f} ms a step, {trace.kernels} kernels, {waits} host waits"
+    fine, comparisons = waits <= HOST_WAITS, []
+    if planned is not None:
+        comparisons.append(_milliseconds("step of qwen3-0.6b", planned.iteration_s, breakdown.step.mean_s))
+        for name, phase in breakdown.phases.items():
+            if phase is not None and planned.phases.get(name):
+                comparisons.append(_milliseconds(f"  {name}", planned.phases[name], phase.mean_s))
     if planned is not None and breakdown.device == "cuda":  # a process on the CPU takes more than its tensors do
         share = peak.max / planned.memory_bytes
-        said += f", {peak.max / 2**30:.1f} GiB at most, {share:.0%} of planned"
+        summary += f", {peak.max / 2**30:.1f} GiB at most, {share:.0%} of planned"
         fine = fine and share <= MEMORY_OVER
+        memory = (planned.memory_bytes / 2**30, peak.max / 2**30)
+        comparisons.append(Comparison(what="memory", unit="GiB", simulated=memory[0], measured=memory[1]))
     numbers = {
-        "step_s": breakdown.step.mean_s, "mfu": breakdown.mfu, "kernels": seen.kernels, "waits": seen.waits,
+        "step_s": breakdown.step.mean_s, "mfu": breakdown.mfu, "kernels": trace.kernels, "waits": trace.waits,
         "memory_bytes": peak.max, "planned_memory_bytes": planned and planned.memory_bytes,
         "planned_s": planned and planned.iteration_s,
     }  # fmt: skip
-    return Outcome(status="pass" if fine else "short", said=said, numbers=numbers)
+    status: Status = "pass" if fine else "short"
+    return Outcome(status=status, summary=summary, numbers=numbers, comparisons=tuple(comparisons))
+
+
+def _milliseconds(what: str, simulated_s: float, measured_s: float) -> Comparison:
+    return Comparison(what=what, unit="ms", simulated=1e3 * simulated_s, measured=1e3 * measured_s)
 
 
 def calibrate(setup: Setup) -> Outcome:
@@ -136,9 +177,20 @@ def calibrate(setup: Setup) -> Outcome:
     finish(setup, "calibrate", start(setup, "calibrate", "calibrate", *size, "--quick", "--out", str(path)))
     profile = yaml.safe_load(path.read_text(encoding="utf-8"))
     lacking = profile["not_measured"]
-    said = f"products at {profile['bf16_tflops']:.3g} TFLOP/s, memory at {profile['memory_gb_per_s']:.4g} GB/s"
-    said += f"; not measured: {', '.join(lacking)}" if lacking else ""
-    return Outcome(status="short" if lacking else "pass", said=said, numbers={"profile": profile})
+    summary = f"products at {profile['bf16_tflops']:.3g} TFLOP/s, memory at {profile['memory_gb_per_s']:.4g} GB/s"
+    summary += f"; not measured: {', '.join(lacking)}" if lacking else ""
+    shipped = compose_run(["recipe=qwen3-0.6b", f"cluster={setup.profile}", "gpus=1"]).config.cluster
+    units: dict[str, Literal["TFLOP/s", "GB/s", "us"]] = {
+        "fp32_tflops": "TFLOP/s", "tf32_tflops": "TFLOP/s", "qr_tflops": "TFLOP/s", "eigh_tflops": "TFLOP/s",
+        "memory_gb_per_s": "GB/s", "launch_us": "us", "graph_launch_us": "us",
+    }  # fmt: skip
+    comparisons = tuple(
+        Comparison(what=name, unit=unit, simulated=float(getattr(shipped, name)), measured=float(profile[name]))
+        for name, unit in units.items()
+        if profile.get(name) is not None and getattr(shipped, name) is not None
+    )
+    status: Status = "short" if lacking else "pass"
+    return Outcome(status=status, summary=summary, numbers={"profile": profile}, comparisons=comparisons)
 
 
 def verdict(checks: dict[str, Apart]) -> Status:

@@ -35,19 +35,24 @@ class Run:
         return {line.step: line.grad_norm if line.grad_norm is not None else float("nan") for line in self._lines()}
 
     @property
+    def fallbacks(self) -> int:
+        """Updates that were doubted, in all."""
+        return self._lines()[-1].fallbacks
+
+    @property
     def breakdown(self) -> Breakdown:
         return load_breakdown(self.files.root)
 
     def trace(self, rank: int = 0) -> list[Event]:
-        """Of torch's profiler."""
-        found: list[Event] = json.loads(self.files.rank_profile(rank).read_text(encoding="utf-8"))["traceEvents"]
-        return found
+        """The events of torch's profiler."""
+        events: list[Event] = json.loads(self.files.rank_profile(rank).read_text(encoding="utf-8"))["traceEvents"]
+        return events
 
     def _lines(self) -> list[StepMetrics]:
         return read_lines(self.files.metrics, StepMetrics)[0]
 
 
-def train(setup: Setup, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Run]:
+def train(setup: Setup, runs: Mapping[str, tuple[str, ...]]) -> dict[str, Run]:
     """Runs side by side, by name, each with its overrides.
 
     Raises:
@@ -55,15 +60,15 @@ def train(setup: Setup, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Run]
     """
     started = {
         name: start(setup, name, "train", *overrides, f"run.dir={setup.folder / name}")
-        for name, overrides in wanted.items()
+        for name, overrides in runs.items()
     }
     for name, process in started.items():
         finish(setup, name, process)
-    return {name: run(setup, name) for name in wanted}
+    return {name: run(setup, name) for name in runs}
 
 
 def run(setup: Setup, name: str) -> Run:
-    """One that an earlier part has finished.
+    """A run that an earlier part has finished.
 
     Raises:
         Failed: it has not.
@@ -75,7 +80,7 @@ def run(setup: Setup, name: str) -> Run:
 
 
 def start(setup: Setup, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """What it prints goes into `<name>.log`."""
+    """Starts a command; its output goes into `<name>.log`."""
     print(f"canzona {' '.join(arguments)}", flush=True)
     with _log(setup, name).open("wb") as log:
         command = [sys.executable, "-W", "ignore", "-m", "canzona_cli.app", *arguments]
@@ -83,15 +88,15 @@ def start(setup: Setup, name: str, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def finish(setup: Setup, name: str, process: subprocess.Popen[bytes]) -> None:
-    """Wait for it.
+    """Waits for a command.
 
     Raises:
         Failed: it did not end with 0.
     """
     code = process.wait()
     if code:
-        said = [line.strip() for line in _log(setup, name).read_text(errors="replace").splitlines() if line.strip()]
-        raise Failed(f"`{name}` ended with code {code}: {' '.join(said[-8:])}")
+        lines = [line.strip() for line in _log(setup, name).read_text(errors="replace").splitlines() if line.strip()]
+        raise Failed(f"`{name}` ended with code {code}: {' '.join(lines[-8:])}")
 
 
 def _log(setup: Setup, name: str) -> Path:
@@ -101,11 +106,10 @@ def _log(setup: Setup, name: str) -> Path:
 def on_device(setup: Setup, *, gpus: int = 1, fused: bool = False) -> tuple[str, ...]:
     """Overrides that put a run on the device that is checked.
 
-    A GPU that there is no profile of is taken for an H100 with its own memory. On a CPU, micro-batches of one sequence
-    make the run round at other places than one that chooses them itself, as a GPU would.
+    The GPU's memory is its own. On a CPU, micro-batches of one sequence make the run round at other places than one
+    that chooses them itself, as a GPU would.
     """
     if setup.device == "cpu":
         return (f"gpus={gpus}", "train.micro_batch_size=1")
-    profile = "h200" if "H200" in setup.name else "h100-80g"
     memory = (f"cluster.memory_gib={setup.memory_gib:.1f}",) if setup.memory_gib else ()
-    return (f"gpus={gpus}", f"cluster={profile}", f"cluster.transformer_engine={str(fused).lower()}", *memory)
+    return (f"gpus={gpus}", f"cluster={setup.profile}", f"cluster.transformer_engine={str(fused).lower()}", *memory)

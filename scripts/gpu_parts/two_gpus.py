@@ -1,8 +1,14 @@
 """What two GPUs have to do: agree with one on every axis, group a bucket's reductions, hide communication."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 from canzona_cli.planner.plan_file import read_plan
-from gpu_parts.one_gpu import against_cpu, go_on, profiled
-from gpu_parts.outcome import Outcome, Setup
+from gpu_parts.one_gpu import against_cpu, continued, profiled
+from gpu_parts.outcome import Outcome, Setup, Status
 from gpu_parts.runs import Run, on_device, run, train
 from gpu_parts.traces import StepTrace, read_steps
 
@@ -21,7 +27,7 @@ def split(setup: Setup, axis: str) -> Outcome:
 
 def split_overrides(setup: Setup, axis: str) -> tuple[str, ...]:
     sizes = {"tp": 1, "pp": 1, "cp": 1} | ({} if axis == "dp" else {axis: 2})
-    return go_on(setup, *on_device(setup, gpus=2), *(f"parallel.{name}={ranks}" for name, ranks in sizes.items()))
+    return continued(setup, *on_device(setup, gpus=2), *(f"parallel.{name}={ranks}" for name, ranks in sizes.items()))
 
 
 def overlap(setup: Setup) -> Outcome:
@@ -33,22 +39,39 @@ def overlap_overrides(setup: Setup) -> tuple[str, ...]:
     return profiled(setup, *on_device(setup, gpus=2), "parallel.tp=1", "parallel.pp=1")
 
 
-def overlap_of(found: Run) -> Outcome:
-    """Of one profiled step, beside the plan's buckets."""
-    plan = read_plan(found.files.plan)
-    return judge(read_steps(found.trace()), buckets=len(plan.buckets))
+def overlap_of(profiled_run: Run) -> Outcome:
+    """Judges one profiled step beside the plan's buckets."""
+    plan = read_plan(profiled_run.files.plan)
+    return judge(read_steps(profiled_run.trace()), buckets=len(plan.buckets))
 
 
-def judge(seen: StepTrace, *, buckets: int) -> Outcome:
+def judge(trace: StepTrace, *, buckets: int) -> Outcome:
     """Grouping and overlap of one step, `buckets` of which are reduced to owners and gathered again."""
-    if seen.hidden is None:
-        return Outcome(status="not run", said="the trace has no kernels of NCCL, as on a CPU")
-    rooted = seen.collectives.get("Reduce", 0) + seen.collectives.get("Broadcast", 0)
+    if trace.hidden is None:
+        return Outcome(status="not run", summary="the trace has no kernels of NCCL, as on a CPU")
+    rooted = trace.collectives.get("Reduce", 0) + trace.collectives.get("Broadcast", 0)
     grouped = rooted <= 2 * UNGROUPED * buckets
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(seen.collectives.items()))
-    said = (
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(trace.collectives.items()))
+    summary = (
         f"{kinds} in {buckets} buckets: {'grouped' if grouped else 'one by one'}; "
-        f"{seen.hidden:.0%} of {seen.collective_s * 1e3:.0f} ms hidden"
+        f"{trace.hidden:.0%} of {trace.collective_s * 1e3:.0f} ms hidden"
     )
-    numbers = {"collectives": seen.collectives, "buckets": buckets, "hidden": seen.hidden}
-    return Outcome(status="pass" if grouped and seen.hidden >= HIDDEN else "short", said=said, numbers=numbers)
+    numbers = {"collectives": trace.collectives, "buckets": buckets, "hidden": trace.hidden}
+    status: Status = "pass" if grouped and trace.hidden >= HIDDEN else "short"
+    return Outcome(status=status, summary=summary, numbers=numbers)
+
+
+def chains(setup: Setup) -> Outcome:
+    """Reductions to owners in each order of owners, against one reduce-scatter of the sum: what filling NCCL's chains
+    costs. Ranks are processes of `gpu_parts.chains`."""
+    answer = setup.folder / "chains.json"
+    command = [sys.executable, "-W", "ignore", "-m", "gpu_parts.chains", setup.device, str(setup.gpus), str(answer)]
+    folder = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    if subprocess.run(command, env=environment, check=False).returncode:
+        return Outcome(status="short", summary="its ranks failed; see above")
+    times: dict[str, float] = json.loads(answer.read_text(encoding="utf-8"))
+    ring = times["reduce_scatter"]
+    summary = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in times.items())
+    worst = max(times.values()) / ring
+    return Outcome(status="pass", summary=f"{summary}; chains {worst:.2f} times a ring at most", numbers=times)

@@ -20,9 +20,7 @@ from canzona_cli.calibrate.compute import Team
 from canzona_cli.calibrate.updates import Group, Variant, expected, shapes, update_samples, variants
 from canzona_cli.config.compose import compose_run
 from canzona_cli.costs.update import algorithm, flops, work
-from canzona_cli.engine.kernels import choose_kernels
 from canzona_cli.optimizers.matrix_optimizer import products
-from canzona_cli.run.records import KernelChoice
 from canzona_cli.run.statistics import Quartiles
 from gpu_parts.outcome import Outcome, Setup
 
@@ -58,62 +56,44 @@ def updates(setup: Setup, seconds: float) -> Outcome:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     team = Team(0, 1, torch.device(setup.device))
-    items = wanted(setup.sizes)
-    found: list[Update] = []
+    items = updates_of(setup.sizes)
+    measured: list[Update] = []
     until = time.monotonic() + seconds
     for variant, size, shape in items:
         if time.monotonic() + expected(variant, *shape) > until:
             break
-        found.append(measure(team, variant, size, shape, setup.budget_s))
-        show(found[-1])
-    choices = chosen_kernels(team, setup.sizes)
+        measured.append(measure(team, variant, size, shape, setup.budget_s))
+        show(measured[-1])
+        setup.keep("updates", summarised(measured, left=len(items) - len(measured)))
     torch.distributed.destroy_process_group()
-    return summary(found, choices, left=len(items) - len(found))
+    return summarised(measured, left=len(items) - len(measured))
 
 
-def chosen_kernels(team: Team, sizes: Sequence[str]) -> list[KernelChoice]:
-    """What the ladder makes of the sizes' symmetric products, as their runs find it."""
-    found: dict[tuple[int, int, str], KernelChoice] = {}
-    for size in sizes:
-        for choice in choose_kernels(compose_run([f"recipe={size}", "optimizer=muon"]).config, team.device).choices:
-            found[choice.side, choice.long, choice.dtype] = choice
-    for (side, long, dtype), choice in sorted(found.items()):
-        # In full, though a kernel that knows of the symmetry does half of it.
-        rates = ", ".join(
-            f"{trial.kernel} {trial.refused}"
-            if trial.seconds is None
-            else f"{trial.kernel} {2 * side * side * long / trial.seconds / 1e12:.3g} TFLOP/s"
-            for trial in choice.trials
-        )
-        print(f"X X' of {side} x {long} in {dtype}: {choice.kernel}{rates and f' of {rates}'}", flush=True)
-    return list(found.values())
-
-
-def wanted(sizes: Sequence[str]) -> list[tuple[Variant, str, tuple[int, int]]]:
-    """Ours of every optimizer with every shape of the sizes, each once, quick ones first."""
+def updates_of(sizes: Sequence[str]) -> list[tuple[Variant, str, tuple[int, int]]]:
+    """Our updates of every optimizer with every shape of the sizes, each once, quick ones first."""
     items: dict[tuple[str, int, int], tuple[Variant, str, tuple[int, int]]] = {}
     for size in sizes:
         config = compose_run([f"recipe={size}"]).config
-        for variant in (found for found in variants(config) if found.kind == "ours"):
+        for variant in (variant for variant in variants(config) if variant.ours):
             for shape in shapes(config):
                 items.setdefault((variant.label, *shape), (variant, size, shape))
     return sorted(items.values(), key=lambda item: expected(item[0], *item[2]))
 
 
-def summary(found: Sequence[Update], choices: Sequence[KernelChoice], *, left: int) -> Outcome:
+def summarised(measured: Sequence[Update], *, left: int) -> Outcome:
     """Large updates of Muon in one number; the others in the file."""
     more = f"; the time was up before {left} more" if left else ""
-    if not found:
-        return Outcome(status="not run", said=f"nothing was measured{more}")
-    muon = [update for update in found if update.algorithm.startswith("muon")]
+    if not measured:
+        return Outcome(status="not run", summary=f"nothing was measured{more}")
+    muon = [update for update in measured if update.algorithm.startswith("muon")]
     shares = [update.share for update in muon if min(update.rows, update.cols) >= LARGE]
-    said = f"{len(found)} updates{more}"
+    summary = f"{len(measured)} updates{more}"
     if shares:
         typical = statistics.median(shares)
-        said += f"; Muon of large matrices at {typical:.0%} of a product's rate, {min(shares):.0%} at least"
+        summary += f"; Muon of large matrices at {typical:.0%} of a product's rate, {min(shares):.0%} at least"
     fine = not shares or statistics.median(shares) >= SHARE
-    numbers = {"updates": [asdict(one) for one in found], "kernels": [asdict(one) for one in choices]}
-    return Outcome(status="pass" if fine else "short", said=said, numbers=numbers)
+    numbers = {"updates": [asdict(one) for one in measured]}
+    return Outcome(status="pass" if fine else "short", summary=summary, numbers=numbers)
 
 
 def measure(team: Team, variant: Variant, size: str, shape: tuple[int, int], budget_s: float) -> Update:
@@ -131,7 +111,7 @@ def measure(team: Team, variant: Variant, size: str, shape: tuple[int, int], bud
 
 
 def launches(work: Callable[[], None], device: torch.device) -> int:
-    """Of one call, once it is warm."""
+    """Counts the launches of one call, once it is warm."""
     work()
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -147,7 +127,7 @@ def launches(work: Callable[[], None], device: torch.device) -> int:
 
 
 def alike(variant: Variant, rows: int, cols: int, device: torch.device) -> tuple[int, str]:
-    """Side and precision of the product of two squares that is like the mean one of an update."""
+    """The side and precision of the product of two squares that is like the mean one of an update."""
     how = algorithm(variant.config)
     parts = work(how, rows, cols)[0].products
     volume = sum(n * m * k * p for n, m, k, p in parts) / sum(n for n, *_ in parts)
@@ -157,7 +137,7 @@ def alike(variant: Variant, rows: int, cols: int, device: torch.device) -> tuple
 
 @cache
 def product_tflops(team: Team, side: int, precision: str, budget_s: float) -> float:
-    """Of random numbers: the power that constants take, and so the clock they leave, is another."""
+    """Measures products of random numbers: constants take less power, and so leave a higher clock."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     a, b, out = (torch.randn(side, side, device=team.device).to(dtype) for _ in range(3))
 
@@ -168,11 +148,11 @@ def product_tflops(team: Team, side: int, precision: str, budget_s: float) -> fl
         return 2 * side**3 / Quartiles.of(team.samples(multiply, budget_s)).median / 1e12
 
 
-def show(found: Update) -> None:
+def show(update: Update) -> None:
     print(
-        f"{found.algorithm:26} {f'{found.rows} x {found.cols}':>13} {found.size:>11} "
-        f"{found.seconds.median * 1e3:9.3f} ms {found.seconds.relative:7.1%} {found.tflops:8.3g} TFLOP/s  "
-        f"{found.share:4.0%} of {found.side} squared's {found.product_tflops:.3g} in {found.precision}, "
-        f"{found.launches:.0f} launches",
+        f"{update.algorithm:26} {f'{update.rows} x {update.cols}':>13} {update.size:>11} "
+        f"{update.seconds.median * 1e3:9.3f} ms {update.seconds.relative:7.1%} {update.tflops:8.3g} TFLOP/s  "
+        f"{update.share:4.0%} of {update.side} squared's {update.product_tflops:.3g} in {update.precision}, "
+        f"{update.launches:.0f} launches",
         flush=True,
     )

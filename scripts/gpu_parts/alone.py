@@ -1,0 +1,162 @@
+"""Parts that need no run: graphs of Muon's updates one after another, the ladder of kernels, one large update when the
+GPU is hot."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Final
+
+import torch
+
+from canzona_cli.calibrate.compute import Group, Team, Variant
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.costs.update import algorithm, flops, seconds
+from canzona_cli.engine.kernels import choose_kernels
+from canzona_cli.run.records import KernelChoice
+from canzona_cli.run.statistics import Quartiles
+from gpu_parts.outcome import Comparison, Outcome, Setup
+
+LARGE: Final = (5120, 25600)
+"""The largest matrix of qwen3-32b."""
+SMALL: Final = (256, 512)
+"""Its stand-in on a CPU."""
+HEATED_S: Final = 20.0
+"""Seconds of products before the update is timed: after one, the power limit has lowered the clocks."""
+PRODUCT: Final = 8192
+LADDER_SIZES: Final = ("qwen3-0.6b", "qwen3-8b", "qwen3-32b")
+LADDER_S: Final = 20.0
+"""Seconds that the ladder may take for one size, its kernels uncompiled."""
+
+
+def graphs(setup: Setup) -> Outcome:
+    """Two optimizers one after another, the first one gone, each replaying its updates: both update as without."""
+    rows, cols = (1024, 4096) if setup.device == "cuda" else SMALL
+    off: list[float] = []
+    captures: list[int] = []
+    stream = _stream(setup)
+    for _ in range(2):
+        torch.manual_seed(1)
+        replayed, plain = (_weights_after(setup, rows, cols, graph=graph) for graph in (True, False))
+        off.append(max(float((a - b).abs().max()) for a, b in zip(replayed[0], plain[0], strict=True)))
+        captures.append(replayed[1])
+        del replayed, plain
+        if setup.device == "cuda":
+            torch.cuda.empty_cache()
+    same = _stream(setup) == stream
+    fine = same and max(off) == 0 and (setup.device == "cpu" or min(captures) == 1)
+    summary = f"{captures[0]} and {captures[1]} captured, weights {max(off):.2g} apart from updates without"
+    summary += "" if same else "; the current stream is another one afterwards"
+    numbers = {"captures": captures, "apart": off, "stream_restored": same}
+    return Outcome(status="pass" if fine else "short", summary=summary, numbers=numbers)
+
+
+def _stream(setup: Setup) -> object:
+    return torch.cuda.current_stream() if setup.device == "cuda" else None
+
+
+def _weights_after(setup: Setup, rows: int, cols: int, *, graph: bool) -> tuple[list[torch.Tensor], int]:
+    """Weights after six updates of a few matrices, and how many graphs were captured."""
+    torch.manual_seed(0)
+    config = _muon(setup, "standard", graph=graph, extra=("model.num_layers=4",))
+    group = Group(Variant(config=config, label="muon"), rows, cols, torch.device(setup.device))
+    for _ in range(6):
+        group.update()
+    weights = [p.detach().clone() for settings in group.optimizer.param_groups for p in settings["params"]]
+    return weights, getattr(group.optimizer, "captures", 0)
+
+
+def ladder(setup: Setup) -> Outcome:
+    """The choice of kernels for symmetric products, from nothing compiled, and again with the files of the first."""
+    numbers: dict[str, object] = {}
+    slowest = 0.0
+    with _team(setup) as team:
+        for size in LADDER_SIZES if setup.device == "cuda" else ("qwen3-tiny",):
+            config = compose_run([f"recipe={size}", "optimizer=muon"]).config
+            times = []
+            for _ in range(2):
+                begun = time.perf_counter()
+                choices = choose_kernels(config, team.device).choices
+                times.append(time.perf_counter() - begun)
+            slowest = max(slowest, times[0])
+            numbers[size] = {"cold_s": times[0], "warm_s": times[1], "choices": [asdict(one) for one in choices]}
+            print_choices(choices)
+            summary = f"{slowest:.1f} s at most for the kernels of one size, nothing compiled before"
+            outcome = Outcome(status="pass" if slowest <= LADDER_S else "short", summary=summary, numbers=numbers)
+            setup.keep("ladder", outcome)
+    return outcome
+
+
+def print_choices(choices: Sequence[KernelChoice]) -> None:
+    for choice in choices:
+        side, long = choice.side, choice.long
+        # In full, though a kernel that knows of the symmetry does half of it.
+        rates = ", ".join(
+            f"{trial.kernel} {trial.refused}"
+            if trial.seconds is None
+            else f"{trial.kernel} {2 * side * side * long / trial.seconds / 1e12:.3g} TFLOP/s"
+            for trial in choice.trials
+        )
+        print(f"X X' of {side} x {long} in {choice.dtype}: {choice.kernel}{rates and f' of {rates}'}", flush=True)
+
+
+def hot(setup: Setup) -> Outcome:
+    """Large products for a while, then one large update: in both forms, eagerly and replayed."""
+    rows, cols = LARGE if setup.device == "cuda" else SMALL
+    budget = max(1.0, setup.budget_s) if setup.device == "cuda" else setup.budget_s
+    comparisons: list[Comparison] = []
+    numbers: dict[str, object] = {}
+    with _team(setup) as team:
+        rate = _heated(team, HEATED_S if setup.device == "cuda" else 0.1)
+        numbers["product_tflops"] = rate
+        profile = _muon(setup, "gram", graph=True).cluster
+        assumed = profile.sustained_tflops or max((rate for _, rate in profile.matmul_tflops), default=0.0)
+        name = f"product of {PRODUCT} squared, hot" if setup.device == "cuda" else "product"
+        comparisons.append(Comparison(what=name, unit="TFLOP/s", simulated=assumed, measured=rate))
+        for form in ("gram", "standard"):
+            for graph in (False, True):
+                config = _muon(setup, form, graph=graph, extra=("model.num_layers=2",))
+                group = Group(Variant(config=config, label=f"muon/{form}"), rows, cols, team.device)
+                for _ in range(3):
+                    group.update()
+                times = Quartiles.of([one / group.count for one in team.samples(group.update, budget)])
+                how = algorithm(config)
+                what = f"Muon of {rows} x {cols}, {form}, {'replayed' if graph else 'eager'}"
+                simulated = 1e3 * seconds(how, rows, cols, config.cluster)
+                comparisons.append(Comparison(what=what, unit="ms", simulated=simulated, measured=1e3 * times.median))
+                numbers[what] = {"seconds": asdict(times), "tflops": flops(how, rows, cols) / times.median / 1e12}
+                summary = f"products at {rate:.3g} TFLOP/s; " + ", ".join(
+                    f"{one.what.partition(', ')[2]} {one.measured:.1f} ms" for one in comparisons[1:]
+                )
+                outcome = Outcome(status="pass", summary=summary, numbers=numbers, comparisons=tuple(comparisons))
+                setup.keep("hot", outcome)
+                del group
+    return outcome
+
+
+def _heated(team: Team, seconds: float) -> float:
+    """The rate of large bf16 products at the end of so many seconds of them, TFLOP/s."""
+    side = PRODUCT if team.device.type == "cuda" else 256
+    a, b, out = (torch.randn(side, side, device=team.device).bfloat16() for _ in range(3))
+    end, rate = time.perf_counter() + seconds, 0.0
+    while time.perf_counter() < end:
+        times = Quartiles.of(team.samples(lambda: torch.mm(a, b, out=out), 1.0))
+        rate = 2 * side**3 / times.median / 1e12
+    return rate
+
+
+def _muon(setup: Setup, form: str, *, graph: bool, extra: Sequence[str] = ()) -> RunConfig:
+    settings = ["optimizer=muon", f"optimizer.form={form}", f"optimizer.graph={str(graph).lower()}"]
+    return compose_run(["recipe=qwen3-32b", f"cluster={setup.profile}", "gpus=8", *settings, *extra]).config
+
+
+@contextmanager
+def _team(setup: Setup) -> Iterator[Team]:
+    """One rank that measures."""
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield Team(0, 1, torch.device(setup.device))
+    finally:
+        torch.distributed.destroy_process_group()

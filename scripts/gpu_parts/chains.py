@@ -1,0 +1,76 @@
+"""Ranks that time reductions to owners in three orders against one reduce-scatter: DEVICE RANKS FILE.json.
+
+NCCL reduces along a chain of ranks, which every reduction fills anew with chunks; reductions that follow one another
+overlap where the next owner is the last one or its successor. A ring's reduce-scatter fills once.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+REDUCTIONS: Final = 16
+BYTES: Final = 64 << 20
+"""Of each reduction."""
+REPEATS: Final = 9
+
+
+def rank(number: int, ranks: int, device: str, file: Path) -> None:
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCH_DIST_USE_NCCL2="0")  # as the launcher sets them
+    if device == "cuda":
+        torch.cuda.set_device(number)
+    backend, store = "nccl" if device == "cuda" else "gloo", f"file://{file.absolute()}.store"
+    dist.init_process_group(backend, init_method=store, rank=number, world_size=ranks)
+    elements = (BYTES if device == "cuda" else 1 << 12) // 4
+    buffers = [torch.zeros(elements, device=device) for _ in range(REDUCTIONS)]
+    ring = torch.zeros(REDUCTIONS * elements // ranks * ranks, device=device)
+    part = ring.new_empty(ring.numel() // ranks)
+    orders = {
+        "one owner": [0] * REDUCTIONS,
+        "ascending": [place % ranks for place in range(REDUCTIONS)],
+        "descending": [-place % ranks for place in range(REDUCTIONS)],
+    }
+    times = {name: seconds(partial(_reduce, buffers, owners), device) for name, owners in orders.items()}
+    times["reduce_scatter"] = seconds(lambda: dist.reduce_scatter_tensor(part, ring), device)
+    if number == 0:
+        file.write_text(json.dumps(times), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def _reduce(buffers: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
+    for buffer, owner in zip(buffers, owners, strict=True):
+        dist.reduce(buffer, dst=owner)
+
+
+def seconds(work: Callable[[], object], device: str) -> float:
+    """The median time of some collectives, the slowest rank's, seconds."""
+    times = []
+    for _ in range(REPEATS + 2):
+        dist.barrier()
+        if device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            took = torch.tensor(start.elapsed_time(end) / 1e3, device=device)
+        else:
+            begun = time.perf_counter()
+            work()
+            took = torch.tensor(time.perf_counter() - begun)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        times.append(float(took))
+    return statistics.median(times[2:])
+
+
+if __name__ == "__main__":
+    device, ranks, file = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    torch.multiprocessing.spawn(rank, args=(ranks, device, file), nprocs=ranks)  # type: ignore[attr-defined]
