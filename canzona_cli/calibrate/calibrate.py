@@ -16,8 +16,8 @@ from pathlib import Path
 from canzona_cli.calibrate.measurement import FULL, Effort, Measurement, Orders, Quantity, Record, read_record
 from canzona_cli.calibrate.profile import profile_of, shortened
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.cluster.layouts import fill
 from canzona_cli.cluster.machine import machine_facts
+from canzona_cli.cluster.search import fill
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, Problem, refuse, unwritable

@@ -13,17 +13,18 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from canzona_cli.cluster import doctor, gpu_needs
-from canzona_cli.cluster.gpu_needs import (
+from canzona_cli.cluster import doctor, machine
+from canzona_cli.cluster.machine import (
+    GpuInfo,
     backend_problem,
     driver_cuda,
     driver_problem,
     fused_layers_problem,
+    installed_version,
     interface_problem,
     named,
     torch_cuda,
 )
-from canzona_cli.cluster.machine import GpuInfo, installed_version
 from canzona_cli.errors import EnvironmentProblem, Problem
 from canzona_cli.launch import preflight
 from tests.faults.support import LAYOUT, run_config
@@ -87,7 +88,7 @@ def test_a_driver_must_run_the_major_release_that_torch_is_built_for(
     words: tuple[str, ...] | None,
 ) -> None:
     driver(release)
-    monkeypatch.setattr(gpu_needs, "torch_cuda", lambda: built)
+    monkeypatch.setattr(machine, "torch_cuda", lambda: built)
     problem = driver_problem()
     assert (problem is None) == (words is None)
     if problem is not None and words is not None:
@@ -136,7 +137,7 @@ def test_a_list_that_leaves_no_interface_is_named_with_those_there_are() -> None
 
 def test_a_backend_that_may_not_wait_for_reductions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for torch_here, refused in (("2.14.1", True), ("2.15.0+cu130", False)):
-        monkeypatch.setattr(gpu_needs, "installed_version", lambda package, found=torch_here: found)
+        monkeypatch.setattr(machine, "installed_version", lambda package, found=torch_here: found)
         assert (backend_problem("1") is not None) is refused
         assert backend_problem("0") is None is backend_problem(None)
 
@@ -150,8 +151,8 @@ def test_a_transformer_engine_is_one_that_megatron_was_written_for(
 ) -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     [asked] = map(Requirement, project["optional-dependencies"]["te"])
-    monkeypatch.setattr(gpu_needs, "requirement", lambda package: asked)
-    monkeypatch.setattr(gpu_needs, "installed_version", lambda package: installed)
+    monkeypatch.setattr(machine, "requirement", lambda package: asked)
+    monkeypatch.setattr(machine, "installed_version", lambda package: installed)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed and object())
     problem = fused_layers_problem()
     assert (problem is None) is (named is None)
@@ -162,12 +163,12 @@ def test_a_transformer_engine_is_one_that_megatron_was_written_for(
 
 def test_a_run_is_refused_with_all_that_is_missing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     driver(12080)
-    monkeypatch.setattr(gpu_needs, "torch_cuda", lambda: (13, 2))
+    monkeypatch.setattr(machine, "torch_cuda", lambda: (13, 2))
     monkeypatch.setattr(preflight, "visible_gpus", lambda: 8)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "no-such-interface")
     monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "1")
     versions = {"torch": "2.14.1"}
-    monkeypatch.setattr(gpu_needs, "installed_version", lambda name: versions.get(name) or installed_version(name))
+    monkeypatch.setattr(machine, "installed_version", lambda name: versions.get(name) or installed_version(name))
     config = run_config(gpus=2)
     cuda = replace(config, cluster=replace(config.cluster, device="cuda", transformer_engine=True))
     with pytest.raises(EnvironmentProblem) as raised:
@@ -186,7 +187,7 @@ def test_a_run_is_refused_with_all_that_is_missing(driver: Driver, monkeypatch: 
 
 def test_the_doctor_says_the_same(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = (GpuInfo(name="H100", memory_bytes=80 << 30, driver="570.86.15"),)
-    monkeypatch.setattr(gpu_needs, "torch_cuda", lambda: (13, 2))
+    monkeypatch.setattr(machine, "torch_cuda", lambda: (13, 2))
     monkeypatch.setattr(doctor, "installed_version", lambda package: None)
     monkeypatch.setattr(doctor, "fused_layers_problem", lambda: Problem(key="", reason="", fix="without"))
     for release, status in ((12080, "warn"), (13000, "ok")):
