@@ -16,8 +16,7 @@ from typing import Final
 
 import torch
 
-from canzona_cli.calibrate.compute import Team
-from canzona_cli.calibrate.updates import Group, Variant, expected, shapes, update_samples, variants
+from canzona_cli.calibrate.compute import Group, Team, Variant, expected, shapes, update_samples, variants
 from canzona_cli.config.compose import compose_run
 from canzona_cli.costs.update import algorithm, flops, work
 from canzona_cli.engine.kernels import choose_kernels
@@ -94,7 +93,7 @@ def wanted(sizes: Sequence[str]) -> list[tuple[Variant, str, tuple[int, int]]]:
     items: dict[tuple[str, int, int], tuple[Variant, str, tuple[int, int]]] = {}
     for size in sizes:
         config = compose_run([f"recipe={size}"]).config
-        for variant in (found for found in variants(config) if found.kind == "ours"):
+        for variant in (found for found in variants(config) if found.ours):
             for shape in shapes(config):
                 items.setdefault((variant.label, *shape), (variant, size, shape))
     return sorted(items.values(), key=lambda item: expected(item[0], *item[2]))
