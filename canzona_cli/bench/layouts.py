@@ -14,9 +14,8 @@ from canzona_cli.bench.lineup import PreparedStrategy, prepare_strategy
 from canzona_cli.bench.results import Predicted
 from canzona_cli.bench.sitting import BenchFiles, Turns, last_steps, read_samples
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.cluster.layouts import candidates, fill
 from canzona_cli.cluster.profiles import profile_warnings
-from canzona_cli.cluster.search import search
+from canzona_cli.cluster.search import candidates, fill, search
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import strategy_of
 from canzona_cli.config.recipes import recipe_text

@@ -10,7 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
-from canzona_cli.cluster.layouts import candidates, fill
+from canzona_cli.cluster.search import candidates, fill
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig

@@ -1,32 +1,56 @@
-"""The launcher's side of `canzona calibrate`: starts the ranks, reads their measurements,
-and writes a profile of them.
+"""The launcher's side of `canzona calibrate`: starts the ranks, reads their measurements, writes a profile of them.
 
-The YAML of the profile is what `cluster=./FILE.yaml` reads, with each number's spread beside it.
+A loop over one operation has warm caches, memory that was used a moment ago and ranks that arrive together; a training
+step has none of these. So at the end two short benches run on the profile, one with data-parallel ranks and one with
+pairs of tensor-parallel ones. The measured time of each phase over its predicted time becomes a factor of the profile.
 """
 
+import itertools
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
-from canzona_cli.calibrate.measurement import FULL, Effort, Measurement, Orders, Quantity, Record, read_record
-from canzona_cli.calibrate.profile import profile_of, shortened
+import yaml
+
+from canzona_cli.bench.results import BenchResult, StrategyBench
+from canzona_cli.bench.session import Say, prepare, run
+from canzona_cli.calibrate.profile import (
+    FULL,
+    Effort,
+    Measurement,
+    Orders,
+    Quantity,
+    Record,
+    profile_of,
+    read_record,
+    shortened,
+    significant,
+    with_peak,
+)
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.cluster.layouts import fill
 from canzona_cli.cluster.machine import machine_facts
+from canzona_cli.cluster.search import fill
 from canzona_cli.config.compose import dump_resolved
+from canzona_cli.config.execution import AnyStrategy
+from canzona_cli.config.overrides import key_of
+from canzona_cli.config.recipes import check_destination
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
-from canzona_cli.errors import CanzonaError, ConfigError, Problem, refuse, unwritable
+from canzona_cli.errors import CanzonaError, ConfigError, ExitCode, Problem, unwritable
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.launch.view import TrainView
 from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
 from canzona_cli.run.machine import cores
+from canzona_cli.run.phases import Phase
+from canzona_cli.run.words import layout_code
 
 WORKER_MODULE = "canzona_cli.calibrate.worker"
 NOISE = 0.2
@@ -52,6 +76,7 @@ class Calibration:
 
     @property
     def warnings(self) -> tuple[str, ...]:
+        """Lists what makes the numbers less certain."""
         warnings = []
         if self.load > cores() / 2:
             warnings.append(
@@ -61,7 +86,7 @@ class Calibration:
         noisy = [m for m in self.record.measurements if m.spread.relative > NOISE]
         if noisy:
             worst = sorted(noisy, key=lambda m: -m.spread.relative)[:3]
-            named = ", ".join(f"{describe(m)} {m.spread.relative:.0%}" for m in worst)
+            named = ", ".join(f"{m.name} {m.spread.relative:.0%}" for m in worst)
             more = "" if len(noisy) <= 3 else f" and {len(noisy) - 3} more"
             warnings.append(f"spread above {NOISE:.0%}: {named}{more}")
         if self.profile.not_measured:
@@ -77,24 +102,17 @@ def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
     """
     cluster = config.cluster
     if config.gpus > cluster.gpus_per_node or (cluster.nodes or 1) > 1:
-        raise ConfigError(
-            Problem(
-                key="gpus",
-                value=config.gpus,
-                reason=f"one machine is measured, and profile {cluster.name} has {cluster.gpus_per_node} ranks on each",
-                fix=f"gpus={cluster.gpus_per_node}, or fewer",
-            )
-        )
+        reason = f"one machine is measured, and profile {cluster.name} has {cluster.gpus_per_node} ranks on each"
+        fix = f"gpus={cluster.gpus_per_node}, or fewer"
+        raise ConfigError(Problem(key="gpus", value=config.gpus, reason=reason, fix=fix))
     if cluster.device == "cpu" and config.gpus < 2:
-        raise ConfigError(
-            Problem(
-                key="gpus",
-                value=config.gpus,
-                reason="collectives cannot be measured among fewer than 2 CPU ranks",
-                fix="gpus=4 measures groups of 2 and 4, gpus=8 also those of 8",
-            )
-        )
-    micro_batch = _micro_batch(config)
+        reason = "collectives cannot be measured among fewer than 2 CPU ranks"
+        fix = "gpus=4 measures groups of 2 and 4, gpus=8 also those of 8"
+        raise ConfigError(Problem(key="gpus", value=config.gpus, reason=reason, fix=fix))
+    micro_batch = config.train.micro_batch_size or 1
+    if config.train.micro_batch_size is None:
+        with suppress(CanzonaError):  # the recipe's run itself may not be possible here
+            micro_batch = resolve(config)[1].micro_batch_size
     layout = Layout(
         tp=1,
         pp=1,
@@ -168,28 +186,6 @@ def calibrate(
     )
 
 
-def describe(measurement: Measurement) -> str:
-    """Describes the measurements in one line."""
-    quantity, key = measurement.quantity, measurement.key
-    if quantity == "collectives":
-        return f"{key[0]} of {key[2]:,} bytes among {key[1]}"
-    if quantity == "updates":
-        return f"{key[0]} {key[1]} x {key[2]}"
-    if quantity == "matmul_tflops":
-        return f"bf16 product {key[0]}"
-    return quantity
-
-
-def _micro_batch(config: RunConfig) -> int:
-    """That of the recipe's own run; 1 where it could not run here."""
-    if config.train.micro_batch_size is not None:
-        return config.train.micro_batch_size
-    try:
-        return resolve(config)[1].micro_batch_size
-    except CanzonaError:
-        return 1
-
-
 def content_of(calibration: Calibration, written: Path | None) -> dict[str, object]:
     """Returns what `--json` prints."""
     return {
@@ -207,19 +203,6 @@ def content_of(calibration: Calibration, written: Path | None) -> dict[str, obje
 
 _PLACES = ("nodes", "node_rank", "rdzv_endpoint", "rdzv_id")
 """Settings of one run, not of a machine."""
-_MEANING = {
-    "bf16_in_fp32": "this processor has no instructions for bf16",
-    "cores": "processor cores the ranks share",
-    "bf16_tflops": "what the fastest product or pass reached: no datasheet tells a processor's peak",
-    "forward_factor": "measured forward over what the model of it says on this profile",
-    "backward_factor": "the same of the backward",
-    "forward_module_us": "what of it does not grow with the micro-batch, by module",
-    "backward_module_us": "the same of the backward",
-    "grouped_collectives": "whether small reductions together take little longer than one",
-    "step_factors": "measured time in whole steps over what its parts come to",
-    "intra_node_gb_per_s": "from all-to-all of 2 ranks",
-    "intra_node_latency_us": "the same, 8 bytes",
-}
 _ELSEWHERE = "--out FILE.yaml with a place you may write to"
 
 
@@ -241,24 +224,12 @@ def check_writable(path: Path, *, force: bool) -> None:
 
     Raises:
         ConfigError: no .yaml file, or it is there already.
-        EnvironmentProblem: its folder is not there or cannot be written.
+        EnvironmentProblem: its folder cannot be made or written.
     """
-    problems = []
-    if path.suffix not in (".yaml", ".yml"):
-        problems.append(
-            Problem(key="--out", value=path, reason="a profile is a YAML file", fix=f"--out {path.stem}.yaml")
-        )
-    elif path.exists() and not (force and path.is_file()):
-        fix = "--force replaces it; --out FILE.yaml names another"
-        if not path.is_file():
-            fix = "--out FILE.yaml names another"
-        problems.append(Problem(key="--out", value=path, reason="is there already", fix=fix))
-    refuse(problems)
+    check_destination(path, force=force, what="a profile", key="--out")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        probe = path.parent / f".{path.name}.probe"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise unwritable("--out", path, error, fix=_ELSEWHERE) from None
 
@@ -272,7 +243,7 @@ def write_profile(path: Path, calibration: Calibration) -> None:
 
 
 def profile_text(calibration: Calibration) -> str:
-    """The file's text; composes to `found.profile`."""
+    """Returns the text of the file, which composes to the profile."""
     return "\n".join([*_header(calibration), *_settings(calibration)]) + "\n"
 
 
@@ -305,19 +276,16 @@ def _settings(calibration: Calibration) -> Iterator[str]:
         if name in _TABLES and value:
             yield f"{name}:"
             yield from _rows(calibration, name, value)
-            continue
-        changed = value and value != getattr(calibration.base, name)
-        meaning = f" # {_MEANING[name]}" if name in _MEANING and changed else ""
-        if isinstance(value, dict) and value:
-            yield f"{name}:{meaning}"
-            yield from (f"  {_scalar(key)}: {_scalar(item)}" for key, item in value.items())
+        elif isinstance(value, dict) and value:
+            yield f"{name}:"
+            yield from (f"  {_flow(key)}: {_flow(item)}" for key, item in value.items())
         else:
-            plain = list(value) if isinstance(value, tuple) else value
-            yield f"{name}: {_scalar(plain)}" + (meaning or (f" # {_spread(single[name])}" if name in single else ""))
+            spread = f" # {_spread(single[name])}" if name in single else ""
+            yield f"{name}: {_flow(value)}{spread}"
 
 
 def _rows(calibration: Calibration, name: str, table: Iterable[tuple[object, ...]]) -> Iterator[str]:
-    """A row on a line, each with its spread."""
+    """Yields a row on a line, each with its spread."""
     quantity, width = _TABLES[name]
     measured: dict[tuple[object, ...], Measurement] = {
         m.key: m for m in calibration.record.measurements if m.quantity == quantity
@@ -325,18 +293,170 @@ def _rows(calibration: Calibration, name: str, table: Iterable[tuple[object, ...
     for row in table:
         measurement = measured.get(row[:width])
         source = f"as {calibration.base.name}" if measurement is None else _spread(measurement)
-        yield f"  - {_scalar(list(row))} # {source}"
+        yield f"  - {_flow(row)} # {source}"
 
 
 def _spread(measurement: Measurement) -> str:
     return f"+- {measurement.spread.relative / 2:.0%} of {measurement.repetitions}"
 
 
-def _scalar(value: object) -> str:
-    """JSON is YAML's flow style, but for exponents without a point, which YAML 1.1 reads as text."""
-    if isinstance(value, list):
-        return f"[{', '.join(_scalar(item) for item in value)}]"
-    if isinstance(value, float):
-        text = repr(value)
-        return text.replace("e", ".0e") if "e" in text and "." not in text else text
-    return json.dumps(value, ensure_ascii=False)
+def _flow(value: object) -> str:
+    """Writes a value as YAML on one line."""
+    plain = list(value) if isinstance(value, tuple) else value
+    text: str = yaml.safe_dump([plain], default_flow_style=True, width=100_000, allow_unicode=True)
+    return text.strip()[1:-1]
+
+
+BENCHED: tuple[AnyStrategy, ...] = ("canzona", "sc", "adamw")
+"""canzona's engine, Megatron's Muon, Megatron's DistributedOptimizer."""
+RANKS = 2
+_LAYERS = 2
+_ROUNDS, _STEPS = 3, 2
+_REPLACED = ("gpus", "cluster", "parallel", "optimizer", "engine", "run", "train.steps")
+"""Settings that the benches choose themselves, whatever the user set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFactors:
+    """Measured over predicted time."""
+
+    computing: float
+    """The factor of forward and backward, on top of the profile's own numbers."""
+    phases: Mapping[str, float]
+    """`ClusterConfig.step_factors`."""
+
+
+class ShortBenches:
+    """Short benches of the recipe's model with few layers.
+
+    Args:
+        overrides: the calibration's overrides.
+        config: the run they compose to.
+        profile: the file of the cluster profile to run on.
+    """
+
+    def __init__(
+        self, overrides: Sequence[str], config: RunConfig, profile: Path, say: Say, recipes_dirs: Sequence[Path] = ()
+    ) -> None:
+        on_cpu = config.cluster.device == "cpu"
+        # Ranks that take turns on a core find its caches full of each other's data, so a crowd is measured as
+        # one.
+        most = min(config.gpus, 2 * cores() if on_cpu else RANKS)
+        self.ranks = most if most < RANKS else most // RANKS * RANKS
+        self.overrides = [
+            *(override for override in overrides if not _replaced(override)),
+            *(f"cluster={profile.absolute()}", "parallel.pp=1", "optimizer=muon"),
+            f"model.num_layers={min(_LAYERS, config.model.num_layers)}",
+        ]
+        self._say, self._recipes_dirs = say, recipes_dirs
+
+    def bench(self, ranks: int, tp: int) -> BenchResult:
+        """Run every strategy in `BENCHED` on that many ranks.
+
+        Raises:
+            CanzonaError: as `session.prepare` and `session.run`.
+            KeyboardInterrupt: somebody stopped it.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="canzona-calibrate-"))
+        try:
+            session = prepare(
+                [*self.overrides, f"gpus={ranks}", f"parallel.tp={tp}"],
+                strategies=BENCHED,
+                rounds=_ROUNDS,
+                steps_per_turn=_STEPS,
+                recipes_dirs=self._recipes_dirs,
+                directory=str(folder / "steps"),
+            )
+            return run(session, self._say)[0]
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def with_steps(calibration: Calibration, benches: ShortBenches, write: Callable[[Calibration], None]) -> Calibration:
+    """`found` with the factors of whole steps; where a bench failed or was stopped, with those of the one
+    before it, and marked as lacking the rest.
+
+    Args:
+        write: writes a calibration to the profile that the benches run on, so that they predict from it.
+    """
+    begun = time.time()
+
+    def with_profile(profile: ClusterConfig) -> Calibration:
+        seconds = calibration.seconds + time.time() - begun
+        measured_on = {**profile.measured_on, "seconds": round(seconds, 1)}
+        return replace(calibration, seconds=seconds, profile=replace(profile, measured_on=measured_on))
+
+    profile, outcome = calibration.profile, calibration.outcome
+    results: list[BenchResult] = []
+    for tp in dict.fromkeys((1, min(RANKS, benches.ranks))):
+        try:
+            results.append(benches.bench(benches.ranks, tp))
+        except (KeyboardInterrupt, CanzonaError) as error:
+            stopped = isinstance(error, KeyboardInterrupt)
+            outcome = replace(
+                outcome,
+                status="interrupted" if stopped else "failed",
+                exit_code=ExitCode.INTERRUPTED if stopped else ExitCode.CRASH,
+                message="" if stopped else f"whole steps of TP {tp}: {error}",
+            )
+            profile = replace(profile, not_measured=(*profile.not_measured, "steps"))
+            break
+    result = replace(with_profile(_fitted(profile, results) if results else profile), outcome=outcome)
+    write(result)
+    return result
+
+
+def _fitted(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterConfig:
+    """Returns the profile with the factors of its benches, at least one."""
+    fitted = factors(results)
+    scaled = ("forward_factor", "forward_module_us", "backward_factor", "backward_module_us")
+    changes = {name: significant(getattr(profile, name) * fitted.computing) for name in scaled}
+    # Errors of predictions are reported for other layouts than these.
+    layouts = ", ".join(dict.fromkeys(layout_code(result.layout) for result in results))
+    measured_on = {**profile.measured_on, "fitted_on": layouts}
+    changed = replace(profile, step_factors=dict(fitted.phases), measured_on=measured_on, **changes)  # type: ignore[arg-type]
+    return with_peak(changed)
+
+
+def factors(results: Sequence[BenchResult]) -> StepFactors:
+    """Computes factors from the data-parallel bench and, if there were two ranks,
+    the tensor-parallel one after it.
+
+    Forward and backward are the first one's: it has no collectives in them, which have prices of their own.
+    They have one factor together, and with the waits for gradients and parameters, where ranks meet that were
+    given the cores unevenly.
+    """
+    phases: dict[str, float] = {}
+    for prefix, (updating, elementwise) in {"": ("canzona", "canzona"), "megatron/": ("sc", "adamw")}.items():
+        of: dict[Phase, str] = {
+            "matrix_update": updating,
+            "exchange": updating,
+            "norm_clip": elementwise,
+            "adamw_update": elementwise,
+        }
+        for phase, strategy in of.items():
+            # Ranks wait for one another in norm and clip; the last one waits least.
+            rank: Literal["min", "mean"] = "min" if phase == "norm_clip" else "mean"
+            factor = _factor([result.strategies[strategy] for result in results], (phase,), rank)
+            if factor is not None:
+                phases[f"{prefix}{phase}"] = factor
+    met: tuple[Phase, ...] = ("forward", "backward", "grad_reduce", "param_gather")
+    computing = _factor(results[0].strategies.values(), met, "mean")
+    assert computing is not None
+    return StepFactors(computing=computing, phases=phases)
+
+
+def _factor(benches: Iterable[StrategyBench], phases: Sequence[Phase], rank: Literal["min", "mean"]) -> float | None:
+    """Measured over predicted, all phases and benches together; None where no bench has them."""
+    measured = predicted = 0.0
+    for bench, phase in itertools.product(benches, phases):
+        expected, seconds = bench.predicted.phases.get(phase, 0.0), bench.measured.phases.get(phase)
+        if seconds is not None and expected > 0:
+            measured += seconds.min_s if rank == "min" else seconds.mean_s
+            predicted += expected
+    return significant(measured / predicted) if predicted > 0 and measured > 0 else None
+
+
+def _replaced(override: str) -> bool:
+    key = key_of(override.lstrip("+~"))
+    return any(key == name or key.startswith(f"{name}.") for name in _REPLACED)

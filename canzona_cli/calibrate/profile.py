@@ -1,15 +1,16 @@
-"""A cluster profile, made of the measurements of a calibration. No torch."""
+"""The numbers that a calibration's ranks report, and the cluster profile that is made of them. No torch."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import get_args
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal, get_args
 
-from canzona_cli.calibrate.measurement import Measurement, Quantity, Record, parts
 from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.config.schema import (
     STANDARD_ONLY,
     AdamWConfig,
     ClusterConfig,
+    Device,
     Form,
     KroneckerConfig,
     Layout,
@@ -23,7 +24,172 @@ from canzona_cli.config.schema import (
 )
 from canzona_cli.costs.links import EFFICIENCY
 from canzona_cli.costs.model import stage_time
+from canzona_cli.run.codec import parse, read_lines
+from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
 from canzona_cli.run.machine import cores
+from canzona_cli.run.statistics import Quartiles
+
+Part = Literal["arithmetic", "memory", "adamw", "collectives", "model", "updates"]
+"""The parts in the order of measurement. A missing part comes from the profile that the calibration started from."""
+Quantity = Literal[
+    "matmul_tflops",
+    "fp32_tflops",
+    "tf32_tflops",
+    "qr_tflops",
+    "eigh_tflops",
+    "launch_us",
+    "memory_gb_per_s",
+    "adamw_ns",
+    "updates",
+    "collectives",
+    "grouped_collectives",
+    "forward",
+    "backward",
+]
+"""Profile fields in their own units (grouped_collectives: 1 or 0); updates, collectives, forward and backward
+in seconds."""
+
+WHAT: dict[Part, str] = {
+    "arithmetic": "matrix products, decompositions, launches",
+    "memory": "memory bandwidth",
+    "adamw": "AdamW",
+    "collectives": "collectives",
+    "model": "forward and backward",
+    "updates": "matrix updates",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """Budgets in seconds: a measurement is repeated until its budget is spent."""
+
+    item_s: float = 0.3
+    """Seconds for each product, decomposition, size of a collective and shape of an update."""
+    largest_item_s: float = 40.0
+    """An update that would take longer than this to measure is left to the cost model."""
+    end_s: float = 70.0
+    """Seconds since the start after which only quick items are measured."""
+    sizes: tuple[int, ...] = (8, 64 << 10, 1 << 20, 8 << 20)
+    """The sizes of collectives, in bytes."""
+    large: int | None = 32 << 20
+    """One more size, where it is quick enough."""
+
+    def on(self, device: Device) -> "Effort":
+        """The same with sizes of what travels on it: on GPUs up to buckets and gatherings of the largest models."""
+        return self if device == "cpu" else replace(self, sizes=GPU_SIZES, large=None)
+
+
+GPU_SIZES = (8, 64 << 10, 1 << 20, 16 << 20, 128 << 20, 1 << 30)
+FULL = Effort()
+QUICK = Effort(item_s=0.08, largest_item_s=1.5, end_s=30.0, sizes=(8, 64 << 10, 1 << 20), large=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """The orders that ranks read in addition to configuration and layout."""
+
+    effort: Effort
+    workers: int
+    """Ranks that compute at the same time."""
+
+    def write(self, files: RunFiles) -> None:
+        write_json_atomic(files.root / "orders.json", asdict(self))
+
+    @classmethod
+    def read(cls, files: RunFiles) -> "Orders":
+        return parse(cls, (files.root / "orders.json").read_bytes())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One number, measured more than once."""
+
+    quantity: Quantity
+    key: tuple[str | int, ...] = ()
+    """matmul_tflops: (n,); updates: (label, rows, columns); collectives: (kind, ranks, bytes);
+    forward and backward:
+    (sequences,)."""
+    spread: Quartiles
+    repetitions: int
+    """The repetitions over all ranks that took part."""
+    busy: float = 0.0
+    """The processor cores that a collective kept busy."""
+
+    @classmethod
+    def of(cls, quantity: Quantity, values: Sequence[float], *key: str | int, busy: float = 0.0) -> "Measurement":
+        return cls(quantity=quantity, key=key, spread=Quartiles.of(values), repetitions=len(values), busy=busy)
+
+    @property
+    def name(self) -> str:
+        """The name for people."""
+        if self.quantity == "collectives":
+            return f"{self.key[0]} of {self.key[2]:,} bytes among {self.key[1]}"
+        if self.quantity == "updates":
+            return f"{self.key[0]} {self.key[1]} x {self.key[2]}"
+        return f"bf16 product {self.key[0]}" if self.quantity == "matmul_tflops" else self.quantity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Facts about the run that only its ranks know."""
+
+    torch: str
+    backend: str
+    threads: int
+    """The threads of one rank."""
+    workers: int
+    """Ranks that computed at the same time."""
+    bf16_in_fp32: bool
+    """A field of the profile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Everything the ranks of a calibration have reported so far."""
+
+    measurements: tuple[Measurement, ...] = ()
+    done: tuple[Part, ...] = ()
+    """Parts that are complete."""
+    skipped: tuple[str, ...] = ()
+    """Updates left to the cost model, and why."""
+    facts: Facts | None = None
+
+
+class Recorder:
+    """Writes for rank 0: every number is on disk before the next one is measured.
+    Other ranks write nothing."""
+
+    def __init__(self, files: RunFiles, *, writes: bool) -> None:
+        self._path, self._writes = _measured(files), writes
+
+    def add(self, measurement: Measurement) -> None:
+        self.report(Record(measurements=(measurement,)))
+
+    def report(self, more: Record) -> None:
+        """Adds to the record."""
+        if self._writes:
+            append_json_line(self._path, asdict(more))
+
+
+def read_record(files: RunFiles) -> Record:
+    """Reads the record so far; incomplete lines are left out."""
+    lines, _ = read_lines(_measured(files), Record)
+    return Record(
+        measurements=tuple(measurement for line in lines for measurement in line.measurements),
+        done=tuple(part for line in lines for part in line.done),
+        skipped=tuple(update for line in lines for update in line.skipped),
+        facts=next((line.facts for line in lines if line.facts is not None), None),
+    )
+
+
+def _measured(files: RunFiles) -> Path:
+    return files.root / "measured.jsonl"
+
+
+def parts(ranks: int) -> Iterator[Part]:
+    """Yields the parts of a calibration on that many ranks; a single rank has no collectives."""
+    yield from (part for part in get_args(Part) if part != "collectives" or ranks > 1)
+
 
 MODEL_LAYERS = 2
 

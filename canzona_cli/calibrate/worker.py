@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from canzona_cli.calibrate.measurement import WHAT, Facts, Orders, Part, Recorder
+from canzona_cli.calibrate.profile import WHAT, Facts, Orders, Part, Record, Recorder, shortened
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.records import Ending, read_layout
 from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
 from canzona_cli.training.records import RankRecord
 
-SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.calibrate.updates")
+SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.calibrate.compute")
 
 
 def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
@@ -21,9 +21,14 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     import torch
 
     from canzona_cli.calibrate.collectives import Members, group_sizes, measure_collectives
-    from canzona_cli.calibrate.compute import Team, measure_arithmetic, measure_memory, measure_model
-    from canzona_cli.calibrate.profile import shortened
-    from canzona_cli.calibrate.updates import measure_adamw, measure_updates
+    from canzona_cli.calibrate.compute import (
+        Team,
+        measure_adamw,
+        measure_arithmetic,
+        measure_memory,
+        measure_model,
+        measure_updates,
+    )
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.megatron import parallel
     from canzona_cli.optimizers import cpu_products
@@ -40,15 +45,14 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     # On CPUs all groups of a size at once, for they share the cores.
     sizes = {size: ranks // size * size if device.type == "cpu" else size for size in group_sizes(ranks)}
     groups = [Members(Team(rank, members, device), size) for size, members in sizes.items()]
-    recorder.facts(
-        Facts(
-            torch=torch.__version__,
-            backend=str(torch.distributed.get_backend()),
-            threads=torch.get_num_threads(),
-            workers=workers.size,
-            bf16_in_fp32=cpu_products.installed(),
-        )
+    facts = Facts(
+        torch=torch.__version__,
+        backend=str(torch.distributed.get_backend()),
+        threads=torch.get_num_threads(),
+        workers=workers.size,
+        bf16_in_fp32=cpu_products.installed(),
     )
+    recorder.report(Record(facts=facts))
 
     @contextmanager
     def part(name: Part) -> Iterator[None]:
@@ -59,7 +63,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
             append_json_line(files.events, stage)
         yield
         everybody.meet()  # ranks without work in this part sleep here
-        recorder.done(name)
+        recorder.report(Record(done=(name,)))
 
     with part("arithmetic"):
         if workers.member:

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,25 +20,23 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from canzona_cli.cluster.gpu_needs import (
-    compiling_lacks,
-    driver_problem,
-    fused_layers_problem,
-    install_fused_layers,
-    interface_problem,
-)
 from canzona_cli.cluster.machine import (
     LOOPBACK,
     LOOPBACK_FIX,
     GpuInfo,
     admits,
+    compiling_lacks,
+    driver_problem,
+    fused_layers_problem,
     gpu_inventory,
+    install_fused_layers,
     installed_gpus,
     installed_version,
+    interface_problem,
     loopback_problem,
     processor_name,
 )
-from canzona_cli.errors import ExitCode
+from canzona_cli.errors import ExitCode, Problem
 from canzona_cli.run.machine import cores, existing_folder, tool_output
 
 Status = Literal["ok", "info", "warn", "fail"]
@@ -83,11 +80,6 @@ def _judged(
     return Finding(group=group, name=name, status=status, value=value, meaning=meaning, fix="" if fine else fix)
 
 
-def _info(group: Group, name: str, value: str, meaning: str) -> Finding:
-    """A finding that is worth knowing, neither good nor bad."""
-    return Finding(group=group, name=name, status="info", value=value, meaning=meaning)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """All findings about this machine."""
@@ -128,19 +120,14 @@ def diagnose(*, run_root: Path = Path("runs")) -> Diagnosis:
     Args:
         run_root: where run directories would go.
     """
-    probe = _TorchProbe()
-    try:
-        visible, installed = gpu_inventory(), len(installed_gpus())
-        before = [*packages()]
-        after = [*_machine(), *_storage(run_root, bool(visible)), *network(), _slurm(), *_environment()]
-        probed = probe.result()
-    finally:
-        probe.close()
+    visible, installed, probed = gpu_inventory(), len(installed_gpus()), _probe()
     usable = not isinstance(probed, str) and probed.get("cuda_available") is True
+    here = (*_machine(), *_storage(run_root, bool(visible)), *network())
+    slurm = _slurm()
     return Diagnosis(
-        findings=(*before, *_torch(probed), *gpus(usable, visible, installed), *after),
+        findings=(*packages(), *_torch(probed), *gpus(usable, visible, installed), *here, slurm, *_environment()),
         gpus=len(visible) if usable else 0,
-        slurm=any(finding.name == "Slurm" and finding.status == "ok" for finding in after),
+        slurm=slurm.status == "ok",
     )
 
 
@@ -161,11 +148,12 @@ def packages() -> Iterator[Finding]:
     requirements = [Requirement(text) for text in about.get_all("Requires-Dist") or ()]
     yield from (package(one) for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""}))
     for extra in about.get_all("Provides-Extra") or ():
+        install = install_fused_layers() if extra == "te" else f"pip install 'canzona[{extra}]'"
+        meaning = f"optional: {install}"
         for one in requirements:
             if extra != "dev" and one.marker is not None and one.marker.evaluate({"extra": extra}):
                 value = installed_version(one.name) or "not installed"
-                install = install_fused_layers() if extra == "te" else f"pip install 'canzona[{extra}]'"
-                yield _info("python", one.name, value, f"optional: {install}")
+                yield _judged("python", one.name, False, value, meaning, otherwise="info")
 
 
 def package(requirement: Requirement) -> Finding:
@@ -177,43 +165,25 @@ def package(requirement: Requirement) -> Finding:
     return _judged("python", name, fine, version or "not installed", f"required ({asked})", fix, otherwise="fail")
 
 
-class _TorchProbe:
-    """A process that imports torch, in which two ranks meet over gloo; started at once, so that other checks
-    run meanwhile."""
-
-    def __init__(self) -> None:
-        # What a run on one machine uses, so that this tests what a run will do.
-        environment = {name: value for name, value in os.environ.items() if name not in _TORCHRUN}
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        folders = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "canzona_cli.training.probe"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
+def _probe() -> dict[str, object] | str:
+    """Imports torch in a process of its own, in which two ranks meet over gloo; its findings, or why there are none."""
+    # What a run on one machine uses, so that this tests what a run will do.
+    environment = {name: value for name, value in os.environ.items() if name not in _TORCHRUN}
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    folders = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    command = (sys.executable, "-m", "canzona_cli.training.probe")
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
         )
-
-    def result(self) -> dict[str, object] | str:
-        """Its findings, or why there are none."""
-        try:
-            out, err = self._process.communicate(timeout=_PROBE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return f"importing and trying it took longer than {_PROBE_TIMEOUT_S:.0f} s"
-        try:
-            facts = json.loads(out.splitlines()[-1])
-        except (IndexError, ValueError):
-            lines = [line.strip() for line in err.splitlines() if line.strip()]
-            return lines[-1] if lines else f"its process ended with code {self._process.returncode} and no message"
-        return facts if isinstance(facts, dict) else "its answer is not an object"
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.communicate()
+    except subprocess.TimeoutExpired:
+        return f"importing and trying it took longer than {_PROBE_TIMEOUT_S:.0f} s"
+    try:
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+    except (IndexError, ValueError):
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        return lines[-1] if lines else f"its process ended with code {done.returncode} and no message"
 
 
 def _torch(probed: Mapping[str, object] | str) -> Iterator[Finding]:
@@ -258,21 +228,22 @@ def gpus(usable: bool, visible: Sequence[GpuInfo], installed: int) -> Iterator[F
     fix = "install the torch build for this driver (pytorch.org/get-started), or update the driver"
     yield _judged("gpu", "GPUs", usable, value, meaning, fix)
     lacks = compiling_lacks()
-    for name, value, problem, meaning in (
-        ("driver", visible[0].driver or "there is one", driver_problem(), "it runs torch's CUDA"),
-        (
-            "Transformer Engine",
-            installed_version("transformer-engine") or "not installed",
-            fused_layers_problem(),
-            "fused layers, which runs on GPUs use where it is installed",
-        ),
-    ):
-        reason, fix = (problem.reason, problem.fix) if problem else (meaning, "")
-        yield _judged("gpu", name, problem is None, value, reason, fix)
+    yield _needed("driver", visible[0].driver or "there is one", driver_problem(), "it runs torch's CUDA")
+    version, meaning = (
+        installed_version("transformer-engine"),
+        "fused layers, used where it is installed",
+    )
+    yield _needed("Transformer Engine", version or "not installed", fused_layers_problem(), meaning)
     value = f"{lacks} is missing" if lacks else "a C compiler, Python's header files and Triton"
     meaning = "SwiGLU and the loss run unfused, on all machines of a run" if lacks else "torch.compile can fuse kernels"
     fix = "install gcc and your Python's development package (python3-dev), or set CC"
     yield _judged("gpu", "compiler", lacks is None, value, meaning, fix)
+
+
+def _needed(name: str, value: str, problem: Problem | None, meaning: str) -> Finding:
+    """Judges a need of GPU ranks as a run would."""
+    reason, fix = (problem.reason, problem.fix) if problem else (meaning, "")
+    return _judged("gpu", name, problem is None, value, reason, fix)
 
 
 def _machine() -> Iterator[Finding]:
@@ -287,10 +258,7 @@ def _machine() -> Iterator[Finding]:
     total = min(memory.total, limit)
     available = min(memory.available, total)
     value = f"{available / _GIB:.1f} GiB free of {total / _GIB:.1f} GiB"
-    meaning, fix = (
-        "a CPU rank takes about 0.75 GiB before its model",
-        "close other programs, or use fewer ranks: gpus=2",
-    )
+    meaning, fix = "a CPU rank takes about 0.75 GiB before its model", "close other programs, or use fewer ranks"
     yield _judged("machine", "memory", available >= 3 * _GIB, value, meaning, fix)
 
 
@@ -326,26 +294,17 @@ def network() -> Iterator[Finding]:
     value = problem or f"{_RANKS} ranks can meet on {LOOPBACK}"
     meaning = "the ranks of one machine meet there"
     yield _judged("network", "loopback", problem is None, value, meaning, LOOPBACK_FIX, otherwise="fail")
-    name, addresses = socket.gethostname(), list[str]()
-
-    def look_up() -> None:
-        try:
-            addresses.append(str(socket.getaddrinfo(name, None)[0][4][0]))
-        except OSError:
-            return
-
-    # In a thread, because a resolver without an answer blocks for many seconds and has no timeout of its own.
-    thread = threading.Thread(target=look_up, daemon=True)
-    thread.start()
-    thread.join(_RESOLVE_TIMEOUT_S)
-    address = addresses[0] if addresses else "not resolved"
+    name = socket.gethostname()
+    # In a process, because a resolver without an answer blocks for many seconds and has no timeout of its own.
+    look_up = f"import socket; print(socket.getaddrinfo({name!r}, None)[0][4][0])"
+    address = (tool_output(sys.executable, "-c", look_up, timeout_s=_RESOLVE_TIMEOUT_S) or "").strip()
+    value = f"{name} is {address or 'not resolved'}"
     if address.startswith(("127.", "::1")):
         meaning = "fine on one machine; for several, gloo needs GLOO_SOCKET_IFNAME with the interface between them"
-        yield _info("network", "host name", f"{name} is {address}", meaning)
+        yield _judged("network", "host name", False, value, meaning, otherwise="info")
         return
     fix = f"add it to /etc/hosts (ADDRESS {name}), or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-    meaning = "ranks on several machines find each other by it"
-    yield _judged("network", "host name", bool(addresses), f"{name} is {address}", meaning, fix)
+    yield _judged("network", "host name", bool(address), value, "ranks on several machines find each other by it", fix)
 
 
 def _slurm() -> Finding:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from canzona_cli.cluster.layouts import Candidate, any_fits, candidates, fill
 from canzona_cli.cluster.machine import with_layers_here
-from canzona_cli.cluster.search import search
+from canzona_cli.cluster.search import Candidate, any_fits, candidates, fill, search
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.overrides import key_of
@@ -68,7 +67,7 @@ def _does_not_fit(config: RunConfig) -> Problem:
     least = min(candidates(config), key=lambda candidate: candidate.memory.total)
     memory, layout = least.memory, least.layout
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts.items() if size >= GIB / 20)
-    ways = [way.override for way in suggestions(config)]
+    ways = [override for override, _ in suggestions(config)]
     # A narrow miss must not read as "needs 73.6 and has 73.6".
     digits = next(d for d in range(1, 11) if f"{memory.total / GIB:.{d}f}" != f"{memory.capacity / GIB:.{d}f}")
     chunks = f" vpp={layout.vpp}" if layout.vpp > 1 else ""
@@ -86,19 +85,10 @@ def _does_not_fit(config: RunConfig) -> Problem:
     return problem_with(config, "gpus", reason, fix)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Suggestion:
-    """One change that makes a run fit."""
+def suggestions(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Yields single changes that make `config` fit, as overrides and as what they make of it, each tried out.
 
-    override: str
-    """The override to add to the command line."""
-    config: RunConfig
-
-
-def suggestions(config: RunConfig) -> Iterator[Suggestion]:
-    """Single changes that make `config` fit, each tried out; what changes the job least comes first.
-
-    Of several GPU counts, or sequence lengths, only the nearest that fits.
+    What changes the job least comes first; of several GPU counts, or sequence lengths, only the nearest that fits.
     """
     for ladder in _changes(config):
         for override, changed in ladder:
@@ -107,7 +97,7 @@ def suggestions(config: RunConfig) -> Iterator[Suggestion]:
             except ConfigError:
                 continue
             if fits:
-                yield Suggestion(override=override, config=changed)
+                yield override, changed
                 break
 
 

@@ -1,33 +1,36 @@
-"""This machine without torch: its processor and GPUs, and whether a calibrated profile was measured on another one.
+"""This machine without torch: its processor and GPUs, what ranks on GPUs need beside them, and whether a calibrated
+profile was measured on another one.
 
 GPUs are read by nvidia-smi, which comes with the driver, else from /proc. CUDA_VISIBLE_DEVICES is honoured as
 CUDA reads it: the first entry that names no device hides all that follow it.
 """
 
-import hashlib
+import ctypes
+import importlib.util
 import os
 import platform
 import re
+import shutil
 import socket
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import psutil
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from canzona_cli.config.schema import ClusterConfig, Device
+from canzona_cli.errors import Problem
 from canzona_cli.run.machine import cores, tool_output
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _SMI_FIELDS = ("name", "memory.total", "uuid", "driver_version")
 _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
-_MACHINE_ID = Path("/etc/machine-id")
 LOOPBACK = "127.0.0.1"
 """The address at which the ranks of one machine meet."""
 LOOPBACK_FIX = (
@@ -40,15 +43,12 @@ _ANSWER_S = 5.0
 def machine_facts(device: Device) -> dict[str, str | int | float]:
     """Processor, cores, memory and torch, and the GPU for a profile of GPUs.
     Nothing that names the machine."""
-    import psutil  # here, as packaging below: a plan asks this module for nothing that needs them
-
     facts: dict[str, str | int | float] = {
         "device": device,
         "processor": processor_name(),
         "cores": cores(),
         "memory_gib": round(psutil.virtual_memory().total / (1 << 30), 1),
         "torch": torch_version(),
-        "machine": fingerprint(),
     }
     if device == "cuda":
         facts["gpu"] = gpu_name()
@@ -56,9 +56,18 @@ def machine_facts(device: Device) -> dict[str, str | int | float]:
 
 
 def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
-    """Lists how the machine a profile was measured on differs from this one;
-    empty for a profile written by hand."""
-    mismatches = list(_differences(cluster)) if cluster.calibrated else []
+    """Says how the machine a profile was measured on differs from this one; empty for a profile written by hand."""
+    here: dict[str, str | int] = {"processor": processor_name(), "cores": cores(), "torch": torch_version()}
+    if cluster.device == "cuda":
+        # The GPU does the work; the processor that feeds it does not make a profile another machine's.
+        here = {"gpu": gpu_name(), "torch": torch_version()}
+    measured = cluster.measured_on if cluster.calibrated else {}
+    mismatches = [
+        f"{name} {measured[name]} there, {value} here"
+        for name, value in here.items()
+        # torch's version says how it was built (2.13.0+cu130), its package's may not.
+        if name in measured and str(measured[name]).partition("+")[0] != str(value).partition("+")[0]
+    ]
     if not mismatches:
         return ()
     return (
@@ -74,22 +83,15 @@ def with_layers_here(cluster: ClusterConfig) -> ClusterConfig:
     """
     if cluster.transformer_engine is not None:
         return cluster
-    missing = cluster.fused_layers and bool(visible_gpus()) and find_spec("transformer_engine") is None
+    missing = cluster.fused_layers and bool(visible_gpus()) and importlib.util.find_spec("transformer_engine") is None
     return replace(cluster, transformer_engine=cluster.fused_layers and not missing)
 
 
 def processor_name() -> str:
     """Returns the processor's name as the system gives it; the bare architecture if it does not."""
-    return cpu_fact("model name") or platform.processor() or platform.machine()
-
-
-def cpu_fact(*names: str) -> str:
-    """Returns what the kernel says of the first core under any of these names; empty if nothing."""
-    try:
-        lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
+    lines = _CPU_INFO.read_text("utf-8", errors="replace").splitlines() if _CPU_INFO.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def gpu_name() -> str:
@@ -110,11 +112,9 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def requirement(package: str) -> "Requirement | None":
+def requirement(package: str) -> Requirement | None:
     """Returns canzona's requirement of a package, optional ones too; None without one,
     or if not installed itself."""
-    from packaging.requirements import Requirement
-
     try:
         asked = map(Requirement, metadata.requires("canzona") or ())
     except metadata.PackageNotFoundError:
@@ -122,21 +122,10 @@ def requirement(package: str) -> "Requirement | None":
     return next((needed for needed in asked if needed.name == package), None)
 
 
-def admits(requirement: "Requirement", version: str) -> bool:
+def admits(requirement: Requirement, version: str) -> bool:
     """Returns True if a version satisfies a requirement;
     a pre-release counts as its release (2.10.0a0 is a 2.10)."""
-    from packaging.version import Version
-
     return requirement.specifier.contains(Version(version).base_version)
-
-
-def fingerprint() -> str:
-    """Eight hexadecimal digits that tell two machines apart and name neither."""
-    try:
-        identity = _MACHINE_ID.read_text(encoding="utf-8").strip()
-    except OSError:
-        identity = platform.node()
-    return hashlib.sha256(f"canzona {identity} {processor_name()}".encode()).hexdigest()[:8]
 
 
 def loopback_problem(ranks: int) -> str | None:
@@ -150,23 +139,6 @@ def loopback_problem(ranks: int) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
-
-
-def _differences(cluster: ClusterConfig) -> Iterator[str]:
-    measured = cluster.measured_on
-    here: dict[str, str | int] = {"processor": processor_name(), "cores": cores(), "torch": torch_version()}
-    if cluster.device == "cuda":
-        # The GPU does the work; the processor that feeds it does not make a profile another machine's.
-        here = {"gpu": gpu_name(), "torch": torch_version()}
-    for name, value in here.items():
-        then = measured.get(name)
-        if then is not None and _plain(then) != _plain(value):
-            yield f"{name} {then} there, {value} here"
-
-
-def _plain(value: object) -> str:
-    """torch's own version says how it was built (2.13.0+cu130), its package's may not."""
-    return str(value).partition("+")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,3 +229,166 @@ def read_proc(root: Path) -> tuple[GpuInfo, ...]:
         name, uuid = fields.get("Model", "").strip(), fields.get("GPU UUID", "").strip()
         gpus.append(GpuInfo(name=name, memory_bytes=0, uuid=uuid))
     return tuple(gpus)
+
+
+_DRIVERS: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
+"""The first driver for each major release of CUDA; it runs all its minor ones.
+https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"""
+_GET_TORCH = "install a torch that is built for it (pytorch.org/get-started)"
+
+_COVERS_COALESCED = Version("2.15")
+"""The first torch whose nccl2 backend waits for all collectives of a coalesced group (`ProcessGroupNCCL.hpp` there)."""
+
+Release = tuple[int, int]
+"""A release of CUDA: (13, 2)."""
+
+
+def driver_problem() -> Problem | None:
+    """A driver that cannot run torch's CUDA, or a torch without CUDA; None where it can,
+    or where nothing tells."""
+    needed, here = torch_cuda(), driver_cuda()
+    if here is None or needed is None:
+        return None
+    if needed == (0, 0):
+        reason = "it is built without CUDA and cannot use the GPUs here"
+        return Problem(key="torch", value=torch_version(), reason=reason, fix=_GET_TORCH)
+    if here[0] >= needed[0]:
+        return None
+    newer = f" to {_DRIVERS[needed[0]]} or later" if needed[0] in _DRIVERS else ""
+    return Problem(
+        key="NVIDIA driver",
+        value=f"for CUDA {_dotted(here)}",
+        reason=f"it is too old for torch {torch_version()} here, which is built for CUDA {_dotted(needed)}",
+        fix=f"update the driver{newer}, or {_GET_TORCH}",
+    )
+
+
+def driver_cuda() -> Release | None:
+    """The newest CUDA that the driver runs, with NVIDIA's compatibility package if that is on the library path."""
+    version = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def torch_cuda() -> Release | None:
+    """Returns the CUDA release that the installed torch is built for, (0, 0) for none;
+    None if it does not say."""
+    spec = importlib.util.find_spec("torch")
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text("utf-8") if spec and spec.origin else ""
+    except OSError:
+        return None
+    version = re.search(r"^cuda\b[^=]*=\s*(?:None|'(\d+)\.(\d+))", text, re.MULTILINE)
+    return version and (int(version[1] or 0), int(version[2] or 0))
+
+
+def backend_problem(chosen: str | None) -> Problem | None:
+    """A TORCH_DIST_USE_NCCL2 that asks for an NCCL backend which would let gradients be used before they arrive.
+
+    Before 2.15 what ends a coalesced group there waits for its sends and receives, and none of its reductions
+    is said to be waited for.
+    """
+    version = installed_version("torch")
+    if chosen in (None, "0") or version is None or Version(version) >= _COVERS_COALESCED:
+        return None
+    reason = f"torch {version} may not wait for all reductions of a bucket in the NCCL backend that this asks for"
+    return Problem(key="TORCH_DIST_USE_NCCL2", value=chosen, reason=reason, fix="unset it, or install torch 2.15")
+
+
+def fused_layers_problem() -> Problem | None:
+    """A Transformer Engine that is missing, or that megatron-core was not written for;
+    None where it will do."""
+    version, asked = installed_version("transformer-engine"), requirement("transformer-engine")
+    key, without = "cluster.transformer_engine", "cluster.transformer_engine=false, which trains the same without"
+    fix = f"{install_fused_layers()}, or {without}"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return Problem(key=key, value=True, reason="Transformer Engine is not installed here", fix=fix)
+    if version is None or asked is None or admits(asked, version):
+        return None
+    reason = f"Transformer Engine {version} is not one that megatron-core was checked with ({_sorted(asked)})"
+    return Problem(key=key, value=True, reason=reason, fix=fix)
+
+
+def install_fused_layers() -> str:
+    """Returns the command that installs Transformer Engine, and what it needs.
+
+    Its extension for PyTorch comes as source: isolated, the build finds no torch (NVIDIA's installation guide).
+    """
+    asked = requirement("transformer-engine")
+    name = f"transformer-engine[core_cu13,pytorch]{'' if asked is None else _sorted(asked)}"
+    return f"pip install --no-build-isolation '{name}' (compiles for minutes; needs nvcc and cuDNN's headers)"
+
+
+def _sorted(requirement: Requirement) -> str:
+    """The bounds of a requirement, the least version first."""
+    return ",".join(sorted(map(str, requirement.specifier), reverse=True))
+
+
+def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:
+    """An NCCL_SOCKET_IFNAME by which NCCL finds no network interface, or none that leads to another machine.
+
+    Args:
+        chosen: beginnings of names, `=` before them: whole names, `^` before that: all but those.
+        alone: the run is on this machine.
+    """
+    if not chosen:
+        return None
+    up = _interfaces()
+    usable = up if alone else {name for name in up if not name.startswith("lo")}
+    if named(chosen, usable):
+        return None
+    others = ", ".join(sorted(usable)) or "none"
+    where = "" if alone else " that leads to other machines"
+    return Problem(
+        key="NCCL_SOCKET_IFNAME",
+        value=chosen,
+        reason=f"NCCL finds no network interface by it{where}",
+        fix=f"unset it, or name one that is up here: {others}",
+    )
+
+
+def named(chosen: str, interfaces: Set[str]) -> set[str]:
+    """Returns the interfaces that NCCL takes (its src/misc/socket.cc)."""
+    without = chosen.removeprefix("^")
+    whole = without.startswith("=")
+    names = [name.partition(":")[0] for name in without.removeprefix("=").split(",") if name]
+    fits = {
+        interface
+        for interface in interfaces
+        if any(interface == name if whole else interface.startswith(name) for name in names)
+    }
+    return set(interfaces - fits) if chosen.startswith("^") else fits
+
+
+def _interfaces() -> set[str]:
+    """Those that are up and have an address."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    addresses = psutil.net_if_addrs().items()
+    return {
+        name
+        for name, entries in addresses
+        if name in up and any(entry.family in (socket.AF_INET, socket.AF_INET6) for entry in entries)
+    }
+
+
+def _dotted(release: Release) -> str:
+    return f"{release[0]}.{release[1]}"
+
+
+def compiling_lacks() -> str | None:
+    """Says what is missing for it; None if nothing is.
+
+    torch.compile writes Triton, which builds what launches its kernels in C on every machine, once: with $CC,
+    gcc or clang, against Python's headers (`triton.runtime.build`).
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "Triton"
+    if not any(map(shutil.which, (os.environ["CC"],) if "CC" in os.environ else ("gcc", "clang"))):
+        return "a C compiler"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python's header files"
+    return None

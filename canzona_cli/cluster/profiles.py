@@ -74,25 +74,17 @@ def _read(name: str, path: Path, asked: str) -> Profile:
 
 def profile_warnings(cluster: ClusterConfig, *, training: bool = True) -> tuple[str, ...]:
     """Lists what a user of a profile should know. Without `training` it may be for another machine, as in a plan."""
-    from canzona_cli.cluster.machine import profile_mismatches, with_layers_here  # for plans do without
+    warnings = []
+    if cluster.not_measured:
+        warnings.append(
+            f"cluster profile {cluster.name} is incomplete, its calibration was interrupted: "
+            f"{', '.join(cluster.not_measured)} come from profile {cluster.measured_on.get('base', 'it started from')}"
+        )
+    from canzona_cli.cluster.machine import install_fused_layers, profile_mismatches, with_layers_here
 
-    warnings = list(_gaps(cluster))
     if cluster.fused_layers and not with_layers_here(cluster).transformer_engine:
-        from canzona_cli.cluster.gpu_needs import install_fused_layers
-
         warnings.append(
             "Transformer Engine is not installed here: layers are Megatron's own, which train the same, with "
             f"{WITHOUT_FUSED_LAYERS} in simulations; to install it: {install_fused_layers()}"
         )
     return (*warnings, *(profile_mismatches(cluster) if training else ()))
-
-
-def _gaps(cluster: ClusterConfig) -> tuple[str, ...]:
-    """Lists what an interrupted calibration did not measure; empty for a complete one."""
-    if not cluster.not_measured:
-        return ()
-    missing = ", ".join(cluster.not_measured)
-    return (
-        f"cluster profile {cluster.name} is incomplete, its calibration was interrupted: {missing} "
-        f"come from profile {cluster.measured_on.get('base', 'it started from')}",
-    )

@@ -1,23 +1,28 @@
-"""The fastest layouts of a run: simulated one by one in the order of a plain estimate, until that is longer
-for all others than what was simulated. All legal layouts are compared, few are simulated."""
+"""The layouts of a run and the fastest of them.
+
+Every layout that keeps what the user set is compared by a plain estimate. In that order they are simulated one by one,
+until the estimates of all others are longer than what was simulated: all are compared, few are simulated.
+"""
 
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import canzona_cli
-from canzona_cli.cluster.layouts import RECOMPUTE, Candidate, candidates, fill, possible_layouts
 from canzona_cli.cluster.machine import with_layers_here
 from canzona_cli.config.caches import cache_root
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.memory import estimate
-from canzona_cli.errors import ConfigError, DoesNotFit
+from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
+from canzona_cli.config.schema import Layout, Recompute, RunConfig
+from canzona_cli.config.settings import problem_with
+from canzona_cli.costs.memory import MemoryEstimate, estimate
+from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.plan import Plan
@@ -25,8 +30,160 @@ from canzona_cli.run.codec import load_if_sound, save
 from canzona_cli.simulate.predict import Spent, estimated_step_seconds, simulate_run, spent
 from canzona_cli.simulate.step import StrategyResult
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+BATCH_TOLERANCE = 0.125
+"""The share by which a chosen batch may differ from `train.batch_tokens`:
+no GPU count changes the job silently."""
+MICRO_BATCHES = (8, 4, 2, 1)
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One possible layout and the memory of its fullest rank."""
+
+    layout: Layout
+    memory: MemoryEstimate
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits
+
+
+def candidates(config: RunConfig) -> list[Candidate]:
+    """Lists every possible layout of a run with its memory, in no particular order; at least one.
+
+    Raises:
+        ConfigError: the settings are impossible.
+    """
+    return [Candidate(layout=layout, memory=estimate(config, layout)) for layout in possible_layouts(config)]
+
+
+def any_fits(config: RunConfig) -> bool:
+    """Returns True if one of the possible layouts fits.
+
+    Raises:
+        ConfigError: the settings are impossible.
+    """
+    # Those that need least memory come last.
+    return any(estimate(config, layout).fits for layout in reversed(possible_layouts(config)))
+
+
+def possible_layouts(config: RunConfig) -> list[Layout]:
+    """Lists every layout that keeps what is set, whatever memory it needs; at least one.
+
+    Raises:
+        ConfigError: the settings are impossible.
+    """
+    refuse(layout_problems(config))
+    layouts = list(_layouts(config))
+    if not layouts:
+        raise ConfigError(_no_batch(config))
+    return layouts
+
+
+def fill(config: RunConfig, layout: Layout) -> RunConfig:
+    """Returns `config` with the values of `layout` in place of every null."""
+    mesh = {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "sequence_parallel")}
+    batch = {name: getattr(layout, name) for name in ("micro_batch_size", "global_batch_size", "recompute")}
+    return replace(
+        config,
+        parallel=replace(config.parallel, **mesh),
+        train=replace(config.train, **batch),
+        schedule=config.schedule.complete(config.train.steps),
+        cluster=replace(config.cluster, nodes=config.cluster.nodes or -(-config.gpus // config.cluster.gpus_per_node)),
+    )
+
+
+def _layouts(config: RunConfig) -> Iterator[Layout]:
+    parallel, train = config.parallel, config.train
+    micro_batches = MICRO_BATCHES if train.micro_batch_size is None else (train.micro_batch_size,)
+    recomputes = RECOMPUTE if train.recompute is None else (train.recompute,)
+    for tp, pp, vpp, cp, dp in _meshes(config):
+        sequence_parallel = parallel.sequence_parallel
+        if sequence_parallel is None:
+            sequence_parallel = tp > 1 and config.cluster.fused_layers and train.seq_length % (tp * cp) == 0
+        for micro in micro_batches:
+            batch = _global_batch(config, _least_batch(pp, vpp, dp, micro))
+            if batch is None:
+                continue
+            for recompute in recomputes:
+                yield Layout(
+                    tp=tp,
+                    pp=pp,
+                    vpp=vpp,
+                    cp=cp,
+                    dp=dp,
+                    micro_batch_size=micro,
+                    num_microbatches=batch // (dp * micro),
+                    global_batch_size=batch,
+                    recompute=recompute,
+                    sequence_parallel=sequence_parallel,
+                )
+
+
+def _least_batch(pp: int, vpp: int, dp: int, micro: int) -> int:
+    """Returns the divisor of a global batch. Model chunks take turns in groups of `pp` micro-batches."""
+    return dp * micro * (pp if vpp > 1 else 1)
+
+
+def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
+    """(tp, pp, vpp, cp, dp), whose ranks multiply to the GPUs.
+    tp * cp crosses machines only when the user says so."""
+    parallel, model, sequence = config.parallel, config.model, config.train.seq_length
+    per_node = min(config.cluster.gpus_per_node, config.gpus)
+    tps = tuple(tp for tp in possible_tp(model) if tp <= per_node) if parallel.tp is None else (parallel.tp,)
+    pps = divisors(model.num_layers) if parallel.pp is None else (parallel.pp,)
+    for tp in tps:
+        cps: tuple[int, ...] = (parallel.cp or 1,)
+        if parallel.cp is None:
+            # A rank takes two slices of each sequence.
+            cps = tuple(cp for cp in range(1, per_node // tp + 1) if cp == 1 or sequence % (2 * cp) == 0) or (1,)
+        for cp in cps:
+            if parallel.sequence_parallel and (tp == 1 or sequence % (tp * cp)):
+                continue
+            for pp in pps:
+                if config.gpus % (tp * pp * cp) == 0:
+                    for vpp in _model_chunks(config, pp):
+                        yield tp, pp, vpp, cp, config.gpus // (tp * pp * cp)
+
+
+def _model_chunks(config: RunConfig, pp: int) -> tuple[int, ...]:
+    """Returns the possible numbers of model chunks of each of `pp` stages."""
+    possible = divisors(config.model.num_layers // pp) if pp > 1 else (1,)
+    return tuple(vpp for vpp in possible if config.parallel.vpp in (None, vpp))
+
+
+def _global_batch(config: RunConfig, step: int) -> int | None:
+    """Sequences of an optimizer step in multiples of `step`;
+    None where that is too far from what was asked."""
+    train = config.train
+    if train.global_batch_size is not None:
+        return train.global_batch_size if train.global_batch_size % step == 0 else None
+    target = train.batch_tokens / train.seq_length
+    batch = max(1, round(target / step)) * step
+    return batch if abs(batch - target) <= BATCH_TOLERANCE * target else None
+
+
+def _no_batch(config: RunConfig) -> Problem:
+    """Explains why no layout can share out the batch: the only thing left once the rules hold."""
+    train = config.train
+    micro = train.micro_batch_size or 1
+    steps = sorted({_least_batch(pp, vpp, dp, micro) for _, pp, vpp, _, dp in _meshes(config)})
+    if not steps:
+        reason = "no tensor and pipeline sizes that the model and the other settings allow divide it"
+        return problem_with(config, "gpus", reason, "leave parallel.* null, or use another number of GPUs")
+    if train.global_batch_size is not None:
+        above = min(-(-train.global_batch_size // step) * step for step in steps)
+        reason = f"is not a multiple of dp * micro-batch for any layout on {config.gpus} GPUs (smallest: {steps[0]})"
+        return problem_with(config, "train.global_batch_size", reason, f"use {above}, or fewer GPUs")
+    target = train.batch_tokens / train.seq_length
+    nearest = min((max(1, round(target / step)) * step for step in steps), key=lambda batch: abs(batch - target))
+    reason = (
+        f"is {target:g} sequences of {train.seq_length} tokens: {config.gpus} GPUs cannot divide a batch within "
+        f"{BATCH_TOLERANCE:.1%} of that (nearest: {nearest})"
+    )
+    fix = f"use train.batch_tokens={nearest * train.seq_length}, train.global_batch_size={nearest}, or fewer GPUs"
+    return problem_with(config, "train.batch_tokens", reason, fix)
 
 
 ALIKE = 1e-5
@@ -75,17 +232,17 @@ class LayoutSearch:
 
 
 def search(config: RunConfig, count: int = 1) -> LayoutSearch:
-    """The `count` fastest of all legal layouts that fit, by the simulator; remembered in the cache folder.
+    """Returns the `count` fastest of all legal layouts that fit, by the simulator; remembered in the cache folder.
 
     Raises:
         ConfigError: the settings are impossible.
     """
     config = replace(config, cluster=with_layers_here(config.cluster))
-    cache = Cache.of(config, count)
-    result = cache.read(LayoutSearch)
-    if result is None or not _holds(config, result):
+    file = _cache_file(config, count)
+    result = load_if_sound(file, LayoutSearch)
+    if result is None:
         result = _search(config, count)
-        cache.write(result)
+        _remember(file, result)
     return result
 
 
@@ -95,133 +252,114 @@ def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> T
     The layout that was planned takes part too: a search that is cut short may miss it.
     """
     other = with_strategy(config, strategy)
-    here = Candidate(layout=planned, memory=estimate(other, planned))
-    simulated = _try(other, here) if here.fits else None
-    fastest = [*search(other).best, *([] if simulated is None else [simulated.tried()])]
-    return min(fastest, key=lambda one: one.per_sequence_s, default=None)
-
-
-def _holds(config: RunConfig, remembered: LayoutSearch) -> bool:
-    """Checks remembered layouts against the run: everything that is set is as it is set, and they fit. A file
-    may be another run's, or from before a rule changed, and the run trains what it says."""
-    layouts = {tried.layout for tried in remembered.best}
-    return layouts <= set(possible_layouts(config)) and all(estimate(config, layout).fits for layout in layouts)
+    here = _try(other, planned) if estimate(other, planned).fits else None
+    fastest = [*search(other).best, *([] if here is None else [here.tried()])]
+    return min(fastest, key=lambda tried: tried.per_sequence_s, default=None)
 
 
 def _search(config: RunConfig, count: int) -> LayoutSearch:
-    fitting = [candidate for candidate in candidates(config) if candidate.fits]
-    estimated = ((_estimate(config, candidate), candidate) for candidate in fitting)
-    waiting = sorted(estimated, key=lambda pair: (pair[0], _plain(pair[1].layout)))
+    fitting = [candidate.layout for candidate in candidates(config) if candidate.fits]
+    estimated = ((_estimated_s(config, layout), layout) for layout in fitting)
+    waiting = sorted(estimated, key=lambda pair: (pair[0], _plainness(pair[1])))
     best: dict[float, _Simulated] = {}
     known: set[tuple[Layout, float, float]] = set()
     repeating: dict[Layout, float] = {}
     """The time of a layout that repeats less of its forward passes: one that repeats more takes no less."""
     simulated = 0
-    for estimate_s, candidate in waiting:
+    for estimated_s, layout in waiting:
         slowest = max(sorted(best)[:count]) * (1 + ALIKE) if len(best) >= count else math.inf
         enough = config.gpus > EXHAUSTIVE_RANKS and best and simulated >= max(count, MOST_BEYOND)
-        if estimate_s > MARGIN * slowest or enough:
+        if estimated_s > MARGIN * slowest or enough:
             break
         # Slicing sequences and putting more of them into a micro-batch leaves tokens, messages and owners as
         # they were: where attention takes no longer for it, nothing does.
-        layout = candidate.layout
         unsliced = replace(layout, cp=1, dp=layout.owners, micro_batch_size=1)
-        same = (unsliced, layout.micro_batch_size / layout.cp, estimate_s)
+        same = (unsliced, layout.micro_batch_size / layout.cp, estimated_s)
         plain = replace(layout, recompute="none")
         if same in known or repeating.get(plain, 0.0) > slowest:
             continue
         simulated += 1
-        one = _try(config, candidate)
-        if one is not None:
+        result = _try(config, layout)
+        if result is not None:
             known.add(same)
-            # Alike where only the order of sums differs.
-            seconds = repeating[plain] = float(f"{one.result.iteration_s / candidate.layout.global_batch_size:.5e}")
-            best[seconds] = min(one, best.get(seconds, one), key=lambda either: _plain(either.candidate.layout))
+            # Times that differ by the order of sums alone are the same.
+            seconds = repeating[plain] = float(f"{result.result.iteration_s / layout.global_batch_size:.5e}")
+            best[seconds] = min(result, best.get(seconds, result), key=lambda either: _plainness(either.layout))
     fastest = tuple(best[seconds].tried() for seconds in sorted(best)[:count])
     return LayoutSearch(best=fastest, legal=len(fitting), simulated=simulated)
 
 
-def _estimate(config: RunConfig, candidate: Candidate) -> float:
-    return estimated_step_seconds(config, candidate.layout) / candidate.layout.global_batch_size
+def _estimated_s(config: RunConfig, layout: Layout) -> float:
+    return estimated_step_seconds(config, layout) / layout.global_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Simulated:
-    candidate: Candidate
+    """A simulated layout."""
+
     run: RunConfig
-    """The configuration with the candidate's layout."""
+    """The configuration with the layout filled in."""
+    layout: Layout
     plan: Plan | None
     """The plan, for strategies that have one."""
     result: StrategyResult
 
     def tried(self) -> Tried:
-        """Returns the layout with what only the fastest are asked for."""
-        layout, plan = self.candidate.layout, self.plan
+        """Adds the figures that only the fastest are asked for."""
+        run, layout, plan = self.run, self.layout, self.plan
         return Tried(
             layout=layout,
             iteration_s=self.result.iteration_s,
             optimizer_s=self.result.optimizer_s,
-            memory_bytes=(self.candidate.memory if plan is None else plan_memory(self.run, layout, plan)).total,
-            spent=spent(self.run, layout, self.result),
+            memory_bytes=(estimate(run, layout) if plan is None else plan_memory(run, layout, plan)).total,
+            spent=spent(run, layout, self.result),
         )
 
 
-def _try(config: RunConfig, candidate: Candidate) -> _Simulated | None:
-    """None without a plan that fits."""
-    layout = candidate.layout
+def _try(config: RunConfig, layout: Layout) -> _Simulated | None:
+    """Simulates a layout; None without a plan that fits."""
     run = fill(config, layout)
     try:
         plan = make_plan(run, layout) if execution_of(run) is Execution.PLANNED else None
     except (ConfigError, DoesNotFit):
         return None
-    return _Simulated(candidate=candidate, run=run, plan=plan, result=simulate_run(run, layout, plan))
+    return _Simulated(run=run, layout=layout, plan=plan, result=simulate_run(run, layout, plan))
 
 
-def _plain(layout: Layout) -> tuple[int, ...]:
-    """The plainest of layouts that take the same time is the least."""
+def _plainness(layout: Layout) -> tuple[int, ...]:
+    """Orders layouts that take the same time: the plainest first."""
     again = RECOMPUTE.index(layout.recompute)
     return layout.pp, layout.vpp, layout.cp, layout.tp, again, -layout.micro_batch_size
 
 
 ASKED: Final = ("gpus", "model", "train", "optimizer", "engine", "cluster", "parallel")
 """The parts of a run that a layout may depend on."""
-CODE: Final = ("config", "model", "costs", "planner", "simulate", "cluster")
+CODE: Final = ("config", "optimizers", "model", "costs", "planner", "simulate", "cluster")
 """The folders whose code may."""
 KEPT: Final = 500
-"""Files; the oldest go."""
+"""The number of remembered searches; the oldest go."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cache:
-    """The place for the result of one search."""
+def _cache_file(config: RunConfig, count: int) -> Path:
+    """Returns the place for the result of one search, named after all that it depends on."""
+    parts = asdict(config)
+    key = json.dumps([_code(), count, {name: parts[name] for name in ASKED}], sort_keys=True, default=str)
+    return cache_root(config) / "layouts" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
-    path: Path
 
-    @classmethod
-    def of(cls, config: RunConfig, count: int) -> "Cache":
-        """Returns the cache of the search for the `count` best layouts."""
-        asked = asdict(config)
-        key = json.dumps([_code(), count, {name: asked[name] for name in ASKED}], sort_keys=True, default=str)
-        name = hashlib.sha256(key.encode()).hexdigest()[:24]
-        return cls(path=cache_root(config) / "layouts" / f"{name}.json")
-
-    def read[T](self, kind: type[T]) -> T | None:
-        """The result; None where it is not known."""
-        return load_if_sound(self.path, kind)
-
-    def write(self, found: "DataclassInstance") -> None:
-        """Remember a result, if that is possible."""
-        with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            save(self.path, found, indented=False)
-            files = sorted(self.path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
-            for file in files[:-KEPT]:
-                file.unlink(missing_ok=True)
+def _remember(file: Path, result: LayoutSearch) -> None:
+    """Writes a result, if that is possible."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save(file, result, indented=False)
+        files = sorted(file.parent.glob("*.json"), key=lambda other: other.stat().st_mtime)
+        for old in files[:-KEPT]:
+            old.unlink(missing_ok=True)
 
 
 @cache
 def _code() -> str:
-    """Hash of the sources that decide."""
+    """Returns a hash of the sources that decide."""
     root, digest = Path(canzona_cli.__file__).parent, hashlib.sha256()
     for folder in CODE:
         for file in sorted((root / folder).rglob("*.py")):

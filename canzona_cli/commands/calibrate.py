@@ -33,10 +33,17 @@ def calibrate(
 
     from rich.console import Console
 
+    from canzona_cli.calibrate.calibrate import (
+        ShortBenches,
+        check_writable,
+        content_of,
+        default_path,
+        prepared,
+        with_steps,
+        write_profile,
+    )
     from canzona_cli.calibrate.calibrate import calibrate as measure
-    from canzona_cli.calibrate.calibrate import check_writable, content_of, default_path, prepared, write_profile
-    from canzona_cli.calibrate.measurement import FULL, QUICK
-    from canzona_cli.calibrate.whole_steps import ShortBenches, with_steps
+    from canzona_cli.calibrate.profile import FULL, QUICK
     from canzona_cli.config.compose import compose_run
     from canzona_cli.report.calibrate import CalibrationView, Progress, closing
 

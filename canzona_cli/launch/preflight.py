@@ -6,8 +6,16 @@ from contextlib import suppress
 
 import psutil
 
-from canzona_cli.cluster.gpu_needs import backend_problem, driver_problem, fused_layers_problem, interface_problem
-from canzona_cli.cluster.machine import LOOPBACK, LOOPBACK_FIX, loopback_problem, visible_gpus
+from canzona_cli.cluster.machine import (
+    LOOPBACK,
+    LOOPBACK_FIX,
+    backend_problem,
+    driver_problem,
+    fused_layers_problem,
+    interface_problem,
+    loopback_problem,
+    visible_gpus,
+)
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.costs.memory import GIB, estimate

@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import FunctionCtx
 
-from canzona_cli.cluster.gpu_needs import compiling_lacks
+from canzona_cli.cluster.machine import compiling_lacks
 from canzona_cli.config.schema import ModelConfig, Recompute, RunConfig
 from canzona_cli.megatron import qwen3
 from canzona_cli.megatron.parallel import World

@@ -9,8 +9,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from canzona_cli.calibrate.calibrate import Calibration
-from canzona_cli.calibrate.measurement import Measurement, Quantity
-from canzona_cli.calibrate.profile import measured_runs
+from canzona_cli.calibrate.profile import Measurement, Quantity, measured_runs
 from canzona_cli.config.recipes import shown
 from canzona_cli.config.schema import ClusterConfig, RunConfig
 from canzona_cli.costs.links import Group, Links

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from rich.console import RenderableType
 
 from canzona_cli.cluster import fit
-from canzona_cli.cluster.layouts import Candidate, candidates
+from canzona_cli.cluster.search import Candidate, candidates
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.costs.memory import GIB, capacity
 from canzona_cli.errors import ConfigError, Problem
@@ -98,7 +98,7 @@ def _row(config: RunConfig) -> Row:
     if best is not None:
         return Row(gpus=config.gpus, candidate=best, note="")
     least = min(candidates(config), key=lambda candidate: candidate.memory.total)
-    ways = [suggestion.override for suggestion in fit.suggestions(config)]
+    ways = [override for override, _ in fit.suggestions(config)]
     return Row(gpus=config.gpus, candidate=least, note=f"would fit with {' or '.join(ways)}" if ways else "")
 
 

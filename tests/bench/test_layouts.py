@@ -9,7 +9,7 @@ from canzona_cli.bench.layout_results import layout_name
 from canzona_cli.bench.layouts import SETTLING_STEPS, Tuning, prepare, tuned_recipe
 from canzona_cli.calibrate.calibrate import profile_text
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.cluster.layouts import candidates
+from canzona_cli.cluster.search import candidates
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import ConfigError
 from tests.bench.test_layout_results import one, result

@@ -4,8 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from canzona_cli.calibrate.calibrate import Calibration, prepared
-from canzona_cli.calibrate.measurement import Facts, Measurement, Part, Quantity, Record
-from canzona_cli.calibrate.profile import profile_of
+from canzona_cli.calibrate.profile import Facts, Measurement, Part, Quantity, Record, profile_of
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.launch.outcome import Outcome

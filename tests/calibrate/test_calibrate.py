@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.calibrate.calibrate import prepared
-from canzona_cli.calibrate.measurement import FULL, Recorder, parts, read_record
-from canzona_cli.calibrate.profile import profile_of, shortened
+from canzona_cli.calibrate.profile import FULL, Record, Recorder, parts, profile_of, read_record, shortened
 from canzona_cli.cluster.machine import processor_name, torch_version
 from canzona_cli.config.compose import compose_run
 from canzona_cli.costs.links import Group, Links
@@ -132,14 +131,14 @@ def test_ranks_write_lines_that_the_launcher_reads(tmp_path: Path) -> None:
     pen, silent = Recorder(files, writes=True), Recorder(files, writes=False)
     silent.add(number("launch_us", 7.0))
     assert RECORD.facts is not None
-    pen.facts(RECORD.facts)
+    pen.report(replace(RECORD, measurements=(), done=()))
     for measurement in MEASUREMENTS:
         pen.add(measurement)
     for part in ALL:
-        pen.done(part)
-    pen.skipped("soap of 9 x 9: too long")
+        pen.report(Record(done=(part,)))
+    pen.report(Record(skipped=("soap of 9 x 9: too long",)))
     with (tmp_path / "measured.jsonl").open("a") as file:
-        file.write('{"measurement": {"quantity": "launch')  # the rank was killed here
+        file.write('{"measurements": [{"quantity": "launch')  # the rank was killed here
     assert read_record(files) == replace(RECORD, skipped=("soap of 9 x 9: too long",))
 
 

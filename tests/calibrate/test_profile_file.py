@@ -33,7 +33,7 @@ def test_numbers_that_yaml_would_read_as_text_stay_numbers(tmp_path: Path) -> No
 def test_each_number_has_its_spread_and_rows_are_short() -> None:
     lines = profile_text(calibration()).splitlines()
     assert "  - [512, 0.9] # +- 5% of 9" in lines
-    assert '  - ["muon/standard/5", 256, 768, 0.0025] # +- 5% of 9' in lines
+    assert "  - [muon/standard/5, 256, 768, 0.0025] # +- 5% of 9" in lines
     assert "adamw_ns: 3.5 # +- 25% of 9" in lines
     assert all(len(line) <= 120 for line in lines if not line.startswith("#"))
 
@@ -51,7 +51,7 @@ def test_what_could_not_be_written_is_refused_before_anything_is_measured(tmp_pa
     (tmp_path / "folder.yaml").mkdir()
     refused: list[tuple[Path, bool, type[CanzonaError], str]] = [
         (there, False, ConfigError, "--force"),
-        (tmp_path / "folder.yaml", True, ConfigError, "--out FILE.yaml"),
+        (tmp_path / "folder.yaml", True, ConfigError, "name a file in it"),
         (tmp_path / "profile.json", False, ConfigError, "profile.yaml"),
         (there / "below.yaml", False, EnvironmentProblem, "--out FILE.yaml"),
     ]

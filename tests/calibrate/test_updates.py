@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from canzona_cli.calibrate.compute import LEAST, MOST, repeat
-from canzona_cli.calibrate.measurement import FULL, QUICK, Orders
-from canzona_cli.calibrate.updates import Group, expected, shapes, variants
+from canzona_cli.calibrate.compute import LEAST, MOST, Group, expected, repeat, shapes, variants
+from canzona_cli.calibrate.profile import FULL, QUICK, Orders
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import MuonConfig
 from canzona_cli.costs.update import algorithm, label
@@ -124,7 +123,7 @@ def test_on_a_gpu_an_update_is_measured_as_the_engine_runs_it(name: str) -> None
         samples = repeat(group.update, DEVICE, 0.0)
         named = {operation.name for operation in record.operations}
     assert samples
-    assert ("aten::where" in named) == (variant.kind == "ours")
+    assert ("aten::where" in named) == variant.ours
     assert record.host_reads == []
     assert {wait.split(" at ")[0] for wait in record.host_waits} == {"device"}, "between samples"
     for master, weight in zip(group._masters, group._weights, strict=True):

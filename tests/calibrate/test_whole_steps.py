@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.bench.results import BenchResult
-from canzona_cli.calibrate import whole_steps
-from canzona_cli.calibrate.calibrate import Calibration
-from canzona_cli.calibrate.whole_steps import ShortBenches, factors, with_steps
+from canzona_cli.calibrate import calibrate
+from canzona_cli.calibrate.calibrate import Calibration, ShortBenches, factors, with_steps
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 from canzona_cli.simulate.predict import simulate_run
@@ -44,7 +43,7 @@ def test_several_benches_count_by_their_time() -> None:
 def test_who_waits_for_gradients_was_computing_less_than_the_others() -> None:
     """Ranks that share cores get them unevenly: what the last one computes longer, the others wait."""
     uneven = PARTS
-    for name in whole_steps.BENCHED:
+    for name in calibrate.BENCHED:
         phases = dict(uneven.strategies[name].measured.phases)
         for phase, more in (("backward", -0.04), ("grad_reduce", 0.04)):
             phases[phase] = replace(phases[phase], mean_s=phases[phase].mean_s + more)
@@ -54,7 +53,7 @@ def test_who_waits_for_gradients_was_computing_less_than_the_others() -> None:
 
 
 def test_ranks_are_benched_as_crowded_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_steps, "cores", lambda: 2)
+    monkeypatch.setattr(calibrate, "cores", lambda: 2)
     found = {}
     for gpus, cluster in ((1, "cpu"), (3, "cpu"), (8, "cpu"), (8, "h100-80g")):
         config = compose_run(["recipe=tiny", f"gpus={gpus}", f"cluster={cluster}"], training=False).config

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.cluster.gpu_needs import compiling_lacks
+from canzona_cli.cluster.machine import compiling_lacks
 
 
 @pytest.fixture

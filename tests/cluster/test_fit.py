@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.cluster import fit
-from canzona_cli.cluster.layouts import BATCH_TOLERANCE, candidates
+from canzona_cli.cluster.search import BATCH_TOLERANCE, candidates
 from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.schema import Layout, ParallelConfig, RunConfig
 from canzona_cli.costs.memory import estimate
@@ -74,16 +74,16 @@ def test_what_does_not_fit_says_what_would(config: RunConfig) -> None:
     else:
         assume(False)
     assert not any(candidate.fits for candidate in candidates(config))
-    for suggestion in fit.suggestions(config):
-        assert suggestion.override in problem.fix
-        _, layout = fit.resolve(suggestion.config)
-        assert estimate(suggestion.config, layout).fits
+    for override, changed in fit.suggestions(config):
+        assert override in problem.fix
+        _, layout = fit.resolve(changed)
+        assert estimate(changed, layout).fits
 
 
 @pytest.mark.parametrize("size", ["8b", "14b", "32b"])
 def test_more_gpus_are_suggested_and_the_fewest(size: Size) -> None:
     config = run(size, 1)
-    counts = [way.config.gpus for way in fit.suggestions(config) if way.override.startswith("gpus=")]
+    counts = [changed.gpus for override, changed in fit.suggestions(config) if override.startswith("gpus=")]
     assert len(counts) == 1
     for fewer in range(1, counts[0]):
         with pytest.raises(DoesNotFit):

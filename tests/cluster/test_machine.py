@@ -9,7 +9,6 @@ import pytest
 
 from canzona_cli.cluster.machine import (
     GpuInfo,
-    fingerprint,
     installed_gpus,
     machine_facts,
     profile_mismatches,
@@ -52,12 +51,6 @@ def test_a_calibration_that_was_cut_off_says_what_it_lacks() -> None:
     [said] = profile_warnings(replace(here(), not_measured=("model", "updates")), training=False)
     assert "model, updates come from profile cpu" in said
     assert not profile_warnings(here(), training=False)
-
-
-def test_the_fingerprint_names_no_machine() -> None:
-    assert len(fingerprint()) == 8
-    assert int(fingerprint(), 16) >= 0
-    assert fingerprint() == fingerprint()
 
 
 UUIDS = ("GPU-aaaa1111-0000", "GPU-aaaa2222-0000", "GPU-bbbb3333-0000", "GPU-cccc4444-0000")

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from canzona_cli.calibrate import worker
-from canzona_cli.calibrate.measurement import Measurement, Recorder
+from canzona_cli.calibrate.profile import Measurement, Record, Recorder
 from canzona_cli.run.codec import plain
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.records import Ending, StageEvent
@@ -27,7 +27,7 @@ SLOW_IMPORTS = worker.SLOW_IMPORTS if os.environ.get("CANZONA_TEST_BEHAVIOUR") =
 def measure(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     recorder = Recorder(files, writes=rank == 0)
     recorder.add(Measurement.of("fp32_tflops", [0.1, 0.2, 0.3]))
-    recorder.done("arithmetic")
+    recorder.report(Record(done=("arithmetic",)))
     if rank == 0:
         append_json_line(files.events, plain(StageEvent(time=time.time(), stage="memory")))
     if os.environ["CANZONA_TEST_BEHAVIOUR"] == "endless":

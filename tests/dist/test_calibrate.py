@@ -15,9 +15,8 @@ from rich.console import Console
 from canzona_cli.calibrate import collectives, compute
 from canzona_cli.calibrate.calibrate import calibrate, prepared, write_profile
 from canzona_cli.calibrate.collectives import KINDS, ROW, Members, group_sizes, measure_collectives
-from canzona_cli.calibrate.compute import Team
-from canzona_cli.calibrate.measurement import Effort, Measurement, Recorder
-from canzona_cli.calibrate.updates import shapes, update_samples, variants
+from canzona_cli.calibrate.compute import Team, shapes, update_samples, variants
+from canzona_cli.calibrate.profile import Effort, Measurement, Recorder
 from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.compose import compose_run
@@ -60,7 +59,7 @@ def test_a_whole_calibration_makes_a_profile_that_predicts_what_it_measured(
     assert {key[1:] for key in measured if key[0] == "collectives"} == {
         (kind, 2, size) for kind in KINDS for size in HASTY.sizes
     }
-    for variant in (variant for variant in variants(config) if variant.kind == "ours"):
+    for variant in (variant for variant in variants(config) if variant.ours):
         for rows, cols in shapes(config):
             [row] = [row for row in found.profile.measured_updates if row[:3] == (variant.label, rows, cols)]
             assert seconds(algorithm(variant.config), rows, cols, found.profile) == row[3]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.cluster.layouts import fill
+from canzona_cli.cluster.search import fill
 from canzona_cli.config.schema import Layout, MuonConfig, RunConfig
 from canzona_cli.costs.sharing import Share
 from canzona_cli.errors import ConfigError

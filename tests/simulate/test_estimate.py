@@ -2,7 +2,7 @@
 
 import pytest
 
-from canzona_cli.cluster.layouts import candidates, fill
+from canzona_cli.cluster.search import candidates, fill
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of
 from canzona_cli.planner.make import make_plan
 from canzona_cli.simulate.predict import estimated_step_seconds, simulate_run
