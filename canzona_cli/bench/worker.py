@@ -19,6 +19,7 @@ def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.execution import Execution, execution_of
+    from canzona_cli.engine.kernels import choose_kernels
     from canzona_cli.megatron import parallel
     from canzona_cli.planner.plan_file import read_plan
     from canzona_cli.run.corpus import read_corpus
@@ -36,6 +37,10 @@ def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         journal.stage("build model", name)
         plan = read_plan(inputs.plan(name)) if execution_of(config) is Execution.PLANNED else None
         strategies[name] = RunningStrategy(trainee=assemble(config, world, plan), batches=BatchStream(data, world))
+
+    # As in training: what is timed runs on the kernels that a run would choose here.
+    ours = next((config for config in configs.values() if execution_of(config).ours), first)
+    choose_kernels(ours, world.device, alive=record.heart.progress)
 
     def tell(number: int, name: str, loss: float) -> None:
         record.step, record.loss = len(strategies[name].losses), loss

@@ -30,6 +30,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         measure_updates,
     )
     from canzona_cli.config.compose import load_resolved
+    from canzona_cli.engine.kernels import choose_kernels
     from canzona_cli.megatron import parallel
     from canzona_cli.optimizers import cpu_products
     from canzona_cli.training.assemble import join
@@ -83,6 +84,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     with part("model"):
         measure_model(everybody, shortened(config), world, effort, recorder)
     with part("updates"):
+        choose_kernels(config, device, alive=record.heart.progress)  # those that training would choose here
         if workers.member:
             measure_updates(workers, config, effort, recorder, lambda: time.monotonic() - begun)
     parallel.shutdown()
