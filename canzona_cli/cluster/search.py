@@ -240,7 +240,7 @@ def search(config: RunConfig, count: int = 1) -> LayoutSearch:
     config = replace(config, cluster=with_layers_here(config.cluster))
     file = _cache_file(config, count)
     result = load_if_sound(file, LayoutSearch)
-    if result is None:
+    if result is None or not _holds(config, result):
         result = _search(config, count)
         _remember(file, result)
     return result
@@ -338,6 +338,13 @@ CODE: Final = ("config", "optimizers", "model", "costs", "planner", "simulate", 
 """The folders whose code may."""
 KEPT: Final = 500
 """The number of remembered searches; the oldest go."""
+
+
+def _holds(config: RunConfig, remembered: LayoutSearch) -> bool:
+    """Checks remembered layouts against the run: everything that is set is as it is set, and they fit. A file
+    may be another run's, or from before a rule changed, and the run trains what it says."""
+    layouts = {tried.layout for tried in remembered.best}
+    return layouts <= set(possible_layouts(config)) and all(estimate(config, layout).fits for layout in layouts)
 
 
 def _cache_file(config: RunConfig, count: int) -> Path:

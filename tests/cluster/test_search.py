@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,6 +117,30 @@ def test_a_search_is_remembered_until_its_inputs_change(cache: Path, monkeypatch
     assert search.search(config) == found
     file.write_text("{}")
     assert search.search(config) == found
+
+
+@pytest.mark.parametrize("typed", [{"global_batch_size": 4}, {"micro_batch_size": 2}, {"recompute": "full"}, {"tp": 2}])
+def test_a_remembered_layout_never_overrides_what_was_typed(cache: Path, typed: dict[str, Any]) -> None:
+    """The file under this run's name may be another run's, or older than a rule."""
+    search.search(run("tiny", 4, strategy="canzona"))
+    (foreign,) = cache.iterdir()
+    config = run("tiny", 4, strategy="canzona", **typed)
+    found = search.search(config)
+    (file,) = set(cache.iterdir()) - {foreign}
+    right = file.read_text()
+    file.write_text(foreign.read_text())
+    assert search.search(config) == found
+    assert file.read_text() == right, "it is searched anew once, not in every command"
+
+
+def test_a_remembered_layout_that_does_not_fit_is_not_used(cache: Path) -> None:
+    roomy = run("8b", 64, strategy="canzona")
+    search.search(replace(roomy, cluster=replace(roomy.cluster, memory_gib=1000.0)))
+    (foreign,) = cache.iterdir()
+    found = search.search(roomy)
+    (file,) = set(cache.iterdir()) - {foreign}
+    file.write_text(foreign.read_text())
+    assert search.search(roomy) == found
 
 
 def test_a_search_needs_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
