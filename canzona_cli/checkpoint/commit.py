@@ -29,9 +29,9 @@ from canzona_cli.checkpoint.manifest import (
     StoredTensor,
     check_file_name,
     hidden_name,
+    hidden_path,
     manifest_text,
     partial_path,
-    replaced_path,
     step_name,
 )
 from canzona_cli.checkpoint.shard_file import write_shard
@@ -202,11 +202,10 @@ def _wordless_path(partial: Path, rank: int) -> Path:
 
 def save_failed(path: Path, error: BaseException) -> SaveFailed:
     """Returns the error for the user; `path` could not be written."""
+    reason, fix = f"{type(error).__name__}: {error}", ""
     if isinstance(error, OSError):
-        reason, fix = f"cannot be written: {error.strerror or error}", _FIXES.get(error.errno, "")
-    else:
-        reason, fix = f"cannot be written: {type(error).__name__}: {error}", ""
-    return SaveFailed(Problem(key="checkpoint", value=path, reason=reason, fix=fix))
+        reason, fix = error.strerror or str(error), _FIXES.get(error.errno, "")
+    return SaveFailed(Problem(key="checkpoint", value=path, reason=f"cannot be written: {reason}", fix=fix))
 
 
 def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, dict[str, Any]]:
@@ -250,7 +249,7 @@ def _missing(partial: Path, ranks: list[int], timeout_s: float) -> SaveFailed:
 
 
 def _publish(partial: Path, target: Path) -> Path:
-    replaced = replaced_path(target)
+    replaced = hidden_path(target, "replaced")
     replaces = os.path.lexists(target)
     if replaces:
         if replaced.exists():  # a save of this step was killed after its rename

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from canzona_cli.fields import Count, CountOrZero, Finite, Range, Ranks
 from canzona_cli.run.codec import parse
@@ -43,6 +43,9 @@ _STEP = re.compile(r"step-(\d{8,15})")
 _HIDDEN = re.compile(r"\.(step-\d{8,15})\.(partial|replaced|removed)")
 
 Scalar = bool | int | float | str | None
+Hidden = Literal["partial", "replaced", "removed"]
+"""The state of a hidden folder: a checkpoint that is being written, one whose name another of its step is taking
+(readers look there too), or one that is being deleted, so that none is ever seen half removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,17 +212,12 @@ def hidden_name(name: str) -> tuple[str, str] | None:
 
 def partial_path(store_root: Path, step: int) -> Path:
     """Returns the folder in which the checkpoint of `step` is being written."""
-    return store_root / f".{step_name(step)}.partial"
+    return hidden_path(store_root / step_name(step), "partial")
 
 
-def replaced_path(checkpoint: Path) -> Path:
-    """Returns the folder of a checkpoint while another of its step takes its name; readers look there too."""
-    return checkpoint.with_name(f".{checkpoint.name}.replaced")
-
-
-def removed_path(checkpoint: Path) -> Path:
-    """Returns the folder in which a checkpoint is deleted, so that none is ever seen half removed."""
-    return checkpoint.with_name(f".{checkpoint.name}.removed")
+def hidden_path(checkpoint: Path, state: Hidden) -> Path:
+    """Returns the hidden folder of a checkpoint that is in this state."""
+    return checkpoint.with_name(f".{checkpoint.name}.{state}")
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:

@@ -255,7 +255,7 @@ def _file(number: int, count: int) -> str:
 def _rounded(reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
     """A weight as the bytes of its type."""
     for rows in row_ranges(unit_shape(unit, reader.model)):
-        data = reader.master_rows(unit, rows).to(kind)
+        data = reader.master(unit, rows).to(kind)
         if kind is torch.float16 and not bool(data.isfinite().all()):
             reason = "has weights beyond 65,504, the largest number of fp16"
             raise ConfigError(Problem(key="--dtype", value="fp16", reason=f"{unit} {reason}", fix="--dtype bf16"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from canzona_cli.run.codec import load, save
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import Ending, ResumePoint, read_layout
-from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
+from canzona_cli.training.process import IMPORTED_BY_ALL, Pulse, run_rank
 from canzona_cli.training.records import Journal, RankRecord
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.run.records import Evaluation, evaluation_file
     from canzona_cli.training.assemble import join
     from canzona_cli.training.data import BatchStream, build_validation
-    from canzona_cli.training.pulse import Pulse
     from canzona_cli.training.step import validate
 
     config = load_resolved(files.config)

@@ -18,12 +18,10 @@ from canzona_cli.run.records import Ending, StepMetrics, ValidationLoss
 from canzona_cli.run.words import plural
 from canzona_cli.training.data import BatchStream, Datasets
 from canzona_cli.training.guards import Divergence, DivergenceGuard, LossSpike, SpikeGuard
-from canzona_cli.training.measure import StepProfiler
+from canzona_cli.training.measure import StepProfiler, StragglerWatch
 from canzona_cli.training.records import Journal, RankRecord
-from canzona_cli.training.sampling import Sampler
 from canzona_cli.training.saving import Saver
-from canzona_cli.training.step import StepResult, bad_losses, train_step, validate
-from canzona_cli.training.stragglers import StragglerWatch
+from canzona_cli.training.step import Sampler, StepResult, bad_losses, train_step, validate
 
 
 class NonFiniteLoss(Diverged):
@@ -114,8 +112,8 @@ class Training:
                 finished = step == last
                 profiler.after(step, final=finished or result.stop)
                 stragglers.after_step(step)
-                self._check(step, result, elapsed)
                 self.journal.step(step_metrics(trainee, self.progress, result, elapsed))
+                self._check(step, result)
                 if result.stop and not finished:
                     # At once: whoever asked is waiting, and a validation may take as long as many steps.
                     return self._stop()
@@ -166,23 +164,21 @@ class Training:
         return result, elapsed
 
     def _stop_requested(self) -> bool:
-        return self.record.requests.preempted or (self.trainee.world.rank == 0 and self.files.stop_requested())
+        return self.record.preempted.is_set() or (self.trainee.world.rank == 0 and self.files.stop_requested())
 
     def _save_due(self, step: int) -> bool:
         return self.saver is not None and self.trainee.world.rank == 0 and self.saver.due(step)
 
-    def _check(self, step: int, result: StepResult, elapsed: float) -> None:
+    def _check(self, step: int, result: StepResult) -> None:
         """Refuse to go on with a broken loss.
 
         Raises:
-            NonFiniteLoss: the step's metrics are written.
-            LossSpike: likewise, with train.loss_spike=stop.
-            Diverged: likewise, with train.divergence=stop.
+            NonFiniteLoss: always.
+            LossSpike: with train.loss_spike=stop.
+            Diverged: with train.divergence=stop.
         """
-        metrics = step_metrics(self.trainee, self.progress, result, elapsed)
         # What was skipped changed nothing, whatever its loss was.
         if not result.skipped and not math.isfinite(result.loss):
-            self.journal.step(metrics)
             raise NonFiniteLoss(step, result.loss, result.bad_ranks, since=self._divergence.since)
         divergence = self._divergence.notice(step, None if result.skipped else result.loss)
         spike = None if result.skipped else self._spikes.notice(step, result.loss)
@@ -191,10 +187,8 @@ class Training:
             facts = {"step": step, "loss": spike.loss, "mean": spike.mean, "limit": spike.limit}
             self.journal.incident("loss_spike", detail=spike.words, level="warning", **facts)
             if self.trainee.config.train.loss_spike == "stop":
-                self.journal.step(metrics)
                 raise LossSpike(spike)
         if divergence is not None and self._stops_for(divergence):
-            self.journal.step(metrics)
             raise divergence.error()
 
     def _stops_for(self, divergence: Divergence) -> bool:
@@ -233,7 +227,7 @@ class Training:
         if self.saver is not None:
             self.journal.stage("save", f"step {self.progress.step}")
             self.record.checkpoint = self.saver.save_now(self.progress)
-        asked = float(self.record.requests.preempted or self.files.stop_reason() == "preempted")
+        asked = float(self.record.preempted.is_set() or self.files.stop_reason() == "preempted")
         preempted = torch.full((1,), asked, device=self.trainee.world.device)
         torch.distributed.all_reduce(preempted)
         return "preempted" if self.saver is not None and any(self.trainee.timer.read(preempted)) else "interrupted"
