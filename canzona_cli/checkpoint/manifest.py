@@ -38,6 +38,7 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
 
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+"""Any other name could lie outside a checkpoint's folder, or be hidden in it."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 _STEP = re.compile(r"step-(\d{8,15})")
 _HIDDEN = re.compile(r"\.(step-\d{8,15})\.(partial|replaced|removed)")
@@ -269,7 +270,8 @@ def _check(manifest: Manifest) -> None:
     """Checks what types do not say: names stay inside the folder, sizes are sizes,
     tensors lie in files that exist."""
     for name, file in manifest.files.items():
-        check_file_name(name)
+        if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+            raise ValueError(f"files.{name!r}: not a valid file name in a checkpoint")
         if not _HASH.fullmatch(file.blake3):
             raise ValueError(f"files.{name}: not a hash")
     held = dict.fromkeys(manifest.files, 0)
@@ -294,10 +296,3 @@ def _fits(name: str, tensor: StoredTensor) -> bool:
     inside = piece.start < piece.end <= piece.rows * piece.cols
     named = name == piece.name(tensor.whole(name).rpartition("/")[2])
     return inside and named and tensor.shape == (piece.elements,)
-
-
-def check_file_name(name: str) -> None:
-    """Raises ValueError for what could lie outside a checkpoint's folder, be hidden in it,
-    or be its manifest."""
-    if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
-        raise ValueError(f"files.{name!r}: not a valid file name in a checkpoint")

@@ -111,11 +111,11 @@ def foreign_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
     return tuple(sorted(set(os.listdir(folder)) - {MANIFEST, *manifest.files}))
 
 
-def shortened(problems: Sequence[Problem]) -> list[Problem]:
-    """Keeps the first few problems, and counts the rest."""
-    shown = list(problems[:_MOST_PROBLEMS])
+def shortened(problems: Sequence[Problem], most: int = _MOST_PROBLEMS, *, key: str = "checkpoint") -> list[Problem]:
+    """Keeps the first few problems, and counts the rest under `key`."""
+    shown = list(problems[:most])
     if len(problems) > len(shown):
-        shown.append(Problem(key="checkpoint", reason=f"and {len(problems) - len(shown)} more"))
+        shown.append(Problem(key=key, reason=f"and {len(problems) - len(shown)} more"))
     return shown
 
 

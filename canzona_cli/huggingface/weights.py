@@ -32,8 +32,7 @@ from canzona_cli.config.reading import Unreadable, read_plain
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.locks import Busy, exclusive
 from canzona_cli.errors import ConfigError, Problem, unwritable
-from canzona_cli.huggingface.beside import Beside
-from canzona_cli.huggingface.folder import BESIDE, DTYPES, INDEX, WEIGHTS, Dtype, HuggingFaceFolder, Stored
+from canzona_cli.huggingface.folder import BESIDE, DTYPES, INDEX, WEIGHTS, Beside, Dtype, HuggingFaceFolder, Stored
 from canzona_cli.huggingface.foreign import FILE, config_json, tensor_names
 from canzona_cli.model.families import family_of
 from canzona_cli.model.geometry import unit_shape

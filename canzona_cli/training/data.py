@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -184,3 +186,32 @@ def _indices(
         for micro in range(per_step)
         for start in [batch + (micro * dp + dp_rank) * micro_batch_size]
     ]
+
+
+class Counted(Iterator[Batch]):
+    """Batches on their way to the model, and how much of text they were.
+
+    Args:
+        lengths: bytes of each token, `[vocab_size]`; None where they are not known.
+    """
+
+    def __init__(self, batches: Iterator[Batch], world: World, lengths: npt.NDArray[np.float64] | None) -> None:
+        self._batches, self._world = batches, world
+        self._lengths = None if lengths is None else torch.from_numpy(lengths).to(world.device)
+        self._totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        counts = batch["loss_mask"].double()
+        self._totals[0] += counts.sum()
+        if self._lengths is not None:
+            self._totals[1] += (self._lengths[batch["labels"]] * counts).sum()
+        return batch
+
+    def totals(self) -> tuple[float, float]:
+        """Tokens and bytes of all ranks' batches. Collective."""
+        totals = self._totals.clone()
+        torch.distributed.all_reduce(totals)
+        # Ranks of a tensor-parallel group, and stages, were given the same ones.
+        tokens, size = (totals / (self._world.layout.tp * self._world.layout.pp)).tolist()
+        return tokens, size

@@ -141,9 +141,7 @@ class Training:
         """
         trainee, started = self.trainee, time.perf_counter()
         try:
-            result = train_step(
-                trainee, batches, stop_requested=self._stop_requested, save_due=lambda: self._save_due(step)
-            )
+            result = train_step(trainee, batches, stop_requested=self._stop_requested, save_due=self._save_due)
         except NonFiniteGradients as error:
             refused = StepResult(
                 loss=math.nan if error.loss is None else error.loss,
@@ -166,8 +164,8 @@ class Training:
     def _stop_requested(self) -> bool:
         return self.record.preempted.is_set() or (self.trainee.world.rank == 0 and self.files.stop_requested())
 
-    def _save_due(self, step: int) -> bool:
-        return self.saver is not None and self.trainee.world.rank == 0 and self.saver.due(step)
+    def _save_due(self) -> bool:
+        return self.saver is not None and self.trainee.world.rank == 0 and self.saver.due(self.progress.step + 1)
 
     def _check(self, step: int, result: StepResult) -> None:
         """Refuse to go on with a broken loss.
@@ -201,8 +199,7 @@ class Training:
 
     def _remember(self) -> None:
         """Stores the guards' memory for the next checkpoint."""
-        memory = self._spikes.remembered(self._divergence.memory)
-        self.progress = replace(self.progress, losses=memory)
+        self.progress = replace(self.progress, losses=self._spikes.remembered(self._divergence.memory))
 
     def _save_and_validate(self, step: int, *, wanted: bool, finished: bool) -> None:
         """Does what is due after a step; the last step's save is on the disk when this returns."""
@@ -238,12 +235,10 @@ class Training:
             return
         self.journal.stage("validate", f"step {step}")
         # Always the same batches, so that two validations differ by the model alone.
-        losses = {
-            part.name: validate(
-                self.trainee, BatchStream(part.samples, self.trainee.world), global_batches=settings.eval_batches
-            )
-            for part in self.datasets.validation
-        }
+        losses: dict[str, float] = {}
+        for part in self.datasets.validation:
+            batches = BatchStream(part.samples, self.trainee.world)
+            losses[part.name] = validate(self.trainee, batches, global_batches=settings.eval_batches)
         loss = sum(part.share * losses[part.name] for part in self.datasets.validation)
         self.journal.validation(step, loss, losses if len(losses) > 1 else {})
         verdict = self._divergence.validated(step, loss, final=step == settings.steps)

@@ -72,7 +72,7 @@ def run(
     *overrides: str,
     start: Path | None = None,
     prepare: Callable[[int, Saver], None] = lambda rank, saver: None,
-    on_step: Callable[[int, int, RunFiles, threading.threading.Event], None] = lambda rank, step, files, asked: None,
+    on_step: Callable[[int, int, RunFiles, threading.Event], None] = lambda rank, step, files, asked: None,
     clock: Callable[[int, int], float] | None = None,
 ) -> list[Ending]:
     """Train with a saver, from the beginning or from a checkpoint.
@@ -92,7 +92,7 @@ def _rank(
     layout: Layout,
     start: Path | None,
     prepare: Callable[[int, Saver], None],
-    on_step: Callable[[int, int, RunFiles, threading.threading.Event], None],
+    on_step: Callable[[int, int, RunFiles, threading.Event], None],
     clock: Callable[[int, int], float] | None,
 ) -> Ending:
     files, trainee, asked, begun = RunFiles(root), build(config, layout), threading.Event(), [0]

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.config.compose import compose_run
-from canzona_cli.huggingface.beside import Beside, byte_tokenizer
+from canzona_cli.huggingface.folder import Beside, byte_tokenizer
 from canzona_cli.huggingface.weights import export_weights
 from tests.commands.support import canzona
 from tests.dist.ranks import run_ranks
