@@ -162,7 +162,7 @@ class Manifest(Header):
 
     @property
     def bytes(self) -> int:
-        """Size of all files but the manifest itself."""
+        """Returns the size of all files but the manifest itself."""
         return sum(file.bytes for file in self.files.values())
 
 

@@ -253,7 +253,7 @@ class Chosen:
 
     @property
     def newest(self) -> StoredCheckpoint:
-        """The newest checkpoint; raises ConfigError if there is none."""
+        """Returns the newest checkpoint; raises ConfigError if there is none."""
         return self.required().checkpoints[-1]
 
     def at(self, step: int | None) -> StoredCheckpoint:

@@ -73,7 +73,7 @@ class HuggingFaceFolder:
 
     @property
     def tokenizer(self) -> Path | None:
-        """Its tokenizer.json; None where it has none."""
+        """Returns the path of its tokenizer.json; None if it does not have one."""
         path = self.path / TOKENIZER
         return path if path.is_file() else None
 
@@ -119,13 +119,13 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
-    """Its settings and its table of tensors.
+    """Reads the settings of a folder and its table of tensors.
 
     Args:
         key: the option or setting that named it.
 
     Raises:
-        ConfigError: it is none, or of a model that canzona has not; every reason at once.
+        ConfigError: it is not such a folder, or of a model that canzona does not have; every reason at once.
     """
     problems: list[Problem] = []
     model: dict[str, object] = {}
@@ -155,10 +155,10 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
 
 
 def read_object(path: Path) -> Mapping[str, object]:
-    """A JSON object.
+    """Reads a JSON object.
 
     Raises:
-        Unreadable: it is none, or cannot be read.
+        Unreadable: the file holds something else, or cannot be read.
     """
     content = parse_json(read_plain(path))
     if not isinstance(content, dict):
@@ -167,7 +167,7 @@ def read_object(path: Path) -> Mapping[str, object]:
 
 
 def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
-    """Its files of weights, each once, in order."""
+    """Lists a folder's files of weights, each once, in order."""
     try:
         files = read_object(path / INDEX).get("weight_map")
     except Absent:
@@ -188,9 +188,9 @@ def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
 
 
 def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Composed:
-    """The run that `overrides` ask for, with the folder's model and tokenizer where they do not say otherwise.
+    """Composes the run that `overrides` ask for, with the folder's model and tokenizer where they do not say otherwise.
 
-    Without a recipe among them it is the built-in one whose model has most nearly as many parameters.
+    Without a recipe among them, it uses the built-in one whose number of parameters is nearest.
 
     Raises:
         ConfigError: as `compose_run`.
@@ -206,7 +206,7 @@ def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs:
 
 
 def _nearest(folder: HuggingFaceFolder) -> str:
-    """The built-in recipe whose model is most nearly as large."""
+    """Finds the built-in recipe whose number of parameters is nearest."""
     sizes = {
         recipe.name: parameter_count(recipe.model).total
         for recipe in list_recipes()
@@ -290,7 +290,7 @@ def _of_the_text(run: RunFiles) -> Beside:
 
 
 def _settings_of(text: str, eod: int | None) -> str:
-    """`tokenizer_config.json`: the class that reads any tokenizer.json,
+    """Writes `tokenizer_config.json`: the class that reads any tokenizer.json,
     and the token that ends a document."""
     from tokenizers import Tokenizer
 
@@ -305,7 +305,7 @@ def _generation(eod: object) -> str:
 
 
 def byte_tokenizer() -> str:
-    """tokenizer.json of the byte tokenizer: ids are the bytes of UTF-8, and 256 ends a document.
+    """Writes tokenizer.json of the byte tokenizer: ids are the bytes of UTF-8, and 256 ends a document.
 
     In such files a byte is a printable character: itself, or one from 256 on (GPT-2's `bytes_to_unicode`).
     """

@@ -203,7 +203,7 @@ class Follower:
     """One tracker of one run, from wherever it was.
 
     Args:
-        start: the step behind which this launch begins: later ones that the tracker has are done again.
+        start: the step after which this launch begins: later ones that the tracker has are done again.
     """
 
     def __init__(self, files: RunFiles, name: TrackerName, *, start: int = 0) -> None:
@@ -224,7 +224,7 @@ class Follower:
         self._not_before = 0.0
 
     def look(self, *, last: bool = False) -> None:
-        """Hand over what is new.
+        """Hands over new points.
 
         Args:
             last: also where the tracker has just failed.
@@ -250,7 +250,7 @@ class Follower:
             self._failures = 0
 
     def finish(self) -> None:
-        """The run has ended."""
+        """Hands over the rest, because the run has ended, and closes the tracker."""
         self.look(last=True)
         result = load_if_sound(self._files.result, RunResult)
         try:
@@ -308,7 +308,7 @@ class Follower:
 
 
 def _numbers(line: Mapping[str, object], before: str) -> Iterator[tuple[str, float]]:
-    """Every finite number of a line, by its name; of a mapping in it, by both names."""
+    """Yields every finite number of a line by its name, and those of a mapping in it by both names."""
     for name, value in line.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{before}{name}/")

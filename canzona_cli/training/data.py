@@ -62,7 +62,7 @@ class Datasets:
 
 
 def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> Datasets:
-    """The run's training and validation samples; rank 0 builds the sample indices, the others read them."""
+    """Builds the run's training and validation samples; rank 0 builds the sample indices, the others read them."""
     wants_validation = config.train.eval_interval > 0 and config.train.eval_batches > 0
     share = config.data.validation_fraction if wants_validation else 0.0
     batch = config.train.global_batch_size
@@ -178,7 +178,7 @@ class BatchStream(Iterator[Batch]):
 def _indices(
     *, first_sample: int, total: int, global_batch_size: int, micro_batch_size: int, dp: int, dp_rank: int
 ) -> list[list[int]]:
-    """Sample numbers of each micro-batch of one data-parallel rank, in order."""
+    """Lists the sample numbers of each micro-batch of one data-parallel rank, in order."""
     per_step = global_batch_size // (micro_batch_size * dp)
     return [
         list(range(start, start + micro_batch_size))

@@ -75,7 +75,7 @@ class SpikeGuard:
         return replace(memory, usual=tuple(self._recent), high=tuple(self._high))
 
     def notice(self, step: int, loss: float) -> Spike | None:
-        """The spike that begins with this step, if one does.
+        """Returns the spike that begins with this step, if one does.
 
         Args:
             loss: the loss of this step over the global batch, nats per token. The guard is not shown steps
@@ -95,7 +95,7 @@ class SpikeGuard:
         return Spike(step=step, loss=loss, mean=mean, limit=limit) if len(self._high) == 1 else None
 
     def _statistics(self) -> tuple[float, float]:
-        """Mean of the recent losses, and the loss above which there is a spike:
+        """Returns the mean of the recent losses, and the loss above which there is a spike:
         infinite while too little is known."""
         count = len(self._recent)
         if count < ENOUGH:
@@ -157,11 +157,11 @@ class DivergenceGuard:
 
     @property
     def since(self) -> int | None:
-        """The first step of losses that are too high, if they are."""
+        """Returns the first step of losses that are too high, if they are."""
         return self.memory.since if self.memory.excess > 0 else None
 
     def goes_on(self, divergence: Divergence) -> bool:
-        """True if the divergence persists after the last step and validation."""
+        """Returns True if the divergence persists after the last step and validation."""
         return self.memory.excess >= ENOUGH_EXCESS if divergence.rule == "far" else self.memory.worse > 0
 
     def notice(self, step: int, loss: float | None) -> Divergence | None:

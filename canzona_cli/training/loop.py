@@ -134,7 +134,7 @@ class Training:
             raise self._lost.error(last=self.progress.step)
 
     def _step(self, step: int, batches: BatchStream) -> tuple[StepResult, float]:
-        """One step, and its seconds.
+        """Makes one step, and returns its result and its seconds.
 
         Raises:
             NonFiniteGradients: its metrics are written.
@@ -168,7 +168,7 @@ class Training:
         return self.saver is not None and self.trainee.world.rank == 0 and self.saver.due(self.progress.step + 1)
 
     def _check(self, step: int, result: StepResult) -> None:
-        """Refuse to go on with a broken loss.
+        """Refuses to continue with a broken loss.
 
         Raises:
             NonFiniteLoss: always.
@@ -190,7 +190,7 @@ class Training:
             raise divergence.error()
 
     def _stops_for(self, divergence: Divergence) -> bool:
-        """Say it; whether it ends the run."""
+        """Reports a divergence; returns True if it ends the run."""
         facts = {"step": divergence.step, "since": divergence.since, "rule": divergence.rule}
         self.journal.incident("divergence", detail=divergence.words, level="warning", **facts)
         if self._lost is None or not self._divergence.goes_on(self._lost):
@@ -220,7 +220,7 @@ class Training:
             self.record.checkpoint = saver.wait(self.progress)
 
     def _stop(self) -> Ending:
-        """End between two steps, as somebody asked; saved where the run is saved at all."""
+        """Ends the run between two steps, because somebody asked; saves it if runs are saved at all."""
         if self.saver is not None:
             self.journal.stage("save", f"step {self.progress.step}")
             self.record.checkpoint = self.saver.save_now(self.progress)
@@ -262,7 +262,7 @@ def advanced(trainee: Trainee, progress: Progress, result: StepResult) -> Progre
 
 
 def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, elapsed: float) -> StepMetrics:
-    """The metrics line of the step that led to `progress` and took `elapsed` seconds."""
+    """Makes the metrics line of the step that led to `progress` and took `elapsed` seconds."""
     tokens = trainee.world.layout.global_batch_size * trainee.config.train.seq_length
     return StepMetrics(
         step=progress.step,
@@ -284,7 +284,7 @@ and none of ours holds a tensor."""
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Nothing is collected within; what is alive at its beginning is not looked at by `gc.collect` within either."""
+    """Turns garbage collection off inside the block; even `gc.collect` passes over what was alive before it."""
     gc.collect()
     gc.freeze()
     gc.disable()

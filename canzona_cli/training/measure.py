@@ -40,7 +40,7 @@ class _OwnMeans:
 
 
 def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -> MeasuredBreakdown | None:
-    """Collect every rank's mean phase times; the breakdown on rank 0,
+    """Collects every rank's mean phase times; returns the breakdown on rank 0,
     `None` on the others or with no step to show.
 
     Collective: every rank must call it. min, mean and max are over ranks, of each rank's mean over measured
@@ -86,7 +86,7 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
 
 
 def _phase_time(by_rank: Sequence[float], step_mean: float | None = None, *, in_step: bool = True) -> PhaseTime:
-    """A phase over ranks; the step itself without `step_mean`."""
+    """Summarises a phase over ranks; without `step_mean`, the step itself."""
     times = OverRanks.of(by_rank)
     share = 1.0 if step_mean is None else times.mean_s / step_mean
     return PhaseTime(**vars(times), share=share, in_step=in_step)

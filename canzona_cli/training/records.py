@@ -83,13 +83,13 @@ class RankRecord:
         return ExitCode.OK if self._try_write(ending, codes[ending], None) else codes[ending]
 
     def failed(self, error: BaseException) -> ExitCode:
-        """Say which error ended this rank; what the process exits with."""
+        """Records which error ended this rank; returns the exit code of the process."""
         code = error.exit_code if isinstance(error, CanzonaError) else ExitCode.CRASH
         self._try_write("diverged" if isinstance(error, Diverged) else "failed", code, _described(error))
         return code
 
     def _try_write(self, status: RunStatus, exit_code: ExitCode, error: RankError | None) -> bool:
-        """Write how this rank ended; on a full disk over what it wrote when it started. Whether it could."""
+        """Writes how this rank ended; on a full disk over what it wrote when it started. Returns True if it could."""
         self.heart.end()
         try:
             self._write(status, exit_code, error)
@@ -116,7 +116,7 @@ class RankRecord:
 
 
 def _described(error: BaseException) -> RankError:
-    """An error without the user's secrets."""
+    """Describes an error without the user's secrets."""
     name, message = type(error).__name__, redacted(str(error))
     if not isinstance(error, CanzonaError):
         return RankError(type=name, message=message, traceback=redacted("".join(traceback.format_exception(error))))
@@ -150,12 +150,12 @@ class Journal:
         self._append(self._files.events, plain(StageEvent(time=time.time(), stage=stage, detail=detail)))
 
     def incident(self, event: str, *, detail: str = "", level: Level | None = None, **facts: float | str) -> None:
-        """A line of events.jsonl; with a level, its detail is shown to whoever watches the run."""
+        """Adds a line to events.jsonl; with a level, its detail is shown to whoever watches the run."""
         incident = Incident(time=time.time(), event=event, detail=detail, level=level, facts=facts)
         self._append(self._files.events, incident.line())
 
     def checkpoint(self, event: CheckpointEvent) -> None:
-        """A checkpoint is on the disk."""
+        """Records a checkpoint that is on the disk."""
         self._append(self._files.events, plain(replace(event, time=time.time())))
 
     def step(self, metrics: StepMetrics) -> None:
@@ -203,7 +203,7 @@ class Journal:
             self._warn(f"{path.name} cannot be written ({error.strerror})")
 
     def _warn(self, text: str) -> None:
-        """Say it in this rank's log, and to whoever watches the run if events can be written at all."""
+        """Warns in this rank's log, and whoever watches the run if events can be written at all."""
         logging.getLogger(__name__).warning(text)
         incident = Incident(time=time.time(), event="writer", detail=text, level="warning")
         try_append_json_line(self._files.events, incident.line())

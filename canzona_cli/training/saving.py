@@ -172,7 +172,7 @@ class Saver:
         save.thread.start()
 
     def _begin(self, save: _Save) -> bool:
-        """Rank 0 makes the folder; whether all ranks can write into it. Collective."""
+        """Makes the folder, on rank 0; returns True if all ranks can write into it. Collective."""
         world = self._trainee.world
         if world.rank == 0:
             try:
@@ -211,7 +211,7 @@ class Saver:
         return save if save is not None and save.thread is not None and save.thread.is_alive() else None
 
     def _failed(self, save: _Save, error: BaseException) -> None:
-        """Say at once that a checkpoint is missing; on rank 0, which knows of every rank's part."""
+        """Reports at once that a checkpoint is missing; on rank 0, which knows of every rank's part."""
         if not isinstance(error, SaveFailed):
             error = SaveFailed(Problem(key="checkpoint", reason=f"{type(error).__name__}: {error}"))
         save.failure = error

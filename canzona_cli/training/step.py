@@ -57,7 +57,7 @@ def train_step(
     stop_requested: Callable[[], bool] = lambda: False,
     save_due: Callable[[], bool] = lambda: False,
 ) -> StepResult:
-    """Forward and backward over all micro-batches, update, schedule.
+    """Makes one step: forward and backward over all micro-batches, update, schedule.
 
     The host waits for the device once: for the gradient norm. What the ranks tell one another is on its way
     by then, so asking for it at the end costs nothing, and the next step is launched while this one's update
@@ -107,7 +107,7 @@ def train_step(
 
 @torch.no_grad()
 def validate(model: Model, batches: Iterator[Batch], *, global_batches: int) -> float:
-    """Mean loss over `global_batches` batches, nats per token, the same on every rank."""
+    """Returns the mean loss over `global_batches` batches, nats per token, the same on every rank."""
     with evaluating(model):
         losses = [loss for _ in range(global_batches) for loss in _forward_backward(model, batches, forward_only=True)]
     return _agree(model, losses)().loss
@@ -147,7 +147,7 @@ def _forward_backward(trainee: Model, batches: Iterator[Batch], *, forward_only:
 def _forward_step(
     timer: PhaseTimer, batches: Iterator[Batch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, LossFunction]:
-    """One micro-batch: `[micro_batch, seq_length]` tokens to the loss of each, on the last stage."""
+    """Runs one micro-batch: `[micro_batch, seq_length]` tokens to the loss of each, on the last stage."""
     with timer.phase("data"):
         batch = next(batches)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -155,7 +155,7 @@ def _forward_step(
 
 
 def _mean_loss(mask: torch.Tensor, counted: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """This context-parallel rank's part of the micro-batch's mean loss: for backward, and for the record.
+    """Returns this context-parallel rank's part of the micro-batch's mean loss: for backward, and for the record.
 
     Megatron's schedule multiplies a loss by cp, for gradients are averaged over dp * cp ranks; so parts are
     what it wants (`schedules.forward_step_calc_loss`).
@@ -168,8 +168,8 @@ def _mean_loss(mask: torch.Tensor, counted: torch.Tensor, losses: torch.Tensor) 
 def _agree(
     trainee: Model, losses: list[torch.Tensor], *, stop_requested: bool = False, save_due: bool = False
 ) -> Callable[[], Agreed]:
-    """Average the losses of all last stages and spread requests, in one small reduction; what is returned
-    waits for it."""
+    """Averages the losses of all last stages and spreads requests, in one small reduction; the function that is
+    returned waits for it."""
     world = trainee.world
     facts = torch.zeros(4, device=world.device)
     if world.is_last_stage:
@@ -237,7 +237,7 @@ def sampler_of(config: RunConfig, corpus: PreparedCorpus) -> Sampler | None:
 
 @torch.no_grad()
 def likeliest(model: Model, prompt: Sequence[int], *, tokens: int, end: int) -> list[int]:
-    """The likeliest token behind the prompt, the likeliest behind both, and so on. Collective.
+    """Returns the likeliest token after the prompt, the likeliest after both, and so on. Collective.
 
     Of tokens that are equally likely, the one of the lowest id.
 
@@ -264,7 +264,7 @@ def likeliest(model: Model, prompt: Sequence[int], *, tokens: int, end: int) -> 
 
 
 def _next(model: Model, sequence: torch.Tensor, position: int) -> int:
-    """The likeliest token behind `position`, whatever stands there now: attention is causal.
+    """Returns the likeliest token after `position`, whatever stands there now: attention is causal.
 
     Args:
         sequence: token ids, `[1, seq]`.
@@ -311,6 +311,6 @@ def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 def _logits_of(
     batches: Iterator[dict[str, torch.Tensor]], chunk: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor, bool], torch.Tensor]]:
-    """One micro-batch to its logits, and what the schedule is to keep of them: all."""
+    """Runs one micro-batch to its logits, and has the schedule keep all of them."""
     batch = next(batches)
     return chunk(batch["tokens"], batch["position_ids"], None), lambda logits, non_loss_data: logits
