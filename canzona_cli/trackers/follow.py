@@ -168,12 +168,10 @@ class MLflow:
     def add(self, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric
 
-        metrics = [
-            Metric(name, value, round(1e3 * point.time), point.step)
-            for point in points
-            for name, value in point.values.items()
-            if not isinstance(value, str)
-        ]
+        metrics = []
+        for point in points:
+            numbers = {name: value for name, value in point.values.items() if not isinstance(value, str)}
+            metrics += [Metric(name, value, round(1e3 * point.time), point.step) for name, value in numbers.items()]
         self._client.log_batch(self.id, metrics=metrics)
 
     def close(self, status: RunStatus | None) -> None:
@@ -208,11 +206,8 @@ class Follower:
 
     def __init__(self, files: RunFiles, name: TrackerName, *, start: int = 0) -> None:
         self._files, self._name = files, name
-        self._records = {
-            "": JsonLines(files.metrics),
-            "validation_": JsonLines(files.validation),
-            _SAMPLE: JsonLines(files.events),
-        }
+        paths = {"": files.metrics, "validation_": files.validation, _SAMPLE: files.events}
+        self._records = {kind: JsonLines(path) for kind, path in paths.items()}
         """The records by the prefix of a file's values; of events, samples of text alone."""
         self._state = load_if_sound(files.tracker(name), TrackerState) or TrackerState()
         begin = {kind: min(self._state.taken.get(kind, -1), start) for kind in self._records}
@@ -278,12 +273,13 @@ class Follower:
         for kind, lines in self._records.items():
             for line in lines.read():
                 step, when = line.pop("step", None), line.pop("time", None)
-                if isinstance(step, int) and (kind != _SAMPLE or line.get("event") == _SAMPLE):
-                    values: dict[str, float | str] = {**dict(_numbers(line, kind))}
-                    if kind == _SAMPLE:
-                        values = {_SAMPLE: f"{line.get('prompt')}{line.get('text')}"}
-                    moment = float(when) if isinstance(when, int | float) else time.time()
-                    yield kind, Point(step=step, time=moment, values=values)
+                if not isinstance(step, int) or (kind == _SAMPLE and line.get("event") != _SAMPLE):
+                    continue
+                values = (
+                    {_SAMPLE: f"{line.get('prompt')}{line.get('text')}"} if kind == _SAMPLE else _numbers(line, kind)
+                )
+                moment = float(when) if isinstance(when, int | float) else time.time()
+                yield kind, Point(step=step, time=moment, values=values)
 
     def _failed(self, error: Exception) -> None:
         self._failures += 1
@@ -307,13 +303,15 @@ class Follower:
         try_append_json_line(self._files.events, incident.line())
 
 
-def _numbers(line: Mapping[str, object], before: str) -> Iterator[tuple[str, float]]:
-    """Yields every finite number of a line by its name, and those of a mapping in it by both names."""
+def _numbers(line: Mapping[str, object], before: str) -> dict[str, float | str]:
+    """Returns every finite number of a line by its name, and those of a mapping in it by both names."""
+    numbers: dict[str, float | str] = {}
     for name, value in line.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, f"{before}{name}/")
+            numbers |= _numbers(value, f"{before}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            yield f"{before}{name}", float(value)
+            numbers[f"{before}{name}"] = float(value)
+    return numbers
 
 
 def follow(run_dir: Path, name: TrackerName, start: int) -> None:
