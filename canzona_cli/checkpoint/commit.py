@@ -27,11 +27,10 @@ from canzona_cli.checkpoint.manifest import (
     Shard,
     StoredFile,
     StoredTensor,
-    check_file_name,
     hidden_name,
+    hidden_path,
     manifest_text,
     partial_path,
-    replaced_path,
     step_name,
 )
 from canzona_cli.checkpoint.shard_file import write_shard
@@ -74,7 +73,7 @@ def begin(store_root: Path, step: int) -> Path:
                 shutil.rmtree(store_root / name, ignore_errors=name != partial.name)
         partial.mkdir(mode=0o755)
     except OSError as error:
-        raise save_failed(partial, error) from None
+        raise _save_failed(partial, error) from None
     return partial
 
 
@@ -90,21 +89,21 @@ def write_part(partial: Path, rank: int, shard: Shard) -> None:
         SaveFailed: it could not be written. Rank 0 learns it from the part file, if the disk takes that at
             least.
     """
-    path = partial / f"rank-{rank:05d}.safetensors"
+    path = _shard_path(partial, rank)
     part: dict[str, object] = {"rank": rank, "file": None, "tensors": {}, "scalars": dict(shard.scalars)}
     try:
         if shard.tensors:
             stored, tensors = write_shard(path, shard.tensors)
-            part["file"] = {"name": path.name, **asdict(stored)}
+            part["file"] = asdict(stored)
             part["tensors"] = {name: asdict(tensor) for name, tensor in tensors.items()}
-        _write_whole(part_path(partial, rank), json.dumps(part).encode())
+        _write_whole(_part_path(partial, rank), json.dumps(part).encode())
     except BaseException as error:
-        failed = error if isinstance(error, SaveFailed) else save_failed(path, error)
+        failed = error if isinstance(error, SaveFailed) else _save_failed(path, error)
         with suppress(OSError):
             path.unlink(missing_ok=True)  # room for the part file that says so
         failure = {"error": failed.problems[0].reason, "fix": failed.problems[0].fix}
         try:
-            _write_whole(part_path(partial, rank), json.dumps(failure).encode())
+            _write_whole(_part_path(partial, rank), json.dumps(failure).encode())
         except OSError:
             with suppress(OSError):  # a full disk often has room for an empty file
                 _wordless_path(partial, rank).touch()
@@ -142,30 +141,27 @@ def finish(
         tensors: dict[str, StoredTensor] = {}
         scalars: dict[str, Scalar] = {}
         for rank, part in _await_parts(partial, world_size, timeout_s).items():
-            file = part["file"]
-            if file is not None:
-                check_file_name(file["name"])
-                stored = StoredFile(bytes=file["bytes"], blake3=file["blake3"])
-                files[file["name"]] = stored
-                if (size := (partial / file["name"]).stat().st_size) != stored.bytes:
+            if part["file"] is not None:
+                path, stored = _shard_path(partial, rank), StoredFile(**part["file"])
+                files[path.name] = stored
+                if (size := path.stat().st_size) != stored.bytes:
                     raise _rank_failed(partial, rank, f"its file has {size} of the {stored.bytes} bytes it wrote")
             for name in (*(tensors.keys() & part["tensors"]), *(scalars.keys() & part["scalars"])):
                 raise _rank_failed(partial, rank, f"{name} is also written by another rank")
             tensors |= {name: parse(StoredTensor, entry) for name, entry in part["tensors"].items()}
             scalars |= part["scalars"]
         for name, text in texts.items():
-            check_file_name(name)
             files[name] = _write_text(partial / name, text)
         manifest = manifest_text(Manifest(**vars(header), files=files, tensors=tensors, scalars=scalars))
         _write_text(partial / MANIFEST, manifest)
         for rank in range(world_size):
-            part_path(partial, rank).unlink()
+            _part_path(partial, rank).unlink()
         sync_folder(partial)
         return _publish(partial, partial.parent / step_name(header.progress.step))
     except BaseException as error:
         abandon(partial)
         if isinstance(error, OSError):
-            raise save_failed(partial, error) from None
+            raise _save_failed(partial, error) from None
         raise
 
 
@@ -190,7 +186,11 @@ def bytes_written(partial: Path) -> int:
     return total
 
 
-def part_path(partial: Path, rank: int) -> Path:
+def _shard_path(partial: Path, rank: int) -> Path:
+    return partial / f"rank-{rank:05d}.safetensors"
+
+
+def _part_path(partial: Path, rank: int) -> Path:
     """Returns the file in which a rank says that its share is written, or why it is not."""
     return partial / f"part-{rank:05d}.json"
 
@@ -200,13 +200,12 @@ def _wordless_path(partial: Path, rank: int) -> Path:
     return partial / f"part-{rank:05d}.failed"
 
 
-def save_failed(path: Path, error: BaseException) -> SaveFailed:
+def _save_failed(path: Path, error: BaseException) -> SaveFailed:
     """Returns the error for the user; `path` could not be written."""
+    reason, fix = f"{type(error).__name__}: {error}", ""
     if isinstance(error, OSError):
-        reason, fix = f"cannot be written: {error.strerror or error}", _FIXES.get(error.errno, "")
-    else:
-        reason, fix = f"cannot be written: {type(error).__name__}: {error}", ""
-    return SaveFailed(Problem(key="checkpoint", value=path, reason=reason, fix=fix))
+        reason, fix = error.strerror or str(error), _FIXES.get(error.errno, "")
+    return SaveFailed(Problem(key="checkpoint", value=path, reason=f"cannot be written: {reason}", fix=fix))
 
 
 def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, dict[str, Any]]:
@@ -217,7 +216,7 @@ def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, 
     while True:
         there = set(os.listdir(partial))
         for rank in range(world_size):
-            path, wordless = part_path(partial, rank), _wordless_path(partial, rank)
+            path, wordless = _part_path(partial, rank), _wordless_path(partial, rank)
             if wordless.name in there:
                 raise _rank_failed(partial, rank, "could not write its part, nor the reason", _FIXES[errno.ENOSPC])
             if rank in parts or path.name not in there:
@@ -250,7 +249,7 @@ def _missing(partial: Path, ranks: list[int], timeout_s: float) -> SaveFailed:
 
 
 def _publish(partial: Path, target: Path) -> Path:
-    replaced = replaced_path(target)
+    replaced = hidden_path(target, "replaced")
     replaces = os.path.lexists(target)
     if replaces:
         if replaced.exists():  # a save of this step was killed after its rename

@@ -97,7 +97,7 @@ def _reasons(manifest: Manifest, model: ModelConfig) -> Iterator[str]:
 def _wrong_tensor(name: str, field: str, tensor: StoredTensor, manifest: Manifest, model: ModelConfig) -> str:
     if name.startswith(RANDOM):
         known = tensor.dtype in _RANDOM_TYPES and len(tensor.shape) == 1 and tensor.piece is None
-        return "" if known else f"{_words(tensor)} is no state of a random generator"
+        return "" if known else f"{tensor.dtype} {tensor.shape} is no state of a random generator"
     if not _in_model(name, model):
         return "the model has nothing of that name"
     shape = whole_shape(name, model)
@@ -183,10 +183,6 @@ def _wrong_scalar(stored: str, value: Scalar, manifest: Manifest) -> str:
     return ""
 
 
-def _words(tensor: StoredTensor) -> str:
-    return f"{tensor.dtype} {tensor.shape}"
-
-
 def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
     """Reads a checkpoint's manifest and the settings of its run; of big files only the headers.
 
@@ -194,15 +190,13 @@ def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
         CheckpointInvalid: it is damaged, or holds what no run of its model saves, as far as that shows.
     """
     manifest = read_manifest(checkpoint)
-    inputs = ("config.yaml", "layout.json")
-    damaged = [verify_file(checkpoint, name, manifest.files[name]) for name in inputs if name in manifest.files]
-    problems = [problem for problem in damaged if problem is not None]
-    problems += [
-        Problem(key=f"{checkpoint.name}/{name}", reason="the manifest does not list this file")
-        for name in inputs
-        if name not in manifest.files
-    ]
-    refuse(problems, CheckpointInvalid)
+    problems: list[Problem | None] = []
+    for name in ("config.yaml", "layout.json"):
+        if (entry := manifest.files.get(name)) is None:
+            problems.append(Problem(key=f"{checkpoint.name}/{name}", reason="the manifest does not list this file"))
+        else:
+            problems.append(verify_file(checkpoint, name, entry))
+    refuse([problem for problem in problems if problem is not None], CheckpointInvalid)
     with of_checkpoint(checkpoint):
         saved = load_resolved(checkpoint / "config.yaml")
     wrong = table_problems(checkpoint, manifest, [*manifest.files])

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from canzona_cli.fields import Count, CountOrZero, Finite, Range, Ranks
 from canzona_cli.run.codec import parse
@@ -38,11 +38,15 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
 
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+"""Any other name could lie outside a checkpoint's folder, or be hidden in it."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 _STEP = re.compile(r"step-(\d{8,15})")
 _HIDDEN = re.compile(r"\.(step-\d{8,15})\.(partial|replaced|removed)")
 
 Scalar = bool | int | float | str | None
+Hidden = Literal["partial", "replaced", "removed"]
+"""The state of a hidden folder: a checkpoint that is being written, one whose name another of its step is taking
+(readers look there too), or one that is being deleted, so that none is ever seen half removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +162,7 @@ class Manifest(Header):
 
     @property
     def bytes(self) -> int:
-        """Size of all files but the manifest itself."""
+        """Returns the size of all files but the manifest itself."""
         return sum(file.bytes for file in self.files.values())
 
 
@@ -209,17 +213,12 @@ def hidden_name(name: str) -> tuple[str, str] | None:
 
 def partial_path(store_root: Path, step: int) -> Path:
     """Returns the folder in which the checkpoint of `step` is being written."""
-    return store_root / f".{step_name(step)}.partial"
+    return hidden_path(store_root / step_name(step), "partial")
 
 
-def replaced_path(checkpoint: Path) -> Path:
-    """Returns the folder of a checkpoint while another of its step takes its name; readers look there too."""
-    return checkpoint.with_name(f".{checkpoint.name}.replaced")
-
-
-def removed_path(checkpoint: Path) -> Path:
-    """Returns the folder in which a checkpoint is deleted, so that none is ever seen half removed."""
-    return checkpoint.with_name(f".{checkpoint.name}.removed")
+def hidden_path(checkpoint: Path, state: Hidden) -> Path:
+    """Returns the hidden folder of a checkpoint that is in this state."""
+    return checkpoint.with_name(f".{checkpoint.name}.{state}")
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
@@ -271,7 +270,8 @@ def _check(manifest: Manifest) -> None:
     """Checks what types do not say: names stay inside the folder, sizes are sizes,
     tensors lie in files that exist."""
     for name, file in manifest.files.items():
-        check_file_name(name)
+        if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+            raise ValueError(f"files.{name!r}: not a valid file name in a checkpoint")
         if not _HASH.fullmatch(file.blake3):
             raise ValueError(f"files.{name}: not a hash")
     held = dict.fromkeys(manifest.files, 0)
@@ -296,10 +296,3 @@ def _fits(name: str, tensor: StoredTensor) -> bool:
     inside = piece.start < piece.end <= piece.rows * piece.cols
     named = name == piece.name(tensor.whole(name).rpartition("/")[2])
     return inside and named and tensor.shape == (piece.elements,)
-
-
-def check_file_name(name: str) -> None:
-    """Raises ValueError for what could lie outside a checkpoint's folder, be hidden in it,
-    or be its manifest."""
-    if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
-        raise ValueError(f"files.{name!r}: not a valid file name in a checkpoint")

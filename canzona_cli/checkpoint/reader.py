@@ -4,8 +4,7 @@ Nothing of Megatron: commands that only want the weights do without it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,14 +19,6 @@ from canzona_cli.model.geometry import Block, stored_blocks, unit_shape
 from canzona_cli.optimizers.muon_facts import DISTRUSTED
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """A block of a unit within a stored tensor."""
-
-    name: str
-    block: Block
-
-
 class Reader:
     """A reader of parts of units, whatever tensors they are stored in.
     It maps files and reads only what is needed."""
@@ -35,7 +26,8 @@ class Reader:
     def __init__(self, folder: Path, manifest: Manifest, model: ModelConfig) -> None:
         self._folder, self._manifest, self.model = folder, manifest, model
         self._files: dict[str, safe_open] = {}
-        self._sources: dict[str, list[_Source]] = defaultdict(list)
+        self._sources: dict[str, list[tuple[str, Block]]] = defaultdict(list)
+        """The name of a stored tensor and its block of a unit, for each such block, by the unit."""
         self._fields: dict[str, list[str]] = defaultdict(list)
         self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
         """The stored name and the piece, for each piece of a whole, by the whole's name."""
@@ -50,7 +42,7 @@ class Reader:
             self._fields[name].append(field)
             if field == MASTER:
                 for block in stored_blocks(name, shape, model):
-                    self._sources[block.unit].append(_Source(name=name, block=block))
+                    self._sources[block.unit].append((name, block))
         self._scalars: dict[str, dict[str, Scalar]] = defaultdict(dict)
         for stored, value in manifest.scalars.items():
             name, _, key = stored.rpartition("/")
@@ -76,7 +68,8 @@ class Reader:
         Raises:
             CheckpointInvalid: it is not stored.
         """
-        return self.fields(self._stored(unit)[0].name)
+        name, _ = self._stored(unit)[0]
+        return self.fields(name)
 
     def whole(self, name: str, field: str) -> torch.Tensor:
         """Reads a stored tensor as it is.
@@ -84,52 +77,60 @@ class Reader:
         Raises:
             CheckpointInvalid: it is not stored, or not all of it.
         """
-        if f"{name}/{field}" in self._pieces:
+        stored = f"{name}/{field}"
+        if stored in self._pieces:
             shape = unit_shape(name, self.model)
-            whole = self._from_pieces(name, field, 0, shape[0] if len(shape) > 1 else 1).view(shape)
-            return self._sound(name, field, whole)
-        tensor: torch.Tensor = self._open(f"{name}/{field}").get_tensor(f"{name}/{field}")  # type: ignore[no-untyped-call]
+            tensor = self._from_pieces(name, field, 0, shape[0] if len(shape) > 1 else 1).view(shape)
+        else:
+            tensor = self._open(stored).get_tensor(stored)  # type: ignore[no-untyped-call]
         return self._sound(name, field, tensor)
 
-    def master(self, unit: str) -> torch.Tensor:
-        """Reads a unit's whole fp32 weight in its own shape.
+    def master(self, unit: str, rows: range | None = None) -> torch.Tensor:
+        """Reads a unit's fp32 weight: these rows of a matrix or elements of a vector, or all of it.
 
         Raises:
             CheckpointInvalid: a part of it is not stored, or it is not finite.
         """
-        if self.fields(unit):  # without a second copy, which the rows of a region are
-            return self.whole(unit, MASTER)
         shape = unit_shape(unit, self.model)
-        return self.region(unit, MASTER, row=0, rows=shape[0], col=0, cols=shape[1])
+        rows = range(shape[0]) if rows is None else rows
+        if len(shape) == 1:
+            return self.region(unit, MASTER, range(1), rows).view(-1)
+        return self.region(unit, MASTER, rows, range(shape[1]))
 
-    def master_rows(self, unit: str, rows: range) -> torch.Tensor:
-        """Reads rows of a unit's fp32 weight, or elements of a vector.
+    def piece(self, piece: Piece, field: str) -> torch.Tensor:
+        """Reads the elements of a piece, flat.
 
         Raises:
-            CheckpointInvalid: as of `master`.
+            CheckpointInvalid: as of `region`.
         """
-        shape = unit_shape(unit, self.model)
-        if len(shape) == 1:
-            return self.master(unit)[rows.start : rows.stop]
-        return self.region(unit, MASTER, row=rows.start, rows=len(rows), col=0, cols=shape[1])
+        first, last = piece.start // piece.cols, -(-piece.end // piece.cols)
+        rows, cols = range(piece.row + first, piece.row + last), range(piece.col, piece.col + piece.cols)
+        skipped = first * piece.cols
+        return self.region(piece.unit, field, rows, cols).reshape(-1)[piece.start - skipped : piece.end - skipped]
 
-    def region(self, unit: str, field: str, *, row: int, rows: int, col: int, cols: int) -> torch.Tensor:
-        """Reads a rectangle of a unit, (rows, cols), to the host.
+    def block(self, block: Block, field: str) -> torch.Tensor:
+        """Reads a block of a unit, (rows, columns).
+
+        Raises:
+            CheckpointInvalid: as of `region`.
+        """
+        rows = range(block.unit_row, block.unit_row + block.rows)
+        return self.region(block.unit, field, rows, range(block.unit_col, block.unit_col + block.cols))
+
+    def region(self, unit: str, field: str, rows: range, cols: range) -> torch.Tensor:
+        """Reads a rectangle of a unit, (rows, columns), to the host.
 
         Raises:
             CheckpointInvalid: a part of it is not stored.
         """
-        region = torch.empty(rows, cols)
-        missing = rows
-        for source in self._stored(unit):
-            block = source.block
-            first, last = max(row, block.unit_row), min(row + rows, block.unit_row + block.rows)
-            if first >= last:
-                continue
-            at = block.row + first - block.unit_row
-            region[first - row : last - row] = self._rows(source.name, field, at, last - first)[:, col : col + cols]
-            missing -= last - first
-        if missing:
+        parts = []
+        for name, block in self._stored(unit):
+            first, last = max(rows.start, block.unit_row), min(rows.stop, block.unit_row + block.rows)
+            if first < last:
+                part = self._rows(name, field, block.row + first - block.unit_row, last - first)
+                parts.append(part[:, cols.start : cols.stop])
+        region = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0, 0)
+        if region.shape != (len(rows), len(cols)):
             raise CheckpointInvalid(lacking(f"{unit}/{field}"))
         return self._sound(unit, field, region)
 
@@ -148,7 +149,7 @@ class Reader:
         Raises:
             CheckpointInvalid: one is not stored.
         """
-        wholes = {source.name for unit in units for source in self._stored(unit)}
+        wholes = {name for unit in units for name, _ in self._stored(unit)}
         marks = [value for name in wholes if isinstance(value := self.scalars(name).get(DISTRUSTED), int)]
         return {DISTRUSTED: max(marks)} if marks else {}
 
@@ -168,25 +169,25 @@ class Reader:
             return tensor  # without what isfinite() needs: another tensor as large
         bad = ~tensor.isfinite() if field == MASTER else tensor.isnan()
         if (field == MASTER or self._manifest.optimizer != "custom") and bool(bad.any()):
-            what = "infinite or no numbers" if field == MASTER else "no numbers"
-            reason = f"{int(bad.sum()):,} of the {tensor.numel():,} elements read of {name}/{field} are {what}"
+            kind = "infinite or no numbers" if field == MASTER else "no numbers"
+            reason = f"{int(bad.sum()):,} of the {tensor.numel():,} elements read of {name}/{field} are {kind}"
             raise CheckpointInvalid(self.problem(reason))
         return tensor
 
-    def _stored(self, unit: str) -> Sequence[_Source]:
+    def _stored(self, unit: str) -> Sequence[tuple[str, Block]]:
+        """Lists the tensors that a unit is stored in, from its first rows to its last."""
         if unit not in self._sources:
             raise CheckpointInvalid(lacking(unit))
-        return self._sources[unit]
+        return sorted(self._sources[unit], key=lambda source: source[1].unit_row)
 
     def _rows(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
         stored = f"{name}/{field}"
         if stored in self._pieces:
             return self._from_pieces(name, field, row, rows)
-        if stored not in self._manifest.tensors:
-            raise CheckpointInvalid(lacking(stored))
+        file = self._open(stored)
         if len(self._manifest.tensors[stored].shape) == 1:
             return self.whole(name, field).view(1, -1)
-        part: torch.Tensor = self._open(stored).get_slice(stored)[row : row + rows]  # type: ignore[no-untyped-call]
+        part: torch.Tensor = file.get_slice(stored)[row : row + rows]  # type: ignore[no-untyped-call]
         return part
 
     def _from_pieces(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
@@ -198,10 +199,13 @@ class Reader:
             first = max(piece.start, (row - piece.row) * piece.cols)
             last = min(piece.end, (row + rows - piece.row) * piece.cols)
             if first < last and piece.col + piece.cols <= shape[-1]:
-                part = trimmed(replace(piece, row=piece.row - row, start=first, end=last))
                 data: torch.Tensor = self._open(stored).get_slice(stored)[first - piece.start : last - piece.start]  # type: ignore[no-untyped-call]
-                paste(region, part, data)
-                missing -= part.elements
+                top, bottom = first // piece.cols, -(-last // piece.cols)
+                held = region[piece.row + top - row : piece.row + bottom - row, piece.col : piece.col + piece.cols]
+                flat = held.clone(memory_format=torch.contiguous_format).view(-1)  # its first and last row may be cut
+                flat[first - top * piece.cols : last - top * piece.cols] = data
+                held.copy_(flat.view_as(held))
+                missing -= len(data)
         if missing:
             raise CheckpointInvalid(lacking(f"{name}/{field}"))
         return region
@@ -220,51 +224,3 @@ def lacking(what: str) -> Problem:
     reason = "the checkpoint does not have it: it was written by another model or optimizer"
     fix = "resume with the recipe that the run was started with, or start a new run with run.dir=DIR"
     return Problem(key="checkpoint.resume", value=what, reason=reason, fix=fix)
-
-
-def paste(whole: torch.Tensor, piece: Piece, data: torch.Tensor) -> None:
-    """Write a piece's elements (flat) to their place in the whole, (rows, columns)."""
-    for region, part in _runs(whole, piece, data):
-        region.copy_(part)
-
-
-def cut(region: torch.Tensor, piece: Piece, out: torch.Tensor) -> None:
-    """Read a piece's elements into `out` (flat).
-
-    Args:
-        region: the rectangle's rows that have elements of the piece, from the first such row on, all its
-            columns.
-    """
-    for part_of_region, part in _runs(region, replace(trimmed(piece), row=0, col=0), out):
-        part.copy_(part_of_region)
-
-
-def trimmed(piece: Piece) -> Piece:
-    """Returns the same elements as a piece of only those rows that hold some of them."""
-    above = piece.start // piece.cols
-    return replace(
-        piece,
-        row=piece.row + above,
-        rows=-(-piece.end // piece.cols) - above,
-        start=piece.start - above * piece.cols,
-        end=piece.end - above * piece.cols,
-    )
-
-
-def _runs(whole: torch.Tensor, piece: Piece, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Splits a flat piece into at most three rectangles (end of a row, whole rows, start of a row),
-    with their data."""
-    rectangle = whole[piece.row : piece.row + piece.rows, piece.col : piece.col + piece.cols]
-    cols, position = piece.cols, 0
-    flat = data.reshape(-1)
-    at = piece.start
-    while at < piece.end:
-        row, col = divmod(at, cols)
-        if col == 0 and piece.end - at >= cols:
-            rows = (piece.end - at) // cols
-            size = rows * cols
-            yield rectangle[row : row + rows], flat[position : position + size].view(rows, cols)
-        else:
-            size = min(cols - col, piece.end - at)
-            yield rectangle[row, col : col + size], flat[position : position + size]
-        at, position = at + size, position + size

@@ -16,19 +16,13 @@ import torch
 
 from canzona_cli.checkpoint.contents import ELEMENTWISE, GROUP, MASTER, content_problems
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Scalar
-from canzona_cli.checkpoint.reader import Reader, cut, lacking
-from canzona_cli.checkpoint.snapshot import (
-    HeldPiece,
-    check_random_states,
-    held_pieces,
-    set_random_states,
-    shared_pieces,
-)
+from canzona_cli.checkpoint.reader import Reader, lacking
+from canzona_cli.checkpoint.snapshot import HeldPiece, check_random_states, held_pieces, set_random_states
 from canzona_cli.checkpoint.verify import problem_of, read_manifest, shortened, table_problems, verify_file
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.masters import HeldFragment, MasterOptimizer
 from canzona_cli.errors import CheckpointInvalid, Problem, refuse
-from canzona_cli.megatron.holdings import gather_parameters, held, masters_to_model
+from canzona_cli.megatron.holdings import gather_parameters, masters_to_model
 from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.model import Model, Trainee
 from canzona_cli.megatron.parallel import World, gather
@@ -72,9 +66,8 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
     with together(world, folder):
         refuse(shortened(content_problems(folder, manifest, config.model)), CheckpointInvalid)
     with together(world, folder), Reader(folder, manifest, config.model) as reader:
-        pieces = held_pieces(held(trainee.optimizer, trainee.chunks), config.model, world) + shared_pieces(trainee)
-        for _, of_one in groupby(pieces, key=lambda piece: id(piece.held)):
-            _restore_held(list(of_one), reader, weights_only=weights_only)
+        for _, pieces in groupby(held_pieces(trainee), key=lambda piece: id(piece.held)):
+            _restore_held(list(pieces), reader, weights_only=weights_only)
         if isinstance(trainee.optimizer, CanzonaOptimizer):
             _restore_matrices(trainee.optimizer.matrices, reader, manifest, weights_only=weights_only)
         same = manifest.world_size == world.world_size and not weights_only
@@ -132,13 +125,8 @@ def _restore_held(pieces: list[HeldPiece], reader: Reader, *, weights_only: bool
             raise CheckpointInvalid(reader.problem(f"{unit}: {foreign[0]} is not part of the optimizer state"))
     read = {field: torch.empty(item.master.numel()) for field in fields}
     for part in pieces:
-        piece = part.piece
-        first, last = piece.start // piece.cols, -(-piece.end // piece.cols)
         for field, target in read.items():
-            region = reader.region(
-                piece.unit, field, row=piece.row + first, rows=last - first, col=piece.col, cols=piece.cols
-            )
-            cut(region, piece, target[part.offset : part.offset + piece.elements])
+            target[part.offset : part.offset + part.piece.elements] = reader.piece(part.piece, field)
     item.master.copy_(read.pop(MASTER).view(item.master.shape))
     step = None if weights_only else reader.step(unit)
     if read or step is not None:
@@ -228,9 +216,7 @@ def _from_units(
     for field in [MASTER] if weights_only else reader.unit_fields(blocks[0].unit):
         whole = torch.empty(matrix.rows, matrix.cols)
         for block in blocks:
-            whole[block.row : block.row + block.rows] = reader.region(
-                block.unit, field, row=block.unit_row, rows=block.rows, col=0, cols=block.cols
-            )
+            whole[block.row : block.row + block.rows] = reader.block(block, field)
         tensors[field] = whole
     return tensors, reader.marks(block.unit for block in blocks)
 
@@ -257,7 +243,4 @@ def load_weights(model: Model, folder: Path, manifest: Manifest) -> None:
             for name, parameter in global_parameters(model.chunks):
                 rows = parameter.view(-1, parameter.size(-1))
                 for block in fragment_blocks(name, parameter.shape, shape, tp=world.layout.tp, rank=world.tp_rank):
-                    region = reader.region(
-                        block.unit, MASTER, row=block.unit_row, rows=block.rows, col=block.unit_col, cols=block.cols
-                    )
-                    rows[block.row : block.row + block.rows].copy_(region)
+                    rows[block.row : block.row + block.rows].copy_(reader.block(block, MASTER))

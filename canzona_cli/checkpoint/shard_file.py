@@ -52,7 +52,10 @@ def write_shard(
             written = _Written(descriptor, beside)
             written.add(header)
             for name, buffer in ordered.items():
-                _add(name, buffer, written)
+                before = written.bytes
+                for data in buffer.pieces():
+                    written.add(data)
+                _check_size(name, buffer, written.bytes - before)
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -66,9 +69,8 @@ def write_shard(
 def _item_bytes(name: str, buffer: Buffer) -> int:
     if buffer.dtype not in ITEM_BYTES:
         raise ValueError(f"{name}: safetensors has no type {buffer.dtype}")
-    if not callable(buffer.data):
+    if not callable(buffer.data):  # before anything is written
         _check_size(name, buffer, buffer.data.nbytes)
-        _check_flat(name, buffer.data)
     return ITEM_BYTES[buffer.dtype]
 
 
@@ -76,19 +78,6 @@ def _check_size(name: str, buffer: Buffer, size: int) -> None:
     expected = tensor_bytes(buffer.dtype, buffer.shape)
     if size != expected:
         raise ValueError(f"{name}: {buffer.dtype} {tuple(buffer.shape)} has {expected} bytes, not {size}")
-
-
-def _check_flat(name: str, data: memoryview) -> None:
-    if data.nbytes != len(data):
-        raise ValueError(f"{name}: its data is not a flat view of bytes")
-
-
-def _add(name: str, buffer: Buffer, written: "_Written") -> None:
-    before = written.bytes
-    for data in buffer.pieces():
-        _check_flat(name, data)
-        written.add(data)
-    _check_size(name, buffer, written.bytes - before)
 
 
 def _header(ordered: Mapping[str, Buffer], metadata: Mapping[str, str] | None) -> memoryview:

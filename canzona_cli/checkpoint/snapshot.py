@@ -5,13 +5,11 @@ element by one rank that holds it: hosts write the matrices they host, and what 
 fragments of shared matrices among it, is written in pieces.
 """
 
-import logging
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +25,9 @@ from canzona_cli.engine.masters import HeldFragment
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.megatron.holdings import Held, held
 from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import World, gather
+from canzona_cli.megatron.parallel import gather
 from canzona_cli.model.families import EMBEDDING
 from canzona_cli.model.geometry import Block, fragment_blocks, matrix_blocks, unit_shape
-
-_LOG = logging.getLogger(__name__)
 
 PINNED_SHARE = 0.5
 """The share of a machine's memory that its ranks together may pin for saves;
@@ -50,22 +46,35 @@ DTYPES = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The smallest thing that a rank writes all of: a matrix with its state, or a piece of a unit with its own."""
+
+    name: str
+    """The name of the matrix or the unit."""
+    piece: Piece | None = None
+    """None for a matrix."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """One rank's share of what is to be saved, in bytes."""
+    """The parts that one rank could write, as it sends them to the others."""
 
-    wholes: Mapping[str, int]
-    """The tensors that the rank holds all of, by name."""
-    pieces: tuple[tuple[Piece, int], ...]
-    """The pieces that it holds; pairs, because ranks exchange this as JSON, whose keys are text."""
+    parts: tuple[Part, ...]
+    bytes: tuple[int, ...]
+    """The size of each part."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Writers:
-    """The writer of each tensor or piece; the same on every rank."""
+class _Contents:
+    """The contents of a part on this rank."""
 
-    wholes: Mapping[str, int]
-    pieces: Mapping[Piece, int]
+    part: Part
+    tensors: Mapping[str, torch.Tensor]
+    """The tensors by the names that they are stored under."""
+    scalars: Mapping[str, Scalar]
+    piece: Piece | None = None
+    """The piece that each tensor is of a whole; None if they are wholes."""
 
 
 class Snapshots:
@@ -75,8 +84,7 @@ class Snapshots:
         self._trainee = trainee
         self._buffers: dict[str, torch.Tensor] = {}
         self._holding: Holding | None = None
-        self._writers: Writers | None = None
-        self._warned = False
+        self._writers: Mapping[Part, int] = {}
 
     def take(self) -> Shard:
         """Copies the state between two steps. Collective.
@@ -86,60 +94,33 @@ class Snapshots:
         Raises:
             ConfigError: a user's own optimizer keeps what a file cannot hold.
         """
-        world, model = self._trainee.world, self._trainee.config.model
-        wholes = _wholes(self._trainee)
-        pieces = held_pieces(held(self._trainee.optimizer, self._trainee.chunks), model, world)
-        pieces += shared_pieces(self._trainee)
-        if not world.is_first_stage and model.tied_embeddings:
-            # The last stage's copy of tied embeddings.
-            pieces = [held_piece for held_piece in pieces if held_piece.piece.unit != EMBEDDING]
-        writers = self._agree(_holding(wholes, pieces))
+        world = self._trainee.world
+        contents = [*_matrices(self._trainee), *_pieces(self._trainee)]
+        writers = self._agree(contents)
         scalars: dict[str, Scalar] = {}
         saved: dict[str, Buffer] = {}
-        for name, state in wholes.items():
-            if writers.wholes[name] == world.rank:
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        saved[f"{name}/{key}"] = self._copy(f"{name}/{key}", value)
-                    else:
-                        scalars[f"{name}/{key}"] = value
-        for key, state_of_rank in random_states().items():
+        for item in contents:
+            if writers[item.part] == world.rank:
+                scalars |= item.scalars
+                saved |= {name: self._copy(name, tensor, item.piece) for name, tensor in item.tensors.items()}
+        for key, state in random_states().items():
             name = f"{RANDOM}{world.rank:05d}/{key}"
-            saved[name] = self._copy(name, state_of_rank)
-        for held_piece in pieces:
-            piece, shape = held_piece.piece, unit_shape(held_piece.piece.unit, model)
-            if writers.pieces[piece] != world.rank:
-                continue
-            if piece.row == piece.col == piece.start == 0:
-                if held_piece.held.step is not None:
-                    scalars[f"{piece.unit}/step"] = held_piece.held.step
-                if isinstance(held_piece.held, HeldFragment):
-                    scalars |= {f"{piece.unit}/{key}": value for key, value in held_piece.held.marks.items()}
-            for field, value in _fields_of(held_piece.held).items():
-                part = value.reshape(-1)[held_piece.offset : held_piece.offset + piece.elements]
-                if piece.elements == prod(shape):
-                    name = f"{piece.unit}/{field}"
-                    saved[name] = self._copy(name, part.view(shape))
-                else:
-                    name = piece.name(field)
-                    saved[name] = self._copy(name, part, piece)
+            saved[name] = self._copy(name, state)
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
         for stale in self._buffers.keys() - saved.keys():
             del self._buffers[stale]
         return Shard(tensors=saved, scalars=scalars)
 
-    def _agree(self, holding: Holding) -> Writers:
+    def _agree(self, contents: Sequence[_Contents]) -> Mapping[Part, int]:
         """Agrees on who writes what; repeated only when a rank's holdings have changed,
         as in the first step."""
+        sizes = tuple(sum(tensor.nbytes for tensor in item.tensors.values()) for item in contents)
+        holding = Holding(parts=tuple(item.part for item in contents), bytes=sizes)
         changed = torch.full((1,), float(holding != self._holding), device=self._trainee.world.device)
         torch.distributed.all_reduce(changed, op=torch.distributed.ReduceOp.MAX)
-        if self._writers is None or any(self._trainee.timer.read(changed)):
-            everyone = gather(holding)
-            units = {piece.unit for other in everyone for piece, _ in other.pieces}
-            self._writers = share(
-                everyone, {unit: prod(unit_shape(unit, self._trainee.config.model)) for unit in units}
-            )
+        if any(self._trainee.timer.read(changed)):
+            self._writers = share(gather(holding), self._trainee.config.model)
             self._holding = holding
         return self._writers
 
@@ -153,37 +134,14 @@ class Snapshots:
         return Buffer(dtype=DTYPES[buffer.dtype], shape=tuple(buffer.shape), data=data, piece=piece)
 
     def _new_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocates host memory, pinned up to `PINNED_SHARE`: a GPU writes to pinned memory itself."""
+        """Allocates host memory, pinned up to `PINNED_SHARE`: a GPU writes to pinned memory itself, and training
+        waits longer for a copy to memory that is not."""
         pinned = self._trainee.world.device.type == "cuda"
         if pinned:
             ranks = self._trainee.world.world_size // (self._trainee.config.cluster.nodes or 1)
             held = sum(buffer.nbytes for buffer in self._buffers.values())
             pinned = held + tensor.nbytes <= PINNED_SHARE * psutil.virtual_memory().total / ranks
-            if not pinned and not self._warned:
-                self._warned = True
-                _LOG.warning(
-                    "saves stand in training's way longer: the state of %d ranks is more than %.0f%% of this machine's "
-                    "memory, and what is beyond that is copied without being pinned",
-                    ranks,
-                    100 * PINNED_SHARE,
-                )
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-
-
-class Kept(Protocol):
-    """A master with its state, of a part of the model: Megatron's `Held`, or a `HeldFragment`."""
-
-    @property
-    def master(self) -> torch.Tensor: ...
-
-    @property
-    def state(self) -> Mapping[str, object]: ...
-
-    @property
-    def step(self) -> float | None:
-        """Returns the steps it has made; None if no optimizer counts them."""
-
-    def replace_state(self, tensors: dict[str, torch.Tensor], step: float | None) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,72 +149,80 @@ class HeldPiece:
     """A piece of a unit, and where it lies in what an optimizer holds here."""
 
     piece: Piece
-    held: Kept
+    held: Held | HeldFragment
     offset: int
     """First element within the held master and its state, flat."""
 
 
-def held_pieces(items: list[Held], model: ModelConfig, world: World) -> list[HeldPiece]:
-    """Divides what an optimizer holds into pieces of units."""
-    pieces = []
-    for item in items:
+def held_pieces(trainee: Trainee) -> list[HeldPiece]:
+    """Divides into pieces of units all that this rank updates, but for the matrices that it hosts."""
+    pieces, world, model = [], trainee.world, trainee.config.model
+    for item in held(trainee.optimizer, trainee.chunks):
         for block in fragment_blocks(item.parameter, item.shape, model, tp=world.layout.tp, rank=world.tp_rank):
             first = block.row * block.cols
             start, end = max(item.start, first), min(item.end, first + block.rows * block.cols)
             if start < end:
                 piece = _piece(block, start - first, end - first)
                 pieces.append(HeldPiece(piece=piece, held=item, offset=start - item.start))
+    fragments = trainee.optimizer.matrices.fragments if isinstance(trainee.optimizer, CanzonaOptimizer) else ()
+    for fragment in fragments:
+        for block in matrix_blocks(fragment.matrix, model, tp=world.layout.tp, rank=world.tp_rank):
+            piece = _piece(block, 0, block.rows * block.cols)
+            pieces.append(HeldPiece(piece=piece, held=fragment, offset=block.row * block.cols))
     return pieces
 
 
 def _piece(block: Block, start: int, end: int) -> Piece:
     """Returns elements `start` to `end` of a block as a piece."""
-    return Piece(
-        unit=block.unit,
-        row=block.unit_row,
-        col=block.unit_col,
-        rows=block.rows,
-        cols=block.cols,
-        start=start,
-        end=end,
-    )
+    row, col = block.unit_row, block.unit_col
+    return Piece(unit=block.unit, row=row, col=col, rows=block.rows, cols=block.cols, start=start, end=end)
 
 
-def shared_pieces(trainee: Trainee) -> list[HeldPiece]:
-    """Divides this rank's fragments of shared matrices into pieces of units."""
+def _pieces(trainee: Trainee) -> Iterator[_Contents]:
+    """Yields masters and elementwise state of the pieces of units that this rank updates."""
+    model = trainee.config.model
+    copied = None if trainee.world.is_first_stage or not model.tied_embeddings else EMBEDDING
+    """The unit that the first stage writes: the last stage has a copy of tied embeddings."""
+    for item in held_pieces(trainee):
+        piece, shape = item.piece, unit_shape(item.piece.unit, model)
+        if piece.unit == copied:
+            continue
+        is_whole = piece.elements == prod(shape)
+        tensors: dict[str, torch.Tensor] = {}
+        for field, value in {MASTER: item.held.master.detach(), **item.held.state}.items():
+            if isinstance(value, torch.Tensor) and value.numel() == item.held.master.numel() and value.dim() > 0:
+                part = value.reshape(-1)[item.offset : item.offset + piece.elements]
+                if is_whole:
+                    tensors[f"{piece.unit}/{field}"] = part.view(shape)
+                else:
+                    tensors[piece.name(field)] = part
+        scalars: dict[str, Scalar] = {}
+        if piece.row == piece.col == piece.start == 0:  # one piece of each unit tells them
+            if item.held.step is not None:
+                scalars[f"{piece.unit}/step"] = item.held.step
+            if isinstance(item.held, HeldFragment):
+                scalars |= {f"{piece.unit}/{key}": value for key, value in item.held.marks.items()}
+        part_of_unit = Part(name=piece.unit, piece=piece)
+        yield _Contents(part=part_of_unit, tensors=tensors, scalars=scalars, piece=None if is_whole else piece)
+
+
+def _matrices(trainee: Trainee) -> Iterator[_Contents]:
+    """Yields masters and state of the matrices that this rank hosts."""
     if not isinstance(trainee.optimizer, CanzonaOptimizer):
-        return []
-    pieces, world = [], trainee.world
-    for item in trainee.optimizer.matrices.fragments:
-        blocks = matrix_blocks(item.matrix, trainee.config.model, tp=world.layout.tp, rank=world.tp_rank)
-        for block in blocks:
-            piece = _piece(block, 0, block.rows * block.cols)
-            pieces.append(HeldPiece(piece=piece, held=item, offset=block.row * block.cols))
-    return pieces
-
-
-def _fields_of(item: Kept) -> dict[str, torch.Tensor]:
-    """Returns the master and all state of the same length, by name."""
-    elementwise = {
-        key: value
-        for key, value in item.state.items()
-        if isinstance(value, torch.Tensor) and value.numel() == item.master.numel() and value.dim() > 0
-    }
-    return {MASTER: item.master.detach(), **elementwise}
-
-
-def _wholes(trainee: Trainee) -> dict[str, dict[str, torch.Tensor | Scalar]]:
-    """Collects masters and state of the matrices this rank updates, by name and key."""
-    if not isinstance(trainee.optimizer, CanzonaOptimizer):
-        return {}
-    wholes: dict[str, dict[str, torch.Tensor | Scalar]] = {}
+        return
     for name, saved in trainee.optimizer.matrices.state_dict().items():
         assert isinstance(saved, dict)
-        wholes[name] = {MASTER: saved["master"]}
-        for key, value in saved["state"].items():
-            wholes[name][key] = _storable(name, key, value)
-        wholes[name] |= {f"{GROUP}{key}": value for key, value in saved["group"].items()}
-    return wholes
+        values: dict[str, torch.Tensor | Scalar] = {MASTER: saved["master"]}
+        values |= {key: _storable(name, key, value) for key, value in saved["state"].items()}
+        values |= {f"{GROUP}{key}": value for key, value in saved["group"].items()}
+        tensors: dict[str, torch.Tensor] = {}
+        scalars: dict[str, Scalar] = {}
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{name}/{key}"] = value
+            else:
+                scalars[f"{name}/{key}"] = value
+        yield _Contents(part=Part(name=name), tensors=tensors, scalars=scalars)
 
 
 def _storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
@@ -270,53 +236,32 @@ def _storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
     raise ConfigError(Problem(key="optimizer.source", value=str(key), reason=reason, fix=fix))
 
 
-def _holding(wholes: Mapping[str, Mapping[str, torch.Tensor | Scalar]], pieces: list[HeldPiece]) -> Holding:
-    """Describes this rank's holdings for the other ranks."""
-    return Holding(
-        wholes={
-            name: sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor)) for name, state in wholes.items()
-        },
-        pieces=tuple(
-            (item.piece, sum(value.itemsize for value in _fields_of(item.held).values()) * item.piece.elements)
-            for item in pieces
-        ),
-    )
-
-
-def share(holdings: Sequence[Holding], elements: Mapping[str, int]) -> Writers:
-    """Assigns each tensor and piece to one of its holders: to the one with least to write so far.
-
-    Args:
-        holdings: every rank's share.
-        elements: the number of elements of every unit that comes in pieces.
+def share(holdings: Sequence[Holding], model: ModelConfig) -> dict[Part, int]:
+    """Assigns each part to one of its holders: to the one with least to write so far.
 
     Raises:
         ValueError: the pieces of a unit do not make it up.
     """
+    holders: dict[Part, list[int]] = defaultdict(list)
+    sizes: dict[Part, int] = {}
+    for rank, holding in enumerate(holdings):
+        for part, size in zip(holding.parts, holding.bytes, strict=True):
+            holders[part].append(rank)
+            sizes[part] = size
+    elements: dict[str, int] = defaultdict(int)
+    for part in holders:
+        if part.piece is not None:
+            elements[part.name] += part.piece.elements
+    for unit, count in elements.items():
+        if count != prod(unit_shape(unit, model)):
+            raise ValueError(f"{unit} has {prod(unit_shape(unit, model))} elements, but its pieces have {count}")
     load = [0] * len(holdings)
     """The bytes that each rank writes."""
-    wholes = _shared([holding.wholes for holding in holdings], load)
-    pieces = _shared([dict(holding.pieces) for holding in holdings], load)
-    made_up: dict[str, int] = defaultdict(int)
-    for piece in pieces:
-        made_up[piece.unit] += piece.elements
-    for unit, count in made_up.items():
-        if count != elements[unit]:
-            raise ValueError(f"{unit} has {elements[unit]} elements, but its pieces do not add up to that")
-    return Writers(wholes=wholes, pieces=pieces)
-
-
-def _shared[T](held: Sequence[Mapping[T, int]], load: list[int]) -> dict[T, int]:
-    """Chooses a writer for each item, and adds its size to `load`."""
-    holdings: dict[T, tuple[int, list[int]]] = {}
-    for rank, sizes in enumerate(held):
-        for item, size in sizes.items():
-            holdings.setdefault(item, (size, []))[1].append(rank)
-    writers: dict[T, int] = {}
-    # What has one holder first: the rest evens it out.
-    for item, (size, holders) in sorted(holdings.items(), key=lambda entry: (len(entry[1][1]), str(entry[0]))):
-        writers[item] = min(holders, key=lambda rank: (load[rank], rank))
-        load[writers[item]] += size
+    writers: dict[Part, int] = {}
+    # Matrices before pieces, and those with one holder before the rest, which evens them out.
+    for part in sorted(holders, key=lambda part: (part.piece is not None, len(holders[part]), str(part))):
+        writers[part] = min(holders[part], key=lambda rank: (load[rank], rank))
+        load[writers[part]] += sizes[part]
     return writers
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, hidden_name, removed_path, step_of
+from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, hidden_name, hidden_path, step_of
 from canzona_cli.checkpoint.verify import read_manifest, way_out
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
 from canzona_cli.run.files import RunFiles, sync_folder
@@ -75,13 +75,12 @@ class CheckpointStore:
             raise ValueError("a store keeps at least one checkpoint")
         usable, gone = 0, []
         for name, path in reversed(self._paths().items()):
-            step = step_of(name)
             if usable < keep:
                 # Only those that count are read; a damaged one must not cause the removal of an older, sound
                 # one.
                 usable += judge(name, path).sound
-            elif keep_every is None or step is None or step % keep_every:
-                _remove(path, removed_path(self.root / name))
+            elif keep_every is None or (step_of(name) or 0) % keep_every:
+                _remove(path, hidden_path(self.root / name, "removed"))
                 gone.append(name)
         return tuple(gone)
 
@@ -168,14 +167,15 @@ def is_checkpoint(path: Path) -> bool:
 
 def judge(name: str, path: Path) -> StoredCheckpoint:
     """Judges a checkpoint by its manifest and the sizes of its files."""
-    step = step_of(name) or 0
+    manifest, problems = None, tuple[Problem, ...]()
     if path.is_symlink():
-        problem = Problem(key=name, reason="is a symbolic link; give the path of its target to use it")
-        return StoredCheckpoint(name=name, step=step, path=path, manifest=None, problems=(problem,))
-    try:
-        return StoredCheckpoint(name=name, step=step, path=path, manifest=read_manifest(path))
-    except CheckpointInvalid as error:
-        return StoredCheckpoint(name=name, step=step, path=path, manifest=None, problems=error.problems)
+        problems = (Problem(key=name, reason="is a symbolic link; give the path of its target to use it"),)
+    else:
+        try:
+            manifest = read_manifest(path)
+        except CheckpointInvalid as error:
+            problems = error.problems
+    return StoredCheckpoint(name=name, step=step_of(name) or 0, path=path, manifest=manifest, problems=problems)
 
 
 def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | None:
@@ -196,30 +196,28 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
     """
     store = CheckpointStore(run_checkpoints)
     if resume == "auto":
-        return _usable(store.latest())
+        latest = store.latest()
+        return None if latest is None else _usable(latest)
+    path = Path(resume).expanduser()
     if step_of(resume) is not None:
         named = {checkpoint.name: checkpoint for checkpoint in store.checkpoints()}
-        if resume not in named:
-            raise ConfigError(_nothing(resume, f"{run_checkpoints} has no such checkpoint", _there(store)))
-        return _usable(named[resume])
-    path = Path(resume).expanduser()
-    if not path.is_dir():
-        reason = "is neither a folder nor the name of a checkpoint"
-        raise ConfigError(_nothing(resume, reason, _there(store), key))
-    path = path.resolve()
-    if is_checkpoint(path):
-        return _usable(judge(path.name, path), by_path=True)
-    checkpoint = _usable(CheckpointStore.under(path).latest(), by_path=True)
-    if checkpoint is None:
-        raise ConfigError(_nothing(resume, "there is no checkpoint in this folder", _PLACES, key))
-    return checkpoint
+        if resume in named:
+            return _usable(named[resume])
+        key, reason, fix = _KEY, f"{run_checkpoints} has no such checkpoint", _there(store)
+    elif not path.is_dir():
+        reason, fix = "is neither a folder nor the name of a checkpoint", _there(store)
+    else:
+        path = path.resolve()
+        checkpoint = judge(path.name, path) if is_checkpoint(path) else CheckpointStore.under(path).latest()
+        if checkpoint is not None:
+            return _usable(checkpoint, by_path=True)
+        reason, fix = "there is no checkpoint in this folder", _PLACES
+    raise ConfigError(Problem(key=key, value=resume, reason=reason, fix=fix))
 
 
-def _usable(checkpoint: StoredCheckpoint | None, *, by_path: bool = False) -> Path | None:
+def _usable(checkpoint: StoredCheckpoint, *, by_path: bool = False) -> Path:
     """Returns its folder if it is sound; `by_path` offers the previous one by path,
     as it is another run's."""
-    if checkpoint is None:
-        return None
     if checkpoint.sound:
         return checkpoint.path
     if not by_path:
@@ -235,10 +233,6 @@ def _there(store: CheckpointStore) -> str:
     return f"checkpoints there: {', '.join(names[-5:])}"
 
 
-def _nothing(resume: str, reason: str, fix: str, key: str = _KEY) -> Problem:
-    return Problem(key=key, value=resume, reason=reason, fix=fix)
-
-
 def _remove(path: Path, hidden: Path) -> None:
     """Hides a checkpoint in one step, then deletes it."""
     if path.is_symlink():
@@ -246,8 +240,7 @@ def _remove(path: Path, hidden: Path) -> None:
         return
     if hidden.exists():
         shutil.rmtree(hidden)
-    os.rename(path, hidden)
-    shutil.rmtree(hidden)
+    shutil.rmtree(path.rename(hidden))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +253,7 @@ class Chosen:
 
     @property
     def newest(self) -> StoredCheckpoint:
-        """The newest checkpoint; raises ConfigError if there is none."""
+        """Returns the newest checkpoint; raises ConfigError if there is none."""
         return self.required().checkpoints[-1]
 
     def at(self, step: int | None) -> StoredCheckpoint:

@@ -37,7 +37,9 @@ def read_manifest(folder: Path) -> Manifest:
         this one.
     """
     manifest = _parsed(folder)
-    refuse(shortened(size_problems(folder, manifest)), CheckpointInvalid)
+    wrong = {name: _size_problem(folder, name, entry) for name, entry in sorted(manifest.files.items())}
+    problems = [problem_of(folder, name, reason) for name, reason in wrong.items() if reason is not None]
+    refuse(shortened(problems), CheckpointInvalid)
     return manifest
 
 
@@ -51,7 +53,7 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
         CheckpointInvalid: there is no sound manifest, so nothing is known about the files.
     """
     manifest = _parsed(folder)
-    given_up = Event()
+    files, given_up = dict(sorted(manifest.files.items())), Event()
 
     def count(read: int) -> None:
         if given_up.is_set():
@@ -61,13 +63,12 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
 
     with ThreadPoolExecutor(max_workers=min(_MOST_THREADS, cores())) as pool:
         try:
-            results = pool.map(lambda item: verify_file(folder, *item, on_bytes=count), sorted(manifest.files.items()))
-            problems = [problem for problem in results if problem is not None]
+            results = [*pool.map(lambda item: verify_file(folder, *item, on_bytes=count), files.items())]
         except BaseException:  # Ctrl-C does not wait for the files that are being hashed
             given_up.set()
             raise
-    bad = {problem.key for problem in problems}
-    whole = [name for name in manifest.files if _key(folder, name) not in bad]
+    whole = [name for name, problem in zip(files, results, strict=True) if problem is None]
+    problems = [problem for problem in results if problem is not None]
     return manifest, problems + table_problems(folder, manifest, whole)
 
 
@@ -83,12 +84,6 @@ def verify_file(folder: Path, name: str, entry: StoredFile, *, on_bytes: OnBytes
             if digest != entry.blake3:
                 wrong = "damaged: its content does not have the hash that the manifest gives"
     return None if wrong is None else problem_of(folder, name, wrong)
-
-
-def size_problems(folder: Path, manifest: Manifest) -> list[Problem]:
-    """Lists files that are missing, are not regular files, or differ in size from the manifest."""
-    wrong = {name: _size_problem(folder, name, entry) for name, entry in sorted(manifest.files.items())}
-    return [problem_of(folder, name, reason) for name, reason in wrong.items() if reason is not None]
 
 
 def table_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[Problem]:
@@ -116,11 +111,11 @@ def foreign_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
     return tuple(sorted(set(os.listdir(folder)) - {MANIFEST, *manifest.files}))
 
 
-def shortened(problems: Sequence[Problem]) -> list[Problem]:
-    """Keeps the first few problems, and counts the rest."""
-    shown = list(problems[:_MOST_PROBLEMS])
+def shortened(problems: Sequence[Problem], most: int = _MOST_PROBLEMS, *, key: str = "checkpoint") -> list[Problem]:
+    """Keeps the first few problems, and counts the rest under `key`."""
+    shown = list(problems[:most])
     if len(problems) > len(shown):
-        shown.append(Problem(key="checkpoint", reason=f"and {len(problems) - len(shown)} more"))
+        shown.append(Problem(key=key, reason=f"and {len(problems) - len(shown)} more"))
     return shown
 
 
@@ -183,7 +178,8 @@ def _size_problem(folder: Path, name: str, entry: StoredFile) -> str | None:
 
 def _hashed(path: Path, on_bytes: OnBytes | None) -> str:
     hasher, buffer = blake3(), memoryview(bytearray(_CHUNK))
-    with open(_open(path), "rb", buffering=0) as file:
+    # Without following a link, or waiting for a pipe's other end.
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while read := file.readinto(buffer):
             hasher.update(buffer[:read])
@@ -192,15 +188,6 @@ def _hashed(path: Path, on_bytes: OnBytes | None) -> str:
     return hasher.hexdigest()
 
 
-def _open(path: Path) -> int:
-    """Opens a file for reading, without following a link or waiting for a pipe's other end."""
-    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def _key(folder: Path, name: str) -> str:
-    return f"{folder.name}/{name}"
-
-
 def problem_of(folder: Path, name: str, reason: str) -> Problem:
     """Returns the problem of one file of a checkpoint, with what to use instead."""
-    return Problem(key=_key(folder, name), reason=reason, fix=way_out(folder))
+    return Problem(key=f"{folder.name}/{name}", reason=reason, fix=way_out(folder))

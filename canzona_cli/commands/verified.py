@@ -9,7 +9,7 @@ from canzona_cli.checkpoint.store import StoredCheckpoint
 from canzona_cli.checkpoint.verify import shortened, verify
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import CheckpointInvalid, refuse
-from canzona_cli.huggingface.beside import Beside, beside
+from canzona_cli.huggingface.folder import Beside, beside
 from canzona_cli.report.checkpoint import bar_of_bytes
 from canzona_cli.run.files import RunFiles
 

@@ -1,5 +1,5 @@
-"""A Hugging Face folder as it lies on the disk: its settings, and which tensor is in which file.
-Opens headers only.
+"""A Hugging Face folder as it lies on the disk: its settings, which tensor is in which file, and the files beside the
+weights: the tokenizer that the run's text was made with, and how to generate. Opens headers only.
 
 Nothing in it is executed, and no file outside of it is named by its index; files may be links, as in Hugging
 Face's own cache.
@@ -8,20 +8,27 @@ Face's own cache.
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
 from canzona_cli.checkpoint.shard_file import read_table
+from canzona_cli.checkpoint.verify import shortened
 from canzona_cli.config.compose import Composed, compose_run
 from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.reading import Absent, Unreadable, parse_json, read_plain
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.tree import list_recipes
+from canzona_cli.data.sidecar import saved_tokenizer_path
+from canzona_cli.data.tokenizers import BYTE_VALUES, END_OF_TEXT
 from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.huggingface.foreign import FILE, read_model, tensor_names
 from canzona_cli.model.families import family_of, parameter_count
 from canzona_cli.model.geometry import unit_shape
+from canzona_cli.run.corpus import read_corpus
+from canzona_cli.run.files import RunFiles
+from canzona_cli.run.words import json_text
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -40,6 +47,9 @@ DTYPES: Final[Mapping[Dtype, tuple[str, str]]] = {
 }
 """Types of weights that are read and written: safetensors' names, and torch's."""
 _MOST: Final = 20
+"""Problems that are listed: of another model all tensors are wrong."""
+_KEPT: Final = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of an imported `config.json` that a recipe does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +73,7 @@ class HuggingFaceFolder:
 
     @property
     def tokenizer(self) -> Path | None:
-        """Its tokenizer.json; None where it has none."""
+        """Returns the path of its tokenizer.json; None if it does not have one."""
         path = self.path / TOKENIZER
         return path if path.is_file() else None
 
@@ -75,7 +85,8 @@ class HuggingFaceFolder:
             another
                 shape or type.
         """
-        refuse([*self._other_settings(model), *_first(self._wrong_tensors(model))])
+        wrong = shortened([*self._wrong_tensors(model)], _MOST, key="tensors")
+        refuse([*self._other_settings(model), *wrong])
 
     def _other_settings(self, model: ModelConfig) -> Iterator[Problem]:
         settings = asdict(model)
@@ -108,13 +119,13 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
-    """Its settings and its table of tensors.
+    """Reads the settings of a folder and its table of tensors.
 
     Args:
         key: the option or setting that named it.
 
     Raises:
-        ConfigError: it is none, or of a model that canzona has not; every reason at once.
+        ConfigError: it is not such a folder, or of a model that canzona does not have; every reason at once.
     """
     problems: list[Problem] = []
     model: dict[str, object] = {}
@@ -139,15 +150,15 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
             reason = f"is in {tensors[name].file.name} too, and it is unclear which one is meant"
             problems.append(Problem(key=name, value=file.name, reason=reason, fix="download the folder again"))
         tensors |= {name: Stored(file=file, dtype=dtype, shape=shape) for name, (dtype, shape) in table.items()}
-    refuse(_first(iter(problems)))
+    refuse(shortened(problems, _MOST, key="tensors"))
     return HuggingFaceFolder(path=path, model=model, tensors=tensors)
 
 
 def read_object(path: Path) -> Mapping[str, object]:
-    """A JSON object.
+    """Reads a JSON object.
 
     Raises:
-        Unreadable: it is none, or cannot be read.
+        Unreadable: the file holds something else, or cannot be read.
     """
     content = parse_json(read_plain(path))
     if not isinstance(content, dict):
@@ -156,7 +167,7 @@ def read_object(path: Path) -> Mapping[str, object]:
 
 
 def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
-    """Its files of weights, each once, in order."""
+    """Lists a folder's files of weights, each once, in order."""
     try:
         files = read_object(path / INDEX).get("weight_map")
     except Absent:
@@ -176,17 +187,10 @@ def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
     return [path / name for name in sorted({*names})]
 
 
-def _first(problems: Iterator[Problem]) -> list[Problem]:
-    """The first few, and how many more there are: of another model all tensors are wrong."""
-    listed = list(problems)
-    more = [Problem(key="tensors", reason=f"and {len(listed) - _MOST} more")] if len(listed) > _MOST else []
-    return listed[:_MOST] + more
-
-
 def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Composed:
-    """The run that `overrides` ask for, with the folder's model and tokenizer where they do not say otherwise.
+    """Composes the run that `overrides` ask for, with the folder's model and tokenizer where they do not say otherwise.
 
-    Without a recipe among them it is the built-in one whose model has most nearly as many parameters.
+    Without a recipe among them, it uses the built-in one whose number of parameters is nearest.
 
     Raises:
         ConfigError: as `compose_run`.
@@ -202,7 +206,7 @@ def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs:
 
 
 def _nearest(folder: HuggingFaceFolder) -> str:
-    """The built-in recipe whose model is most nearly as large."""
+    """Finds the built-in recipe whose number of parameters is nearest."""
     sizes = {
         recipe.name: parameter_count(recipe.model).total
         for recipe in list_recipes()
@@ -214,3 +218,105 @@ def _nearest(folder: HuggingFaceFolder) -> str:
 
 def _typed(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Files to write beside the weights, and what they add to `config.json`."""
+
+    copies: tuple[Path, ...] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
+    tokenizer: str = ""
+    """The origin of the tokenizer, for people; empty where there is none."""
+
+
+def beside(run: RunFiles, tokenizer: Path | None) -> Beside:
+    """Collects a run's files: from the folder of its first weights, else from the text it was trained on.
+
+    Args:
+        tokenizer: a folder whose tokenizer to take instead.
+
+    Raises:
+        ConfigError: that folder has none; the run's corpus.json is damaged.
+    """
+    if tokenizer is not None and not (tokenizer / TOKENIZER).is_file():
+        fix = f"name a folder with a {TOKENIZER}"
+        raise ConfigError(Problem(key="--tokenizer", value=tokenizer, reason=f"has no {TOKENIZER}", fix=fix))
+    copies: dict[str, Path] = {}
+    settings: dict[str, object] = {}
+    if run.huggingface.is_dir():
+        copies = _beside_weights(run.huggingface)
+        with suppress(Unreadable):
+            there = read_object(run.huggingface / FILE)
+            settings = {key: there[key] for key in _KEPT if there.get(key) is not None}
+    if tokenizer is not None:
+        copies = {name: path for name, path in copies.items() if name == GENERATION} | _beside_weights(tokenizer)
+    if TOKENIZER in copies:
+        generation = {GENERATION: _generation(settings.get("eos_token_id"))}
+        files = Beside(texts=generation, tokenizer=str(copies[TOKENIZER].parent))
+    else:  # the folder's other files are of another tokenizer than the text's
+        files, copies = _of_the_text(run), {}
+    return replace(
+        files,
+        copies=tuple(copies.values()),
+        texts={name: text for name, text in files.texts.items() if name not in copies},
+        settings={**settings, **files.settings},
+    )
+
+
+def _beside_weights(folder: Path) -> dict[str, Path]:
+    """Lists the files beside a folder's weights, by name."""
+    return {path.name: path for path in (folder / name for name in BESIDE) if path.is_file()}
+
+
+def _of_the_text(run: RunFiles) -> Beside:
+    try:
+        corpus = read_corpus(run)
+    except FileNotFoundError:
+        return Beside(texts={GENERATION: _generation(None)})
+    path, eod = saved_tokenizer_path(corpus.prefix), corpus.eod
+    if corpus.tokenizer == "byte":
+        text = byte_tokenizer()
+    elif path.is_file():
+        text = path.read_text(encoding="utf-8")
+    else:
+        return Beside(texts={GENERATION: _generation(eod)})
+    return Beside(
+        texts={TOKENIZER: text, "tokenizer_config.json": _settings_of(text, eod), GENERATION: _generation(eod)},
+        settings={} if eod is None else {"eos_token_id": eod},
+        tokenizer=corpus.tokenizer,
+    )
+
+
+def _settings_of(text: str, eod: int | None) -> str:
+    """Writes `tokenizer_config.json`: the class that reads any tokenizer.json,
+    and the token that ends a document."""
+    from tokenizers import Tokenizer
+
+    settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    if eod is not None:
+        settings["eos_token"] = Tokenizer.from_str(text).id_to_token(eod)
+    return json_text(settings) + "\n"
+
+
+def _generation(eod: object) -> str:
+    return json_text({} if eod is None else {"eos_token_id": eod}) + "\n"
+
+
+def byte_tokenizer() -> str:
+    """Writes tokenizer.json of the byte tokenizer: ids are the bytes of UTF-8, and 256 ends a document.
+
+    In such files a byte is a printable character: itself, or one from 256 on (GPT-2's `bytes_to_unicode`).
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(BYTE_VALUES, 2 * BYTE_VALUES))
+    vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(BYTE_VALUES)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    text: str = tokenizer.to_str()
+    return text

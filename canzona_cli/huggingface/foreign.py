@@ -32,7 +32,7 @@ _TIED: Final = "tie_word_embeddings"
 
 
 def read_model(tree: Mapping[str, object]) -> dict[str, object]:
-    """The settings of a recipe's model section, but for its name, from a `config.json`.
+    """Reads the settings of a recipe's model section, but for its name, from a `config.json`.
 
     Raises:
         ConfigError: it is no Qwen3 that canzona has; names every key at once.
@@ -123,8 +123,8 @@ def _problem(key: str, value: object, reason: str) -> Problem:
 
 @lru_cache(maxsize=4)
 def tensor_names(model: ModelConfig) -> Mapping[str, str]:
-    """Hugging Face's name by unit, in the order of the model: each weight once,
-    so none of a tied output layer."""
+    """Returns Hugging Face's name of each unit, in the order of the model: each weight once,
+    so none for a tied output layer."""
     foreign = family_of(model).foreign
     names = {EMBEDDING: foreign.embedding}
     for layer in range(model.num_layers):

@@ -13,8 +13,7 @@ from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.config.schema import Device
 from canzona_cli.data.tokenizers import read_backend
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
-from canzona_cli.huggingface.beside import Beside
-from canzona_cli.huggingface.folder import DTYPES, TOKENIZER, Dtype
+from canzona_cli.huggingface.folder import DTYPES, TOKENIZER, Beside, Dtype
 from canzona_cli.huggingface.foreign import config_json, tensor_names
 from canzona_cli.model.families import family_of
 

@@ -32,8 +32,7 @@ from canzona_cli.config.reading import Unreadable, read_plain
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.locks import Busy, exclusive
 from canzona_cli.errors import ConfigError, Problem, unwritable
-from canzona_cli.huggingface.beside import Beside
-from canzona_cli.huggingface.folder import BESIDE, DTYPES, INDEX, WEIGHTS, Dtype, HuggingFaceFolder, Stored
+from canzona_cli.huggingface.folder import BESIDE, DTYPES, INDEX, WEIGHTS, Beside, Dtype, HuggingFaceFolder, Stored
 from canzona_cli.huggingface.foreign import FILE, config_json, tensor_names
 from canzona_cli.model.families import family_of
 from canzona_cli.model.geometry import unit_shape
@@ -44,14 +43,14 @@ PIECE_BYTES: Final = 8 << 20
 
 
 def row_ranges(shape: Sequence[int]) -> Iterator[range]:
-    """The rows of each piece of a tensor, in order: `PIECE_BYTES` at most, or one row."""
+    """Yields the rows of each piece of a tensor, in order: `PIECE_BYTES` at most, or one row."""
     most = max(1, PIECE_BYTES // (4 * max(1, math.prod(shape[1:]))))
     for first in range(0, shape[0], most):
         yield range(first, min(first + most, shape[0]))
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor on the host as its bytes, C order."""
+    """Returns the bytes of a tensor on the host, C order."""
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
@@ -125,7 +124,7 @@ def import_weights(
 
 
 def _masters(stored: Stored, name: str, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
-    """A tensor as the bytes of its master."""
+    """Yields the bytes of a tensor's master."""
     for rows in row_ranges(stored.shape):
         data = _rows(stored, name, rows).to(torch.float32)
         if not all(bound.isfinite() for bound in torch.aminmax(data)):  # isfinite() of all makes others as large
@@ -148,7 +147,8 @@ def _rows(stored: Stored, name: str, rows: range) -> torch.Tensor:
 
 
 def _check_tied(folder: HuggingFaceFolder, config: RunConfig) -> None:
-    """Some files have the output layer of tied embeddings a second time; transformers ignores it."""
+    """Refuses a tied output layer that differs from the embedding: some files have it a second time, and transformers
+    ignores it."""
     output = family_of(config.model).foreign.output
     if not config.model.tied_embeddings or output not in folder.tensors:
         return
@@ -236,7 +236,7 @@ def export_weights(
 
 
 def _shards(sizes: Mapping[str, int], most: int) -> Sequence[Sequence[str]]:
-    """Names of the tensors of each file, in order; each has at most `most` bytes, or one tensor."""
+    """Divides tensors over files, in order; each file has at most `most` bytes, or one tensor."""
     shards: list[list[str]] = [[]]
     held = 0
     for name, size in sizes.items():
@@ -253,9 +253,9 @@ def _file(number: int, count: int) -> str:
 
 
 def _rounded(reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
-    """A weight as the bytes of its type."""
+    """Yields the bytes of a weight in its type."""
     for rows in row_ranges(unit_shape(unit, reader.model)):
-        data = reader.master_rows(unit, rows).to(kind)
+        data = reader.master(unit, rows).to(kind)
         if kind is torch.float16 and not bool(data.isfinite().all()):
             reason = "has weights beyond 65,504, the largest number of fp16"
             raise ConfigError(Problem(key="--dtype", value="fp16", reason=f"{unit} {reason}", fix="--dtype bf16"))
@@ -267,7 +267,7 @@ def _rounded(reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[i
 
 @contextmanager
 def staged(out: Path, *, key: str) -> Iterator[Path]:
-    """A hidden folder beside `out`, which takes its name when the block is over.
+    """Makes a hidden folder beside `out`, which takes its name when the block is over.
 
     Files in it must be on the disk by then. What a kill leaves of it, the next one for the same place
     removes.
@@ -312,7 +312,7 @@ def check_empty(place: Path, *, key: str) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """A new copy, on the disk; of a link, of its target.
+    """Copies a file, or the target of a link, and has the copy on the disk.
 
     Raises:
         ConfigError: it is not a regular file, cannot be read, or is larger than any that lies beside weights.

@@ -4,19 +4,27 @@ The launcher starts it beside torchrun and closes its input when the run has end
 the files are the queue, however slow the tracker is, and whatever it does, no step waits. A tracker that
 fails is tried again, ever more rarely; its name of the run, and how far it is, stand in the run directory, so
 that the next launch goes on with the same curve.
+
+TensorBoard, Weights & Biases and MLflow have one interface, and the names and steps of metrics.jsonl. Where each
+sends them, and with which key, its own environment variables say (`WANDB_API_KEY`, `WANDB_MODE`, `WANDB_PROJECT`,
+`MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`, ...). Without `MLFLOW_TRACKING_URI` MLflow writes a database in the
+run directory. Their packages are imported when they are used.
 """
 
 import math
+import os
 import select
+import socket
 import sys
 import time
+import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
-from itertools import islice
+from dataclasses import asdict, dataclass, replace
+from itertools import batched, islice
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.schema import TrackerName
@@ -24,9 +32,11 @@ from canzona_cli.config.secrets import redacted
 from canzona_cli.config.settings import leaves
 from canzona_cli.run.codec import JsonLines, load_if_sound, save
 from canzona_cli.run.files import RunFiles, try_append_json_line
-from canzona_cli.run.records import Incident, Level, RunResult, TrackerState
+from canzona_cli.run.records import Incident, Level, RunResult, RunStatus, TrackerState
 from canzona_cli.run.words import clean, plural
-from canzona_cli.trackers.tracker import TRACKERS, Point, Tracked, Tracker
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
 
 _LOOK_S = 1.0
 _SAMPLE = "sample"
@@ -34,22 +44,170 @@ _MOST_POINTS = 50
 """Handed over at once: MLflow takes a thousand values."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before a tracker that failed is tried again; doubled each time."""
+_PROJECT = "canzona"
+"""The project of Weights & Biases, and the experiment of MLflow, where the environment names none."""
+_MOST_PARAMETERS = 100
+"""Values that MLflow takes at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """The values of one line of a run's records."""
+
+    step: int
+    time: float
+    """Seconds since 1970."""
+    values: Mapping[str, float | str]
+    """Finite numbers and texts by name. MLflow, whose runs have no texts with a step, leaves those out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracked:
+    """The run that is followed."""
+
+    run_dir: Path
+    settings: Mapping[str, object]
+    """Settings of the whole run, by dotted key."""
+    id: str | None
+    """The tracker's name of the run; None where it does not have one yet."""
+    first_step: int
+    """The first step that will be added: the tracker's values of this step and later ones are of steps done again."""
+
+
+class TensorBoard:
+    """An event file, written record by record: a full disk is seen at once.
+    Standard names of TensorFlow's format."""
+
+    def __init__(self, run: Tracked) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self.id = "tensorboard"
+        folder = run.run_dir / "tensorboard"
+        folder.mkdir(exist_ok=True)
+        # TensorBoard reads the files in the order of their names.
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = RecordWriter((folder / name).open("xb"))
+        begin = time.time()
+        self._write(Event(wall_time=begin, file_version="brain.Event:2"))
+        # TensorBoard then forgets what an earlier launch wrote from this step on.
+        self._write(Event(wall_time=begin, step=run.first_step, session_log=SessionLog(status=SessionLog.START)))
+        self._file.flush()
+
+    def add(self, points: Sequence[Point]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        for point in points:
+            summary = Summary()
+            for name, value in point.values.items():
+                if isinstance(value, str):
+                    summary.MergeFrom(text_pb(name, value))
+                else:
+                    summary.value.add(tag=name, simple_value=value)
+            self._write(Event(wall_time=point.time, step=point.step, summary=summary))
+        self._file.flush()
+
+    def close(self, status: RunStatus | None) -> None:
+        self._file.close()
+
+    def _write(self, event: "Event") -> None:
+        self._file.write(event.SerializeToString())
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases whose axis is our step:
+    it ignores what comes behind a later step of its own."""
+
+    def __init__(self, run: Tracked) -> None:
+        quiet = {"CONSOLE": "off", "SILENT": "true", "ERROR_REPORTING": "false"}
+        _set_defaults("WANDB", {"PROJECT": _PROJECT, "DIR": str(run.run_dir), **quiet})
+        import wandb
+
+        name = os.environ.get("WANDB_NAME", run.run_dir.name)
+        self._run = wandb.init(id=run.id or uuid.uuid4().hex[:12], name=name, resume="allow")
+        self.id = str(self._run.id)
+        self._run.config.update(dict(run.settings), allow_val_change=True)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def add(self, points: Sequence[Point]) -> None:
+        for point in points:
+            self._run.log({"step": point.step, **point.values})
+
+    def close(self, status: RunStatus | None) -> None:
+        import wandb
+
+        self._run.finish(exit_code=0 if status == "done" else 1)
+        wandb.teardown()  # its service may still be writing what it was handed
+
+
+class MLflow:
+    """A run of MLflow, by its client alone: nothing global, and no thread that outlives it."""
+
+    def __init__(self, run: Tracked) -> None:
+        patience = {"HTTP_REQUEST_MAX_RETRIES": "2", "HTTP_REQUEST_TIMEOUT": "20", "DISABLE_TELEMETRY": "true"}
+        _set_defaults("MLFLOW", {"TRACKING_URI": f"sqlite:///{run.run_dir.absolute() / 'mlflow.db'}", **patience})
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = MlflowClient()
+        if run.id is not None:
+            self.id = run.id
+            self._client.update_run(self.id, status="RUNNING")
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        existing = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if existing is None else existing.experiment_id
+        self.id = self._client.create_run(experiment, run_name=run.run_dir.name).info.run_id
+        parameters = [Param(key, str(value)[:500]) for key, value in run.settings.items()]
+        for some in batched(parameters, _MOST_PARAMETERS):
+            self._client.log_batch(self.id, params=list(some))
+
+    def add(self, points: Sequence[Point]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = []
+        for point in points:
+            numbers = {name: value for name, value in point.values.items() if not isinstance(value, str)}
+            metrics += [Metric(name, value, round(1e3 * point.time), point.step) for name, value in numbers.items()]
+        self._client.log_batch(self.id, metrics=metrics)
+
+    def close(self, status: RunStatus | None) -> None:
+        ended = "FINISHED" if status == "done" else "KILLED" if status in ("interrupted", "preempted") else "FAILED"
+        self._client.set_terminated(self.id, ended)
+
+
+def _set_defaults(package: str, values: Mapping[str, str]) -> None:
+    """Sets the environment variables of a package that the user has not set."""
+    for name, value in values.items():
+        os.environ.setdefault(f"{package}_{name}", value)
+
+
+Tracker = TensorBoard | WeightsAndBiases | MLflow
+"""An open tracker. Its `id` is its name of the run, which is `Tracked.id` when the run goes on. `add` takes points in
+the order of their file, which are then the tracker's to keep; `close` ends the run, with a status of None where it is
+not known how the run ended. Every call may raise whatever the tracker's package and the network raise."""
+TRACKERS: Mapping[TrackerName, type[Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
+"""A tracker's name is that of its package, and of canzona's extra that brings it."""
 
 
 class Follower:
     """One tracker of one run, from wherever it was.
 
     Args:
-        start: the step behind which this launch begins: later ones that the tracker has are done again.
+        start: the step after which this launch begins: later ones that the tracker has are done again.
     """
 
     def __init__(self, files: RunFiles, name: TrackerName, *, start: int = 0) -> None:
         self._files, self._name = files, name
-        self._records = {
-            "": JsonLines(files.metrics),
-            "validation_": JsonLines(files.validation),
-            _SAMPLE: JsonLines(files.events),
-        }
+        paths = {"": files.metrics, "validation_": files.validation, _SAMPLE: files.events}
+        self._records = {kind: JsonLines(path) for kind, path in paths.items()}
         """The records by the prefix of a file's values; of events, samples of text alone."""
         self._state = load_if_sound(files.tracker(name), TrackerState) or TrackerState()
         begin = {kind: min(self._state.taken.get(kind, -1), start) for kind in self._records}
@@ -61,7 +219,7 @@ class Follower:
         self._not_before = 0.0
 
     def look(self, *, last: bool = False) -> None:
-        """Hand over what is new.
+        """Hands over new points.
 
         Args:
             last: also where the tracker has just failed.
@@ -87,7 +245,7 @@ class Follower:
             self._failures = 0
 
     def finish(self) -> None:
-        """The run has ended."""
+        """Hands over the rest, because the run has ended, and closes the tracker."""
         self.look(last=True)
         result = load_if_sound(self._files.result, RunResult)
         try:
@@ -115,11 +273,13 @@ class Follower:
         for kind, lines in self._records.items():
             for line in lines.read():
                 step, when = line.pop("step", None), line.pop("time", None)
-                if isinstance(step, int) and (kind != _SAMPLE or line.get("event") == _SAMPLE):
-                    values = {} if kind == _SAMPLE else dict(_numbers(line, kind))
-                    texts = {_SAMPLE: f"{line.get('prompt')}{line.get('text')}"} if kind == _SAMPLE else {}
-                    moment = float(when) if isinstance(when, int | float) else time.time()
-                    yield kind, Point(step=step, time=moment, values=values, texts=texts)
+                if not isinstance(step, int) or (kind == _SAMPLE and line.get("event") != _SAMPLE):
+                    continue
+                values = (
+                    {_SAMPLE: f"{line.get('prompt')}{line.get('text')}"} if kind == _SAMPLE else _numbers(line, kind)
+                )
+                moment = float(when) if isinstance(when, int | float) else time.time()
+                yield kind, Point(step=step, time=moment, values=values)
 
     def _failed(self, error: Exception) -> None:
         self._failures += 1
@@ -143,13 +303,15 @@ class Follower:
         try_append_json_line(self._files.events, incident.line())
 
 
-def _numbers(line: Mapping[str, object], before: str) -> Iterator[tuple[str, float]]:
-    """Every finite number of a line, by its name; of a mapping in it, by both names."""
+def _numbers(line: Mapping[str, object], before: str) -> dict[str, float | str]:
+    """Returns every finite number of a line by its name, and those of a mapping in it by both names."""
+    numbers: dict[str, float | str] = {}
     for name, value in line.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, f"{before}{name}/")
+            numbers |= _numbers(value, f"{before}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            yield f"{before}{name}", float(value)
+            numbers[f"{before}{name}"] = float(value)
+    return numbers
 
 
 def follow(run_dir: Path, name: TrackerName, start: int) -> None:

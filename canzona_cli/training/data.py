@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -60,7 +62,7 @@ class Datasets:
 
 
 def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> Datasets:
-    """The run's training and validation samples; rank 0 builds the sample indices, the others read them."""
+    """Builds the run's training and validation samples; rank 0 builds the sample indices, the others read them."""
     wants_validation = config.train.eval_interval > 0 and config.train.eval_batches > 0
     share = config.data.validation_fraction if wants_validation else 0.0
     batch = config.train.global_batch_size
@@ -176,7 +178,7 @@ class BatchStream(Iterator[Batch]):
 def _indices(
     *, first_sample: int, total: int, global_batch_size: int, micro_batch_size: int, dp: int, dp_rank: int
 ) -> list[list[int]]:
-    """Sample numbers of each micro-batch of one data-parallel rank, in order."""
+    """Lists the sample numbers of each micro-batch of one data-parallel rank, in order."""
     per_step = global_batch_size // (micro_batch_size * dp)
     return [
         list(range(start, start + micro_batch_size))
@@ -184,3 +186,32 @@ def _indices(
         for micro in range(per_step)
         for start in [batch + (micro * dp + dp_rank) * micro_batch_size]
     ]
+
+
+class Counted(Iterator[Batch]):
+    """Batches on their way to the model, and how much of text they were.
+
+    Args:
+        lengths: bytes of each token, `[vocab_size]`; None where they are not known.
+    """
+
+    def __init__(self, batches: Iterator[Batch], world: World, lengths: npt.NDArray[np.float64] | None) -> None:
+        self._batches, self._world = batches, world
+        self._lengths = None if lengths is None else torch.from_numpy(lengths).to(world.device)
+        self._totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        counts = batch["loss_mask"].double()
+        self._totals[0] += counts.sum()
+        if self._lengths is not None:
+            self._totals[1] += (self._lengths[batch["labels"]] * counts).sum()
+        return batch
+
+    def totals(self) -> tuple[float, float]:
+        """Tokens and bytes of all ranks' batches. Collective."""
+        totals = self._totals.clone()
+        torch.distributed.all_reduce(totals)
+        # Ranks of a tensor-parallel group, and stages, were given the same ones.
+        tokens, size = (totals / (self._world.layout.tp * self._world.layout.pp)).tolist()
+        return tokens, size

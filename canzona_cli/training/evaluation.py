@@ -5,22 +5,13 @@ optimizer.
 """
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from canzona_cli.run.codec import load, save
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import Ending, ResumePoint, read_layout
-from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
+from canzona_cli.training.process import IMPORTED_BY_ALL, Pulse, run_rank
 from canzona_cli.training.records import Journal, RankRecord
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from canzona_cli.megatron.parallel import World
-    from canzona_cli.training.data import Batch
 
 SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.training.step", "canzona_cli.checkpoint.restore")
 
@@ -39,8 +30,7 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.run.corpus import read_corpus
     from canzona_cli.run.records import Evaluation, evaluation_file
     from canzona_cli.training.assemble import join
-    from canzona_cli.training.data import BatchStream, build_validation
-    from canzona_cli.training.pulse import Pulse
+    from canzona_cli.training.data import BatchStream, Counted, build_validation
     from canzona_cli.training.step import validate
 
     config = load_resolved(files.config)
@@ -88,39 +78,6 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         save(evaluation_file(files), evaluation)
     parallel.shutdown()
     return "done"
-
-
-class Counted(Iterator["Batch"]):
-    """Batches on their way to the model, and how much of text they were.
-
-    Args:
-        lengths: bytes of each token, `[vocab_size]`; None where they are not known.
-    """
-
-    def __init__(self, batches: Iterator["Batch"], world: "World", lengths: "npt.NDArray[np.float64] | None") -> None:
-        import torch
-
-        self._batches, self._world = batches, world
-        self._lengths = None if lengths is None else torch.from_numpy(lengths).to(world.device)
-        self._totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-
-    def __next__(self) -> "Batch":
-        batch = next(self._batches)
-        counts = batch["loss_mask"].double()
-        self._totals[0] += counts.sum()
-        if self._lengths is not None:
-            self._totals[1] += (self._lengths[batch["labels"]] * counts).sum()
-        return batch
-
-    def totals(self) -> tuple[float, float]:
-        """Tokens and bytes of all ranks' batches. Collective."""
-        import torch
-
-        totals = self._totals.clone()
-        torch.distributed.all_reduce(totals)
-        # Ranks of a tensor-parallel group, and stages, were given the same ones.
-        tokens, size = (totals / (self._world.layout.tp * self._world.layout.pp)).tolist()
-        return tokens, size
 
 
 if __name__ == "__main__":

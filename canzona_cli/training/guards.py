@@ -75,7 +75,7 @@ class SpikeGuard:
         return replace(memory, usual=tuple(self._recent), high=tuple(self._high))
 
     def notice(self, step: int, loss: float) -> Spike | None:
-        """The spike that begins with this step, if one does.
+        """Returns the spike that begins with this step, if one does.
 
         Args:
             loss: the loss of this step over the global batch, nats per token. The guard is not shown steps
@@ -95,7 +95,7 @@ class SpikeGuard:
         return Spike(step=step, loss=loss, mean=mean, limit=limit) if len(self._high) == 1 else None
 
     def _statistics(self) -> tuple[float, float]:
-        """Mean of the recent losses, and the loss above which there is a spike:
+        """Returns the mean of the recent losses, and the loss above which there is a spike:
         infinite while too little is known."""
         count = len(self._recent)
         if count < ENOUGH:
@@ -157,11 +157,11 @@ class DivergenceGuard:
 
     @property
     def since(self) -> int | None:
-        """The first step of losses that are too high, if they are."""
+        """Returns the first step of losses that are too high, if they are."""
         return self.memory.since if self.memory.excess > 0 else None
 
     def goes_on(self, divergence: Divergence) -> bool:
-        """True if the divergence persists after the last step and validation."""
+        """Returns True if the divergence persists after the last step and validation."""
         return self.memory.excess >= ENOUGH_EXCESS if divergence.rule == "far" else self.memory.worse > 0
 
     def notice(self, step: int, loss: float | None) -> Divergence | None:
@@ -171,28 +171,25 @@ class DivergenceGuard:
             loss: over the global batch, finite, nats per token; None for a step that was skipped because its
                 gradients were not finite, which counts as one of twice the limit.
         """
-        memory = self.memory
-        if memory.best is None or memory.smooth is None or memory.first is None:
+        memory, first, smooth, best = self.memory, self.memory.first, self.memory.smooth, self.memory.best
+        if first is None or smooth is None or best is None:
             if loss is None:
                 return None
-            memory = replace(memory, first=loss, smooth=loss, best=loss)
-        assert memory.best is not None
-        assert memory.smooth is not None
-        assert memory.first is not None
-        worst = max(self._uniform, memory.first)
-        limit = (worst + min(worst, memory.best)) / 2
+            first = smooth = best = loss
+        worst = max(self._uniform, first)
+        limit = (worst + min(worst, best)) / 2
         too_high = 2.0 if loss is None else loss / limit
         excess = max(0.0, memory.excess + min(too_high - 1 - SLACK, ENOUGH_EXCESS / LEAST_STEPS))
         since = step if memory.excess == 0 else memory.since
-        smooth = memory.smooth if loss is None else memory.smooth + SMOOTHING * (loss - memory.smooth)
-        self.memory = replace(
-            memory, excess=min(excess, 2 * ENOUGH_EXCESS), since=since, smooth=smooth, best=min(memory.best, smooth)
-        )
+        now = smooth if loss is None else smooth + SMOOTHING * (loss - smooth)
+        bounded = min(excess, 2 * ENOUGH_EXCESS)
+        self.memory = replace(memory, first=first, smooth=now, best=min(best, now), excess=bounded, since=since)
         if self._first_time("far", excess >= ENOUGH_EXCESS, over=excess == 0):
+            began = "it began" if first >= self._uniform else "all tokens would be equally likely"
             shown = "steps change nothing, for their gradients are not finite" if loss is None else f"it is {loss:.4f}"
             words = (
                 f"what was learnt is lost: since step {since} the loss is mostly above {limit:.2f}, half-way from its "
-                f"best ({memory.best:.4f}) to {worst:.2f}, where {self._where(memory.first)}; now {shown}"
+                f"best ({best:.4f}) to {worst:.2f}, where {began}; now {shown}"
             )
             return Divergence(rule="far", step=step, since=since, words=words)
         return None
@@ -233,6 +230,3 @@ class DivergenceGuard:
             return False
         self._told.add(rule)
         return True
-
-    def _where(self, first: float) -> str:
-        return "it began" if first >= self._uniform else "all tokens would be equally likely"

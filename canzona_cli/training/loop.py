@@ -18,12 +18,10 @@ from canzona_cli.run.records import Ending, StepMetrics, ValidationLoss
 from canzona_cli.run.words import plural
 from canzona_cli.training.data import BatchStream, Datasets
 from canzona_cli.training.guards import Divergence, DivergenceGuard, LossSpike, SpikeGuard
-from canzona_cli.training.measure import StepProfiler
+from canzona_cli.training.measure import StepProfiler, StragglerWatch
 from canzona_cli.training.records import Journal, RankRecord
-from canzona_cli.training.sampling import Sampler
 from canzona_cli.training.saving import Saver
-from canzona_cli.training.step import StepResult, bad_losses, train_step, validate
-from canzona_cli.training.stragglers import StragglerWatch
+from canzona_cli.training.step import Sampler, StepResult, bad_losses, train_step, validate
 
 
 class NonFiniteLoss(Diverged):
@@ -114,8 +112,8 @@ class Training:
                 finished = step == last
                 profiler.after(step, final=finished or result.stop)
                 stragglers.after_step(step)
-                self._check(step, result, elapsed)
                 self.journal.step(step_metrics(trainee, self.progress, result, elapsed))
+                self._check(step, result)
                 if result.stop and not finished:
                     # At once: whoever asked is waiting, and a validation may take as long as many steps.
                     return self._stop()
@@ -136,16 +134,14 @@ class Training:
             raise self._lost.error(last=self.progress.step)
 
     def _step(self, step: int, batches: BatchStream) -> tuple[StepResult, float]:
-        """One step, and its seconds.
+        """Makes one step, and returns its result and its seconds.
 
         Raises:
             NonFiniteGradients: its metrics are written.
         """
         trainee, started = self.trainee, time.perf_counter()
         try:
-            result = train_step(
-                trainee, batches, stop_requested=self._stop_requested, save_due=lambda: self._save_due(step)
-            )
+            result = train_step(trainee, batches, stop_requested=self._stop_requested, save_due=self._save_due)
         except NonFiniteGradients as error:
             refused = StepResult(
                 loss=math.nan if error.loss is None else error.loss,
@@ -166,23 +162,21 @@ class Training:
         return result, elapsed
 
     def _stop_requested(self) -> bool:
-        return self.record.requests.preempted or (self.trainee.world.rank == 0 and self.files.stop_requested())
+        return self.record.preempted.is_set() or (self.trainee.world.rank == 0 and self.files.stop_requested())
 
-    def _save_due(self, step: int) -> bool:
-        return self.saver is not None and self.trainee.world.rank == 0 and self.saver.due(step)
+    def _save_due(self) -> bool:
+        return self.saver is not None and self.trainee.world.rank == 0 and self.saver.due(self.progress.step + 1)
 
-    def _check(self, step: int, result: StepResult, elapsed: float) -> None:
-        """Refuse to go on with a broken loss.
+    def _check(self, step: int, result: StepResult) -> None:
+        """Refuses to continue with a broken loss.
 
         Raises:
-            NonFiniteLoss: the step's metrics are written.
-            LossSpike: likewise, with train.loss_spike=stop.
-            Diverged: likewise, with train.divergence=stop.
+            NonFiniteLoss: always.
+            LossSpike: with train.loss_spike=stop.
+            Diverged: with train.divergence=stop.
         """
-        metrics = step_metrics(self.trainee, self.progress, result, elapsed)
         # What was skipped changed nothing, whatever its loss was.
         if not result.skipped and not math.isfinite(result.loss):
-            self.journal.step(metrics)
             raise NonFiniteLoss(step, result.loss, result.bad_ranks, since=self._divergence.since)
         divergence = self._divergence.notice(step, None if result.skipped else result.loss)
         spike = None if result.skipped else self._spikes.notice(step, result.loss)
@@ -191,14 +185,12 @@ class Training:
             facts = {"step": step, "loss": spike.loss, "mean": spike.mean, "limit": spike.limit}
             self.journal.incident("loss_spike", detail=spike.words, level="warning", **facts)
             if self.trainee.config.train.loss_spike == "stop":
-                self.journal.step(metrics)
                 raise LossSpike(spike)
         if divergence is not None and self._stops_for(divergence):
-            self.journal.step(metrics)
             raise divergence.error()
 
     def _stops_for(self, divergence: Divergence) -> bool:
-        """Say it; whether it ends the run."""
+        """Reports a divergence; returns True if it ends the run."""
         facts = {"step": divergence.step, "since": divergence.since, "rule": divergence.rule}
         self.journal.incident("divergence", detail=divergence.words, level="warning", **facts)
         if self._lost is None or not self._divergence.goes_on(self._lost):
@@ -207,8 +199,7 @@ class Training:
 
     def _remember(self) -> None:
         """Stores the guards' memory for the next checkpoint."""
-        memory = self._spikes.remembered(self._divergence.memory)
-        self.progress = replace(self.progress, losses=memory)
+        self.progress = replace(self.progress, losses=self._spikes.remembered(self._divergence.memory))
 
     def _save_and_validate(self, step: int, *, wanted: bool, finished: bool) -> None:
         """Does what is due after a step; the last step's save is on the disk when this returns."""
@@ -229,11 +220,11 @@ class Training:
             self.record.checkpoint = saver.wait(self.progress)
 
     def _stop(self) -> Ending:
-        """End between two steps, as somebody asked; saved where the run is saved at all."""
+        """Ends the run between two steps, because somebody asked; saves it if runs are saved at all."""
         if self.saver is not None:
             self.journal.stage("save", f"step {self.progress.step}")
             self.record.checkpoint = self.saver.save_now(self.progress)
-        asked = float(self.record.requests.preempted or self.files.stop_reason() == "preempted")
+        asked = float(self.record.preempted.is_set() or self.files.stop_reason() == "preempted")
         preempted = torch.full((1,), asked, device=self.trainee.world.device)
         torch.distributed.all_reduce(preempted)
         return "preempted" if self.saver is not None and any(self.trainee.timer.read(preempted)) else "interrupted"
@@ -244,12 +235,10 @@ class Training:
             return
         self.journal.stage("validate", f"step {step}")
         # Always the same batches, so that two validations differ by the model alone.
-        losses = {
-            part.name: validate(
-                self.trainee, BatchStream(part.samples, self.trainee.world), global_batches=settings.eval_batches
-            )
-            for part in self.datasets.validation
-        }
+        losses: dict[str, float] = {}
+        for part in self.datasets.validation:
+            batches = BatchStream(part.samples, self.trainee.world)
+            losses[part.name] = validate(self.trainee, batches, global_batches=settings.eval_batches)
         loss = sum(part.share * losses[part.name] for part in self.datasets.validation)
         self.journal.validation(step, loss, losses if len(losses) > 1 else {})
         verdict = self._divergence.validated(step, loss, final=step == settings.steps)
@@ -273,7 +262,7 @@ def advanced(trainee: Trainee, progress: Progress, result: StepResult) -> Progre
 
 
 def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, elapsed: float) -> StepMetrics:
-    """The metrics line of the step that led to `progress` and took `elapsed` seconds."""
+    """Makes the metrics line of the step that led to `progress` and took `elapsed` seconds."""
     tokens = trainee.world.layout.global_batch_size * trainee.config.train.seq_length
     return StepMetrics(
         step=progress.step,
@@ -295,7 +284,7 @@ and none of ours holds a tensor."""
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Nothing is collected within; what is alive at its beginning is not looked at by `gc.collect` within either."""
+    """Turns garbage collection off inside the block; even `gc.collect` passes over what was alive before it."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,10 +1,12 @@
-"""The breakdown.json, made of per-rank step timings."""
+"""Measurements of steps: the breakdown of a run, profiles of single steps, ranks that are slower than their peers."""
 
 import logging
 import resource
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -17,6 +19,7 @@ from canzona_cli.run.breakdown import MeasuredBreakdown, PeakMemory, PhaseTime, 
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.phases import IN_STEP
 from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_phases
+from canzona_cli.training.records import Journal
 
 WARM_UP_STEPS = 2
 """The first steps pay for lazy initialisation: allocations, kernels,
@@ -37,7 +40,7 @@ class _OwnMeans:
 
 
 def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -> MeasuredBreakdown | None:
-    """Collect every rank's mean phase times; the breakdown on rank 0,
+    """Collects every rank's mean phase times; returns the breakdown on rank 0,
     `None` on the others or with no step to show.
 
     Collective: every rank must call it. min, mean and max are over ranks, of each rank's mean over measured
@@ -83,7 +86,7 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
 
 
 def _phase_time(by_rank: Sequence[float], step_mean: float | None = None, *, in_step: bool = True) -> PhaseTime:
-    """A phase over ranks; the step itself without `step_mean`."""
+    """Summarises a phase over ranks; without `step_mean`, the step itself."""
     times = OverRanks.of(by_rank)
     share = 1.0 if step_mean is None else times.mean_s / step_mean
     return PhaseTime(**vars(times), share=share, in_step=in_step)
@@ -141,3 +144,96 @@ class StepProfiler:
                 logging.getLogger(__name__).warning("%s cannot be written: %s", self._path, error)
             self._running = None
         torch.distributed.barrier()
+
+
+WINDOW: Final = 20
+"""Steps between two comparisons, and in one."""
+COST: Final = 0.05
+LIMITS: Final[Mapping[str, float]] = {
+    "cpu": 1.5,  # ranks that share cores get in each other's way
+    "cuda": 1.25,  # each has a device of its own
+}
+"""The multiple of its peers' time that a rank may take, by the type of its device."""
+
+
+class StragglerWatch:
+    """Finds a rank that is slower than its peers while everybody waits for it. Every rank of the job has one and
+    calls it after every step; rank 0 tells.
+
+    In a synchronous job all steps take equally long on all ranks, so step times show nothing. What shows is a
+    rank's own time: data, forward and backward without the waits in them (`StepTiming.own_s`). That is the same
+    work on every rank of a pipeline stage, so in a healthy job the ranks of a stage are alike and take turns in
+    being last.
+
+    A rank is called a straggler when, in more than half of `WINDOW` steps, it was `LIMITS` times slower than the
+    median of its peers, and that cost the job `COST` of its time. Measured on four healthy gloo ranks that shared
+    two cores with other jobs: at most a fifth of a rank's steps were 1.5 times slower than its peers'.
+    """
+
+    def __init__(self, world: World, timer: PhaseTimer, journal: Journal) -> None:
+        self._world, self._timer, self._journal = world, timer, journal
+        self._limit = LIMITS[world.device.type]
+        self._own: list[float] = []
+        self._step_s = 0.0
+        self._warm = False
+        """True after the first step, which compiles, allocates and fills caches."""
+        self._sent: tuple[int, float, Callable[[], list[float]]] | None = None
+        """The step with which a window ended, its mean step, and what all ranks have told of it."""
+        self._known: frozenset[int] = frozenset()
+
+    def after_step(self, step: int) -> None:
+        """Look at the newest step whose times are known. A small collective once in `WINDOW` steps, for whose
+        outcome nobody waits: it is looked at a step later."""
+        if self._sent is not None:
+            ended, step_s, arrived = self._sent
+            self._sent = None
+            self._judge(ended, step_s, arrived())
+        timing = self._timer.newest
+        if timing is None or not self._warm:
+            self._warm = timing is not None
+            return
+        self._own.append(timing.own_s)
+        self._step_s += timing.step_s / WINDOW
+        if len(self._own) == WINDOW:
+            self._sent = step, self._step_s, self._send()
+            self._own, self._step_s = [], 0.0
+
+    def _send(self) -> Callable[[], list[float]]:
+        message = torch.tensor([*self._own, self._world.pp_rank], dtype=torch.float64)
+        mine = message.to(self._world.device, non_blocking=True)
+        everyone = mine.new_empty(self._world.world_size * len(mine))
+        torch.distributed.all_gather_into_tensor(everyone, mine)
+        return self._timer.fetch(everyone)
+
+    def _judge(self, step: int, step_s: float, received: list[float]) -> None:
+        rows = [received[start : start + WINDOW + 1] for start in range(0, len(received), WINDOW + 1)]
+        times, stages = [row[:-1] for row in rows], [int(row[-1]) for row in rows]
+        slow = stragglers(times, stages, step_s=step_s, limit=self._limit)
+        for rank in slow.keys() - self._known:  # said once, and again only after it had recovered
+            detail = f"rank {rank} is slow: its data, forward and backward take {slow[rank]:.2g} times its peers' time"
+            facts = {"step": step, "rank": rank, "factor": slow[rank]}
+            self._journal.incident("straggler", detail=detail, level="warning", **facts)
+        self._known = frozenset(slow)
+
+
+def stragglers(
+    own: Sequence[Sequence[float]], stages: Sequence[int], *, step_s: float, limit: float
+) -> dict[int, float]:
+    """Returns the slow ranks of one window, each with its own time over the median of its peers'.
+
+    Args:
+        own: [rank][step] seconds.
+        stages: each rank's pipeline stage; a rank alone in its stage has nobody to be compared with.
+        step_s: mean of the window.
+    """
+    slow: dict[int, float] = {}
+    for rank, times in enumerate(own):
+        peers = [own[other] for other, stage in enumerate(stages) if stage == stages[rank] and other != rank]
+        if not peers:
+            continue
+        usual = [statistics.median(step) for step in zip(*peers, strict=True)]
+        slower = statistics.median(mine / theirs for mine, theirs in zip(times, usual, strict=True))
+        own_s, peers_s = statistics.mean(times), statistics.mean(usual)
+        if slower > limit and own_s - peers_s > COST * step_s:
+            slow[rank] = slower
+    return slow

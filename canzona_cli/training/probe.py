@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _meet() -> str | None:
-    """Add up a tensor over two ranks; the error's text when that fails."""
+    """Adds up a tensor over two ranks; returns the error's text when that fails."""
     import torch
     from torch._C._distributed_c10d import HashStore  # where its type lives
     from torch.distributed import ProcessGroupGloo

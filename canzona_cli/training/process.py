@@ -1,25 +1,33 @@
-"""One rank as a process: signs of life in its result file, and an end that never hangs."""
+"""One rank as a process: signs of life, requests to stop, and an end that never hangs."""
 
 import faulthandler
+import functools
 import logging
 import os
+import signal
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from canzona_cli.config.secrets import RedactingFormatter
 from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.heartbeat import STACKS_SIGNAL
+from canzona_cli.run.heartbeat import STACKS_SIGNAL, Heart
 from canzona_cli.run.orphan import die_with_parent
 from canzona_cli.run.records import FIRST_STAGE, Ending
 from canzona_cli.run.streams import guard
 from canzona_cli.run.words import plural
 from canzona_cli.training.records import Journal, RankRecord
-from canzona_cli.training.requests import StopRequests
 
+if TYPE_CHECKING:  # a rank shows signs of life before it imports Megatron
+    from canzona_cli.megatron.timers import PhaseTimer
+
+_ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""The signals that ask a rank to save and stop: batch systems send them before they kill."""
 IMPORTED_BY_ALL: Final = (
     "canzona_cli.megatron",  # before anything else imports Megatron
     "canzona_cli.training.assemble",
@@ -40,12 +48,11 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
     logging.root.handlers[0].setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     die_with_parent()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    requests = StopRequests()
-    requests.listen()
+    preempted = listen_for_stops()
     files = RunFiles(run_dir)
     rank = int(os.environ["RANK"])
     record = RankRecord(files, rank)
-    record.requests = requests
+    record.preempted = preempted
     try:
         record.running()
     except EnvironmentProblem as error:
@@ -70,6 +77,71 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
     # Everything is on disk and every group is closed; tearing down torch would only keep the terminal for
     # seconds.
     os._exit(code)
+
+
+def listen_for_stops() -> threading.Event:
+    """Returns an event that is set once a signal asks this rank to save and stop. Call it in the main thread,
+    before any other thread is started.
+
+    A thread waits for the signals, so that they are noticed while the training thread is inside a collective, and
+    so that it is known who sent them: torchrun sends SIGTERM to the ranks that are left once one has failed, and
+    then there is nothing to save.
+    """
+    preempted = threading.Event()
+    if sys.platform != "linux":  # who sent a signal cannot be known
+        for number in _ASKING:
+            signal.signal(number, lambda *_: preempted.set())
+        return preempted
+    # Blocked here and in all threads to come; the one below takes them one by one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING)
+    for number in _ASKING:
+        signal.signal(number, signal.SIG_DFL)
+
+    def wait() -> None:
+        while True:
+            received = signal.sigwaitinfo(_ASKING)
+            if received.si_signo == signal.SIGTERM and received.si_pid == os.getppid():
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+                os.kill(os.getpid(), signal.SIGTERM)
+            preempted.set()
+
+    threading.Thread(target=wait, name="stop-requests", daemon=True).start()
+    return preempted
+
+
+class Pulse:
+    """Shows signs of life from training: at every change of phase, and around every wait for other ranks.
+
+    With gloo, and wherever the host waits at all, everything that waits for a collective ends in `Work.wait`,
+    whether our code, Megatron or torch itself calls it. NCCL's waits happen on the device; the host comes to wait
+    where it first reads from the device, the gradient norm: what we read passes through `PhaseTimer.fetch`, what
+    Megatron's own optimizers read there is marked by `instrument.attach`.
+    """
+
+    def __init__(self, heart: Heart) -> None:
+        from torch.distributed import Work
+
+        self._heart = heart
+        self._timer: PhaseTimer | None = None
+        wait = Work.wait
+
+        @functools.wraps(wait)
+        def watched(*args: object, **kwargs: object) -> object:
+            begun = time.perf_counter()
+            with heart.waiting():
+                try:
+                    return wait(*args, **kwargs)  # type: ignore[arg-type]
+                finally:
+                    if self._timer is not None:
+                        self._timer.waited(time.perf_counter() - begun)
+
+        Work.wait = watched  # type: ignore[method-assign, assignment]
+
+    def follow(self, timer: "PhaseTimer") -> None:
+        """Passes on the timer's phases, and tells it how long its phases waited."""
+        self._timer = timer
+        timer.on_change = self._heart.phase
+        timer.on_wait = self._heart.waits
 
 
 def hush() -> None:

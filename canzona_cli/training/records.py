@@ -3,9 +3,10 @@
 import errno
 import logging
 import os
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,6 @@ from canzona_cli.run.records import (
     StepMetrics,
     ValidationLoss,
 )
-from canzona_cli.training.requests import StopRequests
 
 _NOT_A_RUN = (
     "a worker needs a run directory that `canzona train` has made; start the run with `canzona train`, which also runs "
@@ -52,8 +52,8 @@ class RankRecord:
         self.heart = Heart(rank)
         self.step = 0
         self.loss: float | None = None
-        self.requests = StopRequests()
-        """The requests that this process got by signals; none if it does not listen to them."""
+        self.preempted = threading.Event()
+        """Set once a signal asked this process to save and stop, if it listens for them."""
         self.checkpoint: str | None = None
         """Name of the checkpoint the run ended with."""
         self.lost: Mapping[str, int] = {}
@@ -83,13 +83,13 @@ class RankRecord:
         return ExitCode.OK if self._try_write(ending, codes[ending], None) else codes[ending]
 
     def failed(self, error: BaseException) -> ExitCode:
-        """Say which error ended this rank; what the process exits with."""
+        """Records which error ended this rank; returns the exit code of the process."""
         code = error.exit_code if isinstance(error, CanzonaError) else ExitCode.CRASH
         self._try_write("diverged" if isinstance(error, Diverged) else "failed", code, _described(error))
         return code
 
     def _try_write(self, status: RunStatus, exit_code: ExitCode, error: RankError | None) -> bool:
-        """Write how this rank ended; on a full disk over what it wrote when it started. Whether it could."""
+        """Writes how this rank ended; on a full disk over what it wrote when it started. Returns True if it could."""
         self.heart.end()
         try:
             self._write(status, exit_code, error)
@@ -116,7 +116,7 @@ class RankRecord:
 
 
 def _described(error: BaseException) -> RankError:
-    """An error without the user's secrets."""
+    """Describes an error without the user's secrets."""
     name, message = type(error).__name__, redacted(str(error))
     if not isinstance(error, CanzonaError):
         return RankError(type=name, message=message, traceback=redacted("".join(traceback.format_exception(error))))
@@ -139,12 +139,10 @@ class Journal:
 
     def __init__(self, files: RunFiles, *, writes: bool, heart: Heart | None = None) -> None:
         self._files, self._writes, self._heart = files, writes, heart
-        self._lines = Lines(self._warn)
-
-    @property
-    def lost(self) -> Mapping[str, int]:
+        self.lost: dict[str, int] = {}
         """Lines that could not be written, by the name of their file; empty in a healthy run."""
-        return self._lines.lost
+        self._down: dict[str, int] = {}
+        """Lines lost since a file could last be written."""
 
     def stage(self, stage: Stage, detail: str = "") -> None:
         if self._heart is not None:  # every rank's, whether it writes or not
@@ -152,12 +150,12 @@ class Journal:
         self._append(self._files.events, plain(StageEvent(time=time.time(), stage=stage, detail=detail)))
 
     def incident(self, event: str, *, detail: str = "", level: Level | None = None, **facts: float | str) -> None:
-        """A line of events.jsonl; with a level, its detail is shown to whoever watches the run."""
+        """Adds a line to events.jsonl; with a level, its detail is shown to whoever watches the run."""
         incident = Incident(time=time.time(), event=event, detail=detail, level=level, facts=facts)
         self._append(self._files.events, incident.line())
 
     def checkpoint(self, event: CheckpointEvent) -> None:
-        """A checkpoint is on the disk."""
+        """Records a checkpoint that is on the disk."""
         self._append(self._files.events, plain(replace(event, time=time.time())))
 
     def step(self, metrics: StepMetrics) -> None:
@@ -180,8 +178,21 @@ class Journal:
             self._save(self._files.kernels, kernels)
 
     def _append(self, path: Path, line: Mapping[str, object]) -> None:
-        if self._writes:
-            self._lines.append(path, line)
+        """Adds a line to a file; one that cannot be written is counted instead."""
+        if not self._writes:
+            return
+        name = path.name
+        try:
+            append_json_line(path, line)
+        except OSError as error:
+            self.lost[name] = self.lost.get(name, 0) + 1
+            self._down[name] = self._down.get(name, 0) + 1
+            if self._down[name] == 1:
+                reason = error.strerror or error
+                self._warn(f"{name} cannot be written ({reason}); training continues, and its lines are lost")
+        else:
+            if missing := self._down.pop(name, 0):
+                self._warn(f"{name} can be written again; {missing} of its lines are lost")
 
     def _save(self, path: Path, record: MeasuredBreakdown | Kernels) -> None:
         if not self._writes:
@@ -192,39 +203,7 @@ class Journal:
             self._warn(f"{path.name} cannot be written ({error.strerror})")
 
     def _warn(self, text: str) -> None:
-        """Say it in this rank's log, and to whoever watches the run if events can be written at all."""
+        """Warns in this rank's log, and whoever watches the run if events can be written at all."""
         logging.getLogger(__name__).warning(text)
         incident = Incident(time=time.time(), event="writer", detail=text, level="warning")
         try_append_json_line(self._files.events, incident.line())
-
-
-class Lines:
-    """Adds lines to .jsonl files; a line that cannot be written is counted instead.
-
-    Args:
-        tell: receives one sentence when a file can no longer be written, and one when it can again.
-    """
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self.lost: dict[str, int] = {}
-        """Lines lost so far, by the name of their file."""
-        self._tell = tell
-        self._down: dict[str, int] = {}
-        """Lines lost since a file could last be written."""
-
-    def append(self, path: Path, value: Mapping[str, object]) -> None:
-        name = path.name
-        try:
-            append_json_line(path, value)
-        except OSError as error:
-            self.lost[name] = self.lost.get(name, 0) + 1
-            self._down[name] = self._down.get(name, 0) + 1
-            if self._down[name] == 1:
-                self._tell(f"{name} cannot be written ({_why(error)}); training continues, and its lines are lost")
-        else:
-            if (missing := self._down.pop(name, 0)) > 0:
-                self._tell(f"{name} can be written again; {missing} of its lines are lost")
-
-
-def _why(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Final
 
@@ -19,7 +20,6 @@ from canzona_cli.checkpoint.commit import abandon, begin, bytes_written, finish,
 from canzona_cli.checkpoint.manifest import Header, Progress, Shard, partial_path, step_name
 from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.checkpoint.store import CheckpointStore
-from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import Problem, SaveFailed
 from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import gather
@@ -86,15 +86,14 @@ class Saver:
         are never put off, because `keep_every` counts on those very steps: training waits instead. Nor is the
         last one.
         """
-        config = self._trainee.config
-        settings = config.checkpoint
+        settings = self._trainee.config.checkpoint
         if settings.every_steps is not None and step % settings.every_steps == 0:
             return True
         minutes = settings.every_minutes
         if minutes is None or self._clock() - self._saved_at < 60 * minutes:
             return False
         running = self._being_written()
-        if running is None or step == config.train.steps:
+        if running is None or step == self._trainee.config.train.steps:
             return True
         if not running.said:
             running.said = True
@@ -158,18 +157,22 @@ class Saver:
         save = self._running = _Save(step=progress.step)
         if not self._begin(save):
             return
-        shard = self._snapshots.take()
-        header = self._header(progress)
-        stall_s = self._clock() - begun
-
-        def write() -> None:
-            self._write(save, shard, header, stall_s=stall_s)
-
+        shard, config = self._snapshots.take(), self._trainee.config
+        header = Header(
+            progress=progress,
+            optimizer=config.optimizer.name,
+            strategy=config.engine.strategy,
+            splitting=config.engine.splitting,
+            world_size=self._trainee.world.world_size,
+            created=time.time(),
+            canzona=version("canzona"),
+        )
+        write = partial(self._write, save, shard, header, stall_s=self._clock() - begun)
         save.thread = threading.Thread(target=write, name=f"save-{progress.step}", daemon=True)
         save.thread.start()
 
     def _begin(self, save: _Save) -> bool:
-        """Rank 0 makes the folder; whether all ranks can write into it. Collective."""
+        """Makes the folder, on rank 0; returns True if all ranks can write into it. Collective."""
         world = self._trainee.world
         if world.rank == 0:
             try:
@@ -182,22 +185,18 @@ class Saver:
 
     def _write(self, save: _Save, shard: Shard, header: Header, *, stall_s: float) -> None:
         """Writes on a thread of its own."""
-        begun = self._clock()
-        world = self._trainee.world
-        partial = partial_path(self._files.checkpoints, save.step)
+        begun, world = self._clock(), self._trainee.world
+        folder = partial_path(self._files.checkpoints, save.step)
         try:
-            try:
-                write_part(partial, world.rank, shard)
-            except SaveFailed:
-                if world.rank != 0:  # rank 0 finds it in this rank's part
-                    return
-                abandon(partial)
-                raise
+            write_part(folder, world.rank, shard)
             if world.rank != 0:
                 return
-            path = finish(partial, world.world_size, header, self._texts, _PATIENCE_S)
+            path = finish(folder, world.world_size, header, self._texts, _PATIENCE_S)
         except BaseException as error:  # nothing of a save may end the run by itself
-            self._failed(save, error)
+            if world.rank == 0:
+                abandon(folder)
+            if world.rank == 0 or not isinstance(error, SaveFailed):  # else rank 0 finds it in this rank's part
+                self._failed(save, error)
             return
         self._last = path.name
         size = sum(file.stat().st_size for file in path.iterdir())
@@ -212,7 +211,7 @@ class Saver:
         return save if save is not None and save.thread is not None and save.thread.is_alive() else None
 
     def _failed(self, save: _Save, error: BaseException) -> None:
-        """Say at once that a checkpoint is missing; on rank 0, which knows of every rank's part."""
+        """Reports at once that a checkpoint is missing; on rank 0, which knows of every rank's part."""
         if not isinstance(error, SaveFailed):
             error = SaveFailed(Problem(key="checkpoint", reason=f"{type(error).__name__}: {error}"))
         save.failure = error
@@ -243,18 +242,6 @@ class Saver:
             if written != before:  # a slow disk is no hang
                 self._alive()
         return save.failure
-
-    def _header(self, progress: Progress) -> Header:
-        config: RunConfig = self._trainee.config
-        return Header(
-            progress=progress,
-            optimizer=config.optimizer.name,
-            strategy=config.engine.strategy,
-            splitting=config.engine.splitting,
-            world_size=self._trainee.world.world_size,
-            created=time.time(),
-            canzona=version("canzona"),
-        )
 
     def _kept(self) -> str:
         return f"the last checkpoint is {self._last}" if self._last else "there is no checkpoint yet"

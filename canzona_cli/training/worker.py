@@ -6,7 +6,7 @@ from pathlib import Path
 from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import Ending, ResumePoint, read_layout
-from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
+from canzona_cli.training.process import IMPORTED_BY_ALL, Pulse, run_rank
 from canzona_cli.training.records import Journal, RankRecord
 
 SLOW_IMPORTS = (
@@ -33,9 +33,8 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.training.data import build_datasets
     from canzona_cli.training.loop import Start, Training
     from canzona_cli.training.measure import gather_breakdown
-    from canzona_cli.training.pulse import Pulse
-    from canzona_cli.training.sampling import sampler_of
     from canzona_cli.training.saving import Saver
+    from canzona_cli.training.step import sampler_of
 
     config = load_resolved(files.config)
     layout, corpus = read_layout(files.layout), read_corpus(files)

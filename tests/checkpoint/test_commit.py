@@ -141,15 +141,6 @@ def test_a_file_that_lost_bytes_since_its_rank_wrote_it_is_noticed(root: Path) -
     assert error.problems[0].reason.startswith("rank 1: its file has 100 of the ")
 
 
-@pytest.mark.parametrize("name", ["../config.yaml", "manifest.json", ".hidden"])
-def test_a_text_cannot_land_anywhere_else(root: Path, name: str) -> None:
-    partial = begin(root, 30)
-    write_part(partial, 0, shard(0, 30))
-    with pytest.raises(ValueError, match="not a valid file name"):
-        finish(partial, 1, header(30), {name: ""}, 5.0)
-    assert os.listdir(root) == []
-
-
 def test_saving_a_step_again_replaces_it_and_readers_always_find_one(root: Path) -> None:
     store, ended = CheckpointStore(root), threading.Event()
     seen: list[int | None] = []

@@ -1,9 +1,10 @@
-"""What is stored in pieces, or as the first version of checkpoints stored it, is read as the whole it is of."""
+"""Pieces of units have one writer each; what is stored in pieces, or as in version 1, is read as the whole."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from canzona_cli.checkpoint.commit import begin, finish, write_part
 from canzona_cli.checkpoint.manifest import MANIFEST, Buffer, Piece, Shard, StoredTensor
 from canzona_cli.checkpoint.reader import Reader
+from canzona_cli.checkpoint.snapshot import Holding, Part, share
 from canzona_cli.checkpoint.verify import read_manifest, verify
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import CheckpointInvalid
@@ -79,17 +81,23 @@ def test_any_rectangle_of_a_whole_is_read(tmp_path: Path, version: int) -> None:
         assert reader.whole(NORM, "master").equal(WHOLE[1])
         for row in range(6):
             for rows in range(1, 7 - row):
-                found = reader.region(EMBEDDING, "master", row=row, rows=rows, col=1, cols=3)
+                found = reader.region(EMBEDDING, "master", range(row, row + rows), range(1, 4))
                 assert found.equal(WHOLE[row : row + rows, 1:4])
-        assert reader.region(NORM, "master", row=0, rows=1, col=0, cols=5).equal(WHOLE[1:2])
+        assert reader.region(NORM, "master", range(1), range(5)).equal(WHOLE[1:2])
+        assert reader.master(EMBEDDING).equal(WHOLE)
+        assert reader.master(EMBEDDING, range(2, 5)).equal(WHOLE[2:5])
+        assert reader.master(NORM, range(1, 3)).equal(WHOLE[1, 1:3])
+        for start, end in combinations(range(9), 2):  # another run's pieces, of any elements of a rectangle
+            piece = Piece(unit=EMBEDDING, row=2, col=1, rows=3, cols=3, start=start, end=end)
+            assert reader.piece(piece, "master").equal(_of(piece))
 
 
 def test_a_rank_that_lost_its_piece_is_noticed(tmp_path: Path) -> None:
     folder = _saved(tmp_path, PIECES[:-1])
     with Reader(folder, read_manifest(folder), MODEL) as reader:
-        assert reader.region(EMBEDDING, "master", row=0, rows=4, col=0, cols=5).equal(WHOLE[:4])
+        assert reader.region(EMBEDDING, "master", range(4), range(5)).equal(WHOLE[:4])
         with pytest.raises(CheckpointInvalid, match="does not have it"):
-            reader.region(EMBEDDING, "master", row=4, rows=1, col=0, cols=5)
+            reader.region(EMBEDDING, "master", range(4, 5), range(5))
         with pytest.raises(CheckpointInvalid, match="does not have it"):
             reader.whole(EMBEDDING, "master")
 
@@ -103,3 +111,29 @@ def test_damage_to_one_piece_is_found_before_it_is_read(tmp_path: Path) -> None:
     file.write_bytes(content)
     _, problems = verify(folder)
     assert [problem.key for problem in problems] == [f"{folder.name}/{file.name}"]
+
+
+def _holding(sizes: Mapping[str | Piece, int]) -> Holding:
+    parts = (Part(name=key) if isinstance(key, str) else Part(name=key.unit, piece=key) for key in sizes)
+    return Holding(parts=tuple(parts), bytes=tuple(sizes.values()))
+
+
+def test_everything_is_written_by_one_of_its_holders_and_replicas_even_it_out() -> None:
+    first, second = (Piece(unit=EMBEDDING, row=0, col=0, rows=6, cols=5, start=a, end=b) for a, b in ((0, 9), (9, 30)))
+    # The last rank has a replica of what the first one has.
+    holdings = [_holding({"a": 100, "b": 100, first: 72}), _holding({"a": 100, "b": 100, second: 168})]
+    holdings.append(_holding({first: 72}))
+    writers = share(holdings, MODEL)
+    assert {writers[Part(name="a")], writers[Part(name="b")]} == {0, 1}, "redundant copies are shared out"
+    assert (writers[Part(name=EMBEDDING, piece=first)], writers[Part(name=EMBEDDING, piece=second)]) == (2, 1)
+    assert writers == share(holdings, MODEL)
+
+
+def test_a_rank_writes_what_it_alone_holds_of_an_embedding() -> None:
+    writers = share([_holding({piece: 4 * piece.elements}) for piece in PIECES], MODEL)
+    assert writers == {Part(name=EMBEDDING, piece=piece): rank for rank, piece in enumerate(PIECES)}
+
+
+def test_pieces_that_do_not_make_up_a_unit_are_an_error() -> None:
+    with pytest.raises(ValueError, match="has 30 elements, but its pieces have 26"):
+        share([_holding({piece: 4 * piece.elements}) for piece in PIECES[:3] + PIECES[4:]], MODEL)

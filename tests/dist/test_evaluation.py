@@ -9,8 +9,7 @@ from canzona_cli.megatron.model import Model, build_model
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.training.assemble import assemble
-from canzona_cli.training.data import BatchStream
-from canzona_cli.training.evaluation import Counted
+from canzona_cli.training.data import BatchStream, Counted
 from canzona_cli.training.step import validate
 from tests.dist import whole
 from tests.dist.jobs import Runs, on_ranks, planned

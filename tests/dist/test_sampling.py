@@ -13,8 +13,7 @@ from canzona_cli.data.tokenizers import ByteTokenizer
 from canzona_cli.megatron.parallel import World
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
-from canzona_cli.training.sampling import likeliest
-from canzona_cli.training.step import train_step
+from canzona_cli.training.step import likeliest, train_step
 from tests.dist import jobs, whole
 from tests.dist.jobs import SMALL, on_ranks, planned
 from tests.dist.ranks import run_ranks

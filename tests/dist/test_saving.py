@@ -23,7 +23,6 @@ from canzona_cli.training import saving
 from canzona_cli.training.data import Datasets, HeldOut
 from canzona_cli.training.loop import Start, Training
 from canzona_cli.training.records import Journal, RankRecord
-from canzona_cli.training.requests import StopRequests
 from canzona_cli.training.saving import Saver
 from tests.dist import jobs
 from tests.dist.jobs import SMALL, build
@@ -73,7 +72,7 @@ def run(
     *overrides: str,
     start: Path | None = None,
     prepare: Callable[[int, Saver], None] = lambda rank, saver: None,
-    on_step: Callable[[int, int, RunFiles, StopRequests], None] = lambda rank, step, files, asked: None,
+    on_step: Callable[[int, int, RunFiles, threading.Event], None] = lambda rank, step, files, asked: None,
     clock: Callable[[int, int], float] | None = None,
 ) -> list[Ending]:
     """Train with a saver, from the beginning or from a checkpoint.
@@ -93,10 +92,10 @@ def _rank(
     layout: Layout,
     start: Path | None,
     prepare: Callable[[int, Saver], None],
-    on_step: Callable[[int, int, RunFiles, StopRequests], None],
+    on_step: Callable[[int, int, RunFiles, threading.Event], None],
     clock: Callable[[int, int], float] | None,
 ) -> Ending:
-    files, trainee, asked, begun = RunFiles(root), build(config, layout), StopRequests(), [0]
+    files, trainee, asked, begun = RunFiles(root), build(config, layout), threading.Event(), [0]
     files.ranks.mkdir(exist_ok=True)
     rank = trainee.world.rank
     journal, record = Journal(files, writes=rank == 0), RankRecord(files, rank)
@@ -110,7 +109,7 @@ def _rank(
             on_step(rank, step, files, asked)
 
     samples.tell = tell
-    record.requests = asked
+    record.preempted = asked
     held_out = HeldOut(name="random", share=1.0, samples=RandomTokens(samples=layout.global_batch_size, **sizes))
     datasets = Datasets(train=samples, validation=(held_out,))
     now = time.monotonic if clock is None else lambda: clock(rank, begun[0])
@@ -178,7 +177,7 @@ def test_stopping_and_going_on_changes_nothing(tmp_path: Path, way: str) -> None
     """The same losses, rates, norms and validations, bit by bit, and at the end the same bytes on the disk."""
     setup = (*WAYS[way], "checkpoint.every_minutes=null")
 
-    def stop(rank: int, step: int, files: RunFiles, _: StopRequests) -> None:
+    def stop(rank: int, step: int, files: RunFiles, _: threading.Event) -> None:
         if step == 3 and rank == 0:
             files.request_stop("preempted")
 
@@ -227,7 +226,7 @@ def test_checkpoints_come_by_rank_0s_clock_alone(tmp_path: Path) -> None:
     def clock(rank: int, step: int) -> float:
         return 1e6 * step if rank else 61.0 * (step >= 3) + 61.0 * (step >= 5)
 
-    def settle(rank: int, step: int, _: RunFiles, __: StopRequests) -> None:
+    def settle(rank: int, step: int, _: RunFiles, __: threading.Event) -> None:
         if step == 5:
             savers[0].settle()
 
@@ -246,7 +245,7 @@ def test_a_save_due_by_time_is_put_off_until_the_one_before_is_written(tmp_path:
         savers.append(saver)
         hold_writes(lambda _: rank == 1 or begun.wait(PATIENCE_S))
 
-    def release(rank: int, step: int, _: RunFiles, __: StopRequests) -> None:
+    def release(rank: int, step: int, _: RunFiles, __: threading.Event) -> None:
         if step == 5:
             begun.set()
             savers[0].settle()
@@ -320,8 +319,9 @@ def test_only_the_save_a_run_ends_with_decides_how_it_ends(tmp_path: Path, at_en
 
 
 def test_a_signal_to_one_rank_preempts_all_of_them(tmp_path: Path) -> None:
-    def signal(rank: int, step: int, _: RunFiles, asked: StopRequests) -> None:
-        asked.preempted |= rank == 1 and step == 2
+    def signal(rank: int, step: int, _: RunFiles, asked: threading.Event) -> None:
+        if rank == 1 and step == 2:
+            asked.set()
 
     ending = Ending(how="preempted", code=0, step=2, checkpoint="step-00000002")
     assert run(tmp_path / "run", *DP2, on_step=signal) == [ending] * 2

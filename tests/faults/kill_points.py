@@ -5,6 +5,7 @@ process of its own, because it forks once for each kill.
 """
 
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
 from tests.checkpoint.checkpoints import manifest_of, save
 
-CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "close")
+CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "close")
 
 BEFORE: dict[str, list[tuple[int, int | None]]] = {
     "first save": [],
@@ -33,25 +34,28 @@ ACTIONS: dict[str, Callable[[Path], object]] = {
 }
 
 
-def killed_at(stage: int, action: Callable[[], object]) -> bool:
-    """Runs `action` in a child that is killed at its call number `stage`, half way through if that writes.
+def killed_at(stage: int | None, action: Callable[[], object]) -> int | None:
+    """Runs `action` in a child that is killed at its call number `stage`, from 0 on, half way through if that writes.
 
-    False when it makes fewer calls and came to its end.
+    Returns:
+        None when it was killed; the number of its calls when it came to its end.
     """
+    made = mmap.mmap(-1, 8)  # both processes'
     child = os.fork()
     if not child:
-        left = stage
+        calls = 0
 
         def watched(name: str) -> Callable[..., object]:
             real: Callable[..., object] = getattr(os, name)
 
             def call(*arguments: object, **options: object) -> object:
-                nonlocal left
-                left -= 1
-                if left < 0:
+                nonlocal calls
+                if calls == stage:
                     if name == "write" and isinstance(arguments[1], bytes | memoryview):
                         real(arguments[0], arguments[1][: len(arguments[1]) // 2])
                     os.kill(os.getpid(), signal.SIGKILL)
+                calls += 1
+                made[:] = calls.to_bytes(8)
                 return real(*arguments, **options)
 
             return call
@@ -66,10 +70,10 @@ def killed_at(stage: int, action: Callable[[], object]) -> bool:
             os._exit(1)
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
-        return True
+        return None
     if os.waitstatus_to_exitcode(status):
         raise SystemExit("the action itself failed")
-    return False
+    return int.from_bytes(made[:])
 
 
 def left_behind(root: Path) -> dict[str, object]:
@@ -101,7 +105,7 @@ def main(folder: Path, scenario: str) -> None:
     killed = True
     while killed:
         shutil.copytree(origin, root)
-        killed = killed_at(len(results), lambda: ACTIONS[scenario](root))
+        killed = killed_at(len(results), lambda: ACTIONS[scenario](root)) is None
         results.append(left_behind(root))
         shutil.rmtree(root.parent)
     sys.stdout.write(json.dumps(results))

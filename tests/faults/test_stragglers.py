@@ -12,12 +12,12 @@ import torch
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.heartbeat import Heart
 from canzona_cli.run.records import describe, event_of
-from canzona_cli.training import stragglers
+from canzona_cli.training import measure
 from canzona_cli.training.data import BatchStream, build_datasets
-from canzona_cli.training.pulse import Pulse
+from canzona_cli.training.measure import StragglerWatch
+from canzona_cli.training.process import Pulse
 from canzona_cli.training.records import Journal
 from canzona_cli.training.step import train_step
-from canzona_cli.training.stragglers import StragglerWatch
 from tests.dist.jobs import assemble
 from tests.dist.ranks import run_ranks
 from tests.faults.table import RecordFault
@@ -34,7 +34,7 @@ def train_with_a_slow_rank(
     pulse = Pulse(Heart(rank))
     trainee, corpus = assemble(cache, *overrides)
     pulse.follow(trainee.timer)
-    stragglers.WINDOW = WINDOW  # type: ignore[misc]
+    measure.WINDOW = WINDOW  # type: ignore[misc]
     journal = Journal(RunFiles(run), writes=rank == 0)
     datasets = build_datasets(trainee.config, corpus, cache=cache / "indices")
     batches = BatchStream(datasets.train, trainee.world)
@@ -63,7 +63,7 @@ def test_a_slow_rank_is_named_once(
     # Four micro-batches of a step on two data-parallel ranks, or on four: the sleep is in what the rank itself needs.
     passes = 512 // 64 // 2 // (4 // tp)
     sleep_s = ranks[slow][1]
-    assert event["factor"] > stragglers.LIMITS["cpu"]
+    assert event["factor"] > measure.LIMITS["cpu"]
     read = event_of(event)
     assert read is not None
     note = describe(read)

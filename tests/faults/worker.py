@@ -18,7 +18,7 @@ from canzona_cli.run.records import RankError, RankResult, StepMetrics
 
 BEHAVIOURS = ("done", "raise", "mistake", "killed", "endless", "deaf", "stuck", "absent")
 STEPS = 4
-SLOW_IMPORTS = ("canzona_cli.training.pulse",)
+SLOW_IMPORTS = ("torch.distributed",)
 
 
 class Mistake(Exception):
@@ -56,7 +56,7 @@ def train(files: RunFiles, rank: int, behaviour: str, heart: Heart) -> RankResul
     import torch
     import torch.distributed as dist
 
-    from canzona_cli.training.pulse import Pulse
+    from canzona_cli.training.process import Pulse
 
     heart.progress()
     Pulse(heart)

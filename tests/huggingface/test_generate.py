@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.checkpoint.reader import Reader
-from canzona_cli.huggingface.beside import beside, byte_tokenizer
+from canzona_cli.huggingface.folder import beside, byte_tokenizer
 from canzona_cli.huggingface.generating import Choosing, Generated, Writer
 from canzona_cli.run.files import RunFiles
 from tests.commands.support import canzona, imports_none_of

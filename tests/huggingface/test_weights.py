@@ -1,15 +1,11 @@
 """Weights come in and go out bit by bit, wholly or not at all, and whatever does not fit is said at once."""
 
 import json
-import multiprocessing
-import os
 import resource
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import torch
@@ -20,13 +16,13 @@ from transformers import AutoTokenizer
 from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.config.compose import compose_run
-from canzona_cli.huggingface.beside import Beside, byte_tokenizer
+from canzona_cli.huggingface.folder import Beside, byte_tokenizer
 from canzona_cli.huggingface.weights import export_weights
 from tests.commands.support import canzona
 from tests.dist.ranks import run_ranks
+from tests.faults.kill_points import killed_at
 from tests.huggingface.folders import Weights, random_folder, read_by_transformers, stored
 from tests.sizes import model
-from tests.waiting import PATIENCE_S
 
 SHAPE = replace(model("tiny"), num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, head_dim=16)
 SHAPE = replace(SHAPE, num_query_groups=2, name="small")
@@ -137,48 +133,15 @@ def export(run: Path, out: Path, *, shard_bytes: int) -> None:
         export_weights(reader, out, dtype="fp32", seq_length=64, beside=Beside(texts=texts), shard_bytes=shard_bytes)
 
 
-def killed_at(call: int, work: Callable[[], None]) -> int:
-    """Do `work` in a process that is killed before its system call number `call` that changes the disk.
-
-    Returns:
-        Calls that it came to, where it was not killed; else -1.
-    """
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-
-    def counted() -> NoReturn:
-        calls = 0
-        for name in ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "open"):
-
-            def counting(*arguments: object, real: Callable[..., object] = getattr(os, name), **more: object) -> object:
-                nonlocal calls
-                calls += 1
-                if calls == call:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return real(*arguments, **more)
-
-            setattr(os, name, counting)
-        work()
-        sender.send(calls)
-        os._exit(0)
-
-    process = multiprocessing.get_context("fork").Process(target=counted)
-    process.start()
-    process.join(PATIENCE_S)
-    if process.exitcode == -signal.SIGKILL:
-        return -1
-    assert process.exitcode == 0
-    calls: int = receiver.recv()
-    return calls
-
-
 def kill_exports(run: Path, tmp_path: Path, moments: Callable[[int], list[int]]) -> int:
     """Kill an export at some moments of all it has; how many it was."""
     whole, out = tmp_path / "whole", tmp_path / "out"
-    calls = killed_at(0, lambda: export(run, whole, shard_bytes=40_000))
+    calls = killed_at(None, lambda: export(run, whole, shard_bytes=40_000))
+    assert calls is not None
     wanted = {path.name: path.read_bytes() for path in whole.iterdir()}
     kills = moments(calls)
     for call in kills:
-        assert killed_at(call, lambda: export(run, out, shard_bytes=40_000)) == -1
+        assert killed_at(call, lambda: export(run, out, shard_bytes=40_000)) is None
         if out.exists():  # killed behind its last step
             assert {path.name: path.read_bytes() for path in out.iterdir()} == wanted
             shutil.rmtree(out)
@@ -195,7 +158,7 @@ def test_killed_at_any_moment_an_export_is_whole_or_not_there(run: Path, tmp_pat
 
 @pytest.mark.sweep
 def test_killed_at_every_moment_an_export_is_whole_or_not_there(run: Path, tmp_path: Path) -> None:
-    assert kill_exports(run, tmp_path, lambda calls: [*range(1, calls + 1)]) > 20
+    assert kill_exports(run, tmp_path, lambda calls: [*range(calls)]) > 20
 
 
 def test_an_import_that_is_killed_leaves_no_run(run: Path, tmp_path: Path) -> None:
@@ -204,10 +167,11 @@ def test_an_import_that_is_killed_leaves_no_run(run: Path, tmp_path: Path) -> No
 
         import_(run.parent / "in", tmp_path / "run")
 
-    calls = killed_at(0, bring)
+    calls = killed_at(None, bring)
+    assert calls is not None
     shutil.rmtree(tmp_path / "run")
     for call in (calls // 3, 2 * calls // 3, calls - 2):
-        assert killed_at(call, bring) == -1
+        assert killed_at(call, bring) is None
         assert not (tmp_path / "run").exists()
     imported(run.parent / "in", tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

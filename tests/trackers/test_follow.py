@@ -20,8 +20,7 @@ from canzona_cli.run.files import RunFiles, append_json_line, write_text_atomic
 from canzona_cli.run.records import Incident, RunResult, TrackerState
 from canzona_cli.run.summary import events_of
 from canzona_cli.trackers import follow
-from canzona_cli.trackers.follow import Follower
-from canzona_cli.trackers.tracker import TRACKERS, Point, Tracked
+from canzona_cli.trackers.follow import TRACKERS, Follower, Point, Tracked
 from tests.run.runs import CONFIG
 
 Curves = dict[str, dict[int, list[float | str]]]

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import resource
 import threading
 from pathlib import Path
 from unittest.mock import Mock
@@ -182,6 +183,33 @@ def test_a_file_that_cannot_be_written_costs_lines_and_never_the_run(
     assert "metrics.jsonl cannot be written" in down["detail"]
     assert "3 of its lines are lost" in again["detail"]
     assert len(caplog.records) == 2, "said once, not for every line"
+
+
+def test_only_whole_lines_are_in_a_file_whose_disk_became_full(files: RunFiles) -> None:
+    journal = Journal(files, writes=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))  # for this process no file grows beyond that
+    try:
+        for step in range(10):
+            journal.step(_metrics(step))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    kept = [json.loads(line)["step"] for line in files.metrics.read_text(encoding="utf-8").splitlines()]
+    assert kept == [0, 1], "whole lines, up to the limit"
+    assert journal.lost == {"metrics.jsonl": 8}
+    journal.step(_metrics(10))
+    assert json.loads(files.metrics.read_text(encoding="utf-8").splitlines()[-1])["step"] == 10
+    assert "8 of its lines are lost" in files.events.read_text(encoding="utf-8")
+
+
+def test_a_planted_link_is_not_followed(files: RunFiles) -> None:
+    victim = files.root / "victim"
+    victim.write_text("mine")
+    files.metrics.symlink_to(victim)
+    journal = Journal(files, writes=True)
+    journal.step(_metrics(1))
+    assert victim.read_text() == "mine"
+    assert journal.lost == {"metrics.jsonl": 1}
 
 
 def test_events_that_cannot_be_written_are_counted_too(files: RunFiles) -> None:

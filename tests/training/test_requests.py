@@ -12,12 +12,10 @@ from tests.waiting import PATIENCE_S
 
 LISTENER = """
 import time
-from canzona_cli.training.requests import StopRequests
-requests = StopRequests()
-requests.listen()
+from canzona_cli.training.process import listen_for_stops
+preempted = listen_for_stops()
 print("listening", flush=True)
-while not requests.preempted:
-    time.sleep(0.01)
+preempted.wait()
 print("preempted", flush=True)
 time.sleep(3600)
 """
