@@ -285,6 +285,7 @@ def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, elaps
         tokens=progress.tokens,
         skipped=progress.skipped,
         fallbacks=progress.fallbacks,
+        captures=result.captures,
     )
 
 
