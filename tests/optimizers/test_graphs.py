@@ -110,6 +110,7 @@ def test_an_update_that_is_left_out_is_left_out_of_a_replay(
     """The Gram form's own verdict is on the device, and stays readable. A doubt costs no capture: the group runs kernel
     by kernel while one of its matrices is in standard form, and then replays the graph it had."""
     monkeypatch.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", standard)
+    monkeypatch.setattr(f"{__name__}.RATES", [(lr, 0.1) for lr, _ in RATES])
     doubts = torch.zeros(3, dtype=torch.bool)
 
     def doubtful(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
