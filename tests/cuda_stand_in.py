@@ -199,6 +199,11 @@ class _Device:
         if storage not in self.on_host | self.pinned:
             self.record.host_reads.append(what)
 
+    def set_number(self, storage: int, what: str) -> None:
+        """The host sets a number into memory: below torch 2.14 a copy that it waits for."""
+        if storage not in self.on_host | self.pinned:
+            self.record.host_waits.append(what)
+
     def landing(self, storage: int) -> bool:
         """Whether the host has not waited for all that is written to this memory."""
         writes = ((stream, found) for stream, each in self.accesses[storage].items() for found in each)
@@ -324,6 +329,8 @@ class _Functions(TorchFunctionMode):
                 self._read(name, args[0])
         elif name in READS and isinstance(args[0], torch.Tensor):
             self._read(name, args[0])
+        elif name == "__setitem__" and isinstance(args[2], int | float) and (place := _caller()):
+            _active().set_number(args[0].untyped_storage().data_ptr(), f"number set at {place}")
         result = func(*args, **kwargs)
         if pinned:
             _active().record.pinned += 1

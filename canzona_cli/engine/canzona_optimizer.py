@@ -68,6 +68,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         """Steps skipped so far for non-finite gradients, the same on every rank."""
         self.fallbacks = 0
         """Updates of the step before the last that were not finite or needed a fallback, on all ranks."""
+        self.captures = 0
+        """CUDA graphs that all ranks had captured before the last step."""
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:
@@ -131,7 +133,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """Computes the global norm of the reduced gradients, before clipping; sets `fallbacks`."""
+        """Computes the global norm of the reduced gradients, before clipping; sets `fallbacks` and `captures`."""
         counted = self._adamw.get_grads_for_grad_norm()
         squares = self._squares([*counted, *self.matrices.gradients_for_norm()])
         # What tensor-parallel ranks have equal copies of counts on one of them; a copy that is broken has to
@@ -139,10 +141,11 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         seen = {gradient.data_ptr() for gradient in counted}
         copies = [param.grad for param in self._adamw.get_parameters() if param.grad is not None]
         squares += 0.0 * self._squares([gradient for gradient in copies if gradient.data_ptr() not in seen])
-        facts = torch.cat([squares.view(1), self.matrices.fallbacks()])
+        captures = torch.full((1,), float(self.matrices.captures), device=squares.device)
+        facts = torch.cat([squares.view(1), self.matrices.fallbacks(), captures])
         torch.distributed.all_reduce(facts, group=self._stats_group)
-        square, fallbacks = self._timer.read(facts)
-        self.fallbacks = round(fallbacks)
+        square, fallbacks, captured = self._timer.read(facts)
+        self.fallbacks, self.captures = round(fallbacks), round(captured)
         return math.sqrt(square) if square >= 0 else math.nan
 
     def _squares(self, gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -1,8 +1,13 @@
 """The ladder: which kernel multiplies to symmetric results, found out when a run starts, on its own shapes.
 
-Every kernel is compared with cuBLAS before it is timed, and none is taken that one rank cannot use, that is
-wrong anywhere, or that gains too little. All ranks take the same: strategy sc relies on equal updates
-everywhere.
+Every kernel is compared with cuBLAS before it is timed, in the very calls that updates make, and none is taken
+that one rank cannot use, that is wrong anywhere, or that gains too little. All ranks take the same: strategy sc
+relies on equal updates everywhere.
+
+Nothing is compiled for a shape that is multiplied in stacks, which cuBLAS does. A rung has to be worth its start:
+QuACK compiles for types and strides, not for shapes, and keeps what it made on the machine's own disk, where the
+first rank compiles and the others wait for its files. emerging-optimizers' Triton kernel compiles 24 tilings for
+every shape, factor and stride: 1.5 to 2.5 minutes for 0.6B, which has no use for it, and it multiplies in bf16 alone.
 """
 
 import statistics
@@ -15,14 +20,16 @@ import torch
 from canzona_cli.config.execution import execution_of
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.costs.activations import matrix_shapes
-from canzona_cli.costs.update import RULES, algorithm, form_of
+from canzona_cli.costs.update import RULES, algorithm, form_of, stack_of
 from canzona_cli.megatron.owner_bucket_group import device_seconds
 from canzona_cli.megatron.parallel import gather
-from canzona_cli.optimizers import symmetric
+from canzona_cli.optimizers import graphs, symmetric
 from canzona_cli.optimizers.gram_form import products_type
 from canzona_cli.optimizers.symmetric import Kernel, Shape
 from canzona_cli.run.records import PLAIN, STRIPS, KernelChoice, Kernels, KernelTrial
 
+Call = Literal["wide", "tall", "square"]
+"""How A of a shape comes: X by its rows or its columns, or polynomials of one matrix."""
 Seconds = Callable[[Callable[[], None]], float]
 """A stopwatch: the seconds that an operation takes."""
 
@@ -35,19 +42,28 @@ _REPEATS = 9
 _NAMES: Mapping[torch.dtype, Literal["bf16", "fp16"]] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def product_shapes(config: RunConfig, device: torch.device) -> list[Shape]:
-    """Lists the products of the run's updates that have symmetric results, smallest first, each in the type
-    that its form has on `device`; nothing where they do not."""
+def product_shapes(config: RunConfig, device: torch.device) -> dict[Shape, frozenset[Call]]:
+    """Lists the products of the run's updates that have symmetric results and are made one by one, smallest first,
+    each in the type that its form has on `device`; nothing where they do not."""
     how = algorithm(config)
     if not RULES[how.name].orthogonal or how.custom or how.precision != "bf16" or not execution_of(config).ours:
-        return []
-    products: set[Shape] = set()
+        return {}
+    products: dict[Shape, frozenset[Call]] = {}
     for rows, cols in matrix_shapes(config):
+        if stack_of(how, rows, cols, config.cluster) > 1:
+            continue
         standard = form_of(how, rows, cols, config.cluster) == "standard"
         dtype = torch.bfloat16 if standard else products_type(torch.bfloat16, device)
-        side = min(rows, cols)
-        products |= {(side, max(rows, cols), dtype), (side, side, dtype)}
-    return sorted(products, key=lambda shape: (shape[0] ** 2 * shape[1], *shape[:2], _NAMES[shape[2]]))
+        side, long = sorted((rows, cols))
+        calls: tuple[tuple[int, Call], ...] = ((long, "tall" if rows > cols else "wide"), (side, "square"))
+        for width, call in calls:
+            products[side, width, dtype] = products.get((side, width, dtype), frozenset()) | {call}
+    return dict(sorted(products.items(), key=lambda item: _size(item[0])))
+
+
+def _size(shape: Shape) -> tuple[float, int, int, str]:
+    side, long, dtype = shape
+    return side**2 * long, side, long, _NAMES[dtype]
 
 
 def choose_kernels(
@@ -56,25 +72,27 @@ def choose_kernels(
     *,
     ladder: Mapping[str, Callable[[], Kernel]] = symmetric.LADDER,
     seconds: Seconds = device_seconds,
-    alive: Callable[[], None] = lambda: None,
+    begin: Callable[[str], None] = lambda shape: None,
 ) -> Kernels:
-    """Choose, use from now on, and say what was chosen; the same on every rank. Collective.
+    """Choose, use from now on, and say what was chosen; the same on every rank. Also tries whether updates can be
+    replayed as CUDA graphs. Collective.
 
     Args:
-        alive: called again and again meanwhile.
+        begin: called with each shape, in words, before kernels are tried on it.
     """
     shapes = product_shapes(config, device)
     if device.type != "cuda":
         return Kernels(choices=tuple(_on_cpu(shape) for shape in shapes))
     loaded, refused = _load(ladder)
     tried = []
-    for shape in shapes:
-        tried.append(_tried(shape, device, loaded, refused, seconds))
-        alive()
-    everyone = gather(Kernels(choices=tuple(tried)))
+    for shape, calls in shapes.items():
+        begin(f"{shape[0]} x {shape[1]} in {_NAMES[shape[2]]}")
+        tried.append(_tried(shape, calls, device, loaded, refused, seconds))
+    refusal = graphs.try_out(device) if algorithm(config).graph else ""
+    everyone = gather(Kernels(choices=tuple(tried), no_graphs=refusal))
     choices = tuple(_agreed(of_shape) for of_shape in zip(*(rank.choices for rank in everyone), strict=True))
     symmetric.use({shape: loaded[c.kernel] for shape, c in zip(shapes, choices, strict=True) if c.kernel != PLAIN})
-    return Kernels(choices=choices)
+    return Kernels(choices=choices, no_graphs=next((rank.no_graphs for rank in everyone if rank.no_graphs), ""))
 
 
 def _on_cpu(shape: Shape) -> KernelChoice:
@@ -96,13 +114,18 @@ def _load(ladder: Mapping[str, Callable[[], Kernel]]) -> tuple[dict[str, Kernel]
 
 
 def _tried(
-    shape: Shape, device: torch.device, loaded: Mapping[str, Kernel], refused: Sequence[KernelTrial], seconds: Seconds
+    shape: Shape,
+    calls: Iterable[Call],
+    device: torch.device,
+    loaded: Mapping[str, Kernel],
+    refused: Sequence[KernelTrial],
+    seconds: Seconds,
 ) -> KernelChoice:
     """Tries every kernel on this rank alone."""
     side, long, dtype = shape
     trials = list(refused)
     if side >= LEAST_SIDE:
-        cases = list(_cases(shape, device))
+        cases = list(_cases(shape, calls, device))
         trials += [_trial(name, kernel, cases, seconds) for name, kernel in loaded.items()]
         trials.append(_trial(PLAIN, symmetric.plain, cases, seconds))
     return KernelChoice(side=side, long=long, dtype=_NAMES[dtype], kernel=PLAIN, trials=tuple(trials))
@@ -130,43 +153,57 @@ def _agreed(of_each_rank: Sequence[KernelChoice]) -> KernelChoice:
 
 
 class _Case:
-    """One product, and what cuBLAS makes of it."""
+    """One product, and what cuBLAS makes of it.
 
-    def __init__(self, a: torch.Tensor, b: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float) -> None:
+    Args:
+        in_place: True if `add` lies where the result is written.
+    """
+
+    def __init__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        add: torch.Tensor | None = None,
+        beta: float = 0.0,
+        alpha: float = 1.0,
+        *,
+        in_place: bool = False,
+    ) -> None:
         self._given = a, b
-        self._scalars = add, beta, alpha
-        self._out = a.new_empty(a.size(0), a.size(0))
-        self._exact = torch.empty_like(self._out)
+        self._out, self._exact = (a.new_empty(a.size(0), a.size(0)) for _ in range(2))
         symmetric.plain(a, b, self._exact, add, beta, alpha)
+        self._before = add if in_place and add is not None else torch.full_like(self._out, float("nan"))
+        self._scalars = self._out if in_place else add, beta, alpha
 
     def run(self, kernel: Kernel) -> None:
-        a, b = self._given
-        kernel(a, b, self._out, *self._scalars)
+        kernel(*self._given, self._out, *self._scalars)
 
     def wrong(self, kernel: Kernel) -> bool:
         """Tells whether an element is off by more than two roundings to its type, or by more than sums of
-        terms of this size in another order are. What is not written stays NaN."""
-        self._out.fill_(float("nan"))
+        terms of this size in another order are. What is not written stays NaN, or as it was."""
+        self._out.copy_(self._before)
         self.run(kernel)
         exact = self._exact.float()
         near = (self._out.float() - exact).abs() <= torch.finfo(self._out.dtype).eps * exact.abs() + 2.0**-12
         return not bool(near.all())
 
 
-def _cases(shape: Shape, device: torch.device) -> Iterable[_Case]:
-    """Yields X X^T of both strides an iterate can have; of squares also what Newton-Schulz makes of a
-    symmetric one. Rows have norms near 1."""
+def _cases(shape: Shape, calls: Iterable[Call], device: torch.device) -> Iterable[_Case]:
+    """Yields the products that Newton-Schulz makes of A of this shape. The Gram form, which is in fp16, adds all to
+    what it overwrites; the standard form adds nothing to X X^T, and A itself to A A. Rows have norms near 1."""
     side, long, dtype = shape
+    in_place = dtype is torch.float16
+    square = torch.randn(side, side, device=device).mul_(side**-0.5)
+    a = (square + square.mT).mul_(0.5).to(dtype)
     x = torch.randn(side, long, device=device).mul_(long**-0.5).to(dtype)
-    tall = x.mT.contiguous().mT
-    yield _Case(tall, tall.mT, None, 0.0, 1.0)
-    if side == long:
-        a = (x.float() + x.float().mT).mul_(0.5).to(dtype)
+    for short in (x.mT.contiguous().mT if call == "tall" else x for call in sorted(calls) if call != "square"):
+        yield _Case(short, short.mT, a, 1.0, in_place=True) if in_place else _Case(short, short.mT)
+    if "square" in calls and in_place:
         p = torch.addmm(a, a, a, beta=-0.5, alpha=2.0)
-        yield _Case(p, a.mT, None, 0.0, 1.0)
+        yield _Case(p, a.mT, a, 1.0, in_place=True)
+        yield _Case(a, a.mT, p, 1.0, 2.0, in_place=True)
+    elif "square" in calls:
         yield _Case(a, a.mT, a, -0.5, 2.0)
-    else:
-        yield _Case(x, x.mT, None, 0.0, 1.0)
 
 
 def _trial(name: str, kernel: Kernel, cases: Sequence[_Case], seconds: Seconds) -> KernelTrial:

@@ -154,6 +154,11 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
         """Counts the updates of the last step that were not finite, or needed their optimizer's fallback;
         each counted on one rank of a `CanzonaOptimizer`'s `stats_group`. (1,), on the device."""
 
+    @property
+    def captures(self) -> int:
+        """The CUDA graphs that this rank's optimizers have captured so far."""
+        return sum(group.optimizer.captures for group in self.groups if isinstance(group.optimizer, Muon))
+
     @abstractmethod
     def repair(self) -> None:
         """Mend what the last update left broken. Collective over the TP ranks; the host waits."""

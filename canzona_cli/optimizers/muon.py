@@ -12,8 +12,8 @@ from . import muon_cpu, muon_cuda
 from . import newton_schulz as iteration
 from .facts import Form
 from .gram_form import gram_newton_schulz, products_type, starting_norm
+from .graphs import Replayed
 from .matrix_optimizer import MatrixOptimizer, OnFallback, Workspace, products
-from .muon_cuda import Replayed
 from .muon_facts import LOST, STANDARD_ONLY, CoefficientSet, ScaleMode, count_down, distrust, steps_left
 from .newton_schulz import newton_schulz
 from .shared_rows import Shape
@@ -101,7 +101,8 @@ class Muon(MatrixOptimizer):
             is made in standard form instead, and so are the next `STANDARD_STEPS`. On CUDA, where the host
             does not wait to know, it is left out, and `settle` sees to the next ones.
         on_fallback: Called when an update was made in standard form instead.
-        graph: On CUDA, capture the update of all matrices of a parameter group, and replay it (`muon_cuda`).
+        graph: On CUDA, capture the update of all matrices of a parameter group, and replay it (`graphs`), but
+            not while one of them is in standard form after a doubt.
         workspace: Scratch to share with other optimizers.
 
         Raises:
@@ -123,6 +124,7 @@ class Muon(MatrixOptimizer):
         self.form = form
         self.on_fallback = on_fallback
         self._trusted: dict[torch.Tensor, torch.Tensor] = {}
+        """By matrix, on CUDA: whether its last update in Gram form can be trusted, (), on the device."""
         self.graph = graph
         self._replayed: dict[int, Replayed] = {}
         self._rates: dict[int, torch.Tensor] = {}
@@ -133,7 +135,7 @@ class Muon(MatrixOptimizer):
             on_host = not matrices or by_blocks(matrices[0])
             if not on_host:
                 self._set_rates(matrices[0], group)
-            if self.graph and not on_host:
+            if self.graph and not on_host and not excluded:
                 replayed = self._replayed.setdefault(id(group), Replayed())
                 replayed.run(lambda: self._update_all(matrices, group), lambda: self._fixed(matrices, group))
             else:
@@ -163,9 +165,9 @@ class Muon(MatrixOptimizer):
         state = [value for p in matrices for value in self.state[p].values() if isinstance(value, torch.Tensor)]
         gradients = [p.grad for p in matrices if p.grad is not None]
         places = tuple(tensor.data_ptr() for tensors in (matrices, gradients, state) for tensor in tensors)
-        forms = tuple(self._form(p) for p in matrices)
-        decay = group["weight_decay"] if "gram" in forms else None  # the host's number there, in `_move`
-        return group["momentum"], decay, self.workspace.nbytes, forms, places
+        in_gram_form = any(self._form(p) == "gram" for p in matrices)
+        decay = group["weight_decay"] if in_gram_form else None  # the host's number there, in `_move`
+        return group["momentum"], decay, self.workspace.nbytes, places
 
     def _most(self, of_shape: Sequence[torch.Tensor]) -> int:
         """Tells how many matrices of one shape are updated together."""
@@ -232,7 +234,7 @@ class Muon(MatrixOptimizer):
             # The direction is needed no more.
             into = self.workspace.like("muon_direction", matrices[0]) if wider else None
             result, trusted = gram_newton_schulz(x, self.steps, self.workspace, into)
-            self._trusted.update(zip(matrices, trusted.view(-1), strict=True))
+            self._judge(matrices, trusted)
             if x.ndim == 2 and result.dtype is torch.float32:
                 return result  # which `_move` leaves out
             # Not by a factor of 0: what is left out may be NaN.
@@ -252,6 +254,12 @@ class Muon(MatrixOptimizer):
         if self.on_fallback is not None:
             self.on_fallback(p, LOST)
 
+    def _judge(self, matrices: Sequence[torch.Tensor], trusted: torch.Tensor) -> None:
+        """Notes whether the updates of matrices are `trusted`, where steps and their replays both write it."""
+        for p in matrices:
+            self._trusted.setdefault(p, torch.ones((), dtype=torch.bool, device=p.device))
+        torch._foreach_copy_([self._trusted[p] for p in matrices], trusted.view(-1).unbind())
+
     def doubted(self) -> torch.Tensor | None:
         """Counts the updates of the last step that were left out: (), on the device; None on a CPU."""
         if not self._trusted:
@@ -267,8 +275,13 @@ class Muon(MatrixOptimizer):
         left = [p for p, good in self._trusted.items() if not bool(good)]
         for p in left:
             distrust(self.state[p])
-            del self._trusted[p]  # others' stay: a replayed step writes where it was captured
+            self._trusted[p].fill_(True)
         return left
+
+    @property
+    def captures(self) -> int:
+        """The CUDA graphs captured so far."""
+        return sum(replayed.captures for replayed in self._replayed.values())
 
     def excluded(self, p: torch.Tensor) -> bool:
         """Tells whether the next update is in standard form, after one that was doubted."""

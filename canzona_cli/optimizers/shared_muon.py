@@ -51,7 +51,7 @@ class SharedMuon(muon.Muon):
     def _take(self, p: torch.Tensor, update: torch.Tensor, trusted: torch.Tensor, whole: Shape) -> None:
         group = self._settings(p)
         if not muon.by_blocks(p):
-            self._trusted[p] = trusted
+            self._judge([p], trusted)
             update.masked_fill_(trusted.logical_not(), 0)
             self._set_rates(p, group)
         self._move(p, update, group, whole)

@@ -154,6 +154,8 @@ class StepMetrics:
     """Steps so far that changed nothing because their gradients were not finite."""
     fallbacks: int = 0
     """Matrix updates so far that were replaced by what their optimizer does when it fails."""
+    captures: int = 0
+    """CUDA graphs of updates that this launch has captured up to the step before, on all ranks."""
     time: float | None = None
     """The time of writing, seconds since 1970."""
 
@@ -349,11 +351,14 @@ class KernelChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """kernels.json: the choice for every shape that the run's updates multiply, smallest first."""
+    """kernels.json: the choice for every shape that the run's updates multiply one by one, smallest first."""
 
     VERSION: ClassVar[int] = 1
 
     choices: tuple[KernelChoice, ...] = ()
+    no_graphs: str = ""
+    """The reason why a rank does not replay its updates as CUDA graphs; empty where they can be replayed,
+    or are not asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)

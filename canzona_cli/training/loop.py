@@ -274,6 +274,7 @@ def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, elaps
         tokens=progress.tokens,
         skipped=progress.skipped,
         fallbacks=progress.fallbacks,
+        captures=result.captures,
     )
 
 

@@ -174,7 +174,7 @@ class Journal:
         self._save(self._files.breakdown, breakdown)
 
     def kernels(self, kernels: Kernels) -> None:
-        if kernels.choices:
+        if kernels != Kernels():
             self._save(self._files.kernels, kernels)
 
     def _append(self, path: Path, line: Mapping[str, object]) -> None:

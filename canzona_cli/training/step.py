@@ -46,6 +46,8 @@ class StepResult(Agreed):
     fallbacks: int = 0
     """Matrices, on all ranks, whose update in the step before was replaced by what their optimizer does when
     it fails. (Of the last step: `CanzonaOptimizer.settle`.)"""
+    captures: int = 0
+    """CUDA graphs of updates captured before this step, on all ranks."""
     bad_ranks: tuple[int, ...] = ()
     """Ranks whose own loss was not finite."""
 
@@ -101,6 +103,7 @@ def train_step(
         lr=float(lr),
         skipped=not updated,
         fallbacks=optimizer.fallbacks if isinstance(optimizer, CanzonaOptimizer) else 0,
+        captures=optimizer.captures if isinstance(optimizer, CanzonaOptimizer) else 0,
         bad_ranks=() if math.isfinite(facts.loss) else _bad_ranks(trainee, losses),
     )
 
@@ -174,9 +177,10 @@ def _agree(
     facts = torch.zeros(4, device=world.device)
     if world.is_last_stage:
         facts[0] = torch.stack(losses).mean()
-        facts[1] = 1.0 / world.layout.cp  # their losses are parts of one
-    facts[2] = float(stop_requested)
-    facts[3] = float(save_due)
+        facts[1].fill_(1.0 / world.layout.cp)  # their losses are parts of one
+    # Filled in: `facts[2] = x` would have the host wait for the device below torch 2.14.
+    facts[2].fill_(float(stop_requested))
+    facts[3].fill_(float(save_due))
     torch.distributed.all_reduce(facts)
     arrived = trainee.timer.fetch(facts)
 

@@ -50,7 +50,11 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     if (otherwise := owner_bucket_group.contradiction(trainee)) is not None:
         journal.incident("grouping", detail=otherwise, level="warning")
 
-    journal.kernels(choose_kernels(config, world.device, alive=record.heart.progress))
+    def trying(shape: str) -> None:
+        record.heart.progress()
+        journal.incident("kernels", detail=f"trying kernels for symmetric products of {shape}", level="info")
+
+    journal.kernels(choose_kernels(config, world.device, begin=trying))
 
     journal.stage("build data", ", ".join(str(one.prefix) for one in corpus.sets))
     datasets = build_datasets(config, corpus, cache=cache_root(config) / "indices")

@@ -2,29 +2,31 @@
 
 import ast
 import importlib.util
-import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from emerging_optimizers.triton_kernels import syrk
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.costs.activations import matrix_shapes
 from canzona_cli.costs.update import algorithm, form_of
 from canzona_cli.engine import kernels
-from canzona_cli.engine.kernels import choose_kernels, product_shapes
-from canzona_cli.optimizers import symmetric
+from canzona_cli.engine.kernels import Call, choose_kernels, product_shapes
+from canzona_cli.optimizers import Muon, gram_form, graphs, muon, muon_cuda, symmetric
+from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.symmetric import Kernel, plain
 from canzona_cli.run.records import KernelChoice
+from tests.cuda_graph_stand_in import cuda_graphs
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
 from tests.dist.ranks import run_ranks
 
+EVERY_CALL: tuple[Call, ...] = get_args(Call)
 SECONDS = {"quick": 1.0, "slow": 3.0, "hardly": 1.98, "plain": 2.0}
 """The numbers of products of the kernels with these names."""
 
@@ -91,7 +93,7 @@ def _rank() -> dict[str, list[KernelChoice]]:
     }
     found["in use"] = _climb({"a": lambda: quick}, calls, config)
     calls.clear()
-    side, long, dtype = product_shapes(config, DEVICE)[-1]
+    side, long, dtype = list(product_shapes(config, DEVICE))[-1]
     x = torch.randn(side, long).to(dtype)
     symmetric.gram(x, torch.empty(side, side, dtype=dtype))
     assert calls == ["quick"]
@@ -126,12 +128,14 @@ def test_the_quickest_is_taken_and_one_that_is_not_there_passed_over(climbed: di
 
 
 def test_one_whose_results_are_wrong_is_refused(climbed: dict[str, list[KernelChoice]]) -> None:
-    """The error is 2%, above the diagonal, or where it takes two polynomials for one and its transpose."""
+    """The error is 2%, above the diagonal, or that it takes two polynomials for one and its transpose."""
     for choice in climbed["wrong"]:
         refused = {trial.kernel: trial.refused for trial in choice.trials}
         assert choice.kernel == "plain"
         assert refused["a"] == refused["b"] == "its results are not cuBLAS's"
-        assert ("cuBLAS" in refused["c"]) == (choice.side == choice.long)
+        assert "cuBLAS" not in refused["c"], "in standard form two polynomials are the same one"
+    [polynomials, _] = kernels._cases((24, 24, torch.float16), ["square"], torch.device("cpu"))
+    assert polynomials.wrong(_only_transposes), "in Gram form they are not"
 
 
 def test_one_rank_that_cannot_use_it_decides_for_all(climbed: dict[str, list[KernelChoice]]) -> None:
@@ -144,14 +148,14 @@ def test_one_rank_that_cannot_use_it_decides_for_all(climbed: dict[str, list[Ker
 
 @pytest.mark.parametrize("optimizer", ["soap", "adamw"])
 def test_what_has_no_symmetric_products_has_no_choices(optimizer: str) -> None:
-    assert product_shapes(_config(f"optimizer={optimizer}"), DEVICE) == []
-    assert product_shapes(_config("train.precision=fp32"), DEVICE) == []
+    assert product_shapes(_config(f"optimizer={optimizer}"), DEVICE) == {}
+    assert product_shapes(_config("train.precision=fp32"), DEVICE) == {}
     assert choose_kernels(_config(f"optimizer={optimizer}"), torch.device("cpu")).choices == ()
 
 
 def test_a_kernel_is_tried_in_the_type_that_the_shape_has_in_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Squares that both forms multiply are tried in both types."""
-    config = _config("model=qwen3-8b", "cluster=h100-80g")
+    config = _config("model=qwen3-8b", "cluster=h100-80g", "optimizer.stack=false")
     forms = {form_of(algorithm(config), *shape, config.cluster) for shape in matrix_shapes(config)}
     assert forms == {"standard", "gram"}, "the test is of nothing"
     found = product_shapes(config, DEVICE)
@@ -166,12 +170,12 @@ def test_a_kernel_is_tried_in_the_type_that_the_shape_has_in_its_form(monkeypatc
         seen.add((a.dtype, b.dtype, out.dtype))
         plain(a, b, out, *scalars)
 
-    choice = kernels._tried((24, 40, torch.float16), torch.device("cpu"), {"a": kernel}, [], lambda run: 1.0)
+    choice = kernels._tried((24, 40, torch.float16), ["wide"], torch.device("cpu"), {"a": kernel}, [], lambda run: 1.0)
     assert (choice.side, choice.long, choice.dtype) == (24, 40, "fp16")
     assert seen == {(torch.float16,) * 3}
     [trial, _] = choice.trials
     assert trial.refused == ""
-    rough = kernels._tried((24, 40, torch.float16), torch.device("cpu"), {"a": _to_bf16}, [], lambda run: 1.0)
+    rough = kernels._tried((24, 40, torch.float16), ["wide"], torch.device("cpu"), {"a": _to_bf16}, [], lambda run: 1.0)
     assert rough.trials[0].refused == "its results are not cuBLAS's", "rounded to bf16"
 
 
@@ -190,30 +194,6 @@ def test_on_cpus_it_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kernels, "products_type", lambda *_: torch.float16)  # as without instructions for bf16
     narrow = choose_kernels(_config("cluster.bf16_in_fp32=true"), torch.device("cpu")).choices
     assert {(c.side, c.long, c.dtype) for c in narrow} >= {(256, 768, "fp16"), (256, 256, "fp16"), (256, 256, "bf16")}
-
-
-def test_emergings_kernel_is_asked_for_what_it_can_and_cublas_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[bool, float, float]] = []
-
-    def tsyrk(
-        a: torch.Tensor, c: torch.Tensor | None = None, alpha: float = 1.0, beta: float = 0.0,
-        skip_upper_triangle: bool = False, out: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        asked.append((c is None, alpha, beta))
-        assert out is not None
-        plain(a, a.mT, out, c, beta, alpha)
-        return out
-
-    names = list(itertools.chain(*(f.__code__.co_varnames[:6] for f in (tsyrk, syrk.tsyrk_ex_small_matrix))))
-    assert names[:6] == names[6:], "emerging-optimizers' own arguments"
-    monkeypatch.setattr(syrk, "tsyrk_ex_small_matrix", tsyrk)
-    kernel = symmetric.emerging()
-    cases = list(kernels._cases((24, 24, torch.bfloat16), torch.device("cpu")))
-    assert not any(case.wrong(kernel) for case in cases)
-    assert asked == [(True, 1.0, 0.0), (False, 2.0, -0.5)]
-    monkeypatch.setattr(syrk, "HAS_TRITON_340", False)
-    with pytest.raises(ImportError, match="triton"):
-        symmetric.emerging()
 
 
 def test_quacks_kernel_is_called_as_torchs_copy_of_it_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,5 +219,91 @@ def test_quacks_kernel_is_called_as_torchs_copy_of_it_is_declared(monkeypatch: p
         monkeypatch.setitem(sys.modules, name, stand_in)
     for load in (symmetric.quack, symmetric.torchs_quack):
         for dtype in (torch.bfloat16, torch.float16):
-            cases = kernels._cases((24, 24, dtype), torch.device("cpu"))
+            cases = kernels._cases((24, 24, dtype), EVERY_CALL, torch.device("cpu"))
             assert not any(case.wrong(load()) for case in cases)
+
+
+def test_a_kernel_that_overwrites_what_it_adds_is_refused_in_gram_form() -> None:
+    """There a product is added to what lies where it is written."""
+
+    def late(
+        a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
+    ) -> None:
+        torch.matmul(a, b, out=out)
+        out.mul_(alpha)
+        if add is not None:
+            out.add_(add, alpha=beta)
+
+    for shape, call in (((24, 40, torch.float16), "wide"), ((24, 24, torch.float16), "square")):
+        assert all(case.wrong(late) for case in kernels._cases(shape, [call], torch.device("cpu"))), call
+        assert not any(case.wrong(plain) for case in kernels._cases(shape, [call], torch.device("cpu"))), call
+    standard = kernels._cases((24, 24, torch.bfloat16), ["square"], torch.device("cpu"))
+    assert not any(case.wrong(late) for case in standard), "it adds A, which lies elsewhere"
+
+
+@pytest.mark.parametrize("form", get_args(Form))
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 24)])
+def test_what_is_tried_is_what_updates_call(
+    shape: tuple[int, int], form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what a kernel is compiled for: types, strides, what is added and where it lies, which factors are 1."""
+    config = _config("optimizer.form=" + form, "cluster=h100-80g", "optimizer.stack=false")
+    monkeypatch.setattr(kernels, "matrix_shapes", lambda config: [shape])
+    monkeypatch.setattr(muon, "by_blocks", lambda matrix: False)
+    monkeypatch.setattr(muon_cuda, "_descend", lambda *given, **named: None)
+    monkeypatch.setattr(gram_form, "_number", lambda of_each: of_each[..., None, None])
+    seen: set[Hashable] = set()
+    products = product_shapes(config, DEVICE)
+    symmetric.use({product: partial(_compiled, seen) for product in products})
+    try:
+        p = torch.nn.Parameter(torch.randn(shape))
+        p.grad = torch.randn(shape)
+        optimizer = Muon([p], 0.02, form=form)
+        optimizer.dtype = torch.float16
+        optimizer.step()
+    finally:
+        symmetric.use({})
+    tried: set[Hashable] = set()
+    for product, calls in products.items():
+        for case in kernels._cases(product, calls, torch.device("cpu")):
+            case.run(partial(_compiled, tried))
+    assert seen
+    assert tried == seen
+
+
+def _compiled(
+    seen: set[Hashable],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    add: torch.Tensor | None,
+    beta: float,
+    alpha: float,
+) -> None:
+    """Notes what QuACK compiles a kernel for (`gemm_symmetric` of its interface), and multiplies."""
+    strides = tuple(tensor.stride(-1) == 1 for tensor in (a, b.mT, out))
+    where = None if add is None else add.data_ptr() == out.data_ptr()
+    seen.add((a.dtype, strides, where, beta == 1 or add is None, alpha == 1))
+    if a.device.type != "meta":
+        plain(a, b, out, add, beta, alpha)
+
+
+@pytest.mark.parametrize(("size", "most"), [("0.6b", 0), ("8b", 8), ("32b", 8)])
+def test_few_kernels_are_compiled_for_a_start(size: str, most: int) -> None:
+    """Stacks are cuBLAS's: 0.6B has nothing else."""
+    config = compose_run([f"recipe=qwen3-{size}", "optimizer=muon", "cluster=h100-80g"]).config
+    compiled: set[Hashable] = set()
+    for product, calls in product_shapes(config, DEVICE).items():
+        for case in kernels._cases(product, calls, torch.device("meta")):
+            case.run(partial(_compiled, compiled))
+    assert len(compiled) <= most <= 24
+    assert bool(compiled) == bool(most)
+
+
+def test_the_ladder_tries_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs.Replayed, "refusal", "")
+    with cuda_graphs() as device:
+        assert graphs.try_out(torch.device("cpu")) == ""
+        assert [graph.replays for graph in device.made] == [2, 2]
+        monkeypatch.setattr(graphs, "_free_stream", lambda taken: torch.cuda.current_stream())
+        assert "non-default stream" in graphs.try_out(torch.device("cpu"))
