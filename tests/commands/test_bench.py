@@ -85,13 +85,6 @@ def test_mistakes_are_told_at_once_and_leave_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
-def test_a_simulation_runs_nothing(tmp_path: Path) -> None:
-    told = canzona("bench", "recipe=8b", "--simulate", "--gpus", "8,64", "--json", cwd=tmp_path)
-    assert told.returncode == 0, told.stderr
-    assert [cell["gpus"] for cell in json.loads(told.stdout)["cells"]] == [8, 64]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_numbers_of_strategies_that_disagree_are_written_all_the_same(tmp_path: Path) -> None:
     result = with_measured(bench(), "sc", losses=tuple(3.0 for _ in range(8)))
     options = read_options(strategies=[], rounds=2, steps_per_turn=2, out=tmp_path / "r.json")

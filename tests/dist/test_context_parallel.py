@@ -54,7 +54,7 @@ USUALLY = {
     "one rank": tuple(SETTINGS),
     "cp2": tuple(SETTINGS),
     "cp2 tp2": ("muon", "muon bf16 selective"),
-    "cp2 dp2": ("adamw",),
+    "cp2 dp2": (),
     "cp2 pp2": ("muon",),
 }
 """What is not left to the sweep."""

@@ -54,13 +54,6 @@ EVERYWHERE = [
 ]
 
 
-# Without staggering, which spreads refreshes by what they cost: an ordinary optimizer of ours does not.
-DEFAULTS = {
-    "shampoo": ("optimizer=shampoo", "optimizer.stagger=false", "optimizer.precondition_frequency=4"),
-    "soap": ("optimizer=soap", "optimizer.stagger=false", "optimizer.precondition_frequency=4"),
-}
-AT_DEFAULTS = [("shampoo", "tp1 dp4"), ("soap", "tp2 dp2")]
-
 Run = tuple[tuple[str, ...], int]
 """Settings, and how many steps are made with them."""
 
@@ -89,12 +82,11 @@ PRECISIONS = {
     "bf16 reduced in bf16": ("train.precision=bf16", "train.grad_reduce_dtype=bf16"),
 }
 USUALLY = [("fp32", "reduce"), ("bf16", "ring"), ("bf16 reduced in bf16", "reduce")]
-"""Each of both once; `test_owner_buckets` has all of them without training."""
+"""Each of both once."""
 ON_ONE = {name: _run(*TWO, *precision, steps=EXACT) for name, precision in PRECISIONS.items()}
 ON_TWO = {
-    (reduction, name): _run(*TWO, "gpus=2", f"engine.reduction={reduction}", *precision, steps=EXACT)
-    for reduction in ("reduce", "ring")
-    for name, precision in PRECISIONS.items()
+    (reduction, name): _run(*TWO, "gpus=2", f"engine.reduction={reduction}", *PRECISIONS[name], steps=EXACT)
+    for name, reduction in USUALLY
 }
 UNTIED = {
     where: _run(*TWO, "model.tied_embeddings=false", *layout, steps=EXACT)
@@ -107,18 +99,9 @@ UNTIED = {
 TIED = _run(*TWO, "gpus=2", "parallel.pp=2", steps=EXACT)
 USUAL, *OTHERWISE = (
     _run(*UNCLIPPED, *LAYOUTS["tp2 dp2"], *settings, steps=EXACT)
-    for settings in (
-        (),
-        ("engine.strategy=asc",),
-        ("engine.strategy=paper", "engine.c_max_mib=0.05"),
-        ("engine.layout=contiguous", "engine.reduction=ring"),
-        ("engine.grouping=greedy", "engine.c_max_mib=0.05"),
-        ("parallel.overlap_grad_reduce=false",),
-        ("parallel.overlap_param_gather=false",),
-    )
+    for settings in ((), ("parallel.overlap_grad_reduce=false",), ("parallel.overlap_param_gather=false",))
 )
-OVERLAPPED = OTHERWISE[-2:]
-"""What only a real backward and forward pass could tell; `test_engine_exact` has the others without."""
+"""What only a real backward and forward pass could tell; `test_engine_exact` compares plans without."""
 IN_BF16, REDUCED_IN_BF16 = (
     _run("optimizer=muon", *PRECISIONS[name], *LAYOUTS["tp2 dp2"], steps=EXACT)
     for name in ("bf16", "bf16 reduced in bf16")
@@ -135,9 +118,9 @@ RUNS = Runs(
     [
         *(run for case in NORMAL for run in (*_one_rank(*case), _there(*case))),
         *ON_ONE.values(),
-        *(ON_TWO[reduction, precision] for precision, reduction in USUALLY),
+        *ON_TWO.values(),
         *UNTIED.values(),
-        *(TIED, USUAL, *OVERLAPPED, IN_BF16, REDUCED_IN_BF16),
+        *(TIED, USUAL, *OTHERWISE, IN_BF16, REDUCED_IN_BF16),
         *(*SHARING.values(), IN_GRAM_FORM),
     ],
     lambda run: ranks_of(run[0]),
@@ -169,22 +152,10 @@ def test_the_first_step_has_the_gradients_of_one_rank(optimizer: str, where: str
     assert found.grad_norms[0] == pytest.approx(one.grad_norms[0], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "where", "settings"),
-    [
-        *(pytest.param(*each.values, SETTINGS[str(each.values[0])], marks=each.marks) for each in EVERYWHERE),
-        *(pytest.param(*case, DEFAULTS[case[0]], marks=pytest.mark.sweep) for case in AT_DEFAULTS),
-    ],
-)
-def test_matrices_are_what_an_ordinary_optimizer_makes_of_their_gradients(
-    optimizer: str, where: str, settings: tuple[str, ...]
-) -> None:
-    """To the last bit, after six real steps: nothing is lost on the way to hosts and back.
-
-    Every optimizer on every layout, with the runs of the tests above, and every optimizer at default settings (Muon's
-    are): what differs then is how often factors are renewed, which no layout knows of.
-    """
-    run = _run(*settings, *MESHES[where])
+@pytest.mark.parametrize(("optimizer", "where"), EVERYWHERE)
+def test_matrices_are_what_an_ordinary_optimizer_makes_of_their_gradients(optimizer: str, where: str) -> None:
+    """To the last bit, after six real steps: nothing is lost on the way to hosts and back."""
+    run = _there(optimizer, where)
     found = RUNS[run]
     expected = replay(found, _resolve(*run[0])[0])
     assert len(expected) == 14
@@ -204,10 +175,7 @@ def test_shared_matrices_are_what_one_process_makes_of_their_gradients_and_anoth
     assert most <= FARTHEST
 
 
-@pytest.mark.parametrize(
-    ("reduction", "precision"),
-    [pytest.param(*each, marks=[] if each[::-1] in USUALLY else pytest.mark.sweep) for each in ON_TWO],
-)
+@pytest.mark.parametrize(("reduction", "precision"), ON_TWO)
 def test_two_ranks_are_bitwise_one_rank_with_two_micro_batches(reduction: str, precision: str) -> None:
     """Two numbers have one sum, and halving them first is exact."""
     one, two = RUNS[ON_ONE[precision]], RUNS[ON_TWO[reduction, precision]]
@@ -231,14 +199,8 @@ def test_tied_embeddings_over_stages_differ_by_rounding() -> None:
     assert 0 < deviation(found.after, one.after, LR) < ROUNDING["muon"]
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(run, marks=[] if run in OVERLAPPED else pytest.mark.sweep, id=" ".join(run[0][-2:]))
-        for run in OTHERWISE
-    ],
-)
-def test_who_owns_what_and_what_overlaps_changes_no_bit(run: Run) -> None:
+@pytest.mark.parametrize("run", OTHERWISE, ids=lambda run: run[0][-1])
+def test_what_overlaps_changes_no_bit(run: Run) -> None:
     """Each of two data-parallel ranks accumulates two micro-batches; every sum of two ranks is the same."""
     usual, found = RUNS[USUAL], RUNS[run]
     assert different(found.after, usual.after) == []

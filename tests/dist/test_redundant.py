@@ -71,8 +71,7 @@ USUALLY = {"soap": ("tp2 dp2", "tp2 pp2"), "shampoo": ("tp2 dp2",)}
 """The layouts of each that are not left to the sweep."""
 IN_TURN = {optimizer: (*runs["one rank"], "optimizer.stagger=true") for optimizer, runs in EVERYWHERE.items()}
 SPLIT = {
-    splitting: (*EVERYWHERE["soap"]["tp2"], f"engine.splitting={splitting}")
-    for splitting in ("fused", "qkv", "per_head")
+    splitting: (*EVERYWHERE["soap"]["tp2"], f"engine.splitting={splitting}") for splitting in ("fused", "per_head")
 }
 
 
@@ -184,9 +183,7 @@ def test_real_steps_train_as_canzonas_do(source: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "settings"),
     [
-        ("tp2 dp2", ("optimizer=soap",)),
         ("dp2", ("optimizer=shampoo", "train.grad_reduce_dtype=bf16")),
-        ("dp2", ("optimizer=soap", "train.precision=fp32")),
         ("tp2 pp2", ("optimizer=soap", "engine.splitting=per_head")),
     ],
 )

@@ -1,6 +1,5 @@
 """SIGTERM and SIGUSR2 whenever they come, to one process or to all: a verified checkpoint and 75, or none and 130."""
 
-import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,29 +81,12 @@ def test_sigterm_while_a_checkpoint_is_written_ends_in_a_whole_one(start: Start,
     )
 
 
-def test_sigterm_to_one_rank_saves_the_whole_job(start: Start, record_fault: RecordFault) -> None:
-    training = start()
-    training.wait_for(lambda: training.steps >= 3)
-    family = training.processes()
-    os.kill(training.pid(2), signal.SIGTERM)
-    assert_saved(training, *training.finish(), family)
-    record_fault(
-        fault="SIGTERM to one of 4 ranks",
-        happened="all ranks saved and ended together, checkpoint verified",
-        exit_code=75,
-        lost="nothing",
-    )
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_signal_at_start_up_leaves_no_checkpoint_and_says_so(
-    number: signal.Signals, start: Start, record_fault: RecordFault
-) -> None:
+def test_a_signal_at_start_up_leaves_no_checkpoint_and_says_so(start: Start, record_fault: RecordFault) -> None:
     training = start()
     # Torchrun imports for seconds; between its ranks' first words and training there may be less than a moment.
     training.wait_for(lambda: training.files.agent_log(0).exists() and training.processes())
     family = training.processes()
-    training.process.send_signal(number)
+    training.process.send_signal(signal.SIGTERM)
     code, output = training.finish()
     assert code == 130, output
     assert "there is no checkpoint to continue from" in output
@@ -112,7 +94,7 @@ def test_a_signal_at_start_up_leaves_no_checkpoint_and_says_so(
     assert not alive(family)
     assert CheckpointStore(training.files.checkpoints).newest() is None
     record_fault(
-        fault=f"{number.name} at start-up, no checkpoint yet",
+        fault="SIGTERM at start-up, no checkpoint yet",
         happened="ended at once, and says that there is nothing to continue",
         exit_code=130,
         lost="nothing: no step was done",
