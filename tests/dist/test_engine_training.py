@@ -99,7 +99,12 @@ UNTIED = {
 TIED = _run(*TWO, "gpus=2", "parallel.pp=2", steps=EXACT)
 USUAL, *OTHERWISE = (
     _run(*UNCLIPPED, *LAYOUTS["tp2 dp2"], *settings, steps=EXACT)
-    for settings in ((), ("parallel.overlap_grad_reduce=false",), ("parallel.overlap_param_gather=false",))
+    for settings in (
+        (),
+        ("engine.layout=contiguous", "engine.reduction=ring"),
+        ("parallel.overlap_grad_reduce=false",),
+        ("parallel.overlap_param_gather=false",),
+    )
 )
 """What only a real backward and forward pass could tell; `test_engine_exact` compares plans without."""
 IN_BF16, REDUCED_IN_BF16 = (
@@ -200,7 +205,7 @@ def test_tied_embeddings_over_stages_differ_by_rounding() -> None:
 
 
 @pytest.mark.parametrize("run", OTHERWISE, ids=lambda run: run[0][-1])
-def test_what_overlaps_changes_no_bit(run: Run) -> None:
+def test_how_buckets_travel_and_what_overlaps_changes_no_bit(run: Run) -> None:
     """Each of two data-parallel ranks accumulates two micro-batches; every sum of two ranks is the same."""
     usual, found = RUNS[USUAL], RUNS[run]
     assert different(found.after, usual.after) == []

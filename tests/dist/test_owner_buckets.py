@@ -35,12 +35,6 @@ from tests.dist.owner_support import (
 from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import fill_gradients, noise
 
-COMBINATIONS: list[tuple[str, Reduction]] = [
-    ("owner", "reduce"),
-    ("owner", "ring"),
-    ("contiguous", "reduce"),
-    ("contiguous", "ring"),
-]
 WAYS: list[Reduction] = ["reduce", "ring"]
 BF16 = ("train.precision=bf16", "train.grad_reduce_dtype=bf16")
 
@@ -119,27 +113,22 @@ def _two_steps(config: RunConfig, world: World, plan: Plan, roundings: int | Non
     return len(matrix_groups([ddp]))
 
 
-COMBINED = {
-    (buffers, reduction, overlap): Case(
-        settings=("gpus=2", f"engine.layout={buffers}", f"parallel.overlap_grad_reduce={overlap}".lower()),
-        reduction=reduction,
-    )
-    for buffers, reduction in COMBINATIONS
-    for overlap in (True, False)
-    if overlap or buffers == "owner"
-}
-ALTERNATING = {
-    way: Case(settings=("gpus=2", "engine.layout=contiguous"), reduction=way, alternating=True) for way in WAYS
-}
-OF_FOUR = {
-    f"{way} {name}": Case(settings=("gpus=4", *precision), reduction=way, roundings=3)
-    for way, name, precision in (("reduce", "bf16", BF16), ("ring", "bf16", BF16), ("ring", "fp32", ()))
-}
-MESHES: dict[tuple[str, ...], Reduction] = {
-    ("gpus=2", "parallel.tp=2"): "reduce",
-    ("gpus=4", "parallel.tp=2", "engine.splitting=per_head"): "ring",
-    ("gpus=4", "parallel.pp=2"): "reduce",
-    ("gpus=4", "parallel.pp=2", "model.tied_embeddings=false"): "ring",
+CASES: dict[str, Case] = {
+    "owner, reduce": Case(settings=("gpus=2", "engine.layout=owner"), reduction="reduce"),
+    "contiguous, ring": Case(settings=("gpus=2", "engine.layout=contiguous"), reduction="ring"),
+    "not overlapped": Case(settings=("gpus=2", "parallel.overlap_grad_reduce=false"), reduction="ring"),
+    **{
+        f"owners not in the order of ranks, {way}": Case(
+            settings=("gpus=2", "engine.layout=contiguous"), reduction=way, alternating=True
+        )
+        for way in WAYS
+    },
+    # gloo adds bf16, too: three additions of four numbers.
+    **{f"four, {way} in bf16": Case(settings=("gpus=4", *BF16), reduction=way, roundings=3) for way in WAYS},
+    "one owner": Case(settings=("gpus=2", "parallel.tp=2"), reduction="reduce"),
+    "heads": Case(settings=("gpus=4", "parallel.tp=2", "engine.splitting=per_head"), reduction="ring"),
+    "a tied embedding on two stages": Case(settings=("gpus=4", "parallel.pp=2"), reduction="reduce"),
+    "untied": Case(settings=("gpus=4", "parallel.pp=2", "model.tied_embeddings=false"), reduction="ring"),
 }
 
 
@@ -158,45 +147,19 @@ def _run(cases: Sequence[Case]) -> list[list[int]]:
     return _each(cases, lambda one, config, world, plan: _two_steps(config, world, plan, one.roundings))
 
 
-BUCKETS = Runs(
-    [
-        *(*COMBINED.values(), *ALTERNATING.values(), *OF_FOUR.values()),
-        *(Case(settings=mesh, reduction=way) for mesh, way in MESHES.items()),
-    ],
-    lambda one: ranks_of(one.settings),
-    _run,
-)
+BUCKETS = Runs(CASES.values(), lambda one: ranks_of(one.settings), _run)
 """How many buckets of matrices each rank had, nothing being wrong with their sums."""
 
 
-@pytest.mark.parametrize(("buffers", "reduction", "overlap"), COMBINED)
-def test_owners_get_the_sums_of_a_plain_all_reduce(buffers: str, reduction: Reduction, overlap: bool) -> None:
-    """Bitwise: two numbers have one sum, and the scale is a power of two."""
-    one = COMBINED[buffers, reduction, overlap]
-    _, layout, plan = _made(one)
-    assert layout.num_microbatches == 2
-    assert BUCKETS[one] == [len(plan.buckets)] * 2
-    assert len(plan.buckets) > 2 or not overlap
-
-
-@pytest.mark.parametrize("name", OF_FOUR)
-def test_four_owners_get_sums_within_the_rounding_of_three_additions(name: str) -> None:
-    assert min(BUCKETS[OF_FOUR[name]]) > 0
-
-
-@pytest.mark.parametrize("reduction", WAYS)
-def test_owners_whose_ranges_are_not_in_the_order_of_ranks(reduction: Reduction) -> None:
-    """Several ranges of one owner in a bucket, neighbours of other owners': they are packed to be exchanged."""
-    _, _, plan = _made(ALTERNATING[reduction])
-    assert [part.owner for part in plan.buckets[1].ranges] == [1, 0, 1]
-    assert len(handovers(plan.buckets[1], 2)) == 2, "one rank's part is not in the order of owners"
-    assert min(BUCKETS[ALTERNATING[reduction]]) > 0
-
-
-@pytest.mark.parametrize(("mesh", "reduction"), MESHES.items(), ids=lambda each: "".join(each))
-def test_every_mesh(mesh: tuple[str, ...], reduction: Reduction) -> None:
-    """Also with one owner, where nothing travels, and with a tied embedding on two stages."""
-    assert min(BUCKETS[Case(settings=mesh, reduction=reduction)]) > 0
+@pytest.mark.parametrize("name", CASES)
+def test_owners_get_the_sums_of_a_plain_all_reduce(name: str) -> None:
+    """Of two ranks bitwise, as two numbers have one sum and the scale is a power of two; of four within the rounding of
+    three additions."""
+    _, _, plan = _made(CASES[name])
+    assert min(BUCKETS[CASES[name]]) > 0
+    if CASES[name].alternating:
+        assert [part.owner for part in plan.buckets[1].ranges] == [1, 0, 1]
+        assert len(handovers(plan.buckets[1], 2)) == 2, "one rank's part is not in the order of owners"
 
 
 def test_owners_are_numbered_over_data_and_context_parallel_ranks() -> None:

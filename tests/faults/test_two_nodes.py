@@ -95,35 +95,6 @@ def _free_port() -> int:
             continue
 
 
-@pytest.mark.sweep
-def test_two_launchers_train_one_job_of_two_by_two_ranks_and_nothing_listens_beyond_loopback(
-    two_nodes: Callable[..., TwoNodes],
-) -> None:
-    steps = 6
-    run = two_nodes("gpus=4", "parallel.tp=2", f"train.steps={steps}", "train.global_batch_size=4")
-    run.wait_for_steps(1)
-    families = [run.family(node) for node in range(2)]
-    assert [len(family) for family in families] == [3, 3], "a torchrun and two workers each"
-    listening = [
-        connection.laddr.ip
-        for process in [*families[0], *families[1]]
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    ]
-    assert listening, "the torchrun of machine 0 listens somewhere"
-    assert set(listening) == {"127.0.0.1"}
-
-    ends = run.finish()
-    assert [code for code, _ in ends] == [0, 0], ends
-    assert not alive([*families[0], *families[1]])
-    ranks = [read_json(run.files.rank(rank)) or {} for rank in range(4)]
-    assert [rank.get("status") for rank in ranks] == ["done"] * 4
-    assert run.files.metrics.read_text().count("\n") == steps, "two launchers, one job: every step is there once"
-    assert "breakdown" in ends[0][1]
-    assert len(ends[1][1].splitlines()) == 1
-    assert "machine 0 shows the run" in ends[1][1]
-
-
 # A launcher that says nothing is waited for; half a minute is no fault's to spend in every run of the tests.
 @pytest.mark.parametrize("victim", ["torchrun", pytest.param("launcher", marks=pytest.mark.sweep)])
 def test_when_one_machine_loses_its_processes_both_launchers_name_it_and_nothing_is_left(
