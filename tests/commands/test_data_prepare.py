@@ -255,6 +255,7 @@ def test_what_is_killed_goes_on_after_its_finished_inputs_to_the_same_bytes_as_o
     assert "a.jsonl:8999" in " ".join(few.stderr.split())
 
 
+@pytest.mark.sweep  # six preparations, each a process
 def test_an_input_that_has_changed_is_read_again(tmp_path: Path) -> None:
     """What an unfinished preparation has of inputs counts for these very inputs alone."""
     for name in "abc":
