@@ -26,7 +26,7 @@ from tests.checkpoint.checkpoints import save as save_small
 from tests.commands.support import canzona
 from tests.dist.jobs import build, planned
 from tests.dist.ranks import run_ranks
-from tests.dist.samples import RandomTokens
+from tests.dist.samples import samples_of
 from tests.dist.saved import FIXED, resolve, save
 from tests.dist.synthetic import finish_gathering
 
@@ -37,9 +37,7 @@ RUN = ("gpus=2", "optimizer=soap", "parallel.pp=1")
 def _attacked(config: RunConfig, layout: Layout, plan: Plan | None, root: Path) -> dict[str, str]:
     """One rank that saves after a step, and is then given each of the forgeries; what it said to each."""
     trainee = build(config, layout, plan)
-    samples = RandomTokens(
-        samples=layout.global_batch_size, seq_length=config.train.seq_length, vocab_size=config.model.vocab_size
-    )
+    samples = samples_of(config, layout.global_batch_size)
     train_step(trainee, BatchStream(samples, trainee.world))
     finish_gathering(trainee)
     save(trainee, root / "honest", 1)

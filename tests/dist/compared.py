@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import pytest
+
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.megatron.parallel import World
@@ -16,6 +18,7 @@ from tests.dist import whole
 from tests.dist.ranks import run_ranks
 from tests.dist.samples import RandomTokens
 from tests.dist.synthetic import finish_gathering
+from tests.dist.trained import different
 from tests.dist.whole import Part, Weights, part_of
 
 STEPS = 4
@@ -53,6 +56,24 @@ class Found:
     after: Weights
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What adding up in another order may come to in `STEPS` steps, relative."""
+
+    loss: float
+    grad_norm: float
+    weights: float
+
+
+def assert_close(one: Found, reference: Found, bounds: Bounds) -> None:
+    """Asserts that two runs began with the same weights and differ by no more than rounding."""
+    assert different(one.before, reference.before) == []
+    losses = pytest.approx((*reference.losses, reference.validation), rel=bounds.loss)
+    assert (*one.losses, one.validation) == losses
+    assert one.grad_norms == pytest.approx(reference.grad_norms, rel=bounds.grad_norm)
+    assert _apart(one, reference) < bounds.weights
+
+
 def found(runs: Mapping[str, tuple[RunConfig, Layout]]) -> dict[str, Found]:
     """Runs of one layout, one after another in the same processes, by name."""
     config, layout = next(iter(runs.values()))
@@ -75,7 +96,7 @@ def found(runs: Mapping[str, tuple[RunConfig, Layout]]) -> dict[str, Found]:
     return agreed
 
 
-def apart(one: Found, reference: Found) -> float:
+def _apart(one: Found, reference: Found) -> float:
     """How far apart two runs ended over how far they went, in norms over all weights."""
     between, way = (
         sum(float((one.after[name] - other[name]).square().sum()) for name in other)

@@ -162,7 +162,8 @@ def _without_mlp(trainee: Trainee) -> None:
 
 def test_without_overlap_a_missing_gradient_is_zero() -> None:
     config, layout = resolve(
-        *TP2_DP2, "train.precision=fp32", "parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false"
+        *("gpus=2", "parallel.tp=1", "parallel.pp=1", "train.precision=fp32"),
+        *("parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false"),
     )
     plan = make_plan(config, layout)
 

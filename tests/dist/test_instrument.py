@@ -27,7 +27,7 @@ from canzona_cli.training.step import train_step
 from tests.dist import jobs
 from tests.dist.jobs import SMALL, Runs, build, on_ranks, planned
 from tests.dist.ranks import run_ranks
-from tests.dist.samples import RandomTokens
+from tests.dist.samples import samples_of
 
 STEPS = 3
 LAYOUTS = {
@@ -51,11 +51,7 @@ def _resolve(layout: str, strategy: str, *overrides: str) -> tuple[RunConfig, La
 
 def _batches(trainee: Trainee) -> BatchStream:
     config, layout = trainee.config, trainee.world.layout
-    samples = RandomTokens(
-        samples=STEPS * layout.global_batch_size,
-        seq_length=config.train.seq_length,
-        vocab_size=config.model.vocab_size,
-    )
+    samples = samples_of(config, STEPS * layout.global_batch_size)
     return BatchStream(samples, trainee.world)
 
 

@@ -1,6 +1,5 @@
 """Pipeline stages of several model chunks train what stages of one chunk train, and save what every layout reads."""
 
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.dist import compared, jobs
-from tests.dist.compared import Found
+from tests.dist.compared import Bounds, Found
 from tests.dist.saved import Case, resolve, saving_runs, units_of
 from tests.dist.trained import FIXED, OPTIMIZERS, different
 
@@ -35,15 +34,6 @@ SETTINGS = {
 OFTEN, SELDOM = ("muon", "adamw"), ("layerwise", "sc")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """What adding up in another order may come to in four steps, relative."""
-
-    loss: float
-    grad_norm: float
-    weights: float
-
-
 # Seen: 4e-7, 5e-5, and 1e-4, 2e-3 with SOAP.
 FP32 = Bounds(loss=2e-6, grad_norm=2e-4, weights=5e-3)
 BF16 = Bounds(loss=5e-4, grad_norm=3e-3, weights=0.15)
@@ -58,12 +48,7 @@ def _found(where: str, *hows: str) -> dict[str, Found]:
 
 def _assert_close(found: dict[str, Found], reference: dict[str, Found]) -> None:
     for how, one in reference.items():
-        other, bounds = found[how], BF16 if "bf16" in " ".join(SETTINGS[how]) else FP32
-        assert different(other.before, one.before) == [], how
-        losses = pytest.approx((*one.losses, one.validation), rel=bounds.loss)
-        assert (*other.losses, other.validation) == losses, how
-        assert other.grad_norms == pytest.approx(one.grad_norms, rel=bounds.grad_norm), how
-        assert compared.apart(other, one) < bounds.weights, how
+        compared.assert_close(found[how], one, BF16 if "bf16" in " ".join(SETTINGS[how]) else FP32)
 
 
 @pytest.mark.parametrize("hows", [OFTEN, pytest.param(SELDOM, marks=pytest.mark.sweep)], ids=" ".join)

@@ -24,7 +24,7 @@ from canzona_cli.training.records import Journal, RankRecord
 from tests.dist import jobs
 from tests.dist.engine_support import engine_of
 from tests.dist.jobs import SMALL, on_ranks, planned
-from tests.dist.samples import RandomTokens
+from tests.dist.samples import RandomTokens, samples_of
 
 STEPS = 4
 FIXED = (*SMALL, f"train.steps={STEPS}", "train.batch_tokens=256", "train.eval_batches=1")
@@ -101,11 +101,7 @@ def _train(runs: Sequence[Run]) -> list[list[Ending]]:
     def work(number: int, world: World) -> Ending:
         run, (config, layout) = runs[number], made[number]
         files = RunFiles(run.root)
-        samples = RandomTokens(
-            samples=STEPS * layout.global_batch_size,
-            seq_length=config.train.seq_length,
-            vocab_size=config.model.vocab_size,
-        )
+        samples = samples_of(config, STEPS * layout.global_batch_size)
         trainee = assemble(config, world, plans[number])
         run.prepare(trainee, files)
 
