@@ -24,7 +24,6 @@ from canzona_cli.training.step import train_step
 from canzona_cli.training.stragglers import StragglerWatch
 from tests.dist.jobs import assemble, prepare
 from tests.dist.ranks import run_ranks
-from tests.faults.table import RecordFault
 
 WINDOW, SLOW = 6, 3
 
@@ -57,9 +56,7 @@ def train_with_a_slow_rank(
     return [(timing.own_s, timing.waited_s) for timing in trainee.timer.timings()[1:]], sleep_s
 
 
-def test_a_slow_rank_is_named_once_and_by_the_breakdown(
-    corpus_cache: Path, tmp_path: Path, record_fault: RecordFault
-) -> None:
+def test_a_slow_rank_is_named_once_and_by_the_breakdown(corpus_cache: Path, tmp_path: Path) -> None:
     overrides = ("gpus=4", "parallel.tp=2", f"train.steps={2 * WINDOW + 3}", "train.batch_tokens=512")
     config, layout, _ = prepare(corpus_cache, *overrides)
     ranks = run_ranks(4, partial(train_with_a_slow_rank, corpus_cache, tmp_path, overrides))
@@ -81,9 +78,3 @@ def test_a_slow_rank_is_named_once_and_by_the_breakdown(
     why = load_breakdown(tmp_path).why
     assert why is not None
     assert f"rank {SLOW}" in why.text
-    record_fault(
-        fault="one slow rank of 4 (TP 2 x DP 2)",
-        happened="named as straggler after 20 to 40 steps, once, in the view and in events.jsonl",
-        exit_code=None,
-        lost="nothing",
-    )

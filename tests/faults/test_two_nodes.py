@@ -17,7 +17,6 @@ from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
 from canzona_cli.run.files import RunFiles, read_json
 from tests.faults.support import REPOSITORY, alive
-from tests.faults.table import RecordFault
 from tests.waiting import PATIENCE_S, wait_until
 
 SMALL = (
@@ -98,7 +97,7 @@ def _free_port() -> int:
 # A launcher that says nothing is waited for; half a minute is no fault's to spend in every run of the tests.
 @pytest.mark.parametrize("victim", ["torchrun", pytest.param("launcher", marks=pytest.mark.sweep)])
 def test_when_one_machine_loses_its_processes_both_launchers_name_it_and_nothing_is_left(
-    two_nodes: Callable[..., TwoNodes], victim: str, record_fault: RecordFault
+    two_nodes: Callable[..., TwoNodes], victim: str
 ) -> None:
     run = two_nodes("gpus=2", "parallel.tp=1", "train.steps=100000", "train.global_batch_size=2")
     run.wait_for_steps(2)
@@ -119,18 +118,10 @@ def test_when_one_machine_loses_its_processes_both_launchers_name_it_and_nothing
     else:
         assert "is gone: its launcher exited without reporting" in str(result["message"])
     assert not alive([*families[0], *families[1]])
-    record_fault(
-        fault=f"SIGKILL of the {victim} of the second of two machines",
-        happened=f"both end; culprit: {str(result['message']).split(' (the kernel')[0]}",
-        exit_code=code,
-        lost="steps since the last checkpoint",
-    )
 
 
 @pytest.mark.sweep
-def test_a_signal_to_one_launcher_saves_the_run_and_both_say_preempted(
-    two_nodes: Callable[..., TwoNodes], record_fault: RecordFault
-) -> None:
+def test_a_signal_to_one_launcher_saves_the_run_and_both_say_preempted(two_nodes: Callable[..., TwoNodes]) -> None:
     run = two_nodes("gpus=2", "parallel.tp=1", "train.steps=100000", "train.global_batch_size=2")
     run.wait_for_steps(2)
     families = [run.family(node) for node in range(2)]
@@ -142,18 +133,10 @@ def test_a_signal_to_one_launcher_saves_the_run_and_both_say_preempted(
     assert verify(newest.path)[1] == []
     assert newest.step == run.files.metrics.read_text().count("\n"), "no step is lost"
     assert not alive([*families[0], *families[1]])
-    record_fault(
-        fault="SIGUSR2 to the launcher of the second of two machines",
-        happened="both save and end together; the checkpoint is whole",
-        exit_code=75,
-        lost="nothing",
-    )
 
 
 @pytest.mark.sweep
-def test_a_rank_that_is_stopped_is_named_by_both_launchers(
-    two_nodes: Callable[..., TwoNodes], record_fault: RecordFault
-) -> None:
+def test_a_rank_that_is_stopped_is_named_by_both_launchers(two_nodes: Callable[..., TwoNodes]) -> None:
     hang = "run.hang_timeout_s=20"  # three times that for the start, beside whatever else the machine does
     run = two_nodes("gpus=2", "parallel.tp=1", "train.steps=100000", "train.global_batch_size=2", hang)
     run.wait_for_steps(4)
@@ -169,9 +152,3 @@ def test_a_rank_that_is_stopped_is_named_by_both_launchers(
     assert "rank 1 is stopped (SIGSTOP" in str(result["message"])
     assert "rank 1 is stopped" in other_said
     assert not alive([*families[0], *families[1]])
-    record_fault(
-        fault="SIGSTOP of a rank of the second of two machines",
-        happened="named by both launchers: rank 1 is stopped",
-        exit_code=71,
-        lost="steps since the last checkpoint",
-    )
