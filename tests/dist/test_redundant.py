@@ -68,7 +68,7 @@ def _everywhere(optimizer: str, *settings: str) -> dict[str, tuple[str, ...]]:
 
 EVERYWHERE = {optimizer: _everywhere(optimizer) for optimizer in ("soap", "shampoo")}
 USUALLY = {"soap": ("tp2 dp2", "tp2 pp2"), "shampoo": ("tp2 dp2",)}
-"""The layouts of each that are not left to the sweep."""
+"""The layouts in which each is compared with one rank."""
 IN_TURN = {optimizer: (*runs["one rank"], "optimizer.stagger=true") for optimizer, runs in EVERYWHERE.items()}
 SPLIT = {
     splitting: (*EVERYWHERE["soap"]["tp2"], f"engine.splitting={splitting}") for splitting in ("fused", "per_head")
@@ -101,11 +101,7 @@ AFTER = Runs(
 
 @pytest.mark.parametrize(
     ("optimizer", "where"),
-    [
-        pytest.param(optimizer, where, marks=[] if where in USUALLY[optimizer] else pytest.mark.sweep)
-        for optimizer in EVERYWHERE
-        for where in LAYOUTS
-    ],
+    [(optimizer, where) for optimizer, layouts in USUALLY.items() for where in layouts],
 )
 def test_every_layout_is_one_rank_bitwise(optimizer: str, where: str) -> None:
     """Matrices and AdamW's parameters, with all refreshes in the same steps."""
