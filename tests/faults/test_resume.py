@@ -43,7 +43,14 @@ def test_a_run_whose_rank_is_killed_every_five_steps_ends_as_an_unbroken_one(
     """Bit by bit, the first time between two exchanges of matrices that two TP ranks share; and `report` counts what
     was trained twice."""
     steps = 12
-    often = (*SHARED, "gpus=2", "parallel.tp=2", f"train.steps={steps}", "checkpoint.every_steps=2")
+    often = (
+        *SHARED,
+        "gpus=2",
+        "parallel.tp=2",
+        "train.micro_batch_size=4",
+        f"train.steps={steps}",
+        "checkpoint.every_steps=2",
+    )
     straight, broken = RunFiles(tmp_path / "straight"), RunFiles(tmp_path / "broken")
     assert forked_run(straight.root, *often).exit_code == 0
     goes_on_at = 1
