@@ -19,6 +19,7 @@ from canzona_cli.run.files import RunFiles, read_json
 from tests.faults.support import REPOSITORY, alive
 from tests.waiting import PATIENCE_S, wait_until
 
+pytestmark = pytest.mark.sweep  # two launches of real workers each, and tests/slurm has launches on two nodes
 SMALL = (
     *("recipe=qwen3-tiny", "cluster.nodes=2", "parallel.pp=1", "model.num_layers=2", "train.seq_length=32"),
     *("train.eval_interval=0", "checkpoint.at_end=false", "checkpoint.every_minutes=null"),
@@ -94,8 +95,7 @@ def _free_port() -> int:
             continue
 
 
-# A launcher that says nothing is waited for; half a minute is no fault's to spend in every run of the tests.
-@pytest.mark.parametrize("victim", ["torchrun", pytest.param("launcher", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("victim", ["torchrun", "launcher"])
 def test_when_one_machine_loses_its_processes_both_launchers_name_it_and_nothing_is_left(
     two_nodes: Callable[..., TwoNodes], victim: str
 ) -> None:
@@ -120,7 +120,6 @@ def test_when_one_machine_loses_its_processes_both_launchers_name_it_and_nothing
     assert not alive([*families[0], *families[1]])
 
 
-@pytest.mark.sweep
 def test_a_signal_to_one_launcher_saves_the_run_and_both_say_preempted(two_nodes: Callable[..., TwoNodes]) -> None:
     run = two_nodes("gpus=2", "parallel.tp=1", "train.steps=100000", "train.global_batch_size=2")
     run.wait_for_steps(2)
@@ -135,7 +134,6 @@ def test_a_signal_to_one_launcher_saves_the_run_and_both_say_preempted(two_nodes
     assert not alive([*families[0], *families[1]])
 
 
-@pytest.mark.sweep
 def test_a_rank_that_is_stopped_is_named_by_both_launchers(two_nodes: Callable[..., TwoNodes]) -> None:
     hang = "run.hang_timeout_s=20"  # three times that for the start, beside whatever else the machine does
     run = two_nodes("gpus=2", "parallel.tp=1", "train.steps=100000", "train.global_batch_size=2", hang)
