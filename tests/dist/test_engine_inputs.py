@@ -78,19 +78,6 @@ FOR_OTHERS: list[tuple[tuple[str, ...], str]] = [
 ]
 
 
-def test_a_plan_for_something_else_is_refused_everywhere() -> None:
-    plans = [_to_all(make_plan(*resolve(*other))) for other, _ in FOR_OTHERS]
-    for said, (_, told) in zip(_refusals(*resolve(*TP2_DP2), plans), FOR_OTHERS, strict=True):
-        assert all(told in words for words in said)
-        assert len(set(said)) == 1
-
-
-def test_a_run_without_a_plan_is_refused_everywhere_even_if_one_rank_has_one() -> None:
-    config, layout = resolve(*TP2_DP2)
-    for said in _refusals(config, layout, [_to_all(None), _only_to(2, make_plan(config, layout), None)]):
-        assert all("plan: there is no plan" in words for words in said)
-
-
 def _moved(plan: Plan) -> Plan:
     """Another host for one matrix; nothing else of it changes."""
     [number] = [matrix.index for matrix in plan.matrices if matrix.name == "layers.1.gate"]
@@ -99,18 +86,25 @@ def _moved(plan: Plan) -> Plan:
     return replace(plan, assignment=replace(plan.assignment, cells=tuple(cells)))
 
 
-def test_ranks_with_different_plans_all_learn_the_first_difference() -> None:
+def test_plans_that_are_not_the_runs_are_refused_everywhere() -> None:
+    """Those for something else, none at all, also if one rank has one, and one rank's that differs from the others'."""
     config, layout = resolve(*TP2_DP2)
     plan = make_plan(config, layout)
-    others = {
-        "settings.alpha: 1.0 and 0.25": make_plan(*resolve(*TP2_DP2, "engine.alpha=0.25")),
-        "matrices[layers.1.gate].host": _moved(plan),
-    }
-    found = _refusals(config, layout, [_only_to(3, other, plan) for other in others.values()])
-    for told, said in zip(others, found, strict=True):
-        assert len(set(said)) == 1
-        assert "ranks 0 and 3 have different plans" in said[0]
-        assert told in said[0]
+    different, missing = "ranks 0 and 3 have different plans", "plan: there is no plan"
+    given = [
+        *((_to_all(make_plan(*resolve(*other))), (told,)) for other, told in FOR_OTHERS),
+        (_to_all(None), (missing,)),
+        (_only_to(2, plan, None), (missing,)),
+        (
+            _only_to(3, make_plan(*resolve(*TP2_DP2, "engine.alpha=0.25")), plan),
+            (different, "settings.alpha: 1.0 and 0.25"),
+        ),
+        (_only_to(3, _moved(plan), plan), (different, "matrices[layers.1.gate].host")),
+    ]
+    refusals = _refusals(config, layout, [each for each, _ in given])
+    for (_, words), (first, *others) in zip(given, refusals, strict=True):
+        assert all(each in first for each in words)
+        assert set(others) == {first}
 
 
 def test_a_mismatch_on_one_stage_is_told_on_all(monkeypatch: pytest.MonkeyPatch) -> None:

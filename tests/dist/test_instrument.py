@@ -217,60 +217,13 @@ def test_phases_of_a_real_step(layout_name: str, strategy: str) -> None:
             assert sum(in_step.values()) == pytest.approx(timing.step_s, abs=1e-6)
             for phase in expected & {"grad_reduce", "param_gather", "exchange"}:
                 total = timing.phases[f"{phase}_total"]
-                # A transfer may land during the next step's forward, so the step is no bound from above.
+                # A transfer may land during the next step's forward, so the step is no bound from above, but of
+                # exchanges, which begin and end within one step.
                 assert timing.phases[phase] <= total + 1e-9, phase
+                assert total < timing.step_s or phase != "exchange"
             assert {name for name in timing.phases if name.endswith("_total")} == {
                 f"{phase}_total" for phase in expected & {"grad_reduce", "param_gather", "exchange"}
             }
-
-
-def _canzona(cases: Sequence[tuple[str, bool]]) -> list[list[tuple[list[StepTiming], list[float]]]]:
-    def resolved(optimizer: str, overlap: bool) -> tuple[RunConfig, Layout]:
-        flag = str(overlap).lower()
-        return jobs.resolve(
-                    *SMALL, "gpus=4", "parallel.tp=2", "parallel.pp=1", "train.micro_batch_size=4",
-                    f"train.steps={STEPS}", f"optimizer={optimizer}",
-                    "engine.strategy=canzona", f"parallel.overlap_grad_reduce={flag}",
-                    f"parallel.overlap_param_gather={flag}")  # fmt: skip
-
-    def work(case: tuple[str, bool], trainee: Trainee) -> tuple[list[StepTiming], list[float]]:
-        batches = _batches(trainee)
-        walls = []
-        for _ in range(STEPS):
-            started = time.perf_counter()
-            train_step(trainee, batches)
-            walls.append(time.perf_counter() - started)
-        return trainee.timer.timings(), walls
-
-    return [*_each({case: resolved(*case) for case in cases}, work).values()]
-
-
-BOTH_WAYS = {
-    "muon": ("muon", True),
-    "shampoo, not overlapped": ("shampoo", False),
-}
-CANZONA = Runs(BOTH_WAYS.values(), lambda case: None, _canzona)
-
-
-@pytest.mark.parametrize(("optimizer", "overlap"), BOTH_WAYS.values(), ids=BOTH_WAYS)
-def test_phases_of_canzona_on_two_by_two_ranks(optimizer: str, overlap: bool) -> None:
-    """Everything the breakdown has a row for, on every rank; a rank that hosts nothing would have no matrix update."""
-    travelling = ("grad_reduce", "param_gather", "exchange")
-    for timings, walls in CANZONA[optimizer, overlap]:
-        for timing, wall in list(zip(timings, walls, strict=True))[1:]:
-            in_step = {name: timing.phases[name] for name in IN_STEP if name in timing.phases}
-            assert set(in_step) == _expected("tp2", "canzona")
-            assert min(in_step.values()) > 0
-            assert sum(in_step.values()) == pytest.approx(timing.step_s, abs=1e-6)
-            assert timing.step_s <= wall
-            for phase in travelling:
-                assert timing.phases[phase] <= timing.phases[f"{phase}_total"] + 1e-9, phase
-            # Exchanges begin and end within one step, beside whatever the host does meanwhile.
-            assert timing.phases["exchange_total"] < timing.step_s
-            totals = {name for name in timing.phases if name.endswith("_total")}
-            assert totals == {f"{phase}_total" for phase in travelling}
-        shares = [timing.step_s / wall for timing, wall in zip(timings, walls, strict=True)]
-        assert max(shares) > 0.9, "nothing of a step lies outside of it; other processes may have had their turn there"
 
 
 def test_without_overlap_the_step_waits_for_every_transfer_to_its_end() -> None:
