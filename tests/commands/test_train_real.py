@@ -248,33 +248,3 @@ def test_a_dry_run_shows_the_plan_and_where_it_comes_from(tmp_path: Path) -> Non
         assert f"fromplans/{path.name}" in shown
     shown = canzona("train", *arguments, "engine.strategy=layerwise", "--dry-run", cwd=tmp_path).stdout
     assert "load balance" not in shown
-
-
-def test_what_cannot_be_planned_is_told_before_anything_starts(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text("{}", encoding="utf-8")
-    for override, key in (("engine.c_max_mib=0.01", "engine.c_max_mib"), ("engine.plan=other.json", "engine.plan")):
-        done = canzona("train", "recipe=tiny", "gpus=2", "parallel.tp=2", override, "run.dir=run", cwd=tmp_path)
-        assert done.returncode == 2, done.stdout + done.stderr
-        assert key in done.stderr
-        assert "Traceback" not in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["other.json"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "keys"),
-    [
-        (("--trace", "5-", "--profile", "x"), ("--trace = 5-", "--profile = x")),
-        (("--trace", "3-2", "train.steps=4"), ("run.trace_steps = [3,2]",)),
-        (("--profile", "0", "run.trace_steps=[1,9]", "train.steps=4"), ("run.profile_steps", "run.trace_steps")),
-        (("run.trace_steps=4",), ("run.trace_steps",)),
-        (("run.trace_steps=[1,2,3]",), ("run.trace_steps",)),
-    ],
-)
-def test_steps_that_cannot_be_recorded_are_refused_together(
-    tmp_path: Path, arguments: tuple[str, ...], keys: tuple[str, ...]
-) -> None:
-    done = canzona("train", *RUN[:3], *SMALL, *arguments, "--dry-run", cwd=tmp_path)
-    assert done.returncode == 2, done.stdout
-    for key in keys:
-        assert key in done.stderr
-    assert "Traceback" not in done.stderr
