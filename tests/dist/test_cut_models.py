@@ -174,7 +174,7 @@ def test_a_cut_model_trains_what_one_rank_trains(run: Run) -> None:
     where, how = run
     one, found = RUNS[COMPARED[run], how], RUNS[run]
     bounds = BF16 if "bf16" in how else CHUNKS if "vpp" in where else CUT
-    assert min(one.grad_norms) > 0.25, "clipping is not active"
+    assert min(one.grad_norms) > 0.25 or "vpp" in where, "clipping is not active"
     assert different(found.before, one.before) == []
     assert (*found.losses, found.validation) == pytest.approx((*one.losses, one.validation), rel=bounds.loss)
     assert found.grad_norms == pytest.approx(one.grad_norms, rel=bounds.grad_norm)
