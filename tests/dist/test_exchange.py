@@ -51,7 +51,7 @@ def counted(group: torch.distributed.ProcessGroup | None) -> Iterator[list[int]]
         yield sent
 
 
-SETTINGS = (
+SETTINGS: tuple[tuple[str, ...], ...] = (
     ("engine.splitting=split",),
     ("engine.splitting=per_head",),
     ("optimizer.form=gram", "engine.mode=shared", "engine.exchange_dtype=bf16", "engine.c_max_mib=0.03"),
