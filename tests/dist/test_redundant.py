@@ -13,11 +13,9 @@ import torch
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.memory import estimate
 from canzona_cli.megatron.model import Trainee
-from canzona_cli.megatron.parallel import World
-from canzona_cli.training.assemble import assemble
 from canzona_cli.training.step import train_step
 from tests.dist.engine_support import batches, custom, engine_of, parameter, poisoned, resolve, tensor_bytes, weights
-from tests.dist.jobs import Runs, build, on_ranks, planned, ranks_of
+from tests.dist.jobs import Runs, build, ranks_of
 from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import Case, Result, fill_gradients, noise, optimizer_step, run_engines
 from tests.dist.whole import Weights
@@ -155,25 +153,6 @@ def test_an_own_optimizer_clipped_by_the_global_norm(source: Path) -> None:
         assert found.kept == pytest.approx([one.kept[0]] * 4, rel=1e-6)
         for name, weight in one.after.items():  # a step is about LR; norms' weights are about 1, whose last bit is more
             torch.testing.assert_close(found.after[name], weight, rtol=2.4e-7, atol=1e-6 * LR, msg=name)
-
-
-def test_real_steps_train_as_canzonas_do(source: Path) -> None:
-    """Gradients through Megatron's all-reduce, which adds up in another order than canzona's reduction."""
-
-    strategies = ("engine.strategy=sc", "engine.strategy=canzona")
-    cases = {
-        strategy: _plain(source, *LAYOUTS["tp2 dp2"], "train.micro_batch_size=4", strategy) for strategy in strategies
-    }
-    plans = {strategy: planned(*case) for strategy, case in cases.items()}
-
-    def work(strategy: str, world: World) -> list[float]:
-        trainee = assemble(cases[strategy][0], world, plans[strategy])
-        stream = batches(trainee, STEPS)
-        return [train_step(trainee, stream).loss for _ in range(STEPS)]
-
-    (losses, *others), (expected, *_) = on_ranks(cases, work).values()
-    assert all(other == losses for other in others)
-    assert losses == pytest.approx(expected, abs=5e-6)
 
 
 @pytest.mark.parametrize(
