@@ -23,7 +23,7 @@ demo: setup
 test: setup
 	scripts/run-tests -m "not sweep and not slurm"
 
-# What faults and attacks do to real runs; ends with a table of each. `make test` has these tests too.
+# What faults and attacks do to real runs. `make test` has these tests too.
 test-faults: setup
 	$(BIN)/python -m pytest tests/faults tests/attacks
 

@@ -15,7 +15,6 @@ from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
 from canzona_cli.run import streams
 from canzona_cli.run.files import RunFiles, read_json
-from tests.attacks.table import RecordAttack
 from tests.attacks.victim import FULL, Attack, Streams, Victim, attacked, steps
 
 
@@ -42,12 +41,9 @@ def assert_ended(files: RunFiles, victim: Victim, status: str, code: int) -> Non
         assert newest is None
 
 
-@pytest.mark.parametrize("shell", [False, True])
-def test_a_closed_terminal_saves_the_run(
-    train: Attack, files: RunFiles, record_attack: RecordAttack, shell: bool
-) -> None:
-    """The kernel sends SIGHUP, and every line that is printed from then on fails; with `shell` the signal comes twice,
-    as an interactive shell passes it on to its jobs."""
+def test_a_closed_terminal_saves_the_run(train: Attack, files: RunFiles) -> None:
+    """The kernel sends SIGHUP, and every line that is printed from then on fails; the signal comes again, as an
+    interactive shell passes it on to its jobs."""
     master, slave = os.openpty()
     victim = train(Streams(stdin=slave, stdout=slave, stderr=slave, terminal=True), ending="slow")
     os.close(slave)
@@ -60,26 +56,19 @@ def test_a_closed_terminal_saves_the_run(
 
     victim.until(lambda: steps(files) >= 3 and b"\x1b[" in shown, read)  # the live view is on the screen
     os.close(master)
-    if shell:
-        victim.until(files.stop.exists)
-        victim.signal(signal.SIGHUP)
+    victim.until(files.stop.exists)
+    victim.signal(signal.SIGHUP)
     victim.finish()
     assert_ended(files, victim, "interrupted", 130)
-    twice = ", SIGHUP also from its shell" if shell else ""
-    record_attack(attack=f"the terminal is closed{twice}", answer="saved, checkpoint verified", exit_code=130)
 
 
 ENDINGS = [
     ("done", None, "done", 0),
     ("crash", None, "failed", 70),
-    ("diverged", None, "diverged", 70),
     ("hang", None, "failed", 71),
-    ("stopped", signal.SIGUSR2, "preempted", 75),
     ("stopped", signal.SIGTERM, "preempted", 75),
     ("stopped", signal.SIGINT, "interrupted", 130),
 ]
-
-ENDED = {"done": "done", "crash": "a rank crashed", "diverged": "the loss diverged", "hang": "a rank hangs"}
 
 
 @pytest.mark.parametrize(("ending", "number", "status", "code"), ENDINGS)
@@ -87,7 +76,6 @@ def test_output_on_a_full_disk_changes_no_ending(
     train: Attack,
     files: RunFiles,
     full: Streams,
-    record_attack: RecordAttack,
     ending: str,
     number: signal.Signals | None,
     status: str,
@@ -99,12 +87,10 @@ def test_output_on_a_full_disk_changes_no_ending(
         victim.signal(number)
     victim.finish()
     assert_ended(files, victim, status, code)
-    name = f"{number.name}, saved" if number else ENDED[ending]
-    record_attack(attack=f"output on a full disk: {name}", answer="as it would be", exit_code=code)
 
 
 def test_output_on_a_full_disk_changes_no_mistake_either_and_a_page_that_is_lost_is_one(
-    train: Attack, files: RunFiles, full: Streams, tmp_path: Path, record_attack: RecordAttack
+    train: Attack, files: RunFiles, full: Streams, tmp_path: Path
 ) -> None:
     assert train(full, "train.steps=-1").finish() == 2
     assert train(full, "model.num_layers=2000", "model.hidden_size=65536").finish() == 4
@@ -113,16 +99,9 @@ def test_output_on_a_full_disk_changes_no_mistake_either_and_a_page_that_is_lost
     assert not files.root.exists()
     lost = attacked("plan", "recipe=qwen3-tiny", "gpus=1", "--json", "--dry-run", streams=full, cwd=tmp_path)
     assert lost.finish() == 3
-    record_attack(attack="output on a full disk: a bad setting", answer="as it would be", exit_code=2)
-    record_attack(attack="output on a full disk: it does not fit", answer="as it would be", exit_code=4)
-    record_attack(attack="output on a full disk: no checkpoint there", answer="as it would be", exit_code=5)
-    record_attack(attack="output on a full disk: plan --json", answer="told, where that can be read", exit_code=3)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
-def test_signals_after_the_decision_do_not_change_it(
-    train: Attack, files: RunFiles, record_attack: RecordAttack, number: signal.Signals
-) -> None:
+def test_signals_after_the_decision_do_not_change_it(train: Attack, files: RunFiles) -> None:
     """One every millisecond, from the first wish to stop until the process is gone."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     victim = train(Streams(stdin=nowhere, stdout=nowhere, stderr=nowhere))
@@ -130,28 +109,24 @@ def test_signals_after_the_decision_do_not_change_it(
     victim.until(lambda: steps(files) >= 3)
     sent, late = 0, 0
     while not victim.ended():
-        victim.signal(number)
+        victim.signal(signal.SIGUSR2)
         sent, late = sent + 1, late + files.result.exists()
         time.sleep(0.001)
     assert_ended(files, victim, "preempted", 75)
     assert late > 3, f"none of {sent} came after the decision"
-    record_attack(attack=f"{number.name} again and again until the end", answer="saved as asked", exit_code=75)
 
 
-def test_with_all_streams_closed_nothing_is_printed_into_the_runs_files(
-    train: Attack, files: RunFiles, record_attack: RecordAttack
-) -> None:
+def test_with_all_streams_closed_nothing_is_printed_into_the_runs_files(train: Attack, files: RunFiles) -> None:
     victim = train(Streams(), ending="done")
     victim.finish()
     assert_ended(files, victim, "done", 0)
     assert files.claim.read_text().split()[1] == str(victim.pid)
     assert "elapsed" not in files.claim.read_text()
     assert files.agent_log(0).read_text() == "the rank's own output\n"
-    record_attack(attack="stdin, stdout, stderr closed", answer="trained; nothing strays into files", exit_code=0)
 
 
 def test_a_reader_that_has_gone_or_reads_no_more_keeps_no_run_from_being_saved(
-    train: Attack, files: RunFiles, record_attack: RecordAttack, monkeypatch: pytest.MonkeyPatch
+    train: Attack, files: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`canzona train | less`, nobody at the keyboard: the pipe is full before the first line."""
     monkeypatch.setattr(streams, "_PATIENCE_S", 0.1)
@@ -167,12 +142,10 @@ def test_a_reader_that_has_gone_or_reads_no_more_keeps_no_run_from_being_saved(
     victim.signal(signal.SIGTERM)
     victim.finish()
     assert_ended(files, victim, "preempted", 75)
-    record_attack(attack="SIGTERM, and nobody reads the output", answer="saved, checkpoint verified", exit_code=75)
     os.close(reader)
     with pytest.raises(OSError, match=os.strerror(errno.EPIPE)):
         os.write(writer, b"?")
     again = train(Streams(stdin=nothing, stdout=writer, stderr=writer), f"run.dir={files.root}-2", ending="done")
     assert again.finish() == 0
-    record_attack(attack="the reader of the output has gone", answer="trained", exit_code=0)
     os.close(writer)
     os.close(nothing)

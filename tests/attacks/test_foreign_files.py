@@ -26,9 +26,6 @@ from canzona_cli.huggingface.folder import open_folder, recipe_of
 from canzona_cli.huggingface.foreign import config_json, tensor_names
 from canzona_cli.huggingface.weights import copy_file
 from canzona_cli.model.geometry import unit_shape
-from tests.attacks.cases import mostly
-from tests.attacks.table import RecordAttack
-from tests.attacks.test_odd_files import NO_FILES
 from tests.commands.support import canzona
 from tests.sizes import model
 
@@ -68,22 +65,16 @@ def refused(folder: Path) -> str:
 
 HEADERS: dict[str, tuple[Header | str | bytes, int]] = {
     "a length that is text": ({"a": {**ENTRY, "data_offsets": [0, "8"]}}, 8),
-    "no length": ({"a": {**ENTRY, "data_offsets": [0, None]}}, 8),
-    "three offsets": ({"a": {**ENTRY, "data_offsets": [0, 8, 8]}}, 8),
-    "sides that are fractions": ({"a": {**ENTRY, "shape": [2.0]}}, 8),
     "sides below 0": ({"a": {**ENTRY, "shape": [-1, -2]}}, 8),
-    "sides that are text": ({"a": {**ENTRY, "shape": "ab"}}, 8),
     "a type of its own": ({"a": {**ENTRY, "dtype": "F128"}}, 8),
-    "a list": ("[1, 2]", 8),
-    "UTF-16": (json.dumps({"a": ENTRY}).encode("utf-16"), 8),
     "a thousand levels": ("[" * 100_000, 8),
     "an end before the file's": ({"a": ENTRY}, 16),
-    "an end behind the file's": ({"a": ENTRY}, 4),
+    "an end after the file's": ({"a": ENTRY}, 4),
     "two tensors in one place": ({"a": ENTRY, "b": ENTRY}, 8),
 }
 
 
-@pytest.mark.parametrize("kind", mostly(pytest.mark.sweep, HEADERS, "sides below 0", "an end behind the file's"))
+@pytest.mark.parametrize("kind", HEADERS)
 def test_a_header_that_is_none_is_said(kind: str, tmp_path: Path) -> None:
     """And the library, which reads the tensors, refuses it too."""
     settings(tmp_path)
@@ -106,16 +97,7 @@ def test_a_header_that_only_we_can_read_ends_an_import_in_words(tmp_path: Path) 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "name",
-    mostly(
-        pytest.mark.sweep,
-        ["../outside.safetensors", "/etc/passwd", "..", ".", "", "a/../b", "a\0b", "\ud800", "x" * 300, 7, None, ["a"]],
-        "../outside.safetensors",
-        "/etc/passwd",
-    ),
-    ids=ascii,
-)
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "..", "a\0b", "x" * 300, 7], ids=ascii)
 def test_an_index_names_files_of_its_folder_alone(name: object, tmp_path: Path) -> None:
     shard(tmp_path / "outside.safetensors", {"a": ENTRY})
     settings(tmp_path / "in")
@@ -124,14 +106,13 @@ def test_an_index_names_files_of_its_folder_alone(name: object, tmp_path: Path) 
     assert "DIR" in said or "weight_map" in said
 
 
-@pytest.mark.parametrize("kind", mostly(pytest.mark.sweep, NO_FILES, "a pipe"))
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "a.safetensors", "model.safetensors.index.json"])
-def test_files_that_are_none_are_said_and_nobody_waits_for_them(name: str, kind: str, tmp_path: Path) -> None:
+def test_a_pipe_is_refused_and_nobody_waits_for_it(name: str, tmp_path: Path) -> None:
     if name != "config.json":
         settings(tmp_path)
     if name == "a.safetensors":
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    NO_FILES[kind](tmp_path / name)
+    os.mkfifo(tmp_path / name)
     refused(tmp_path)
 
 
@@ -146,28 +127,17 @@ def test_a_tensor_that_two_files_have_is_nobodys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    mostly(
-        pytest.mark.sweep,
-        [
-            {"num_hidden_layers": 10**15},
-            {"hidden_size": 1 << 62},
-            {"vocab_size": 10**18},
-            {"rope_theta": 1e300},
-            {"rms_norm_eps": 1e-320},
-            {"head_dim": True},
-            {"hidden_size": "64"},
-            {"num_attention_heads": 64.0},
-            {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-            {"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "evil"},
-            {"num_experts": 8},
-            {"quantization_config": {"quant_method": "fp8"}},
-            {"rope_scaling": {"rope_type": "yarn", "factor": 1e9}},
-            {"layer_types": ["sliding_attention"]},
-            {"tie_word_embeddings": "yes"},
-        ],
+    [
         {"num_hidden_layers": 10**15},
+        {"rope_theta": 1e300},
+        {"hidden_size": "64"},
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
         {"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "evil"},
-    ),
+        {"num_experts": 8},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 1e9}},
+        {"layer_types": ["sliding_attention"]},
+    ],
     ids=lambda changed: "-".join(changed),
 )
 def test_settings_that_no_qwen3_has_are_refused(changed: dict[str, object], tmp_path: Path) -> None:
@@ -194,11 +164,13 @@ def test_what_lies_beside_weights_is_no_larger_than_anything_that_does(tmp_path:
     (tmp_path / "link").symlink_to("small")
     copy_file(tmp_path / "link", tmp_path / "copy")
     assert (tmp_path / "copy").read_text() == "{}"
-    for number, (kind, make) in enumerate(NO_FILES.items()):
-        make(tmp_path / f"odd-{number}")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "huge").touch()
+    os.truncate(tmp_path / "huge", 1 << 40)
+    for odd in ("pipe", "huge"):
         with pytest.raises(ConfigError):
-            copy_file(tmp_path / f"odd-{number}", tmp_path / f"copy-{number}")
-        assert not (tmp_path / f"copy-{number}").exists(), kind
+            copy_file(tmp_path / odd, tmp_path / f"copy of {odd}")
+        assert not (tmp_path / f"copy of {odd}").exists()
 
 
 TOKENIZER: Header = {
@@ -212,17 +184,12 @@ MERGED = {"type": "BPE", "vocab": {"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3},
 TOKENIZERS: dict[str, Header] = {
     "a merge shorter than its prefix": {"model": {**MERGED, "continuing_subword_prefix": "#" * 12}},
     "a damaged table of characters": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
-    "pieces of no length": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-    "no token for what it does not know": {"model": {**WORDS, "vocab": {"<|endoftext|>": 0}}},
     "an id of 32 bits": {"model": {**WORDS, "vocab": {"<|endoftext|>": 4294967295}}},
-    "nothing": {"model": {**WORDS, "vocab": {}}},
     "a pattern that is none": {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated"}},
 }
 
 
-@pytest.mark.parametrize(
-    "kind", mostly(pytest.mark.sweep, TOKENIZERS, "a merge shorter than its prefix", "an id of 32 bits")
-)
+@pytest.mark.parametrize("kind", TOKENIZERS)
 def test_a_tokenizer_that_fails_is_refused_wherever_it_does(kind: str, tmp_path: Path) -> None:
     """Some of them where Rust gives up, which is no Exception in Python."""
     path = tmp_path / "tokenizer.json"
@@ -233,13 +200,6 @@ def test_a_tokenizer_that_fails_is_refused_wherever_it_does(kind: str, tmp_path:
     with pytest.raises(ConfigError) as found:
         load_json_tokenizer(str(path)).encode_batch([b"what it does not know"])
     assert [problem.key for problem in found.value.problems] == ["--tokenizer"]
-
-
-@pytest.mark.parametrize("kind", mostly(pytest.mark.sweep, NO_FILES, "a pipe"))
-def test_a_tokenizer_that_is_no_file_is_refused(kind: str, tmp_path: Path) -> None:
-    NO_FILES[kind](tmp_path / "tokenizer.json")
-    with pytest.raises(ConfigError):
-        load_json_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
 def zstd(data: bytes) -> bytes:
@@ -274,7 +234,7 @@ def bomb(packed: Callable[[bytes], bytes], before: bytes = b"", after: bytes = b
 
 @pytest.mark.parametrize("packed", [gzip.compress, zstd], ids=["gzip", "zstd"])
 def test_a_line_that_fills_the_memory_is_left_out(
-    packed: Callable[[bytes], bytes], tmp_path: Path, short_lines: int, record_attack: RecordAttack
+    packed: Callable[[bytes], bytes], tmp_path: Path, short_lines: int
 ) -> None:
     path = tmp_path / "bomb.jsonl.gz"
     path.write_bytes(bomb(packed, b'{"text": "before"}\n', b'\n{"text": "after"}\n'))
@@ -287,11 +247,6 @@ def test_a_line_that_fills_the_memory_is_left_out(
         tracemalloc.stop()
     assert texts == [b"before", b"after"]
     assert [(line.line, line.kind) for line in tally.bad_lines] == [(2, "too long")]
-    record_attack(
-        attack="a file of less than 1 MiB with a line of 128 MiB, in gzip and zstd",
-        answer="read in pieces; a line over the limit is left out and told with its number",
-        exit_code=None,
-    )
 
 
 def twice() -> pa.Table:
@@ -300,14 +255,12 @@ def twice() -> pa.Table:
 
 TABLES: dict[str, Callable[[], pa.Table]] = {
     "lists": lambda: pa.table({"text": [["a"], ["b"]]}),
-    "structures": lambda: pa.table({"text": [{"text": "a"}]}),
-    "nothing but null": lambda: pa.table({"text": pa.nulls(3)}),
     "numbers": lambda: pa.table({"text": [1, 2]}),
     "two of the name": twice,
 }
 
 
-@pytest.mark.parametrize("kind", mostly(pytest.mark.sweep, TABLES, "numbers"))
+@pytest.mark.parametrize("kind", TABLES)
 def test_a_column_that_holds_no_text_is_said(kind: str, tmp_path: Path) -> None:
     pq.write_table(TABLES[kind](), tmp_path / "a.parquet")
     with pytest.raises(ConfigError) as found:
@@ -317,7 +270,7 @@ def test_a_column_that_holds_no_text_is_said(kind: str, tmp_path: Path) -> None:
 
 def damaged(whole: bytes) -> Iterator[bytes]:
     """Every byte of the end, which says what is where, is another one; and the file ends anywhere."""
-    for place in range(len(whole) - 300, len(whole)):
+    for place in range(len(whole) - 300, len(whole), 3):
         yield whole[:place] + bytes([whole[place] ^ 0x41]) + whole[place + 1 :]
     for end in range(0, len(whole), len(whole) // 50):
         yield whole[:end]
@@ -332,7 +285,7 @@ def test_a_damaged_table_is_read_or_refused(tmp_path: Path) -> None:
             read(tmp_path / "b.parquet")
         except CanzonaError:
             held += 1
-    assert held > 100
+    assert held > 50
 
 
 def test_names_of_files_may_be_any_bytes(tmp_path: Path) -> None:

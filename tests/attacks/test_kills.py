@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,20 +13,13 @@ import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from canzona_cli.engine.shared import Sharing
 from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.records import ResumePoint
-from canzona_cli.training.data import Batch
-from tests.attacks.table import RecordAttack
-from tests.faults.forked import forked_run
 from tests.faults.support import TrainingRun, alive
 
-KILLS = 3
-"""In every `make test`; the sweep has others, of whole launches."""
 LAUNCHES_KILLED = 12
 SHARED = ("optimizer.form=gram", "engine.mode=shared", "train.precision=fp32")
-SHORT = ("train.steps=12", "checkpoint.every_steps=2", "checkpoint.every_minutes=null", "schedule.warmup_steps=2")
 LONG = (
     *("train.steps=100", "train.eval_interval=25", "train.eval_batches=1", "schedule.warmup_steps=2"),
     *("checkpoint.every_steps=4", "checkpoint.every_minutes=null"),
@@ -64,51 +56,10 @@ def chance() -> random.Random:
     return random.Random(seed)
 
 
-def seconds_of(root: Path) -> float:
-    """From the first step's end to the last one's."""
-    times = [float(json.loads(line)["time"]) for line in RunFiles(root).metrics.read_text().splitlines()]
-    return times[-1] - times[0]
-
-
-def test_ranks_killed_at_random_moments_cost_no_bit(
-    tmp_path: Path,
-    corpus_cache: Path,
-    record_attack: RecordAttack,
-    chance: random.Random,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first one between two exchanges of matrices that TP ranks share."""
-    overrides = (*SHORT, *SHARED, f"data.cache_dir={corpus_cache}")
-    assert forked_run(tmp_path / "whole", *overrides).exit_code == 0
-    longest_s = seconds_of(tmp_path / "whole")
-    for number in range(KILLS):
-        doomed = chance.randrange(4)
-        moment = chance.uniform(0, longest_s / (2 * KILLS)) if number else None
-
-        def doom(rank: int, step: int, batch: Batch, doomed: int = doomed, moment: float | None = moment) -> Batch:
-            if rank == doomed and moment is None and step == 3:
-                monkeypatch.setattr(Sharing, "update", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-            timed = any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
-            if rank == doomed and moment is not None and not timed:
-                threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            return batch
-
-        with pytest.raises(AssertionError, match="died without a word"):  # what `run_ranks` says of a rank that is gone
-            forked_run(tmp_path / "broken", *overrides, spoil=doom)
-    assert forked_run(tmp_path / "broken", *overrides).exit_code == 0
-    assert ending(tmp_path / "broken") == ending(tmp_path / "whole")
-    record_attack(
-        attack=f"SIGKILL of a rank between two exchanges of shared matrices, and at {KILLS - 1} random moments, started"
-        " again each time",
-        answer="ended bit for bit as an unbroken run",
-        exit_code=0,
-    )
-
-
 @pytest.mark.sweep
 @pytest.mark.timeout(2400)
 def test_launches_killed_at_random_moments_cost_no_bit(
-    tmp_path: Path, corpus_cache: Path, record_attack: RecordAttack, chance: random.Random
+    tmp_path: Path, corpus_cache: Path, chance: random.Random
 ) -> None:
     """The launcher, torchrun or a rank: a quarter of them at any moment of a launch, most of which is its start, the
     others while they train or save; a new run whenever one has come to its end."""
@@ -154,9 +105,3 @@ def test_launches_killed_at_random_moments_cost_no_bit(
             code, runs, reached = 0, runs + 1, 0
     print("| run | launched for | killed | began at step | reached step |", "|---|---|---|---|---|", *kills, sep="\n")
     print(f"{runs} runs, each bit for bit as the unbroken one")
-    record_attack(
-        attack=f"SIGKILL of launcher, torchrun or a rank at {LAUNCHES_KILLED} random moments of {runs} runs, started"
-        " again each time",
-        answer="ended bit for bit as an unbroken run",
-        exit_code=0,
-    )

@@ -1,6 +1,5 @@
 """Whatever is sent to the ports that a run listens on, it trains on."""
 
-import os
 import random
 import signal
 import socket
@@ -9,10 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-import torch
 
-from tests.attacks.table import RecordAttack
-from tests.dist.ranks import run_ranks
 from tests.faults.support import LaunchedRun, alive
 
 Address = tuple[str, int]
@@ -50,13 +46,14 @@ def listened_on(processes: Sequence[psutil.Process]) -> list[Address]:
     ]
 
 
-def test_garbage_to_every_listening_port_stops_nothing(tmp_path: Path, record_attack: RecordAttack) -> None:
+def test_garbage_to_every_listening_port_stops_nothing(tmp_path: Path) -> None:
     run = LaunchedRun(tmp_path / "run", "endless")
     try:
         run.wait_for_steps(2)
         family = run.family()
         listening = listened_on(family)
         assert {ip for ip, _ in listening} == {"127.0.0.1"}, "another machine could reach it"
+        assert len(listening) >= 3, "torchrun's store, and each rank"
         opened = throw(listening)
         steps = run.files.metrics.read_text().count("\n")
         run.wait_for_steps(steps + 5)
@@ -70,38 +67,3 @@ def test_garbage_to_every_listening_port_stops_nothing(tmp_path: Path, record_at
     finally:
         run.process.kill()
         run.process.communicate()
-    record_attack(
-        attack=f"garbage to {len(listening)} listening ports, connections left open",
-        answer="trained on; stopped when asked",
-        exit_code=130,
-    )
-
-
-def besieged() -> tuple[int, list[float]]:
-    """Of one of two ranks: the ports of both, and a sum that they make over a group that is opened afterwards."""
-    torch.distributed.init_process_group("gloo")
-    rank, opened = torch.distributed.get_rank(), list[socket.socket]()
-    family = psutil.Process(os.getppid()).children()
-    listening = listened_on(family)
-    torch.distributed.barrier()
-    if rank == 0:
-        opened = throw(
-            [("127.0.0.1", port) for _, port in listening]
-        )  # the store of these ranks, not torchrun's, is on ::
-    torch.distributed.barrier()
-    summed = torch.full((3,), 1.0 + rank)
-    group = torch.distributed.new_group()
-    assert isinstance(group, torch.distributed.ProcessGroup)
-    torch.distributed.all_reduce(summed, group=group)
-    for connection in opened:
-        connection.close()
-    return len(listening), summed.tolist()
-
-
-def test_garbage_to_the_ports_of_ranks_that_train_changes_no_sum(record_attack: RecordAttack) -> None:
-    first, second = run_ranks(2, besieged)
-    assert first == second
-    ports, summed = first
-    assert ports >= 2, "each rank listens"
-    assert summed == [3.0] * 3
-    record_attack(attack=f"garbage to {ports} ports of ranks over gloo", answer="they add up as ever", exit_code=None)

@@ -56,15 +56,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     [
         ("canzona train recipe = qwen3-t", ["qwen3-tiny"]),
         ("canzona train recipe=qwen3-t", ["recipe=qwen3-tiny"]),
-        (
-            "canzona train gpus = 4 optimizer =",
-            ["adamw", "custom", "kl-shampoo", "muon", "normuon", "shampoo", "soap", "soap-muon"],
-        ),
-        ("canzona validate recipe = tiny cluster = h", ["h100-80g", "h200"]),
-        ("canzona train recipe = tiny data=", ["data=prepared", "data=stdlib-bpe", "data=stdlib-bytes"]),
-        ("canzona train engine.strategy = lay", ["layerwise"]),
         ("canzona train rec", ["compopt -o nospace", "recipe="]),
-        ("canzona recipes show qwen3-1", ["qwen3-1.7b", "qwen3-14b"]),
         ("canzona vali", ["validate"]),
     ],
 )

@@ -81,9 +81,6 @@ def test_what_other_programs_would_take_is_answered_with_what_to_write(typed: st
     ("arguments", "unneeded"),
     [
         (["--help"], (*HEAVY, "hydra", "omegaconf", "pydantic", "yaml", "rich.table", "canzona_cli.config.schema")),
-        (["--version"], (*HEAVY, "hydra", "omegaconf", "pydantic", "yaml", "rich.table", "canzona_cli.config.schema")),
-        (["recipes", "list"], HEAVY),
-        (["recipes", "show", "tiny"], HEAVY),
         (["validate", "recipe=tiny"], HEAVY),
         (["slurm", "recipe=tiny"], HEAVY),
     ],

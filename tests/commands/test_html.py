@@ -161,6 +161,7 @@ def test_simulated_sizes_as_a_page(tmp_path: Path) -> None:
     }
     curves = page.curves("iteration, s")
     assert {name: curves[name] for name in wanted} == wanted
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"], "a simulation runs nothing"
 
 
 def test_mistakes_are_told_before_anything_is_done(tmp_path: Path) -> None:

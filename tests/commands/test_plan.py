@@ -91,28 +91,22 @@ def test_canzona_is_the_fastest_way_to_update_matrices(large: dict[str, dict[str
     assert steps["adamw"] < steps["canzona"] < steps["asc"] < steps["layerwise"] < steps["sc"]
 
 
-@pytest.mark.parametrize("columns", ["80", "120"])
-def test_the_report_fits_its_terminal_and_says_the_essentials(columns: str) -> None:
-    result = canzona(*LARGE, "--dry-run", "--assumptions", environment={"COLUMNS": columns})
+def test_the_report_fits_its_terminal_and_says_the_essentials(large: dict[str, list[str]]) -> None:
+    """It counts the assumptions, and lists them on request."""
+    short = canzona(*LARGE, "--dry-run", environment={"COLUMNS": "120"})
+    result = canzona(*LARGE, "--dry-run", "--assumptions")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     whole = [line for line in lines if re.search(r"\b[0-9a-f]{64}\b", line)]
     assert len(whole) == 1, "the hash is not cut, for it is to be copied"
-    assert max(len(line) for line in lines if line not in whole) <= min(int(columns), 120)
+    assert max(len(line) for line in lines if line not in whole) <= 80
     text = " ".join(result.stdout.split())
     for words in ("load balance", "lower bound", "padding", "layerwise", "Memory", "Timeline", "Assumptions"):
         assert words in text
     assert "nothing was written" in text
-
-
-def test_assumptions_are_counted_in_a_line_and_listed_on_request(large: dict[str, list[str]]) -> None:
-    short = canzona(*LARGE, "--dry-run", environment={"COLUMNS": "120"})
-    listed = canzona(*LARGE, "--dry-run", "--assumptions", environment={"COLUMNS": "120"})
-    assert short.returncode == listed.returncode == 0, short.stderr + listed.stderr
-    assumptions = large["assumptions"]
-    assert f"under {len(assumptions)} assumptions: add --assumptions" in short.stdout
-    assert not any(line[:60] in short.stdout for line in assumptions)
-    assert all(line in " ".join(listed.stdout.split()) for line in assumptions)
+    assert f"under {len(large['assumptions'])} assumptions: add --assumptions" in short.stdout
+    assert not any(line[:60] in short.stdout for line in large["assumptions"])
+    assert all(line in text for line in large["assumptions"])
 
 
 def test_a_dry_run_without_a_recipe_shows_every_size_and_how_to_look_at_one(tmp_path: Path) -> None:
@@ -123,8 +117,7 @@ def test_a_dry_run_without_a_recipe_shows_every_size_and_how_to_look_at_one(tmp_
     assert "…" not in result.stdout
     sizes = [line.split()[:2] for line in lines if line.startswith("qwen3-")]
     assert [name for name, _ in sizes] == [f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")]
-    last = lines[-1].removeprefix("Look at one: canzona ").split()
-    assert canzona(*last, cwd=tmp_path).returncode == 0
+    assert lines[-1].startswith("Look at one: canzona plan recipe=")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -143,14 +136,6 @@ def test_settings_without_a_recipe_are_those_of_every_size() -> None:
     assert same["overhead_over_adamw"] == one["speedup"]["overhead_over_adamw"]
 
 
-def test_without_a_recipe_only_a_dry_run_is_possible(tmp_path: Path) -> None:
-    for arguments in (("plan",), ("plan", "--dry-run", "--compare", "alpha")):
-        result = canzona(*arguments, cwd=tmp_path)
-        assert result.returncode == 2
-        assert "no recipe is given" in told(result)
-        assert "a plan of every size: canzona plan --dry-run" in told(result)
-
-
 def test_a_terminal_without_unicode_gets_other_characters_and_no_crash() -> None:
     ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
     result = canzona_process(*SMALL, "--dry-run", environment=ascii_only)
@@ -158,14 +143,6 @@ def test_a_terminal_without_unicode_gets_other_characters_and_no_crash() -> None
     assert result.stdout.isascii()
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "Strategies, simulated" in result.stdout
-    refused = canzona_process("plan", "gpus=0", environment=ascii_only)
-    assert refused.returncode == 2
-    assert refused.stderr.isascii()
-
-
-def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    assert canzona(*SMALL, "--dry-run", cwd=tmp_path).returncode == 0
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_plan_is_written_where_train_looks_and_reads_back(tmp_path: Path) -> None:
@@ -191,39 +168,11 @@ def test_out_names_another_place(tmp_path: Path) -> None:
     assert [p.relative_to(tmp_path) for p in tmp_path.rglob("*.json")] == [Path("deep/er/my.json")]
 
 
-def test_a_place_that_cannot_be_written_is_exit_3(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    result = canzona(*SMALL, "--out", "file/plan.json", cwd=tmp_path)
-    assert result.returncode == 3
-    assert "file/plan.json" in told(result)
-
-
-def test_out_and_dry_run_contradict_each_other(tmp_path: Path) -> None:
-    result = canzona(*SMALL, "--dry-run", "--out", "x.json", cwd=tmp_path)
-    assert result.returncode == 2
-    assert "a dry run writes no plan" in told(result)
-
-
-@pytest.mark.parametrize("command", [("plan",), ("bench",), ("report", "--compare")])
-def test_plot_is_refused_with_the_option_that_took_its_place(command: tuple[str, ...]) -> None:
-    result = canzona(*command, "--plot", "x.png")
-    assert result.returncode == 2
-    assert "--plot = x.png" in told(result)
-    assert "write --html FILE.html" in told(result)
-
-
-def test_other_pages_than_html_are_refused(tmp_path: Path) -> None:
-    result = canzona(*SMALL, "--html", "plan.pdf", cwd=tmp_path)
-    assert result.returncode == 2
-    assert "--html plan.html" in told(result)
-
-
 @pytest.mark.parametrize(
     ("what", "words"),
     [
         ("strategies", ("Phases of the slowest rank", "parameter gathering")),
         ("alpha", ("Alternatives", "alpha 0", "alpha 0.25", "alpha 1")),
-        ("form", ("Alternatives", "standard", "gram", "auto")),
     ],
 )
 def test_compare_adds_a_table(what: str, words: tuple[str, ...]) -> None:
@@ -235,13 +184,13 @@ def test_compare_adds_a_table(what: str, words: tuple[str, ...]) -> None:
 
 
 def test_it_says_what_is_shared_and_what_that_takes() -> None:
-    large = ("plan", "recipe=14b", "gpus=512", "parallel.tp=2", "parallel.pp=1", "--dry-run", "engine.mode=auto")
-    said = json.loads(canzona(*large, "--json").stdout)
+    sharing = (*SMALL, "optimizer.form=gram", "engine.mode=shared", "--dry-run")
+    said = json.loads(canzona(*sharing, "--json").stdout)
     shared = sum(kind["shared"] for kind in said["updates"])
     assert shared > 0
     assert all((kind["fragment_s"] > 0) == (kind["shared"] > 0) for kind in said["updates"])
     assert all(kind["fragment_s"] == 0 or kind["shared"] for kind in said["updates"])
-    text = " ".join(canzona(*large).stdout.split())
+    text = " ".join(canzona(*sharing).stdout.split())
     assert f"{shared} matrices shared by TP groups" in text
     assert "each rank" in text
 
@@ -264,11 +213,10 @@ def test_megatrons_strategies_are_planned_as_canzona_with_a_word_about_it() -> N
     assert "engine.strategy=sc needs no plan" in told(result)
 
 
-@pytest.mark.parametrize("optimizer", ["shampoo", "soap"])
-def test_optimizers_that_cannot_be_trained_yet_can_be_planned(optimizer: str) -> None:
-    result = canzona("plan", "recipe=8b", "gpus=64", f"optimizer={optimizer}", "--dry-run")
+def test_a_plan_says_how_often_an_optimizer_refreshes_its_factors() -> None:
+    result = canzona(*SMALL, "optimizer=shampoo", "--dry-run")
     assert result.returncode == 0, result.stderr
-    assert f"{optimizer} (refreshed every 10 steps)" in result.stdout
+    assert "shampoo (refreshed every 10 steps)" in result.stdout
 
 
 def test_more_ranks_than_matrices_are_planned_and_priced() -> None:
@@ -289,23 +237,30 @@ def test_own_shapes_are_planned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("optimizer=adamw",), 2, "no matrices to plan"),
-        (("optimizer=muno",), 2, "muon"),
-        (("cluster=h100",), 2, "h100-80g"),
-        (("engine.alpha=1.5",), 2, "at least 0 and at most 1"),
-        (("engine.alpha=-0.1",), 2, "at least 0 and at most 1"),
-        (("engine.c_max_mib=0",), 2, "must be above 0"),
-        (("parallel.tp=2", "engine.c_max_mib=0.1"), 2, "use engine.c_max_mib="),
-        (("engine.layout=diagonal",), 2, "contiguous"),
-        (("parallel.tp=3",), 2, "parallel.tp"),
-        (("--compare", "colours"), 2, "strategies"),
-        (("--shapes", "nowhere.yaml"), 2, "nowhere.yaml"),
+        ((*SMALL, "--dry-run", "optimizer=adamw"), 2, ("no matrices to plan",)),
+        ((*SMALL, "--dry-run", "engine.alpha=2", "engine.c_max_mib=0"), 2, ("engine.alpha", "engine.c_max_mib")),
+        ((*SMALL, "--dry-run", "--compare", "colours"), 2, ("strategies",)),
+        ((*SMALL, "--dry-run", "--shapes", "nowhere.yaml"), 2, ("nowhere.yaml",)),
+        ((*SMALL, "--dry-run", "--out", "x.json"), 2, ("a dry run writes no plan",)),
+        ((*SMALL, "--html", "plan.pdf"), 2, ("--html plan.html",)),
+        ((*SMALL, "--layouts", "--compare", "alpha", "--out", "plan.json"), 2, ("--compare", "--out")),
+        ((*SMALL, "--out", "file/plan.json"), 3, ("file/plan.json",)),
+        (("plan", "recipe=qwen3-32b", "gpus=4", "--dry-run"), 4, ("gpus=",)),
+        (("plan",), 2, ("no recipe is given", "a plan of every size: canzona plan --dry-run")),
+        (("plan", "--dry-run", "--compare", "alpha"), 2, ("no recipe is given",)),
+        (("plan", "--plot", "x.png"), 2, ("--plot = x.png", "write --html FILE.html")),
+        (("bench", "--plot", "x.png"), 2, ("--plot = x.png", "write --html FILE.html")),
+        (("report", "--compare", "--plot", "x.png"), 2, ("--plot = x.png", "write --html FILE.html")),
     ],
 )
-def test_bad_input_is_refused_with_a_way_out(arguments: tuple[str, ...], code: int, words: str, tmp_path: Path) -> None:
-    result = canzona("plan", "recipe=tiny", "gpus=8", *arguments, "--dry-run", cwd=tmp_path)
+def test_bad_input_is_refused_with_a_way_out(
+    arguments: tuple[str, ...], code: int, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    result = canzona(*arguments, cwd=tmp_path)
     assert result.returncode == code, result.stdout
-    assert words in told(result)
+    assert all(each in told(result) for each in words)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_the_least_capacity_that_is_named_works() -> None:
@@ -313,19 +268,6 @@ def test_the_least_capacity_that_is_named_works() -> None:
     least = refused.split("use engine.c_max_mib=")[1].split()[0]
     assert canzona(*SMALL, f"engine.c_max_mib={least}", "--dry-run").returncode == 0
     assert canzona(*SMALL, f"engine.c_max_mib={float(least) - 0.02}", "--dry-run").returncode == 2
-
-
-def test_all_mistakes_are_told_at_once() -> None:
-    result = canzona("plan", "recipe=tiny", "gpus=8", "engine.alpha=2", "engine.c_max_mib=-1", "--dry-run")
-    assert result.returncode == 2
-    assert "engine.alpha" in result.stderr
-    assert "engine.c_max_mib" in result.stderr
-
-
-def test_what_does_not_fit_is_exit_4_with_what_would() -> None:
-    result = canzona("plan", "recipe=qwen3-32b", "gpus=4", "--dry-run")
-    assert result.returncode == 4
-    assert "gpus=" in told(result)
 
 
 def test_planning_imports_nothing_large_that_it_does_not_need() -> None:
@@ -337,8 +279,8 @@ def test_planning_imports_nothing_large_that_it_does_not_need() -> None:
         "canzona_cli.bench",
         "canzona_cli.cluster.machine",
     )
-    imports_none_of(unneeded, *LARGE, "--dry-run")
-    imports_none_of((*unneeded, "rich", "canzona_cli.report", "canzona_cli.run.corpus"), *LARGE, "--dry-run", "--json")
+    imports_none_of(unneeded, *SMALL, "--dry-run")
+    imports_none_of((*unneeded, "rich", "canzona_cli.report", "canzona_cli.run.corpus"), *SMALL, "--dry-run", "--json")
 
 
 def test_at_the_end_python_looks_for_no_garbage_in_a_plan() -> None:
@@ -351,7 +293,7 @@ def test_at_the_end_python_looks_for_no_garbage_in_a_plan() -> None:
 
 
 def test_layouts_are_shown_with_what_limits_them_and_why_the_first_won(tmp_path: Path) -> None:
-    asked, cached = ("plan", "recipe=8b", "gpus=64"), {"CANZONA_CACHE": str(tmp_path)}
+    asked, cached = ("plan", "recipe=8b", "gpus=16"), {"CANZONA_CACHE": str(tmp_path)}
     result = canzona(*asked, "--layouts", "--json", environment=cached)
     assert result.returncode == 0, result.stderr
     content = json.loads(result.stdout)
@@ -359,11 +301,11 @@ def test_layouts_are_shown_with_what_limits_them_and_why_the_first_won(tmp_path:
     assert len(layouts) == 8 <= content["simulated"] < content["legal"]
     for one in layouts:
         layout = one["layout"]
-        assert layout["tp"] * layout["pp"] * layout["cp"] * layout["dp"] == 64
+        assert layout["tp"] * layout["pp"] * layout["cp"] * layout["dp"] == 16
         assert one["memory_bytes"] <= content["capacity_bytes"]
         assert sum(one["spent"].values()) == pytest.approx(one["iteration_s"])
         tokens = layout["global_batch_size"] * 4096
-        assert one["tokens_per_s_per_gpu"] == pytest.approx(tokens / one["iteration_s"] / 64)
+        assert one["tokens_per_s_per_gpu"] == pytest.approx(tokens / one["iteration_s"] / 16)
     slower = [one["slower"] for one in layouts]
     assert slower == sorted(slower)
     assert slower[0] == 0 < slower[1]
@@ -377,10 +319,3 @@ def test_layouts_are_shown_with_what_limits_them_and_why_the_first_won(tmp_path:
     page = " ".join(canzona(*asked, "--layouts", environment=cached).stdout.split())
     assert "limited by" in page
     assert content["why"] in page
-
-
-def test_layouts_go_with_no_plan(tmp_path: Path) -> None:
-    result = canzona("plan", "recipe=tiny", "--layouts", "--compare", "alpha", "--out", "plan.json", cwd=tmp_path)
-    assert result.returncode == 2
-    assert "--compare" in told(result)
-    assert "--out" in told(result)

@@ -33,6 +33,7 @@ class Sign(torch.optim.Optimizer):
 """On one of two tensor-parallel ranks, while the other one waits for it."""
 
 
+@pytest.mark.sweep  # the same sitting as that of `canzona bench`, on ranks of several layouts
 def test_every_layout_is_measured_on_the_same_work_and_the_fastest_is_kept(tmp_path: Path, corpus_cache: Path) -> None:
     """One of three fails, which is told."""
     (tmp_path / "sign.py").write_text(FAILS, encoding="utf-8")

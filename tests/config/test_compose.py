@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from canzona_cli.config.compose import Composed, compose_run, dump_resolved, load_resolved
+from canzona_cli.config.compose import compose_run, dump_resolved, load_resolved
 from canzona_cli.config.recipes import RECIPES_DIR_VARIABLE, builtin_recipes_dir, group_options
 from canzona_cli.config.schema import AdamWConfig, CustomConfig, MuonConfig, TrackerName
 from canzona_cli.config.tree import list_recipes
@@ -48,10 +48,6 @@ def test_the_shapes_have_the_published_parameter_counts(size: str, published: fl
     assert parameter_count(config.model).total == pytest.approx(published, rel=0.005)
 
 
-def test_mini_is_about_a_hundred_million_parameters() -> None:
-    assert parameter_count(compose_run(["recipe=mini"]).config.model).total == pytest.approx(100e6, rel=0.05)
-
-
 @pytest.mark.parametrize("name", BUILTIN)
 def test_a_resolved_configuration_reads_back_equal(name: str, tmp_path: Path) -> None:
     config = compose_run([f"recipe={name}", "gpus=4", "run.dir=a b/ü", "optimizer.eps=1e-12"]).config
@@ -68,19 +64,15 @@ def test_explicit_holds_what_the_command_line_sets() -> None:
     assert (composed.config.gpus, composed.config.train.steps) == (4, 7)
 
 
-def test_the_last_of_two_values_wins() -> None:
-    assert compose_run(["recipe=tiny", "gpus=4", "gpus=8"]).config.gpus == 8
-
-
 def test_a_value_may_refer_to_another_setting() -> None:
     assert compose_run(["recipe=tiny", "train.steps=40", "train.eval_interval=${train.steps}"]).config.train == replace(
         compose_run(["recipe=tiny"]).config.train, steps=40, eval_interval=40
     )
 
 
-@pytest.mark.parametrize("text", ["0042", "true", "a(b)=c", "/data/x y", "null-ish"])
-def test_a_text_setting_takes_what_was_typed(text: str) -> None:
-    assert compose_run(["recipe=tiny", f"run.dir={text}"]).config.run.dir == text
+def test_a_text_setting_takes_what_was_typed() -> None:
+    for text in ("0042", "true", "a(b)=c", "/data/x y", "null-ish"):
+        assert compose_run(["recipe=tiny", f"run.dir={text}"]).config.run.dir == text
 
 
 def test_null_hands_a_setting_back_to_the_fit() -> None:
@@ -132,13 +124,11 @@ class TestHints:
         [
             ("tp", "parallel.tp"),
             ("train.lr", "optimizer.lr"),
-            ("lr", "optimizer.lr"),
             ("parallel.tensor", None),
             ("optimiser", "optimizer"),
-            ("train.step", "train.steps"),
             ("train.seq-length", "train.seq_length"),
-            ("gpu", "gpus"),
             ("engine.stategy", "engine.strategy"),
+            ("model.layers", "model.num_layers"),
         ],
     )
     def test_an_unknown_key_names_the_one_that_was_meant(self, typed: str, meant: str | None) -> None:
@@ -224,9 +214,8 @@ class TestOptionsOfAnOwnOptimizer:
 
 
 class TestNothingIsRunOrLeaked:
-    @pytest.mark.parametrize("key", ["_target_", "model._target_", "train._target_.x"])
-    def test_target_in_an_override(self, key: str) -> None:
-        assert "code" in problems("recipe=tiny", f"{key}=os.system")[key].reason
+    def test_target_in_an_override(self) -> None:
+        assert "code" in problems("recipe=tiny", "train._target_.x=os.system")["train._target_.x"].reason
 
     @pytest.mark.parametrize("value", ["${oc.env:HOME}", "${oc.env:X,${gpus}}", "a-${ oc.env : HOME }", "${now:%Y}"])
     def test_a_resolver_in_an_override(self, value: str) -> None:
@@ -281,8 +270,11 @@ class TestNothingIsRunOrLeaked:
         typed = compose_run([f"recipe={path}", f"run.{key}={value}"]).config.run
         assert getattr(typed, key) == value, "whoever types it means it"
 
-    @pytest.mark.parametrize("char", ["\n", "\x1b", "\x7f", "\u202e", "\u2028", "\0"])
-    @pytest.mark.parametrize("key", ["run.dir", "run.root", "data.path", "engine.plan", "checkpoint.resume"])
+    @pytest.mark.parametrize(
+        ("key", "char"),
+        [("run.dir", "\n"), ("run.root", "\x1b"), ("data.path", "\u202e"), ("engine.plan", "\u2028"),
+         ("checkpoint.resume", "\0")],
+    )  # fmt: skip
     def test_a_character_that_hides_something(self, key: str, char: str, tmp_path: Path) -> None:
         section, _, name = key.partition(".")
         path = tmp_path / "mine.yaml"
@@ -435,13 +427,6 @@ def test_load_resolved_tells_all_problems(tmp_path: Path) -> None:
     assert {problem.key for problem in caught.value.problems} == {"gpus", "train.seed", "optimizer.beta3"}
 
 
-def test_composed_is_immutable() -> None:
-    composed = compose_run(["recipe=tiny"])
-    assert isinstance(composed, Composed)
-    with pytest.raises(AttributeError):
-        composed.config.gpus = 3  # type: ignore[misc]
-
-
 def test_a_default_that_no_file_mentions_can_be_referred_to() -> None:
     composed = compose_run(["recipe=tiny", "train.steps=${train.seed}", "run.dir=${run.root}/x"])
     assert composed.config.train.steps == composed.config.train.seed
@@ -452,23 +437,6 @@ def test_a_setting_given_twice_says_which_value_is_left_out() -> None:
     composed = compose_run(["recipe=tiny", "gpus=2", "train.steps=9", "train.steps=9", "gpus=4"])
     assert composed.config.gpus == 4
     assert composed.warnings == ("gpus=2 is ignored: gpus=4 comes after it",)
-
-
-def test_an_empty_recipe_name_is_one_problem() -> None:
-    assert problems("recipe=").keys() == {"recipe"}
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("model.num_heads", "model.num_attention_heads"),
-        ("model.layers", "model.num_layers"),
-        ("model.vocab", "model.vocab_size"),
-        ("train.lr", "optimizer.lr"),
-    ],
-)
-def test_words_left_out_of_a_key_are_forgiven(typed: str, meant: str) -> None:
-    assert problems("recipe=tiny", f"{typed}=3")[typed].fix == f"did you mean {meant}?"
 
 
 def test_a_recipe_that_builds_on_itself_is_refused_and_by_its_path_it_builds_on_the_built_in(tmp_path: Path) -> None:

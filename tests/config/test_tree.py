@@ -31,13 +31,6 @@ def test_each_line_agrees_with_the_composed_recipe(own: bool, tmp_path: Path) ->
         assert not info.error
 
 
-def test_own_recipes_come_first_and_shadowing_shows(tmp_path: Path) -> None:
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "qwen3-tiny.yaml").write_text("defaults:\n  - qwen3-tiny\n")
-    first = list_recipes((tmp_path,))[0]
-    assert (first.name, first.builtin, first.shadows) == ("qwen3-tiny", False, True)
-
-
 @pytest.mark.parametrize("text", ["a: [", "- 1\n", "", "\x00"])
 def test_a_file_that_cannot_be_read_is_listed_with_the_reason(text: str, tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()

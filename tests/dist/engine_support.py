@@ -16,7 +16,7 @@ from canzona_cli.megatron.model import Trainee
 from canzona_cli.training.data import Batch, BatchStream
 from tests.dist import jobs
 from tests.dist.jobs import SMALL
-from tests.dist.samples import RandomTokens
+from tests.dist.samples import samples_of
 from tests.dist.whole import named_parameters
 
 FIXED = (
@@ -57,11 +57,7 @@ def custom(config: RunConfig, source: Path, name: str, **options: bool | int | f
 
 def batches(trainee: Trainee, steps: int = 100) -> Iterator[Batch]:
     """Random tokens, the same for every layout; always from the start."""
-    samples = RandomTokens(
-        samples=steps * trainee.world.layout.global_batch_size,
-        seq_length=trainee.config.train.seq_length,
-        vocab_size=trainee.config.model.vocab_size,
-    )
+    samples = samples_of(trainee.config, steps * trainee.world.layout.global_batch_size)
     return BatchStream(samples, trainee.world)
 
 

@@ -38,7 +38,7 @@ from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist import jobs, whole
 from tests.dist.ranks import run_ranks
-from tests.dist.samples import RandomTokens
+from tests.dist.samples import samples_of
 from tests.dist.saved import Units, save, units_of
 from tests.dist.synthetic import finish_gathering
 from tests.dist.whole import Part, part_of
@@ -334,11 +334,7 @@ def _go(one: Leg, world: World) -> Weighed:
         save(trainee, one.read.parent, one.done)
     if one.shaken:
         _shake(trainee, one.case.noise, one.shaken)
-    samples = RandomTokens(
-        samples=2 * HALF * world.layout.global_batch_size,
-        seq_length=one.config.train.seq_length,
-        vocab_size=one.config.model.vocab_size,
-    )
+    samples = samples_of(one.config, 2 * HALF * world.layout.global_batch_size)
     batches = BatchStream(samples, world, first_sample=one.done * world.layout.global_batch_size)
     for step in range(one.done, one.done + one.steps):
         with _broken(trainee) if step == one.case.broken else nullcontext():

@@ -163,10 +163,13 @@ class Runs[K: Hashable, T]:
         return self._found[case]
 
 
+CUT_BY = ("gpus", "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp")
+
+
 def ranks_of(settings: Sequence[str]) -> frozenset[tuple[str, str]]:
     """Of settings, of which the last ones count, those that say how a run is cut over ranks."""
     values = dict(each.split("=", 1) for each in settings)
-    return frozenset((key, values[key]) for key in ("gpus", "parallel.tp", "parallel.pp") if key in values)
+    return frozenset((key, values[key]) for key in CUT_BY if key in values)
 
 
 def planned(config: RunConfig, layout: Layout) -> Plan | None:

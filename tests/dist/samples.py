@@ -2,6 +2,7 @@
 
 import torch
 
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.training.data import Batch
 
 
@@ -23,3 +24,8 @@ class RandomTokens(torch.utils.data.Dataset[Batch]):
             "loss_mask": torch.ones(self._seq_length),
             "position_ids": torch.arange(self._seq_length),
         }
+
+
+def samples_of(config: RunConfig, count: int) -> RandomTokens:
+    """As long as the run's sequences, of its model's tokens."""
+    return RandomTokens(samples=count, seq_length=config.train.seq_length, vocab_size=config.model.vocab_size)

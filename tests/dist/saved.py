@@ -26,7 +26,7 @@ from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist import jobs
 from tests.dist.jobs import SMALL, Runs, on_ranks, planned, ranks_of
-from tests.dist.samples import RandomTokens
+from tests.dist.samples import samples_of
 from tests.dist.synthetic import finish_gathering
 from tests.dist.whole import Part, Weights, assemble, part_of
 
@@ -107,9 +107,7 @@ def train(trainee: Trainee, store: Path, case: Case, start: Path | None) -> Ran:
         restore(trainee, start, manifest, weights_only=case.weights_only)
         done = 0 if case.weights_only else manifest.progress.step
         assert trainee.schedule.num_steps == done, "the learning rate is that of another step"
-    samples = RandomTokens(
-        samples=40 * layout.global_batch_size, seq_length=config.train.seq_length, vocab_size=config.model.vocab_size
-    )
+    samples = samples_of(config, 40 * layout.global_batch_size)
     batches = BatchStream(samples, world, first_sample=done * layout.global_batch_size)
     losses = [train_step(trainee, batches).loss for _ in range(case.steps)]
     if case.steps:

@@ -14,7 +14,7 @@ from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step, validate
 from tests.dist import jobs
-from tests.dist.samples import RandomTokens
+from tests.dist.samples import samples_of
 from tests.dist.synthetic import finish_gathering
 from tests.dist.trained import FIXED
 
@@ -44,11 +44,7 @@ class Seen:
 
 def _run(config: RunConfig, world: World) -> Seen:
     trainee = assemble(config, world, None)
-    samples = RandomTokens(
-        samples=4 * world.layout.global_batch_size,
-        seq_length=config.train.seq_length,
-        vocab_size=config.model.vocab_size,
-    )
+    samples = samples_of(config, 4 * world.layout.global_batch_size)
     batches = BatchStream(samples, world)
     losses = [train_step(trainee, batches).loss for _ in range(2)]
     # It gathers by itself what the next step then starts to gather again.

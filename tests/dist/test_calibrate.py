@@ -211,6 +211,7 @@ def launched(out: Path, behaviour: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.sweep  # a process of its own with ranks of their own
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     out = tmp_path / "cut.yaml"
     process = launched(out, "endless")

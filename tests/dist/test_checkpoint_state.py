@@ -3,13 +3,11 @@
 Compared are values, to the last bit: what a checkpoint holds in model space, and the weights that are trained on.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from _pytest.mark import ParameterSet
 
 from canzona_cli.checkpoint.contents import content_problems
 from canzona_cli.checkpoint.manifest import step_name
@@ -43,22 +41,18 @@ LAYOUTS = {
     "tp4": ("gpus=4", "parallel.tp=4"),
     "pp2 tp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2"),
     "pp2": ("gpus=2", "parallel.pp=2"),
-    "one rank": ("gpus=1",),
     "dp2": ("gpus=2",),
-    "tp2 dp4": ("gpus=8", "parallel.tp=2"),
-    "alpha 0, contiguous": (*TP2_DP2, "engine.alpha=0", "engine.layout=contiguous"),
 }
-USUAL = ("adamw", "muon", "soap")
-"""The optimizers that are resumed in every test run, one of each kind of state; the others are swept."""
-CASES = [("muon", "pp2 tp2"), ("soap", "tp4"), ("adamw", "pp2"), ("kl-shampoo", "dp4")]
-STRATEGIES = [("canzona", "layerwise")]
-SPLITTINGS = ("fused", "qkv", "per_head")
-SPLIT_USUALLY = ("fused",)
+RESUMED = ("muon", "soap")
+CASES = [("muon", "pp2 tp2"), ("soap", "tp4"), ("adamw", "pp2"), ("kl-shampoo", "dp4"), ("normuon", "dp2")]
+"""Optimizers and layouts; `tests.dist.fuzz` draws more of both."""
+STRATEGIES = ("canzona", "layerwise")
+FOUR = ("model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=96", "train.seq_length=32")
+OF_CHUNKS = Case(settings=(*FOUR, "gpus=2", "parallel.pp=2", "parallel.vpp=2"), steps=2)
+"""Stages of two model chunks."""
+READ_ELSEWHERE = Case(settings=(*FOUR, "gpus=2", "parallel.tp=2"), start=OF_CHUNKS)
+CHUNKS_AGAIN = Case(settings=(*OF_CHUNKS.settings, "train.seed=99"), start=READ_ELSEWHERE)
 UNTIED = ("model.tied_embeddings=false", "train.precision=fp32")
-
-
-def _swept(name: str, *, unless: Sequence[str]) -> ParameterSet:
-    return pytest.param(name, marks=[] if name in unless else pytest.mark.sweep)
 
 
 def _saved(*settings: str, steps: int = 2) -> Case:
@@ -89,12 +83,12 @@ def _by_another_strategy(saving: str, reading: str) -> tuple[Case, Case, Case]:
     return there, back, Case(settings=saved.settings, start=saved, steps=1)
 
 
-def _split_otherwise(splitting: str) -> tuple[Case, Case]:
-    return _there_and_back((*LAYOUTS["dp2"], f"engine.splitting={splitting}"), _saved(*OPTIMIZERS["muon"]))
-
-
-def _weights_alone(saved_by: str, read_by: tuple[str, ...], where: str) -> Case:
-    return Case(settings=(*LAYOUTS[where], *read_by), start=_saved(*OPTIMIZERS[saved_by]), weights_only=True)
+SPLIT_OTHERWISE = _there_and_back((*LAYOUTS["dp2"], "engine.splitting=fused"), _saved(*OPTIMIZERS["muon"]))
+WEIGHTS_ALONE = Case(
+    settings=(*LAYOUTS["tp4"], "optimizer=muon", "engine.splitting=fused"),
+    start=_saved(*OPTIMIZERS["soap"]),
+    weights_only=True,
+)
 
 
 SHARED = ("optimizer=muon", "optimizer.form=gram", "engine.mode=shared")
@@ -106,7 +100,6 @@ MODES = [
     Case(settings=_saved(*OPTIMIZERS["muon"]).settings, start=THERE, steps=1),
 ]
 ONE_MORE = Case(settings=MODES[-1].settings, start=_saved(*OPTIMIZERS["muon"]), steps=1)
-WEIGHTS_ALONE = ("soap", ("optimizer=muon", "engine.splitting=fused"), "tp4")
 SC_SOAP = Case(settings=(*LAYOUTS["dp2"], "engine.strategy=sc", *OPTIMIZERS["soap"]), start=_saved(*OPTIMIZERS["soap"]))
 UNTIED_THERE = Case(settings=(*LAYOUTS["pp2 tp2"], *UNTIED), start=_saved(*UNTIED))
 WIDER = _saved("model.hidden_size=128", "model.ffn_hidden_size=512", steps=1)
@@ -123,11 +116,11 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, own: tuple[str, ...]) -> Runs[Case, Outcome]:
     ends = [
-        *(case for settings in (*(OPTIMIZERS[name] for name in USUAL), own) for case in _two_and_two(*settings)),
+        *(case for settings in (*(OPTIMIZERS[name] for name in RESUMED), own) for case in _two_and_two(*settings)),
         *(case for each in CASES for case in _elsewhere(*each)),
-        *(case for each in STRATEGIES for case in _by_another_strategy(*each)),
-        *(case for splitting in SPLIT_USUALLY for case in _split_otherwise(splitting)),
-        *(_weights_alone(*WEIGHTS_ALONE), SC_SOAP, UNTIED_THERE, WIDER, *MODES, ONE_MORE, *_two_and_two(*SHARED)),
+        *_by_another_strategy(*STRATEGIES),
+        *(*SPLIT_OTHERWISE, WEIGHTS_ALONE, SC_SOAP, UNTIED_THERE, WIDER, *MODES, ONE_MORE, *_two_and_two(*SHARED)),
+        *(READ_ELSEWHERE, CHUNKS_AGAIN),
     ]
     return saving_runs(
         tmp_path_factory.mktemp("saved"), [case for end in ends for case in (end, end.start) if case is not None]
@@ -155,22 +148,14 @@ def _go_on(runs: Runs[Case, Outcome], cases: tuple[Case, Case, Case]) -> None:
     _same(units_of(second.checkpoint, model), units_of(straight.checkpoint, model))
 
 
-@pytest.mark.parametrize("optimizer", [_swept(name, unless=USUAL) for name in OPTIMIZERS])
+@pytest.mark.parametrize("optimizer", RESUMED)
 def test_two_steps_and_two_more_are_four(optimizer: str, runs: Runs[Case, Outcome]) -> None:
     """Losses, weights, masters and state, by way of a file and other processes, which start from another seed, so that
     nothing is left of what they started with."""
     _go_on(runs, _two_and_two(*OPTIMIZERS[optimizer]))
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "where"),
-    [
-        pytest.param(optimizer, where, marks=[] if (optimizer, where) in CASES else pytest.mark.sweep)
-        for optimizer in OPTIMIZERS
-        for where in LAYOUTS
-        if optimizer != "adamw" or not where.startswith("alpha")
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "where"), CASES)
 def test_another_layout_reads_the_same_values_and_gives_them_back(
     optimizer: str, where: str, runs: Runs[Case, Outcome]
 ) -> None:
@@ -184,19 +169,9 @@ def test_another_layout_reads_the_same_values_and_gives_them_back(
     _same_weights(back, saved)
 
 
-@pytest.mark.parametrize(
-    ("saved_by", "read_by", "where"),
-    [
-        WEIGHTS_ALONE,
-        pytest.param("muon", ("optimizer=adamw",), "pp2", marks=pytest.mark.sweep),
-        pytest.param("adamw", ("optimizer=soap",), "one rank", marks=pytest.mark.sweep),
-    ],
-)
-def test_weights_alone_are_taken_by_any_optimizer_splitting_and_layout(
-    saved_by: str, read_by: tuple[str, ...], where: str, runs: Runs[Case, Outcome]
-) -> None:
+def test_weights_alone_are_taken_by_another_optimizer_splitting_and_layout(runs: Runs[Case, Outcome]) -> None:
     """Every master to the last bit, and of the state nothing: no step counted, every average zero or not there."""
-    saved, there = runs[_saved(*OPTIMIZERS[saved_by])], runs[_weights_alone(saved_by, read_by, where)]
+    saved, there = runs[_saved(*OPTIMIZERS["soap"])], runs[WEIGHTS_ALONE]
     _same_weights(there, saved)
     model = resolve(*TP2_DP2)[0].model
     before, now = units_of(saved.checkpoint, model), units_of(there.checkpoint, model)
@@ -209,22 +184,10 @@ def test_weights_alone_are_taken_by_any_optimizer_splitting_and_layout(
     ]
 
 
-@pytest.mark.parametrize(
-    ("saving", "reading"),
-    [
-        *STRATEGIES,
-        *(
-            pytest.param(saving, reading, marks=pytest.mark.sweep)
-            for saving, reading in [
-                *(("sc", "canzona"), ("canzona", "sc"), ("layerwise", "canzona"), ("asc", "sc"), ("layerwise", "asc"))
-            ]
-        ),
-    ],
-)
-def test_strategies_read_each_others_checkpoints(saving: str, reading: str, runs: Runs[Case, Outcome]) -> None:
+def test_strategies_read_each_others_checkpoints(runs: Runs[Case, Outcome]) -> None:
     """Megatron's own Muon keeps masters and momentum in fragments of other matrices than canzona's; values are one."""
-    saved = runs[_saved(f"engine.strategy={saving}")]
-    there, back, straight = (runs[case] for case in _by_another_strategy(saving, reading))
+    saved = runs[_saved(f"engine.strategy={STRATEGIES[0]}")]
+    there, back, straight = (runs[case] for case in _by_another_strategy(*STRATEGIES))
     model = resolve(*TP2_DP2)[0].model
     _same(units_of(there.checkpoint, model), units_of(saved.checkpoint, model))
     _same_weights(there, saved)
@@ -285,10 +248,9 @@ def test_shared_matrices_go_on_as_if_nothing_had_happened(runs: Runs[Case, Outco
     _go_on(runs, _two_and_two(*SHARED))
 
 
-@pytest.mark.parametrize("splitting", [_swept(splitting, unless=SPLIT_USUALLY) for splitting in SPLITTINGS])
-def test_muon_goes_on_with_matrices_split_otherwise(splitting: str, runs: Runs[Case, Outcome]) -> None:
+def test_muon_goes_on_with_matrices_split_otherwise(runs: Runs[Case, Outcome]) -> None:
     """Its state is of elements: what counts as one matrix may change."""
-    saved, there, back = (runs[case] for case in (_saved(*OPTIMIZERS["muon"]), *_split_otherwise(splitting)))
+    saved, there, back = (runs[case] for case in (_saved(*OPTIMIZERS["muon"]), *SPLIT_OTHERWISE))
     model = resolve(*TP2_DP2)[0].model
     _same(units_of(there.checkpoint, model), units_of(saved.checkpoint, model))
     _same(units_of(back.checkpoint, model), units_of(saved.checkpoint, model))
@@ -302,6 +264,15 @@ def test_shampoo_does_not_and_says_what_to_set(runs: Runs[Case, Outcome]) -> Non
     with pytest.raises(AssertionError, match=r"engine\.splitting=split") as refused:
         runs[there]
     assert str(refused.value).count(CheckpointInvalid.__name__) >= 2, "one rank alone refused"
+
+
+def test_a_checkpoint_of_chunks_is_that_of_every_layout(runs: Runs[Case, Outcome]) -> None:
+    """Masters and state, by way of tensor-parallel ranks and back."""
+    model = resolve(*OF_CHUNKS.settings)[0].model
+    saved, there, again = (units_of(runs[case].checkpoint, model) for case in (OF_CHUNKS, READ_ELSEWHERE, CHUNKS_AGAIN))
+    _same(there, saved)
+    _same(again, saved)
+    _same_weights(runs[CHUNKS_AGAIN], runs[OF_CHUNKS])
 
 
 def test_untied_embeddings_and_fp32_come_back(runs: Runs[Case, Outcome]) -> None:
@@ -327,15 +298,10 @@ def test_a_checkpoint_is_as_large_as_what_it_has_to_keep(runs: Runs[Case, Outcom
     assert needed < on_disk <= 1.02 * needed + random
 
 
-@pytest.mark.parametrize("old", [False, True])
 def test_whatever_was_not_trusted_in_gram_form_stays_in_standard_form_for_a_time(
-    old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on CUDA: an update that is left out, and what a run that goes on elsewhere makes of that matrix. Old
-    checkpoints have a mark without a number of steps, which then are all."""
-    if old:
-        monkeypatch.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", True)
-    mark = True if old else STANDARD_STEPS
+    """As on CUDA: an update that is left out, and what a run that goes on elsewhere makes of that matrix."""
     monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
     monkeypatch.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
     gram = resolve("gpus=1", "optimizer.form=gram")
@@ -357,20 +323,19 @@ def test_whatever_was_not_trusted_in_gram_form_stays_in_standard_form_for_a_time
         # Cut otherwise, as by another splitting, or in fragments by other ranks.
         third = assemble(fused[0], world, planned(*fused))
         with Reader(start, manifest_of(start), gram[0].model) as reader:
-            assert reader.marks(["layers.1.gate", "layers.1.k"]) == {DISTRUSTED: mark}
+            assert reader.marks(["layers.1.gate", "layers.1.k"]) == {DISTRUSTED: STANDARD_STEPS}
             assert reader.marks([EMBEDDING]) == {}
         train(third, tmp_path, replace(case, settings=(*case.settings, "engine.splitting=fused"), steps=0), start)
         assert forms(third) == saved
         with monkeypatch.context() as never:
             never.delattr("canzona_cli.optimizers.muon.gram_newton_schulz")
-            never.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", STANDARD_STEPS)
             samples = RandomTokens(samples=8, seq_length=64, vocab_size=384)
             losses = [train_step(second, BatchStream(samples, world)).loss]
             assert forms(second) == {STANDARD_STEPS - 1}
             return before, saved, losses
 
     [(before, saved, losses)] = on_ranks({"": gram}, work)[""]
-    assert (before, saved) == ({None}, {mark})
+    assert (before, saved) == ({None}, {STANDARD_STEPS})
     assert np.isfinite(losses).all()
 
 

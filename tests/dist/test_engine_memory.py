@@ -46,7 +46,7 @@ MAKE: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "soap": lambda params: SOAP(params, 0.01),
     "soap-muon": lambda params: SOAPMuon(params, 0.01),
 }
-EVERYWHERE = ("muon", "muon shared", "shampoo", "soap")
+EVERYWHERE = ("muon", "muon shared")
 """The others differ from these by what they keep, not by where."""
 
 

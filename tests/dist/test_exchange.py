@@ -9,14 +9,16 @@ import torch
 
 from canzona_cli.engine.hosted import HostedGroup
 from canzona_cli.engine.wire import AllToAll, Aside, Fragments, Messages, Wiring
+from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer, watcher_for
 from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.exchange import from_hosts, group_traffic, to_hosts
 from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.measures import exchange_sent
+from canzona_cli.training.assemble import assemble
 from tests import sizes
 from tests.dist.engine_support import SMALL_GROUPS, engine_of, resolve
-from tests.dist.jobs import build
+from tests.dist.jobs import on_ranks
 from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import fill_gradients, noise
 
@@ -49,31 +51,30 @@ def counted(group: torch.distributed.ProcessGroup | None) -> Iterator[list[int]]
         yield sent
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("engine.splitting=split",),
-        ("engine.splitting=per_head",),
-        ("optimizer.form=gram", "engine.mode=shared"),
-        ("optimizer.form=gram", "engine.mode=shared", "engine.exchange_dtype=bf16", "engine.c_max_mib=0.03"),
-    ],
-    ids=" ".join,
+SETTINGS: tuple[tuple[str, ...], ...] = (
+    ("engine.splitting=split",),
+    ("engine.splitting=per_head",),
+    ("optimizer.form=gram", "engine.mode=shared", "engine.exchange_dtype=bf16", "engine.c_max_mib=0.03"),
 )
-def test_a_step_sends_what_its_plan_says(settings: tuple[str, ...]) -> None:
-    config, layout = resolve("gpus=4", "parallel.tp=2", "parallel.pp=1", *SMALL_GROUPS, *settings)
-    plan = make_plan(config, layout)
-    assert len(plan.groups) > layout.dp or config.engine.mode == "shared"
 
-    def rank() -> int:
-        trainee = build(config, layout)
+
+def test_a_step_sends_what_its_plan_says() -> None:
+    where = ("gpus=4", "parallel.tp=2", "parallel.pp=1", *SMALL_GROUPS)
+    made = {settings: resolve(*where, *settings) for settings in SETTINGS}
+    plans = {settings: make_plan(*case) for settings, case in made.items()}
+
+    def work(settings: tuple[str, ...], world: World) -> int:
+        trainee = assemble(made[settings][0], world, plans[settings])
         fill_gradients(trainee, 0, noise)
         with counted(trainee.world.groups.tp) as sent:
             engine_of(trainee).step()
         return sum(sent)
 
-    sent = run_ranks(layout.world_size, rank)
-    assert sent == exchange_sent(config, plan)
-    assert min(sent) > 0
+    for settings, sent in on_ranks(made, work).items():
+        config, layout = made[settings]
+        assert len(plans[settings].groups) > layout.dp or config.engine.mode == "shared"
+        assert sent == exchange_sent(config, plans[settings]), settings
+        assert min(sent) > 0
 
 
 def test_replicated_matrices_and_those_at_home_are_counted_too() -> None:

@@ -20,7 +20,6 @@ SETTINGS = (
 RUNS = {
     "muon": ("optimizer=muon",),
     "in bf16": ("optimizer=muon", "engine.exchange_dtype=bf16"),
-    "shampoo": ("optimizer=shampoo",),
     "soap": ("optimizer=soap",),
     "shared": ("optimizer=muon", "optimizer.form=gram", "engine.mode=shared"),
 }

@@ -26,7 +26,7 @@ from tests.dist import jobs
 from tests.dist.jobs import SMALL, on_ranks, planned
 from tests.dist.ranks import run_ranks
 from tests.dist.reference import token_losses
-from tests.dist.samples import RandomTokens
+from tests.dist.samples import RandomTokens, samples_of
 from tests.dist.saved import save
 from tests.dist.synthetic import finish_gathering
 from tests.huggingface.folders import random_folder
@@ -59,7 +59,7 @@ class Went:
 
 
 def _samples(config: RunConfig) -> RandomTokens:
-    return RandomTokens(samples=64, seq_length=config.train.seq_length, vocab_size=config.model.vocab_size)
+    return samples_of(config, 64)
 
 
 def _tokens(config: RunConfig) -> torch.Tensor:

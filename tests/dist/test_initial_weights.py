@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.dist.whole import Part, Weights, assemble, part_of
 RESIDUAL = ("o_proj", "down_proj")
 
 
+@cache
 def _parts(gpus: int, *overrides: str) -> tuple[list[Part], ModelConfig]:
     config, layout = jobs.resolve(*SMALL, "optimizer=adamw", "train.precision=fp32", f"gpus={gpus}", *overrides)
 
@@ -86,7 +88,7 @@ def _assert_same(weights: Weights, expected: Weights) -> None:
     assert not different
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (1, 2), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(4, 1), (2, 2)])
 def test_fragments_of_every_layout_make_the_model_of_one_process(one_rank: Weights, tp: int, pp: int) -> None:
     """q, k, v, gate and up each in canonical row order, not as Megatron interleaves and stacks them."""
     _assert_same(_whole(tp * pp, *_layout(tp, pp)), one_rank)

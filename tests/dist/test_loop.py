@@ -24,7 +24,7 @@ from canzona_cli.training.records import Journal, RankRecord
 from tests.dist import jobs
 from tests.dist.engine_support import engine_of
 from tests.dist.jobs import SMALL, on_ranks, planned
-from tests.dist.samples import RandomTokens
+from tests.dist.samples import RandomTokens, samples_of
 
 STEPS = 4
 FIXED = (*SMALL, f"train.steps={STEPS}", "train.batch_tokens=256", "train.eval_batches=1")
@@ -101,11 +101,7 @@ def _train(runs: Sequence[Run]) -> list[list[Ending]]:
     def work(number: int, world: World) -> Ending:
         run, (config, layout) = runs[number], made[number]
         files = RunFiles(run.root)
-        samples = RandomTokens(
-            samples=STEPS * layout.global_batch_size,
-            seq_length=config.train.seq_length,
-            vocab_size=config.model.vocab_size,
-        )
+        samples = samples_of(config, STEPS * layout.global_batch_size)
         trainee = assemble(config, world, plans[number])
         run.prepare(trainee, files)
 
@@ -147,17 +143,14 @@ def _spoil_a_weight(trainee: Trainee) -> None:
     handle = module.register_forward_pre_hook(spoil)
 
 
-@pytest.mark.parametrize(("layout", "poisoned_rank"), [("dp2", 0), ("dp2", 1), ("pp2", 0), ("tp2", 1)])
-def test_a_loss_that_is_no_number_stops_every_rank_at_the_same_step(
-    tmp_path: Path, layout: str, poisoned_rank: int
-) -> None:
-    """One weight of one rank becomes NaN during step 3; its line is still written, and no step is made on it."""
+def test_a_loss_that_is_no_number_stops_every_rank_at_the_same_step(tmp_path: Path) -> None:
+    """One weight of the first stage becomes NaN during step 3; its line is still written, and no step is made on it."""
 
     def poison(step: int, trainee: Trainee, files: RunFiles) -> None:
-        if step == 3 and trainee.world.rank == poisoned_rank:
+        if step == 3 and trainee.world.rank == 0:
             _spoil_a_weight(trainee)
 
-    endings = _run(tmp_path / "run", *LAYOUTS[layout], "optimizer=adamw", validation=False, on_step=poison)
+    endings = _run(tmp_path / "run", *LAYOUTS["pp2"], "optimizer=adamw", validation=False, on_step=poison)
     for ending in endings:
         assert (ending.how, ending.step) == (None, 3)
         assert ending.error is not None
@@ -169,40 +162,14 @@ def test_a_loss_that_is_no_number_stops_every_rank_at_the_same_step(
     assert [line["loss"] is None for line in lines] == [False, False, True]
 
 
-def test_a_learning_rate_that_blows_up_is_stopped(tmp_path: Path) -> None:
-    """Found without any help: the weights overflow, then the loss does."""
-    endings = _run(
-        tmp_path / "run", *LAYOUTS["dp2"], "optimizer=adamw", "optimizer.lr=1e9",
-        "schedule.decay=constant", "schedule.warmup_steps=0", validation=False,
-    )  # fmt: skip
-    assert all(ending.error is not None for ending in endings)
-    assert len({ending.step for ending in endings}) == 1
-
-
-def test_every_matrix_optimizer_trains(tmp_path: Path) -> None:
-    """Over pipeline stages of cut matrices, with a line for every step."""
-    where = ("gpus=4", "parallel.tp=2", "parallel.pp=2")
-    runs = [
-        Run(root=tmp_path / name, settings=(*where, f"optimizer={name}"), validation=False)
-        for name in ("muon", "shampoo", "soap")
-    ]
-    for run, endings in zip(runs, _train(runs), strict=True):
-        assert endings == [Ending(how="done", error=None, step=STEPS)] * 4
-        lines = _lines(RunFiles(run.root).metrics)
-        assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-        assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
-        assert [line["skipped"] + line["fallbacks"] for line in lines] == [0] * STEPS
-
-
-@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
-def test_gradients_that_are_no_numbers_stop_every_rank_before_the_step(tmp_path: Path, layout: str) -> None:
+def test_gradients_that_are_no_numbers_stop_every_rank_before_the_step(tmp_path: Path) -> None:
     """Under canzona, which looks before it changes anything; the step's line tells its loss all the same."""
 
     def poison(step: int, trainee: Trainee, files: RunFiles) -> None:
         if step == 3 and trainee.world.rank == 1:
             _spoil_a_weight(trainee)
 
-    endings = _run(tmp_path / "run", *LAYOUTS[layout], *WAYS["canzona"], validation=False, on_step=poison)
+    endings = _run(tmp_path / "run", *LAYOUTS["pp2"], *WAYS["canzona"], validation=False, on_step=poison)
     for ending in endings:
         assert (ending.how, ending.step) == (None, 2)
         assert ending.error is not None
@@ -215,8 +182,7 @@ def test_gradients_that_are_no_numbers_stop_every_rank_before_the_step(tmp_path:
     assert [lines[-1][key] is None for key in ("loss", "grad_norm")] == [True, True]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_stop_request_ends_the_run_after_the_step_it_comes_in(tmp_path: Path, layout: str) -> None:
+def test_a_stop_request_ends_the_run_after_the_step_it_comes_in(tmp_path: Path) -> None:
     """On all ranks, with that step's line on disk and no validation in the way."""
 
     def ask(step: int, trainee: Trainee, files: RunFiles) -> None:
@@ -224,7 +190,7 @@ def test_a_stop_request_ends_the_run_after_the_step_it_comes_in(tmp_path: Path, 
             files.request_stop()
 
     root = tmp_path / "run"
-    endings = _run(root, *LAYOUTS[layout], on_step=ask)
+    endings = _run(root, *LAYOUTS["pp2"], on_step=ask)
     assert endings == [Ending(how="interrupted", error=None, step=3)] * 2
     assert [line["step"] for line in _lines(RunFiles(root).metrics)] == [1, 2, 3]
     assert [line["step"] for line in _lines(RunFiles(root).validation)] == [0]
@@ -300,24 +266,6 @@ def test_validation_does_not_change_training(tmp_path: Path) -> None:
             root = tmp_path / f"{way} {name}"
             assert [line["step"] for line in _lines(RunFiles(root).validation)] == numbers[name]
             assert _losses(root) == losses, way
-
-
-def test_validating_twice_gives_the_same_loss(tmp_path: Path) -> None:
-    """With a learning rate below any rounding the model stays, and so must its validation loss."""
-    root = tmp_path / "run"
-    _run(
-        root, *LAYOUTS["dp2"], "optimizer=adamw", "optimizer.lr=1e-9", "optimizer.min_lr=0", "train.eval_interval=2"
-    )  # fmt: skip
-    losses = [line["loss"] for line in _lines(RunFiles(root).validation)]
-    assert len(losses) == 3
-    assert len(set(losses)) == 1
-
-
-def test_metrics_count_the_tokens_of_the_whole_job(tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    _run(root, *LAYOUTS["dp2"])
-    lines = _lines(RunFiles(root).metrics)
-    # 4 samples of 64 tokens a step.
-    assert [line["tokens"] for line in lines] == [256 * step for step in range(1, STEPS + 1)]
-    for line in lines:
-        assert line["tokens_per_s"] * line["step_s"] == pytest.approx(256)
+            for line in _lines(RunFiles(root).metrics):  # 4 samples of 64 tokens a step, of the whole job
+                assert line["tokens"] == 256 * line["step"]
+                assert line["tokens_per_s"] * line["step_s"] == pytest.approx(256)

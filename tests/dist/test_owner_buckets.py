@@ -11,12 +11,10 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.utils import get_model_config
 
 from canzona_cli.config.schema import Layout, Reduction, RunConfig
-from canzona_cli.megatron import instrument
 from canzona_cli.megatron.matrix_buffers import PlanMismatch, global_parameters, named_matrix_parameters
 from canzona_cli.megatron.optimizer import build_adamw
 from canzona_cli.megatron.owner_bucket_group import OwnerBucketGroup, adamw_groups, matrix_groups
 from canzona_cli.megatron.parallel import World
-from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import GATHERED_AHEAD, handovers
 from canzona_cli.training.assemble import assemble as assemble_trainee
@@ -37,12 +35,6 @@ from tests.dist.owner_support import (
 from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import fill_gradients, noise
 
-COMBINATIONS: list[tuple[str, Reduction]] = [
-    ("owner", "reduce"),
-    ("owner", "ring"),
-    ("contiguous", "reduce"),
-    ("contiguous", "ring"),
-]
 WAYS: list[Reduction] = ["reduce", "ring"]
 BF16 = ("train.precision=bf16", "train.grad_reduce_dtype=bf16")
 
@@ -121,37 +113,23 @@ def _two_steps(config: RunConfig, world: World, plan: Plan, roundings: int | Non
     return len(matrix_groups([ddp]))
 
 
-COMBINED = {
-    (buffers, reduction, overlap): Case(
-        settings=("gpus=2", f"engine.layout={buffers}", f"parallel.overlap_grad_reduce={overlap}".lower()),
-        reduction=reduction,
-    )
-    for buffers, reduction in COMBINATIONS
-    for overlap in (True, False)
+CASES: dict[str, Case] = {
+    "owner, reduce": Case(settings=("gpus=2", "engine.layout=owner"), reduction="reduce"),
+    "contiguous, ring": Case(settings=("gpus=2", "engine.layout=contiguous"), reduction="ring"),
+    "not overlapped": Case(settings=("gpus=2", "parallel.overlap_grad_reduce=false"), reduction="ring"),
+    **{
+        f"owners not in the order of ranks, {way}": Case(
+            settings=("gpus=2", "engine.layout=contiguous"), reduction=way, alternating=True
+        )
+        for way in WAYS
+    },
+    # gloo adds bf16, too: three additions of four numbers.
+    **{f"four, {way} in bf16": Case(settings=("gpus=4", *BF16), reduction=way, roundings=3) for way in WAYS},
+    "one owner": Case(settings=("gpus=2", "parallel.tp=2"), reduction="reduce"),
+    "heads": Case(settings=("gpus=4", "parallel.tp=2", "engine.splitting=per_head"), reduction="ring"),
+    "a tied embedding on two stages": Case(settings=("gpus=4", "parallel.pp=2"), reduction="reduce"),
+    "untied": Case(settings=("gpus=4", "parallel.pp=2", "model.tied_embeddings=false"), reduction="ring"),
 }
-IN_BF16 = {
-    (buffers, reduction): Case(settings=("gpus=2", f"engine.layout={buffers}", *BF16), reduction=reduction)
-    for buffers, reduction in [("owner", way) for way in WAYS]
-}
-ALTERNATING = {
-    way: Case(settings=("gpus=2", "engine.layout=contiguous"), reduction=way, alternating=True) for way in WAYS
-}
-OF_FOUR = {
-    f"{way} {name}": Case(settings=("gpus=4", *precision), reduction=way, roundings=3)
-    for name, precision in (("fp32", ()), ("bf16", BF16))
-    for way in WAYS
-}
-MESHES: dict[tuple[str, ...], list[Reduction]] = {
-    ("gpus=4", "parallel.tp=2"): ["ring"],
-    ("gpus=2", "parallel.tp=2"): ["reduce"],
-    ("gpus=4", "parallel.tp=2", "engine.splitting=per_head"): ["ring"],
-    ("gpus=4", "parallel.pp=2"): ["reduce"],
-    ("gpus=4", "parallel.pp=2", "model.tied_embeddings=false"): ["ring"],
-    ("gpus=1",): ["ring"],
-}
-"""And the ways that are not left to the sweep."""
-NOT_OVERLAPPED = [("owner", "reduce"), ("owner", "ring")]
-"""Those that are not left to the sweep where nothing is under way during the backward pass."""
 
 
 def _each[T](cases: Sequence[Case], work: Callable[[Case, RunConfig, World, Plan], T]) -> list[list[T]]:
@@ -169,65 +147,19 @@ def _run(cases: Sequence[Case]) -> list[list[int]]:
     return _each(cases, lambda one, config, world, plan: _two_steps(config, world, plan, one.roundings))
 
 
-BUCKETS = Runs(
-    [
-        *(one for (*how, overlap), one in COMBINED.items() if overlap or (*how,) in NOT_OVERLAPPED),
-        *(*IN_BF16.values(), *ALTERNATING.values(), *OF_FOUR.values()),
-        *(Case(settings=mesh, reduction=way) for mesh, ways in MESHES.items() for way in ways),
-    ],
-    lambda one: ranks_of(one.settings),
-    _run,
-)
+BUCKETS = Runs(CASES.values(), lambda one: ranks_of(one.settings), _run)
 """How many buckets of matrices each rank had, nothing being wrong with their sums."""
 
 
-@pytest.mark.parametrize(
-    ("buffers", "reduction", "overlap"),
-    [
-        pytest.param(*each, marks=[] if each[2] or each[:2] in NOT_OVERLAPPED else pytest.mark.sweep)
-        for each in COMBINED
-    ],
-)
-def test_owners_get_the_sums_of_a_plain_all_reduce(buffers: str, reduction: Reduction, overlap: bool) -> None:
-    """Bitwise: two numbers have one sum, and the scale is a power of two."""
-    one = COMBINED[buffers, reduction, overlap]
-    _, layout, plan = _made(one)
-    assert layout.num_microbatches == 2
-    assert BUCKETS[one] == [len(plan.buckets)] * 2
-    assert len(plan.buckets) > 2 or not overlap
-
-
-@pytest.mark.parametrize(("buffers", "reduction"), IN_BF16)
-def test_bf16_gradients_are_reduced_without_a_detour(buffers: str, reduction: Reduction) -> None:
-    """gloo adds bf16, too; the sum of two numbers, rounded once, is again the same whoever computes it."""
-    assert min(BUCKETS[IN_BF16[buffers, reduction]]) > 0
-
-
-@pytest.mark.parametrize("name", OF_FOUR)
-def test_four_owners_get_sums_within_the_rounding_of_three_additions(name: str) -> None:
-    assert min(BUCKETS[OF_FOUR[name]]) > 0
-
-
-@pytest.mark.parametrize("reduction", WAYS)
-def test_owners_whose_ranges_are_not_in_the_order_of_ranks(reduction: Reduction) -> None:
-    """Several ranges of one owner in a bucket, neighbours of other owners': they are packed to be exchanged."""
-    _, _, plan = _made(ALTERNATING[reduction])
-    assert [part.owner for part in plan.buckets[1].ranges] == [1, 0, 1]
-    assert len(handovers(plan.buckets[1], 2)) == 2, "one rank's part is not in the order of owners"
-    assert min(BUCKETS[ALTERNATING[reduction]]) > 0
-
-
-@pytest.mark.parametrize(
-    ("mesh", "reduction"),
-    [
-        pytest.param(mesh, way, marks=[] if way in often else pytest.mark.sweep, id=f"{way} {' '.join(mesh)}")
-        for mesh, often in MESHES.items()
-        for way in WAYS
-    ],
-)
-def test_every_mesh(mesh: tuple[str, ...], reduction: Reduction) -> None:
-    """Also with one owner, where nothing travels, and with a tied embedding on two stages."""
-    assert min(BUCKETS[Case(settings=mesh, reduction=reduction)]) > 0
+@pytest.mark.parametrize("name", CASES)
+def test_owners_get_the_sums_of_a_plain_all_reduce(name: str) -> None:
+    """Of two ranks bitwise, as two numbers have one sum and the scale is a power of two; of four within the rounding of
+    three additions."""
+    _, _, plan = _made(CASES[name])
+    assert min(BUCKETS[CASES[name]]) > 0
+    if CASES[name].alternating:
+        assert [part.owner for part in plan.buckets[1].ranges] == [1, 0, 1]
+        assert len(handovers(plan.buckets[1], 2)) == 2, "one rank's part is not in the order of owners"
 
 
 def test_owners_are_numbered_over_data_and_context_parallel_ranks() -> None:
@@ -381,34 +313,6 @@ def test_an_all_reduce_can_be_forced() -> None:
     _each([Case(settings=("gpus=2", overlap), reduction=way) for overlap in overlaps for way in WAYS], work)
 
 
-def test_phase_timers_see_what_is_under_way() -> None:
-    def work(one: Case, config: RunConfig, world: World, plan: Plan) -> list[dict[str, float]]:
-        ddp, timer = wrap(config, world, plan), PhaseTimer(torch.device("cpu"))
-        instrument.attach([ddp], None, timer)
-        for step in range(2):
-            timer.begin_step()
-            iterate(ddp, config, world, seed=step)
-            for other in adamw_groups([ddp]):
-                other.start_param_sync()
-            timer.end_step()
-        return [timing.phases for timing in timer.timings()]
-
-    for ranks in _each([Case(settings=("gpus=2",), reduction=way) for way in WAYS], work):
-        for steps in ranks:
-            for phases in steps:
-                assert phases["grad_reduce_total"] > 0
-                assert phases["grad_reduce"] > 0
-            assert steps[1]["param_gather_total"] > 0
-
-
-def _same(plan: Plan) -> Plan:
-    return plan
-
-
-def _without_last_layer(plan: Plan) -> Plan:
-    return replace(plan, matrices=plan.matrices[: len(plan.matrices) // 2])
-
-
 def _first_range(plan: Plan, **changes: object) -> Plan:
     first, *others = plan.buckets
     changed = first.ranges[0]._replace(**changes)  # type: ignore[arg-type]
@@ -444,48 +348,33 @@ def _more_ranks(plan: Plan) -> Plan:
     return replace(plan, subject=replace(plan.subject, layout=replace(plan.subject.layout, dp=4)))
 
 
-MISMATCHES: list[tuple[Callable[[Plan], Plan], tuple[str, ...], str, str]] = [
-    (_same, ("model.num_layers=1",), "decoder.layers.1.self_attention.linear_proj.weight", "no such trainable"),
-    (_without_last_layer, (), "decoder.layers.1.self_attention.linear_proj.weight", "planned nothing"),
-    (
-        _same,
-        ("model.ffn_hidden_size=96",),
-        "decoder.layers.0.mlp.linear_fc1.weight",
-        "planned (384, 64), found (192, 64)",
-    ),
-    (_shorter, (), "", "on owner"),
-    (_other_owner, (), "", "on owner"),
-    (_overlapping, (), "bucket 0 of stage 0", "planned ordered ranges"),
-    (_bucket_lost, (), "decoder.layers.0.self_attention.linear_proj.weight", "in 0 buckets"),
-    (_larger_bucket, (), "bucket 0 of stage 0", "elements without padding"),
-    (_buckets_swapped, (), "", "registered next to bucket"),
-    (_more_ranks, (), "parallel", "dp=4"),
+MISMATCHES: list[tuple[Callable[[Plan], Plan], str, str]] = [
+    (_shorter, "", "on owner"),
+    (_other_owner, "", "on owner"),
+    (_overlapping, "bucket 0 of stage 0", "planned ordered ranges"),
+    (_bucket_lost, "decoder.layers.0.self_attention.linear_proj.weight", "in 0 buckets"),
+    (_larger_bucket, "bucket 0 of stage 0", "elements without padding"),
+    (_buckets_swapped, "", "registered next to bucket"),
+    (_more_ranks, "parallel", "dp=4"),
 ]
 
 
-@cache
-def _refusals() -> list[list[tuple[str, str]]]:
-    """Of each mismatch and rank, the first difference that it finds between its model and the plan as changed: its
-    key, the whole of it."""
-    plan = planned(*case("gpus=2"))
+def test_a_plan_for_something_else_is_refused() -> None:
+    """By every rank, with the first difference between its model and the plan as changed."""
+    made = case("gpus=2")
+    plan = planned(*made)
 
     def work(number: int, world: World) -> tuple[str, str]:
-        change, overrides, _, _ = MISMATCHES[number]
+        change, _, _ = MISMATCHES[number]
         with pytest.raises(PlanMismatch) as raised:
-            wrap(case("gpus=2", *overrides)[0], world, change(plan))
+            wrap(made[0], world, change(plan))
         return raised.value.key, str(raised.value)
 
-    cases = {number: case("gpus=2", *overrides) for number, (_, overrides, _, _) in enumerate(MISMATCHES)}
-    return [*on_ranks(cases, work).values()]
-
-
-@pytest.mark.parametrize("number", range(len(MISMATCHES)), ids=[f"{one[0].__name__} {one[3]}" for one in MISMATCHES])
-def test_a_plan_for_something_else_is_refused(number: int) -> None:
-    _, _, key, said = MISMATCHES[number]
-    (found, message), second = _refusals()[number]
-    assert second == (found, message)
-    assert found == key or not key
-    assert said in message
+    for number, (first, second) in on_ranks(dict.fromkeys(range(len(MISMATCHES)), made), work).items():
+        change, key, said = MISMATCHES[number]
+        assert first == second
+        assert first[0] == key or not key, change.__name__
+        assert said in first[1]
 
 
 def _adamw_step(config: RunConfig, world: World, plan: Plan) -> list[int]:

@@ -81,8 +81,7 @@ def _run_ours(*overrides: str) -> tuple[list[Output], Weights, torch.Tensor, tor
     return outputs, weights, torch.from_numpy(logits), torch.from_numpy(losses)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("tied", "tp"), [(False, 1), (True, 4)], ids=["untied", "tied"])
 def test_logits_and_losses_are_those_of_hugging_face(tied: bool, tp: int) -> None:
     outputs, weights, logits, losses = _run_ours(
         f"gpus={tp}", f"parallel.tp={tp}", f"model.tied_embeddings={str(tied).lower()}"
@@ -96,9 +95,9 @@ def test_logits_and_losses_are_those_of_hugging_face(tied: bool, tp: int) -> Non
         assert np.abs(output.losses - losses.numpy()).max() <= RELATIVE * losses.abs().max()
 
 
-@pytest.mark.parametrize("queries_per_group", [1, 2, 8], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("queries_per_group", [1, 8], ids=["mha", "mqa"])
 def test_every_kind_of_head_grouping(queries_per_group: int) -> None:
-    """As many key/value heads as queries, half as many, one for all."""
+    """As many key/value heads as queries, and one for all; half as many is what all other tests have."""
     outputs, weights, logits, _ = _run_ours(
         "gpus=1", "model.num_attention_heads=8", f"model.num_query_groups={8 // queries_per_group}"
     )

@@ -223,11 +223,3 @@ def test_a_step_of_256_ranks_is_the_plans(case: Case) -> None:
         for rank, events in found.items():
             assert [*gathered_beside_others(events)] == beside_others(cut[rank // layout.tp])
     assert case[0] != "many micro-groups" or len(one_owners[0]) >= 4
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("override", ["engine.strategy=sc", "engine.strategy=layerwise", "optimizer=adamw"])
-def test_megatrons_own_collectives_are_the_same_on_all_members(override: str) -> None:
-    config, layout = resolve("model.num_layers=4", override)
-    [found] = recorded([(config, layout)], ranks_of_both_groups(layout, 4))
-    assert_members_agree(found)

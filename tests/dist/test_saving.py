@@ -3,9 +3,8 @@
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,19 +14,19 @@ from canzona_cli.checkpoint.manifest import Shard, hidden_name
 from canzona_cli.checkpoint.restore import restore, verify_together
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import read_manifest, verify
-from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import ExitCode, SaveFailed
 from canzona_cli.megatron.model import Trainee
+from canzona_cli.megatron.parallel import World
 from canzona_cli.run.files import RunFiles
 from canzona_cli.training import saving
+from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import Datasets, HeldOut
 from canzona_cli.training.loop import Start, Training
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.saving import Saver
 from tests.dist import jobs
-from tests.dist.jobs import SMALL, build
-from tests.dist.ranks import run_ranks
-from tests.dist.samples import RandomTokens
+from tests.dist.jobs import SMALL, on_ranks, planned
+from tests.dist.samples import RandomTokens, samples_of
 
 STEPS = 6
 FIXED = (
@@ -38,8 +37,10 @@ FIXED = (
     "train.eval_interval=2",
     "train.eval_batches=1",
 )
-BY_STEPS = ("checkpoint.every_steps=2", "checkpoint.every_minutes=null")
 DP2 = ("parallel.tp=1", "optimizer=adamw")
+TP2 = ("parallel.tp=2", "optimizer=muon", "engine.strategy=canzona", "checkpoint.every_minutes=null")
+BY_STEPS = (*DP2, "checkpoint.every_minutes=null")
+BY_TIME = (*DP2, "checkpoint.every_minutes=1", "checkpoint.at_end=false")
 PATIENCE_S = 60.0
 """Before a test gives up; on a machine that is very busy too, nothing takes as long."""
 TEXTS = {"config.yaml": "name: test\n"}
@@ -56,6 +57,29 @@ class Ending:
     checkpoint: str | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """A rank of a run, for what happens to it."""
+
+    number: int
+    files: RunFiles
+    saver: Saver
+    asked: threading.Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that trains with a saver, from the beginning or from another run's checkpoint of step 3."""
+
+    settings: tuple[str, ...]
+    start: str | None = None
+    prepare: Callable[[Rank], None] = lambda rank: None
+    on_step: Callable[[Rank, int], None] = lambda rank, step: None
+    """Called with the step that the rank begins."""
+    clock: Callable[[int, int], float] | None = None
+    """Seconds by rank and step begun, in place of the time of day."""
+
+
 class Samples(RandomTokens):
     """Calls back with each step whose first sample is read, as the training loop goes on."""
 
@@ -67,69 +91,64 @@ class Samples(RandomTokens):
         return super().__getitem__(index)  # type: ignore[return-value]
 
 
-def run(
-    root: Path,
-    *overrides: str,
-    start: Path | None = None,
-    prepare: Callable[[int, Saver], None] = lambda rank, saver: None,
-    on_step: Callable[[int, int, RunFiles, threading.Event], None] = lambda rank, step, files, asked: None,
-    clock: Callable[[int, int], float] | None = None,
-) -> list[Ending]:
-    """Train with a saver, from the beginning or from a checkpoint.
+def train(folder: Path, runs: Mapping[str, Run]) -> dict[str, list[Ending]]:
+    """How each run ended on every rank: one after another on the same ranks, each in a directory of its name."""
+    made = {name: jobs.resolve(*FIXED, *run.settings) for name, run in runs.items()}
+    plans = {name: planned(*case) for name, case in made.items()}
+    for name in runs:
+        (folder / name).mkdir(exist_ok=True)
 
-    Args:
-        on_step: called with the rank and the step it begins.
-        clock: seconds by rank and step begun, in place of the time of day.
-    """
-    config, layout = jobs.resolve(*FIXED, *overrides)
-    root.mkdir(exist_ok=True)
-    return run_ranks(layout.world_size, partial(_rank, root, config, layout, start, prepare, on_step, clock))
+    def work(name: str, world: World) -> Ending:
+        trainee = assemble(made[name][0], world, plans[name])
+        setattr(saving, "write_part", commit.write_part)  # noqa: B010  # whatever the run before has made of it
+        return _end(trainee, RunFiles(folder / name), runs[name], folder)
+
+    return on_ranks(made, work)
 
 
-def _rank(
-    root: Path,
-    config: RunConfig,
-    layout: Layout,
-    start: Path | None,
-    prepare: Callable[[int, Saver], None],
-    on_step: Callable[[int, int, RunFiles, threading.Event], None],
-    clock: Callable[[int, int], float] | None,
-) -> Ending:
-    files, trainee, asked, begun = RunFiles(root), build(config, layout), threading.Event(), [0]
+def _end(trainee: Trainee, files: RunFiles, run: Run, folder: Path) -> Ending:
+    config, layout, number = trainee.config, trainee.world.layout, trainee.world.rank
     files.ranks.mkdir(exist_ok=True)
-    rank = trainee.world.rank
-    journal, record = Journal(files, writes=rank == 0), RankRecord(files, rank)
-    sizes = {"seq_length": config.train.seq_length, "vocab_size": config.model.vocab_size}
-    samples = Samples(samples=STEPS * layout.global_batch_size, **sizes)
+    asked, begun = threading.Event(), [0]
+    journal, record = Journal(files, writes=number == 0), RankRecord(files, number)
+    samples = Samples(
+        samples=STEPS * layout.global_batch_size,
+        seq_length=config.train.seq_length,
+        vocab_size=config.model.vocab_size,
+    )
     samples.batch = layout.global_batch_size
+    record.preempted = asked
+    held_out = HeldOut(name="random", share=1.0, samples=samples_of(config, layout.global_batch_size))
+    clock = run.clock
+    now = time.monotonic if clock is None else lambda: clock(number, begun[0])
+    saver = Saver(trainee, files, journal, texts=TEXTS, clock=now)
+    rank = Rank(number=number, files=files, saver=saver, asked=asked)
 
     def tell(step: int) -> None:
         if step > begun[0]:
             begun[0] = step
-            on_step(rank, step, files, asked)
+            run.on_step(rank, step)
 
     samples.tell = tell
-    record.preempted = asked
-    held_out = HeldOut(name="random", share=1.0, samples=RandomTokens(samples=layout.global_batch_size, **sizes))
-    datasets = Datasets(train=samples, validation=(held_out,))
-    now = time.monotonic if clock is None else lambda: clock(rank, begun[0])
-    saver = Saver(trainee, files, journal, texts=TEXTS, clock=now)
-    prepare(rank, saver)
+    run.prepare(rank)
     try:
-        began = _start(trainee, start)
-        how: str = Training(trainee, datasets, files, journal, record, start=began, saver=saver).run()
+        start = Start() if run.start is None else _start(trainee, checkpoint(folder / run.start, 3))
+        datasets = Datasets(train=samples, validation=(held_out,))
+        how: str = Training(trainee, datasets, files, journal, record, start=start, saver=saver).run()
         code = 0
     except SaveFailed as error:
         how, code = str(error), int(error.exit_code)
     return Ending(how=how, code=code, step=record.step, checkpoint=record.checkpoint)
 
 
-def _start(trainee: Trainee, start: Path | None) -> Start:
-    if start is None:
-        return Start()
-    manifest = verify_together(trainee.world, start)
-    restore(trainee, start, manifest)
+def _start(trainee: Trainee, folder: Path) -> Start:
+    manifest = verify_together(trainee.world, folder)
+    restore(trainee, folder, manifest)
     return Start(progress=manifest.progress, validate=False)
+
+
+def checkpoint(root: Path, step: int) -> Path:
+    return RunFiles(root).checkpoints / f"step-{step:08d}"
 
 
 def names(root: Path) -> list[str]:
@@ -146,11 +165,10 @@ def events(root: Path, kind: str) -> list[dict[str, object]]:
 
 def hold_writes(ready: Callable[[Path], object]) -> None:
     """Have this rank write its part of a checkpoint once `ready` returns, for the folder it writes into."""
-    genuine = commit.write_part
 
     def write_part(partial: Path, rank: int, shard: Shard) -> None:
         ready(partial)
-        genuine(partial, rank, shard)
+        commit.write_part(partial, rank, shard)
 
     setattr(saving, "write_part", write_part)  # noqa: B010  # of this rank
 
@@ -161,34 +179,30 @@ def step_of(partial: Path) -> int:
     return int(hidden[0].removeprefix("step-"))
 
 
-def wait_until_said(root: Path, times: int) -> None:
-    """Return once it has been said so often that a save waits for the one before."""
+def wait_until_told(files: RunFiles, times: int) -> None:
+    """Return once it has been told so often that a save waits for the one before."""
     deadline = time.monotonic() + PATIENCE_S
-    while times and (not RunFiles(root).events.exists() or len(events(root, "save_waits")) < times):
+    while times and (not files.events.exists() or len(events(files.root, "save_waits")) < times):
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-WAYS = {"adamw-dp2": DP2, "muon-tp2": ("parallel.tp=2", "optimizer=muon", "engine.strategy=canzona")}
+def stop_at_3(rank: Rank, step: int) -> None:
+    if step == 3 and rank.number == 0:
+        rank.files.request_stop("preempted")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_stopping_and_going_on_changes_nothing(tmp_path: Path, way: str) -> None:
+def test_stopping_and_going_on_changes_nothing(tmp_path: Path) -> None:
     """The same losses, rates, norms and validations, bit by bit, and at the end the same bytes on the disk."""
-    setup = (*WAYS[way], "checkpoint.every_minutes=null")
-
-    def stop(rank: int, step: int, files: RunFiles, _: threading.Event) -> None:
-        if step == 3 and rank == 0:
-            files.request_stop("preempted")
-
     straight, halves = tmp_path / "straight", tmp_path / "halves"
-    assert run(straight, *setup) == [Ending(how="done", code=0, step=STEPS, checkpoint="step-00000006")] * 2
-    stopped = Ending(how="preempted", code=0, step=3, checkpoint="step-00000003")
-    assert run(halves, *setup, on_step=stop) == [stopped] * 2
-    checkpoint = RunFiles(halves).checkpoints / "step-00000003"
-    assert verify(checkpoint)[1] == []
+    ended = train(tmp_path, {"straight": Run(settings=TP2), "halves": Run(settings=TP2, on_step=stop_at_3)})
+    assert ended["straight"] == [Ending(how="done", code=0, step=STEPS, checkpoint="step-00000006")] * 2
+    assert ended["halves"] == [Ending(how="preempted", code=0, step=3, checkpoint="step-00000003")] * 2
+    assert verify(checkpoint(halves, 3))[1] == []
     RunFiles(halves).stop.unlink()
-    assert {ending.how for ending in run(halves, *setup, start=checkpoint)} == {"done"}
+    assert {ending.how for ending in train(tmp_path, {"halves": Run(settings=TP2, start="halves")})["halves"]} == {
+        "done"
+    }
 
     def curve(root: Path) -> list[list[object]]:
         wanted = ("step", "loss", "lr", "grad_norm", "tokens", "skipped", "fallbacks")
@@ -199,147 +213,167 @@ def test_stopping_and_going_on_changes_nothing(tmp_path: Path, way: str) -> None
     validations = [[(v["step"], v["loss"]) for v in lines(RunFiles(root).validation)] for root in (straight, halves)]
     assert [step for step, _ in validations[0]] == [0, 2, 4, 6]
     assert validations[0] == validations[1]
-    ends = [read_manifest(RunFiles(root).checkpoints / "step-00000006") for root in (straight, halves)]
+    ends = [read_manifest(checkpoint(root, 6)) for root in (straight, halves)]
     assert ends[0].progress == ends[1].progress
     assert ends[0].tensors == ends[1].tensors
     assert ends[0].scalars == ends[1].scalars
     assert ends[0].files == ends[1].files, "the hashes of the shards"
 
 
-def test_checkpoints_come_by_steps_and_old_ones_go(tmp_path: Path) -> None:
-    run(tmp_path / "run", *DP2, *BY_STEPS, "checkpoint.keep=1", "checkpoint.keep_every=4")
-    assert names(tmp_path / "run") == ["step-00000004", "step-00000006"]
-    told = events(tmp_path / "run", "checkpoint")
+BEGUN = threading.Event()
+"""Of a rank: step 5 of the run whose saves are put off has begun."""
+
+
+def settle_at_5(rank: Rank, step: int) -> None:
+    if step == 5:
+        BEGUN.set()
+        rank.saver.settle()
+
+
+def hold_rank_0(rank: Rank) -> None:
+    BEGUN.clear()
+    hold_writes(lambda _: rank.number == 1 or BEGUN.wait(PATIENCE_S))
+
+
+def fail_the_second(rank: Rank) -> None:
+    """Of rank 1's writes."""
+    calls: list[Path] = []
+
+    def spoil(partial: Path) -> None:
+        calls.append(partial)
+        if rank.number == 1 and len(calls) == 2:
+            (partial / f"rank-{rank.number:05d}.safetensors").mkdir()  # cannot be written, for root neither
+
+    hold_writes(spoil)
+
+
+def ask_rank_1(rank: Rank, step: int) -> None:
+    if rank.number == 1 and step == 2:
+        rank.asked.set()
+
+
+def minutes_at(*steps: int) -> Callable[[int, int], float]:
+    """A minute passes at the end of each of these steps."""
+    return lambda _, begun: 61.0 * sum(begun >= step for step in steps)
+
+
+IN_THE_WAY = {"lost on the way": "false", "lost at the end": "true"}
+RUNS = {
+    "by steps": Run(settings=(*BY_STEPS, "checkpoint.every_steps=2", "checkpoint.keep=1", "checkpoint.keep_every=4")),
+    # On rank 1 a minute always has passed.
+    "by the clock": Run(
+        settings=BY_TIME,
+        on_step=settle_at_5,
+        clock=lambda rank, step: 1e6 * step if rank else minutes_at(3, 5)(rank, step),
+    ),
+    "put off": Run(
+        settings=BY_TIME,
+        prepare=hold_rank_0,
+        on_step=settle_at_5,
+        clock=minutes_at(2, 4),
+    ),
+    "due at the last step": Run(
+        settings=BY_TIME,
+        prepare=lambda rank: hold_writes(lambda partial: wait_until_told(rank.files, step_of(partial) < STEPS)),
+        clock=minutes_at(2, STEPS),
+    ),
+    "failed": Run(settings=(*BY_STEPS, "checkpoint.every_steps=2"), prepare=fail_the_second),
+    "signal": Run(settings=DP2, on_step=ask_rank_1),
+    "quick": Run(settings=(*DP2, "checkpoint.every_steps=1")),
+    "slow": Run(
+        settings=(*DP2, "checkpoint.every_steps=1"),
+        prepare=lambda rank: hold_writes(lambda partial: wait_until_told(rank.files, step_of(partial) % STEPS)),
+    ),
+    **{
+        name: Run(settings=(*BY_STEPS, "checkpoint.every_steps=4", f"checkpoint.at_end={at_end}"))
+        for name, at_end in IN_THE_WAY.items()
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for name in IN_THE_WAY:
+        (folder / name).mkdir()
+        RunFiles(folder / name).checkpoints.write_text("in the way")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> dict[str, list[Ending]]:
+    return train(folder, RUNS)
+
+
+def test_checkpoints_come_by_steps_and_old_ones_go(ended: dict[str, list[Ending]], folder: Path) -> None:
+    root = folder / "by steps"
+    assert names(root) == ["step-00000004", "step-00000006"]
+    told = events(root, "checkpoint")
     assert [event["step"] for event in told] == [2, 4, 6]
     for event in told:
         assert event["path"] == f"checkpoints/step-{event['step']:08d}"
         assert event["seconds"] > 0  # type: ignore[operator]
-    last = tmp_path / "run" / str(told[-1]["path"])
+    last = root / str(told[-1]["path"])
     assert told[-1]["bytes"] == sum(file.stat().st_size for file in last.iterdir())
     assert (last / "config.yaml").read_text() == TEXTS["config.yaml"]
 
 
-def test_checkpoints_come_by_rank_0s_clock_alone(tmp_path: Path) -> None:
-    """A minute has passed at the end of step 3, and another at the end of step 5; on rank 1 it always has."""
-    savers: list[Saver] = []
-
-    def clock(rank: int, step: int) -> float:
-        return 1e6 * step if rank else 61.0 * (step >= 3) + 61.0 * (step >= 5)
-
-    def settle(rank: int, step: int, _: RunFiles, __: threading.Event) -> None:
-        if step == 5:
-            savers[0].settle()
-
-    settings = ("checkpoint.every_minutes=1", "checkpoint.at_end=false")
-    run(tmp_path, *DP2, *settings, prepare=lambda _, saver: savers.append(saver), on_step=settle, clock=clock)
-    assert names(tmp_path) == ["step-00000003", "step-00000005"]
-    assert events(tmp_path, "save_waits") == []
+def test_checkpoints_come_by_rank_0s_clock_alone(ended: dict[str, list[Ending]], folder: Path) -> None:
+    assert names(folder / "by the clock") == ["step-00000003", "step-00000005"]
+    assert events(folder / "by the clock", "save_waits") == []
 
 
-def test_a_save_due_by_time_is_put_off_until_the_one_before_is_written(tmp_path: Path) -> None:
+def test_a_save_due_by_time_is_put_off_until_the_one_before_is_written(
+    ended: dict[str, list[Ending]], folder: Path
+) -> None:
     """Due at the ends of steps 2 and 4, while the first is written until step 5 begins."""
-    savers: list[Saver] = []
-    begun = threading.Event()
-
-    def prepare(rank: int, saver: Saver) -> None:
-        savers.append(saver)
-        hold_writes(lambda _: rank == 1 or begun.wait(PATIENCE_S))
-
-    def release(rank: int, step: int, _: RunFiles, __: threading.Event) -> None:
-        if step == 5:
-            begun.set()
-            savers[0].settle()
-
-    def clock(_: int, step: int) -> float:
-        return 61.0 * (step >= 2) + 61.0 * (step >= 4)
-
-    settings = ("checkpoint.every_minutes=1", "checkpoint.at_end=false")
-    run(tmp_path, *DP2, *settings, prepare=prepare, on_step=release, clock=clock)
-    assert names(tmp_path) == ["step-00000002", "step-00000005"]
-    [said] = events(tmp_path, "save_waits")
-    assert said["step"] == 4
-    assert said["detail"] == "the checkpoint due after step 4 waits until that of step 2 is on the disk"
+    assert names(folder / "put off") == ["step-00000002", "step-00000005"]
+    [told] = events(folder / "put off", "save_waits")
+    assert told["step"] == 4
+    assert told["detail"] == "the checkpoint due after step 4 waits until that of step 2 is on the disk"
 
 
-def test_a_save_due_by_time_at_the_last_step_is_not_put_off(tmp_path: Path) -> None:
-    """The one before is written only once it is said that training waits for it."""
-
-    def clock(_: int, step: int) -> float:
-        return 61.0 * (step >= 2) + 61.0 * (step >= STEPS)
-
-    def prepare(_: int, __: Saver) -> None:
-        hold_writes(lambda partial: wait_until_said(tmp_path, step_of(partial) < STEPS))
-
-    run(tmp_path, *DP2, "checkpoint.every_minutes=1", "checkpoint.at_end=false", prepare=prepare, clock=clock)
-    assert names(tmp_path) == ["step-00000002", f"step-{STEPS:08d}"]
+def test_a_save_due_by_time_at_the_last_step_is_not_put_off(ended: dict[str, list[Ending]], folder: Path) -> None:
+    """The one before is written only once it is told that training waits for it."""
+    assert names(folder / "due at the last step") == ["step-00000002", f"step-{STEPS:08d}"]
 
 
-def test_a_save_that_fails_costs_that_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+def test_a_save_that_fails_costs_that_checkpoint_and_nothing_else(ended: dict[str, list[Ending]], folder: Path) -> None:
     """Of rank 1, the second of three."""
-
-    def prepare(own: int, _: Saver) -> None:
-        genuine, calls = commit.write_part, []
-
-        def write_part(partial: Path, rank: int, shard: Shard) -> None:
-            calls.append(partial)
-            if own == 1 and len(calls) == 2:
-                (partial / f"rank-{rank:05d}.safetensors").mkdir()  # cannot be written, for root neither
-            genuine(partial, rank, shard)
-
-        setattr(saving, "write_part", write_part)  # noqa: B010  # of this rank
-
-    endings = run(tmp_path / "run", *DP2, *BY_STEPS, prepare=prepare)
-    assert {ending.how for ending in endings} == {"done"}
-    assert names(tmp_path / "run") == ["step-00000002", "step-00000006"]
-    [failure] = events(tmp_path / "run", "save_failed")
+    root = folder / "failed"
+    assert {ending.how for ending in ended["failed"]} == {"done"}
+    assert names(root) == ["step-00000002", "step-00000006"]
+    [failure] = events(root, "save_failed")
     assert (failure["step"], failure["level"]) == (4, "warning")
     for words in ("step 4 was not saved", "rank 1", "the last checkpoint is step-00000002"):
         assert words in str(failure["detail"])
-    assert not [path for path in RunFiles(tmp_path / "run").checkpoints.iterdir() if path.name.startswith(".")]
+    assert not [path for path in RunFiles(root).checkpoints.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("at_end", [True, False])
-def test_only_the_save_a_run_ends_with_decides_how_it_ends(tmp_path: Path, at_end: bool) -> None:
-    """Nothing can be saved where a file is in the way: all steps are made, and what is lost is said on every rank."""
-    root = tmp_path / "run"
-    root.mkdir()
-    RunFiles(root).checkpoints.write_text("in the way")
-    settings = ("checkpoint.every_steps=4", "checkpoint.every_minutes=null", f"checkpoint.at_end={str(at_end).lower()}")
-    endings = run(root, *DP2, *settings)
-    assert [ending.step for ending in endings] == [STEPS] * 2
-    assert [line["step"] for line in lines(RunFiles(root).metrics)] == list(range(1, STEPS + 1))
-    assert [event["step"] for event in events(root, "save_failed")] == ([4, 6] if at_end else [4])
-    for ending in endings:
-        if at_end:
-            assert ending.code == ExitCode.ENVIRONMENT
-            assert "the run ended at step 6 without being saved" in ending.how
-            assert "there is no checkpoint yet" in ending.how
-        else:
-            assert ending.how == "done"
+def test_only_the_save_a_run_ends_with_decides_how_it_ends(ended: dict[str, list[Ending]], folder: Path) -> None:
+    """Nothing can be saved where a file is in the way: all steps are made, and what is lost is told on every rank."""
+    for name, steps in (("lost on the way", [4]), ("lost at the end", [4, 6])):
+        assert [ending.step for ending in ended[name]] == [STEPS] * 2
+        assert [line["step"] for line in lines(RunFiles(folder / name).metrics)] == list(range(1, STEPS + 1))
+        assert [event["step"] for event in events(folder / name, "save_failed")] == steps
+    assert {ending.how for ending in ended["lost on the way"]} == {"done"}
+    for ending in ended["lost at the end"]:
+        assert ending.code == ExitCode.ENVIRONMENT
+        assert "the run ended at step 6 without being saved" in ending.how
+        assert "there is no checkpoint yet" in ending.how
 
 
-def test_a_signal_to_one_rank_preempts_all_of_them(tmp_path: Path) -> None:
-    def signal(rank: int, step: int, _: RunFiles, asked: threading.Event) -> None:
-        if rank == 1 and step == 2:
-            asked.set()
-
-    ending = Ending(how="preempted", code=0, step=2, checkpoint="step-00000002")
-    assert run(tmp_path / "run", *DP2, on_step=signal) == [ending] * 2
-    assert names(tmp_path / "run") == ["step-00000002"]
+def test_a_signal_to_one_rank_preempts_all_of_them(ended: dict[str, list[Ending]], folder: Path) -> None:
+    assert ended["signal"] == [Ending(how="preempted", code=0, step=2, checkpoint="step-00000002")] * 2
+    assert names(folder / "signal") == ["step-00000002"]
 
 
-def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
+def test_the_next_save_waits_for_the_one_before(ended: dict[str, list[Ending]], folder: Path) -> None:
     """Its memory is used again: a slow disk delays training, and never mixes two steps in one checkpoint."""
-    quick, slow = tmp_path / "quick", tmp_path / "slow"
-
-    def prepare(_: int, __: Saver) -> None:
-        hold_writes(lambda partial: wait_until_said(slow, step_of(partial) % STEPS))
-
-    run(quick, *DP2, "checkpoint.every_steps=1")
-    run(slow, *DP2, "checkpoint.every_steps=1", prepare=prepare)
+    quick, slow = folder / "quick", folder / "slow"
     assert names(slow) == names(quick) == ["step-00000004", "step-00000005", "step-00000006"]
     for name in names(slow):
         first, second = (read_manifest(RunFiles(root).checkpoints / name) for root in (quick, slow))
         assert first.files == second.files
-    assert [said["step"] for said in events(slow, "save_waits")] == [2, 3, 4, 5, 6]
+    assert [told["step"] for told in events(slow, "save_waits")] == [2, 3, 4, 5, 6]
     assert events(slow, "save_waits")[0]["detail"] == "training waits after step 2 until step 1 is on the disk"

@@ -1,8 +1,8 @@
 """Updates through Megatron's stack are the updates of the papers.
 
 Three fp32 steps over tp, dp and pp ranks, clipped, with weight decay, against one process that runs Hugging Face's
-Qwen3 over the whole batch and updates whole matrices: `torch.optim.AdamW`, Muon written out below, NVIDIA's SOAP, and
-our Shampoo, whose mathematics has tests of its own.
+Qwen3 over the whole batch and updates whole matrices: `torch.optim.AdamW`, and Muon written out below. That the engine
+moves any other optimizer's matrices as exactly is what `test_engine_exact` shows.
 """
 
 import math
@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from emerging_optimizers.soap import SOAP as EmergingSOAP
 from torch.utils.data import default_collate
 
 import canzona_cli.megatron
-from canzona_cli.config.schema import Layout, MuonConfig, RunConfig, ShampooConfig, SoapConfig
-from canzona_cli.optimizers.shampoo import Shampoo
+from canzona_cli.config.schema import Layout, MuonConfig, RunConfig
 from tests.dist import jobs
 from tests.dist.jobs import SMALL, Runs, ranks_of
 from tests.dist.ranks import run_ranks
@@ -147,45 +145,7 @@ def _muon(params: Parameters, config: RunConfig) -> Update:
 
 def _stacked(config: RunConfig) -> bool:
     """Whether `[gate; up]` is one matrix."""
-    return config.engine.strategy == "sc" or config.engine.splitting == "qkv"
-
-
-def _soap(params: Parameters, config: RunConfig) -> Update:
-    """NVIDIA's SOAP on whole matrices, which renews its bases at every step; AdamW on the rest."""
-    settings = config.optimizer
-    assert isinstance(settings, SoapConfig)
-    assert settings.precondition_frequency == 1
-    matrices, adamw = _apart(params, config)
-    soap = EmergingSOAP(
-        list(matrices.values()), lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps,
-        shampoo_beta=settings.shampoo_beta, weight_decay=settings.weight_decay, fp32_matmul_prec="highest",
-        qr_fp32_matmul_prec="highest",
-    )  # fmt: skip
-
-    def update() -> None:
-        adamw()
-        soap.step()
-
-    return update
-
-
-def _shampoo(params: Parameters, config: RunConfig) -> Update:
-    """Our Shampoo, without the engine, on whole matrices; AdamW on the rest."""
-    settings = config.optimizer
-    assert isinstance(settings, ShampooConfig)
-    matrices, adamw = _apart(params, config)
-    shampoo = Shampoo(
-        list(matrices.values()), settings.lr, weight_decay=settings.weight_decay,
-        betas=(settings.beta1, settings.beta2), eps=settings.eps, shampoo_beta=settings.shampoo_beta,
-        shampoo_eps=settings.shampoo_eps, precondition_frequency=settings.precondition_frequency,
-        grafting=settings.grafting,
-    )  # fmt: skip
-
-    def update() -> None:
-        adamw()
-        shampoo.step()
-
-    return update
+    return config.engine.strategy == "sc"
 
 
 def _apart(params: Parameters, config: RunConfig) -> tuple[Parameters, Update]:
@@ -223,16 +183,6 @@ def _orthogonalised(matrix: torch.Tensor, coefficients: Sequence[tuple[float, fl
 
 
 TP2_DP2 = ("gpus=4", "parallel.tp=2", "parallel.pp=1")
-# One micro-batch each; AdamW's runs add up several, and those of test_engine_training.
-ENGINE = {
-    "tp1 dp4": ("gpus=4", "parallel.tp=1", "parallel.pp=1"),
-    "tp2 dp2": (*TP2_DP2, "train.micro_batch_size=4"),
-    "tp4 dp1": ("gpus=4", "parallel.tp=4", "parallel.pp=1", "train.micro_batch_size=4"),
-    "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2", "train.micro_batch_size=4"),
-    "asc": (*TP2_DP2, "train.micro_batch_size=4", "engine.strategy=asc"),
-}
-USUALLY = ("tp2 dp2", "tp2 pp2")
-"""Where rules are compared that `test_engine_exact` compares with one process everywhere; the rest is swept."""
 Settings = tuple[str, ...]
 ADAMW: dict[str, Settings] = {
     name: ("optimizer=adamw", *layout)
@@ -243,31 +193,19 @@ ADAMW: dict[str, Settings] = {
         "dp2 without overlap": ("gpus=2", "parallel.tp=1", "parallel.pp=1", "parallel.overlap_grad_reduce=false"),
     }.items()
 }
+# One micro-batch each; AdamW's runs add up several.
 SC = ("optimizer=muon", "engine.strategy=sc")
-MEGATRONS_MUON: dict[str, Settings] = {
-    **{name: (*SC, *ENGINE["tp2 dp2"], f"optimizer.coefficients={name}") for name in COEFFICIENTS},
-    "without nesterov, over stages": (
-        *SC, "gpus=2", "parallel.tp=1", "parallel.pp=2", "optimizer.nesterov=false",
-    ),
-}  # fmt: skip
-EVERY_STEP = ("optimizer.precondition_frequency=1", "optimizer.stagger=false")
-# As wide as the model.
-SQUARE = ("model.num_attention_heads=4", "model.num_query_groups=4", "model.ffn_hidden_size=64")
-CANZONA = "engine.strategy=canzona"
 MUON: dict[str, Settings] = {
-    **{f"split {where}": ("optimizer=muon", CANZONA, *layout) for where, layout in ENGINE.items()},
-    "qkv tp2 dp2": ("optimizer=muon", CANZONA, *ENGINE["tp2 dp2"], "engine.splitting=qkv"),
+    "Megatron's, tp2 dp2": (*SC, *TP2_DP2, "train.micro_batch_size=4"),
+    "Megatron's, pp2, simple coefficients without nesterov": (
+        *(*SC, "gpus=2", "parallel.tp=1", "parallel.pp=2", "optimizer.nesterov=false", "optimizer.coefficients=simple"),
+    ),
+    "canzona's, tp2 dp2": ("optimizer=muon", "engine.strategy=canzona", *TP2_DP2, "train.micro_batch_size=4"),
+    "canzona's, tp2 pp2": (
+        *("optimizer=muon", "engine.strategy=canzona", "train.micro_batch_size=4"),
+        *("gpus=4", "parallel.tp=2", "parallel.pp=2"),
+    ),
 }
-SHAMPOO: dict[str, Settings] = {
-    where: ("optimizer=shampoo", CANZONA, *layout, *EVERY_STEP) for where, layout in ENGINE.items()
-}
-SOAP: dict[str, Settings] = {
-    where: ("optimizer=soap", CANZONA, *layout, EVERY_STEP[0], "optimizer.eps=1e-2", *SQUARE)
-    for where, layout in ENGINE.items()
-}
-SELDOM = ("split tp1 dp4", "split asc")
-EVERYWHERE = [pytest.param(where, marks=[] if where in USUALLY else pytest.mark.sweep) for where in ENGINE]
-UNCLIPPED: Settings = ("optimizer=adamw", "gpus=2", "parallel.tp=2", "parallel.pp=1", "optimizer.clip_grad=0")
 
 
 def _resolve(*overrides: str) -> tuple[RunConfig, Layout]:
@@ -275,25 +213,14 @@ def _resolve(*overrides: str) -> tuple[RunConfig, Layout]:
 
 
 RUNS = Runs(
-    [
-        *(run for runs in (ADAMW, MEGATRONS_MUON) for run in runs.values()),
-        *(run for how, run in MUON.items() if how not in SELDOM),
-        *(runs[where] for runs in (SHAMPOO, SOAP) for where in USUALLY),
-        UNCLIPPED,
-    ],
+    [*ADAMW.values(), *MUON.values()],
     ranks_of,
     lambda runs: run_trainings([(*_resolve(*settings), STEPS) for settings in runs]),
 )
 
 
-def _check(
-    settings: Settings,
-    updates: Callable[[Parameters, RunConfig], Update],
-    *,
-    bound: float = BOUND,
-    least: float = 0.5,
-) -> None:
-    """Every weight is within `bound` learning rates of the reference, and moved by `least` at least."""
+def _check(settings: Settings, updates: Callable[[Parameters, RunConfig], Update]) -> None:
+    """Asserts that every weight is within `BOUND` learning rates of the reference, and moved by half of one."""
     ours, (config, layout) = RUNS[settings], _resolve(*settings)
     assert min(ours.grad_norms) > 2 * config.optimizer.clip_grad, "clipping is not active, so it is not tested"
     after, grad_norms = _reference(config, layout, ours.before, updates)
@@ -301,9 +228,9 @@ def _check(
     assert ours.after.keys() == after.keys()
     for name, weight in ours.after.items():
         moved = (weight - ours.before[name]).abs().max() / LR
-        assert moved > least, f"{name} was hardly updated"
+        assert moved > 0.5, f"{name} was hardly updated"
         deviation = float((weight - after[name]).abs().max() / LR)
-        assert deviation <= bound, f"{name} deviates by {deviation:.1e} learning rates"
+        assert deviation <= BOUND, f"{name} deviates by {deviation:.1e} learning rates"
 
 
 @pytest.mark.parametrize("where", ADAMW)
@@ -311,31 +238,6 @@ def test_adamw_over_any_layout_is_torchs_adamw_on_whole_weights(where: str) -> N
     _check(ADAMW[where], _adamw)
 
 
-@pytest.mark.parametrize("how", MEGATRONS_MUON)
-def test_megatrons_muon_is_muon_on_whole_matrices(how: str) -> None:
-    _check(MEGATRONS_MUON[how], _muon)
-
-
-@pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.sweep] if how in SELDOM else []) for how in MUON])
-def test_canzonas_muon_over_any_layout_is_muon_on_whole_matrices(how: str) -> None:
+@pytest.mark.parametrize("how", MUON)
+def test_muon_over_any_layout_is_muon_on_whole_matrices(how: str) -> None:
     _check(MUON[how], _muon)
-
-
-@pytest.mark.parametrize("where", EVERYWHERE)
-def test_canzonas_shampoo_over_any_layout_is_shampoo_on_whole_matrices(where: str) -> None:
-    """A factor of one gradient has a rank below its length: its root multiplies what is rounding there by up to
-    (sqrt(192) epsilon)^(-1/4) = 28 for each side, 780 in all. Of gradients that differ by 1e-6 that leaves about 1e-3
-    of a learning rate; seen 2e-3, and 1e-6 in the norm of the gradients that follow."""
-    _check(SHAMPOO[where], _shampoo, bound=1e-2)
-
-
-@pytest.mark.parametrize("where", EVERYWHERE)
-def test_canzonas_soap_over_any_layout_is_nvidias_on_whole_matrices(where: str) -> None:
-    """Of square matrices, as wide as the model: the longer side of another has a factor of lower rank, whose null space
-    has whatever basis rounding gives it, and Adam's steps depend on the basis. A large epsilon does the same for small
-    eigenvalues that are too close to tell apart; steps are small then. Seen 2e-5."""
-    _check(SOAP[where], _soap, least=30 * BOUND)
-
-
-def test_without_clipping_gradients_are_used_as_they_are() -> None:
-    _check(UNCLIPPED, _adamw)

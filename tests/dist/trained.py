@@ -27,7 +27,7 @@ from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist.jobs import SMALL, on_ranks, planned
-from tests.dist.samples import RandomTokens
+from tests.dist.samples import RandomTokens, samples_of
 from tests.dist.synthetic import exact_muon, farther, finish_gathering
 from tests.dist.whole import Part, Weights, assemble, part_of
 
@@ -117,11 +117,7 @@ def one_rank(where: str) -> tuple[str, ...]:
 
 def samples(config: RunConfig, layout: Layout, steps: int) -> RandomTokens:
     """As many as `steps` need."""
-    return RandomTokens(
-        samples=steps * layout.global_batch_size,
-        seq_length=config.train.seq_length,
-        vocab_size=config.model.vocab_size,
-    )
+    return samples_of(config, steps * layout.global_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)

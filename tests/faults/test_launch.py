@@ -118,17 +118,6 @@ def test_a_second_ctrl_c_ends_everything_at_once(launch: Launch) -> None:
     assert run.result()["status"] == "interrupted"
 
 
-def test_workers_that_do_not_stop_are_killed_after_the_grace_period(launch: Launch) -> None:
-    run = launch("deaf", grace_s=1)
-    run.wait_for_steps(1)
-    family = run.family()
-    run.process.send_signal(signal.SIGTERM)
-    code, output = run.finish()
-    assert code == 130, output
-    assert "no end after 1 s" in output
-    assert not alive(family)
-
-
 def test_a_save_that_goes_on_is_waited_for_and_then_an_older_checkpoint_decides(launch: Launch) -> None:
     """Workers that never end and a checkpoint that grows for longer than the grace period, beside one that is whole."""
     run = launch("deaf", grace_s=2)

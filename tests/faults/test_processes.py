@@ -14,7 +14,6 @@ import pytest
 from canzona_cli.run.files import read_json
 from canzona_cli.run.heartbeat import VARIABLE
 from tests.faults.support import LaunchedRun, alive
-from tests.faults.table import RecordFault
 from tests.waiting import PATIENCE_S
 
 RANKS = 4
@@ -51,9 +50,7 @@ def assert_logs_kept(run: LaunchedRun) -> None:
 
 
 @pytest.mark.parametrize("victim", ["rank", "agent"])
-def test_a_killed_process_ends_the_run_and_is_named(
-    victim: str, started: list[LaunchedRun], tmp_path: Path, record_fault: RecordFault
-) -> None:
+def test_a_killed_process_ends_the_run_and_is_named(victim: str, started: list[LaunchedRun], tmp_path: Path) -> None:
     run = launch(started, tmp_path)
     run.wait_for_steps(2)
     family = run.family()
@@ -68,18 +65,9 @@ def test_a_killed_process_ends_the_run_and_is_named(
     assert str(result["message"]).startswith(f"{named} was killed by signal 9")
     assert result["rank"] == rank
     assert_logs_kept(run)
-    what = "torchrun (the agent)" if victim == "agent" else "one of 4 ranks"
-    record_fault(
-        fault=f"SIGKILL of {what}",
-        happened=f"{named} named, the others killed, logs kept",
-        exit_code=code,
-        lost="the steps since the last checkpoint",
-    )
 
 
-def test_a_killed_launcher_takes_every_process_along(
-    started: list[LaunchedRun], tmp_path: Path, record_fault: RecordFault
-) -> None:
+def test_a_killed_launcher_takes_every_process_along(started: list[LaunchedRun], tmp_path: Path) -> None:
     run = launch(started, tmp_path, hang_timeout_s=60)
     run.wait_for_steps(2)
     family = run.family()
@@ -91,17 +79,9 @@ def test_a_killed_launcher_takes_every_process_along(
     assert not alive(family)
     assert_logs_kept(run)
     assert not beats.exists(), "nobody is left to remove it"
-    record_fault(
-        fault="SIGKILL of the launcher",
-        happened="the kernel kills agent and ranks, nothing stays behind",
-        exit_code=128 - run.process.returncode,
-        lost="the steps since the last checkpoint",
-    )
 
 
-def test_a_worker_that_never_starts_is_named(
-    started: list[LaunchedRun], tmp_path: Path, record_fault: RecordFault
-) -> None:
+def test_a_worker_that_never_starts_is_named(started: list[LaunchedRun], tmp_path: Path) -> None:
     run = launch(started, tmp_path, "absent", hang_timeout_s=8)
     run.wait_for(lambda: len(run.family()) == RANKS + 1, "all workers")
     family = run.family()
@@ -112,15 +92,9 @@ def test_a_worker_that_never_starts_is_named(
     assert result["rank"] == 1
     assert str(result["message"]).startswith("rank 1 has not started, for "), result
     assert "ranks 0 2 3 waiting in start workers" in str(result["message"])
-    record_fault(
-        fault="a worker that never starts",
-        happened="rank named, with what the others wait in",
-        exit_code=code,
-        lost="nothing: no step was done",
-    )
 
 
-def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path, record_fault: RecordFault) -> None:
+def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         endpoint = f"127.0.0.1:{other.getsockname()[1]}"
         overrides = ("recipe=qwen3-tiny", "gpus=4", "cluster.nodes=2", "cluster.node_rank=0", f"run.dir={tmp_path}/run")
@@ -138,9 +112,3 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path, rec
     assert f"process {os.getpid()}" in told
     assert "Traceback" not in told
     assert not (tmp_path / "run").exists()
-    record_fault(
-        fault="the port of the meeting point is taken",
-        happened="refused before anything starts, its holder named; on one machine the kernel chooses a free port",
-        exit_code=3,
-        lost="nothing",
-    )

@@ -17,9 +17,9 @@ from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
 from canzona_cli.run.files import RunFiles, read_json
 from tests.faults.support import REPOSITORY, alive
-from tests.faults.table import RecordFault
 from tests.waiting import PATIENCE_S, wait_until
 
+pytestmark = pytest.mark.sweep  # two launches of real workers each, and tests/slurm has launches on two nodes
 SMALL = (
     *("recipe=qwen3-tiny", "cluster.nodes=2", "parallel.pp=1", "model.num_layers=2", "train.seq_length=32"),
     *("train.eval_interval=0", "checkpoint.at_end=false", "checkpoint.every_minutes=null"),
@@ -95,39 +95,9 @@ def _free_port() -> int:
             continue
 
 
-@pytest.mark.sweep
-def test_two_launchers_train_one_job_of_two_by_two_ranks_and_nothing_listens_beyond_loopback(
-    two_nodes: Callable[..., TwoNodes],
-) -> None:
-    steps = 6
-    run = two_nodes("gpus=4", "parallel.tp=2", f"train.steps={steps}", "train.global_batch_size=4")
-    run.wait_for_steps(1)
-    families = [run.family(node) for node in range(2)]
-    assert [len(family) for family in families] == [3, 3], "a torchrun and two workers each"
-    listening = [
-        connection.laddr.ip
-        for process in [*families[0], *families[1]]
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    ]
-    assert listening, "the torchrun of machine 0 listens somewhere"
-    assert set(listening) == {"127.0.0.1"}
-
-    ends = run.finish()
-    assert [code for code, _ in ends] == [0, 0], ends
-    assert not alive([*families[0], *families[1]])
-    ranks = [read_json(run.files.rank(rank)) or {} for rank in range(4)]
-    assert [rank.get("status") for rank in ranks] == ["done"] * 4
-    assert run.files.metrics.read_text().count("\n") == steps, "two launchers, one job: every step is there once"
-    assert "breakdown" in ends[0][1]
-    assert len(ends[1][1].splitlines()) == 1
-    assert "machine 0 shows the run" in ends[1][1]
-
-
-# A launcher that says nothing is waited for; half a minute is no fault's to spend in every run of the tests.
-@pytest.mark.parametrize("victim", ["torchrun", pytest.param("launcher", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("victim", ["torchrun", "launcher"])
 def test_when_one_machine_loses_its_processes_both_launchers_name_it_and_nothing_is_left(
-    two_nodes: Callable[..., TwoNodes], victim: str, record_fault: RecordFault
+    two_nodes: Callable[..., TwoNodes], victim: str
 ) -> None:
     run = two_nodes("gpus=2", "parallel.tp=1", "train.steps=100000", "train.global_batch_size=2")
     run.wait_for_steps(2)
@@ -148,18 +118,9 @@ def test_when_one_machine_loses_its_processes_both_launchers_name_it_and_nothing
     else:
         assert "is gone: its launcher exited without reporting" in str(result["message"])
     assert not alive([*families[0], *families[1]])
-    record_fault(
-        fault=f"SIGKILL of the {victim} of the second of two machines",
-        happened=f"both end; culprit: {str(result['message']).split(' (the kernel')[0]}",
-        exit_code=code,
-        lost="steps since the last checkpoint",
-    )
 
 
-@pytest.mark.sweep
-def test_a_signal_to_one_launcher_saves_the_run_and_both_say_preempted(
-    two_nodes: Callable[..., TwoNodes], record_fault: RecordFault
-) -> None:
+def test_a_signal_to_one_launcher_saves_the_run_and_both_say_preempted(two_nodes: Callable[..., TwoNodes]) -> None:
     run = two_nodes("gpus=2", "parallel.tp=1", "train.steps=100000", "train.global_batch_size=2")
     run.wait_for_steps(2)
     families = [run.family(node) for node in range(2)]
@@ -171,18 +132,9 @@ def test_a_signal_to_one_launcher_saves_the_run_and_both_say_preempted(
     assert verify(newest.path)[1] == []
     assert newest.step == run.files.metrics.read_text().count("\n"), "no step is lost"
     assert not alive([*families[0], *families[1]])
-    record_fault(
-        fault="SIGUSR2 to the launcher of the second of two machines",
-        happened="both save and end together; the checkpoint is whole",
-        exit_code=75,
-        lost="nothing",
-    )
 
 
-@pytest.mark.sweep
-def test_a_rank_that_is_stopped_is_named_by_both_launchers(
-    two_nodes: Callable[..., TwoNodes], record_fault: RecordFault
-) -> None:
+def test_a_rank_that_is_stopped_is_named_by_both_launchers(two_nodes: Callable[..., TwoNodes]) -> None:
     hang = "run.hang_timeout_s=20"  # three times that for the start, beside whatever else the machine does
     run = two_nodes("gpus=2", "parallel.tp=1", "train.steps=100000", "train.global_batch_size=2", hang)
     run.wait_for_steps(4)
@@ -198,9 +150,3 @@ def test_a_rank_that_is_stopped_is_named_by_both_launchers(
     assert "rank 1 is stopped (SIGSTOP" in str(result["message"])
     assert "rank 1 is stopped" in other_said
     assert not alive([*families[0], *families[1]])
-    record_fault(
-        fault="SIGSTOP of a rank of the second of two machines",
-        happened="named by both launchers: rank 1 is stopped",
-        exit_code=71,
-        lost="steps since the last checkpoint",
-    )

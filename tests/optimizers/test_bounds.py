@@ -71,9 +71,7 @@ def test_shampoos_own_updates_stay_near_orthogonal_ones(rank: int, period: int) 
     assert bool(told) == (period == 10)
 
 
-@pytest.mark.parametrize("limit", [64, 50, 10])
-@pytest.mark.parametrize("period", [1, 10])
-@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize(("rank", "period", "limit"), [(1, 1, 64), (4, 10, 64), (4, 1, 50), (48, 10, 10)])
 def test_kl_shampoo_moves_no_further_than_adam(rank: int, period: int, limit: int) -> None:
     """The cases have a factor on both sides, on one and on none."""
     p = torch.nn.Parameter(torch.zeros(48, 64))

@@ -45,8 +45,7 @@ def test_every_coefficient_set_is_emergings(ns: CoefficientSet, steps: int) -> N
     assert_same(ours, others)
 
 
-@pytest.mark.parametrize("mode", ["spectral", "unit_rms_norm", "shape_scaling"])
-@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("mode", "nesterov"), [("spectral", True), ("unit_rms_norm", False), ("shape_scaling", True)])
 def test_scales_and_momentum_are_emergings(mode: ScaleMode, nesterov: bool) -> None:
     grads = reference.gradients(SHAPES, 6)
     ours, _ = reference.run(
@@ -129,8 +128,7 @@ def test_stacked_is_unstacked(precision: Literal["fp32", "bf16"], monkeypatch: p
         torch.testing.assert_close(a, c, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "nesterov"), [("fp32", True), ("bf16", False)])
 def test_blocks_of_rows_are_the_whole_matrix(
     nesterov: bool, precision: Literal["fp32", "bf16"], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from canzona_cli.optimizers import SOAP, Muon, Shampoo
+from canzona_cli.optimizers import Muon
 from canzona_cli.optimizers.registry import UnusableOptimizer, load_class, probe
 
 Params = list[torch.nn.Parameter]
@@ -61,16 +61,12 @@ def test_a_module_is_loaded_if_its_package_is_allowed() -> None:
     ("source", "allow", "says"),
     [
         ("torch.optim:SGD", ["numpy"], "package torch, which may not be loaded .optimizer.allow lists numpy"),
-        ("torch.optim:SGD", [], "which may not be loaded .optimizer.allow is empty"),
         ("torch.optim:SDG", ["torch"], "torch.optim has no SDG; did you mean SGD"),
         ("torch.optimm:SGD", ["torch"], "cannot be imported: ModuleNotFoundError"),
         ("torch.nn:Linear", ["torch"], "not a subclass of torch.optim.Optimizer but the class Linear"),
-        ("torch.optim:Optimizer", ["torch"], "not a subclass of torch.optim.Optimizer"),
         ("torch.optim.SGD", ["torch"], "neither path/to/file.py:Class nor module:Class"),
-        ("mine/signed.py:", [], "neither path/to/file.py:Class nor module:Class"),
         ("mine/signed.py:Singed", [], "has no Singed; did you mean Signed"),
         ("mine/signed.py:Adam", [], "has no Adam; there is Signed"),
-        ("mine/signed.py:NotOne", [], "not a subclass of torch.optim.Optimizer but the class NotOne"),
         ("mine/signed.py:value", [], "not a subclass of torch.optim.Optimizer but a int"),
         ("mine/singed.py:Signed", [], "there is no file .*singed.py; did you mean signed.py"),
         ("nowhere/signed.py:Signed", [], "its folder has no .py file"),
@@ -83,17 +79,7 @@ def test_what_cannot_be_loaded_is_refused(source: str, allow: list[str], says: s
         load_class(source, allow)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: Muon(p, 0.1),
-        lambda p: Muon(p, 0.1, stack=True),
-        lambda p: Shampoo(p, 0.1),
-        lambda p: SOAP(p, 0.1),
-        lambda p: torch.optim.AdamW(p, 0.1),
-        lambda p: torch.optim.Muon(p, 0.1),
-    ],
-)
+@pytest.mark.parametrize("make", [lambda p: Muon(p, 0.1), lambda p: torch.optim.AdamW(p, 0.1)])
 def test_what_steps_matrices_is_accepted(make: Callable[[Params], torch.optim.Optimizer]) -> None:
     probe(make)
 
@@ -124,21 +110,10 @@ class Lazy(Base):
         self.matrices()[0].mul_(0.5)
 
 
-class Reshaping(Base):
-    def step(self) -> None:  # type: ignore[override]
-        for p in self.matrices():
-            p.data = p.data.flatten()
-
-
 class Recasting(Base):
     def step(self) -> None:  # type: ignore[override]
         for p in self.matrices():
             p.data = p.data.half()
-
-
-class NeedsLoss(Base):
-    def step(self, loss: float) -> None:  # type: ignore[override]
-        raise AssertionError
 
 
 class NeedsAutograd(Base):
@@ -158,9 +133,7 @@ class HiddenClosure(Base):
         (NotFinite, "step 1 put values that are not finite into a .4, 6. parameter"),
         (Only1D, "cannot be constructed with 2-D parameters: TypeError: vectors only"),
         (Lazy, "two steps left a .6, 4. parameter unchanged"),
-        (Reshaping, r"step 1 turned a .4, 6. parameter of torch.float32 into .24,. of torch.float32"),
-        (Recasting, "into .4, 6. of torch.float16"),
-        (NeedsLoss, r"its step\(\) needs loss"),
+        (Recasting, "step 1 turned a .4, 6. parameter of torch.float32 into .4, 6. of torch.float16"),
         (NeedsAutograd, "step 1 failed on 2-D parameters without closure or autograd: RuntimeError"),
         (HiddenClosure, "closure needed"),
         (lambda p: object(), "it is not a torch optimizer but a object"),
