@@ -7,13 +7,15 @@ where that takes several sittings, the reference takes part in each.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import psutil
 
+from canzona_cli.bench.results import Predicted
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.checks import config_problems
 from canzona_cli.config.compose import Composed
-from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
+from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, strategy_of, with_strategy
 from canzona_cli.config.schema import ClusterConfig, Layout, MomentumConfig, RunConfig
 from canzona_cli.costs.activations import matrix_shapes
 from canzona_cli.costs.memory import GIB, MemoryEstimate, capacity, estimate
@@ -23,6 +25,7 @@ from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.plan_file import obtain_plan
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import plural
+from canzona_cli.simulate.predict import predict
 
 PLANNED_STATE = ("weights", "gradients", "padding", "masters", "matrix_state", "adamw_state")
 """Parts of a plan's memory that stay from step to step."""
@@ -31,18 +34,23 @@ SHARE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedStrategy:
-    """One strategy, ready to be run."""
+class Entrant:
+    """A strategy, or for `canzona tune` a layout, that is ready to take turns."""
 
-    name: AnyStrategy
+    name: str
     config: RunConfig
     """Resolved."""
+    layout: Layout
     plan: Plan | None
     """The plan that canzona, paper and asc execute."""
     state_bytes: int
     """Bytes that the fullest rank keeps from step to step: every model of a sitting takes this much."""
     transient_bytes: int
     """Bytes that a step needs on top: only one strategy of a sitting steps at a time."""
+
+    @property
+    def strategy(self) -> AnyStrategy:
+        return strategy_of(self.config)
 
     @property
     def tensor_bytes(self) -> int | None:
@@ -52,31 +60,47 @@ class PreparedStrategy:
     @property
     def arithmetic(self) -> str:
         """Equal for strategies that give the same matrices the same updates."""
-        if self.name == "adamw":
+        if self.strategy == "adamw":
             return "adamw"
         return "+".join(f"{rows}x{cols}" for rows, cols in matrix_shapes(self.config))
+
+    @cached_property
+    def predicted(self) -> Predicted:
+        """The simulator's prediction on this machine."""
+        prediction = predict(self.config, self.layout, self.plan)
+        return Predicted(
+            iteration_s=prediction.iteration_s,
+            optimizer_s=prediction.optimizer_s,
+            phases=dict(prediction.phases),
+            load_balance=prediction.load_balance,
+            tensor_bytes=self.tensor_bytes,
+            memory_bytes=prediction.memory_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineUp:
     """All strategies of a bench; the first is the reference."""
 
-    layout: Layout
-    strategies: tuple[PreparedStrategy, ...]
+    strategies: tuple[Entrant, ...]
     arithmetic: str
     """The compared forms of the update, as in `BenchResult.arithmetic`."""
     notes: tuple[str, ...]
 
     @property
-    def reference(self) -> PreparedStrategy:
+    def reference(self) -> Entrant:
         return self.strategies[0]
+
+    @property
+    def layout(self) -> Layout:
+        return self.reference.layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sitting:
     """The strategies that take turns in one process group."""
 
-    strategies: tuple[PreparedStrategy, ...]
+    strategies: tuple[Entrant, ...]
     alone: bool = False
     """Its only strategy does not fit into memory together with the reference."""
 
@@ -94,14 +118,9 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
     """
     base = composed.config
     if execution_of(base) is Execution.ADAMW:
-        raise ConfigError(
-            Problem(
-                key="optimizer",
-                value="adamw",
-                reason="a bench compares ways of updating matrices, and AdamW updates element by element",
-                fix="use optimizer=muon, shampoo or soap; AdamW is measured with each of them",
-            )
-        )
+        reason = "a bench compares ways of updating matrices, and AdamW updates element by element"
+        fix = "use optimizer=muon, shampoo or soap; AdamW is measured with each of them"
+        raise ConfigError(Problem(key="optimizer", value="adamw", reason=reason, fix=fix))
     notes: list[str] = []
     names = _possible(base, strategies, notes)
     if "engine.splitting" not in composed.explicit and "engine" not in composed.explicit:
@@ -120,15 +139,15 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
             f"{plural(layout.global_batch_size, 'sequence')} a step, to keep steps short: the optimizer takes a larger "
             "share of a step than in training; set train.global_batch_size to change this"
         )
-    prepared: list[PreparedStrategy] = []
+    prepared: list[Entrant] = []
     for name in names:
         try:
-            prepared.append(prepare_strategy(with_strategy(first, name), layout, name))
+            prepared.append(entrant(with_strategy(first, name), layout, name))
         except DoesNotFit as error:
             if strategies is not None or not prepared:
                 raise
             notes.append(f"without {name}: {error.problems[0].reason}")
-    return LineUp(layout=layout, strategies=tuple(prepared), arithmetic=arithmetic, notes=tuple(notes))
+    return LineUp(strategies=tuple(prepared), arithmetic=arithmetic, notes=tuple(notes))
 
 
 def into_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting, ...]:
@@ -141,7 +160,7 @@ def into_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting
     reference, *others = line_up.strategies
     ranks = line_up.layout.world_size
 
-    def fits(members: Sequence[PreparedStrategy]) -> bool:
+    def fits(members: Sequence[Entrant]) -> bool:
         needed = sum(member.state_bytes for member in members) + max(member.transient_bytes for member in members)
         if needed > capacity(reference.config):
             return False
@@ -149,7 +168,7 @@ def into_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting
         each = needed + int(reference.config.cluster.reserved_gib * GIB)
         return available_bytes is None or ranks * each <= SHARE * available_bytes
 
-    shared: list[list[PreparedStrategy]] = [[reference]]
+    shared: list[list[Entrant]] = [[reference]]
     alone = []
     for strategy in others:
         if not fits([reference, strategy]):
@@ -227,53 +246,34 @@ def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, la
     micro = 1 if base.cluster.device == "cpu" else layout.micro_batch_size
     if "train.micro_batch_size" in explicit and train.micro_batch_size is not None:
         micro = train.micro_batch_size
-    return replace(
-        first,
-        train=replace(
-            first.train,
-            recompute=train.recompute,
-            micro_batch_size=micro,
-            global_batch_size=layout.dp * micro * layout.pp,
-        ),
-    )
+    batch = layout.dp * micro * layout.pp
+    changed = replace(first.train, recompute=train.recompute, micro_batch_size=micro, global_batch_size=batch)
+    return replace(first, train=changed)
 
 
-def prepare_strategy(config: RunConfig, layout: Layout, name: AnyStrategy) -> PreparedStrategy:
-    """Prepares a strategy, with its plan where it executes one.
+def entrant(config: RunConfig, layout: Layout, name: str) -> Entrant:
+    """Prepares a resolved run to take turns, with its plan where it executes one.
 
     Raises:
         DoesNotFit: it needs more memory than the profile has.
     """
     obtained = obtain_plan(config, layout)
-    if obtained is not None:
-        memory = plan_memory(config, layout, obtained.plan)
-        state = sum(memory.parts[part] for part in PLANNED_STATE) + memory.buffers.lasting
-        return PreparedStrategy(
-            name=name,
-            config=config,
-            plan=obtained.plan,
-            state_bytes=state,
-            transient_bytes=max(0, memory.total - state),
-        )
-    estimated = estimate(config, layout)
-    if not estimated.fits:
-        raise DoesNotFit(_too_large(config, name, estimated))
-    return PreparedStrategy(
-        name=name,
-        config=config,
-        plan=None,
-        state_bytes=estimated.state,
-        transient_bytes=estimated.total - estimated.state,
-    )
+    if obtained is None:
+        estimated = estimate(config, layout)
+        if not estimated.fits:
+            raise DoesNotFit(_too_large(config, name, estimated))
+        plan, state, total = None, estimated.state, estimated.total
+    else:
+        plan, memory = obtained.plan, plan_memory(config, layout, obtained.plan)
+        state, total = sum(memory.parts[part] for part in PLANNED_STATE) + memory.buffers.lasting, memory.total
+    transient = max(0, total - state)
+    return Entrant(name=name, config=config, layout=layout, plan=plan, state_bytes=state, transient_bytes=transient)
 
 
-def _too_large(config: RunConfig, name: AnyStrategy, memory: MemoryEstimate) -> Problem:
-    return Problem(
-        key="--strategies",
-        value=name,
-        reason=(
-            f"needs {memory.total / GIB:.2f} GiB on {memory.worst_rank} of this layout, and {config.cluster.name} has "
-            f"{memory.capacity / GIB:.2f} GiB to use"
-        ),
-        fix=f"leave {name} out, or use more GPUs or tensor-parallel ranks",
+def _too_large(config: RunConfig, name: str, memory: MemoryEstimate) -> Problem:
+    reason = (
+        f"needs {memory.total / GIB:.2f} GiB on {memory.worst_rank} of this layout, and {config.cluster.name} has "
+        f"{memory.capacity / GIB:.2f} GiB to use"
     )
+    fix = f"leave {name} out, or use more GPUs or tensor-parallel ranks"
+    return Problem(key="--strategies", value=name, reason=reason, fix=fix)

@@ -1,14 +1,22 @@
-"""The options of `canzona bench`, apart from the run itself, checked. No torch."""
+"""The options of `canzona bench`, apart from the run itself, checked; and the values of a sweep. No torch."""
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from canzona_cli.bench.simulated import parse_gpus
+from canzona_cli.bench.simulated import Simulation, parse_gpus, run_simulation
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy
-from canzona_cli.errors import Clash, ConfigError, Problem, clashes, closest
+from canzona_cli.config.overrides import key_of
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.costs.activations import matrix_shapes
+from canzona_cli.costs.buffers import exchange_bytes
+from canzona_cli.errors import Clash, Problem, clashes, closest, gathered, refuse
+from canzona_cli.run.machine import existing_folder
 from canzona_cli.run.phases import STRATEGIES
 
 SweepKind = Literal["gpus", "optimizer", "alpha", "c_max"]
@@ -17,6 +25,14 @@ AFFECTED: Mapping[SweepKind, tuple[AnyStrategy, ...]] = {
     "c_max": ("canzona", "paper"),
 }
 """The strategies that have the swept setting, where not all do."""
+_KEYS: Mapping[SweepKind, str] = {
+    "alpha": "engine.alpha",
+    "c_max": "engine.c_max_mib",
+    "gpus": "gpus",
+    "optimizer": "optimizer",
+}
+_AUTO = "auto"
+_MIB = 1 << 20
 SIMULATED_GPUS = "8..1024"
 CLASHES = (
     Clash(
@@ -99,14 +115,12 @@ def read_options(
         "--simulate --sweep": simulate and sweep is not None,
         "--simulate of gpus": simulate and sweep == "gpus",
     }
-    counts, wrong_counts = _counts(gpus or SIMULATED_GPUS)
-    problems = (
-        *_unknown(names),
-        *_lengths(rounds, steps_per_turn),
-        *_places(out, html),
-        *clashes(typed, CLASHES),
-        *(wrong_counts if simulate else ()),
-    )
+    problems = [*_unknown(names), *_lengths(rounds, steps_per_turn), *page_problems(html), *_out_problems(out)]
+    problems += clashes(typed, CLASHES)
+    counts = parse_gpus(SIMULATED_GPUS) if simulate else ()
+    if simulate and gpus is not None:
+        with gathered(problems):
+            counts = parse_gpus(gpus)
     return Options(
         strategies=tuple(name for name in STRATEGIES if name in names) or None,
         # The mistakes are reported anyway; valid numbers let the rest of the run be checked.
@@ -116,8 +130,8 @@ def read_options(
         html=html,
         sweep=sweep,
         values=tuple(_words(values)),
-        gpus=counts if simulate else (),
-        problems=problems,
+        gpus=counts,
+        problems=tuple(problems),
     )
 
 
@@ -139,49 +153,84 @@ def _unknown(names: Sequence[str]) -> Iterator[Problem]:
 
 def _lengths(rounds: int, steps_per_turn: int) -> Iterator[Problem]:
     if rounds < 1:
-        yield Problem(
-            key="--rounds", value=rounds, reason="is less than 1, so nothing would be measured", fix="use --rounds 6"
-        )
+        reason = "is less than 1, so nothing would be measured"
+        yield Problem(key="--rounds", value=rounds, reason=reason, fix="use --rounds 6")
     if steps_per_turn < 2:
-        yield Problem(
-            key="--steps-per-turn",
-            value=steps_per_turn,
-            reason="must be at least 2, because the first step of a turn is not counted",
-            fix="use --steps-per-turn 3",
-        )
+        reason = "must be at least 2, because the first step of a turn is not counted"
+        yield Problem(key="--steps-per-turn", value=steps_per_turn, reason=reason, fix="use --steps-per-turn 3")
 
 
 def page_problems(html: Path | None) -> Iterator[Problem]:
-    """Yield what is wrong with the place of a page, before anything long is done."""
+    """Yields what is wrong with the place of a page, before anything long is done."""
     if html is not None and html.suffix.lower() != ".html":
         yield Problem(key="--html", value=html, reason="must end in .html", fix=f"use --html {html.stem}.html")
     elif html is not None and (reason := _not_writable(html)):
         yield Problem(key="--html", value=html, reason=reason, fix="choose a file in a writable folder: --html FILE")
 
 
-def _places(out: Path | None, html: Path | None) -> Iterator[Problem]:
-    yield from page_problems(html)
+def _out_problems(out: Path | None) -> Iterator[Problem]:
     if out is not None and (reason := _not_writable(out)):
         yield Problem(key="--out", value=out, reason=reason, fix="choose a file in a writable folder: --out FILE")
 
 
 def _not_writable(path: Path) -> str:
     """Returns why no file can be written there, known before the bench runs; empty when it can."""
+    existing = existing_folder(path.absolute())
     if path.is_dir():
         return "is a directory"
-    if path.exists():
-        return "" if os.access(path, os.W_OK) else "is not writable"
-    folder = path.absolute().parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if not folder.is_dir():
-        return f"{folder} is a file, not a folder"
-    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} is not writable"
+    if not path.exists() and not existing.is_dir():
+        return f"{existing} is a file, not a folder"
+    return "" if os.access(existing, os.W_OK) else f"{'it' if path.exists() else existing} is not writable"
 
 
-def _counts(text: str) -> tuple[tuple[int, ...], tuple[Problem, ...]]:
-    """The numbers that --gpus names, and its mistakes."""
-    try:
-        return parse_gpus(text), ()
-    except ConfigError as error:
-        return parse_gpus(SIMULATED_GPUS), error.problems
+def without_swept(overrides: Sequence[str], kind: SweepKind) -> list[str]:
+    """Returns the overrides that do not set the swept setting."""
+    return [word for word in overrides if key_of(word) != _KEYS[kind]]
+
+
+def with_value(overrides: Sequence[str], kind: SweepKind, value: str) -> list[str]:
+    """Returns the overrides of the run that takes this value."""
+    return [*without_swept(overrides, kind), f"{_KEYS[kind]}={'null' if value == _AUTO else value}"]
+
+
+def default_values(kind: SweepKind, config: RunConfig) -> tuple[str, ...]:
+    """Chooses the values to sweep where the user names none; of C_max last the one that the planner finds."""
+    if kind == "alpha":
+        return ("0", "0.25", "0.5", "0.75", "1")
+    if kind == "optimizer":
+        return ("muon", "soap", "shampoo")
+    if kind == "gpus":
+        largest = config.cluster.gpus_per_node
+        return tuple(str(1 << power) for power in range(1, largest.bit_length()))
+    return (*(f"{size:.6g}" for size in capacities_mib(config)), _AUTO)
+
+
+def capacities_mib(config: RunConfig) -> tuple[float, ...]:
+    """Returns C_max from groups of one largest matrix to groups of eight."""
+    largest = max(math.prod(shape) for shape in matrix_shapes(config)) * max(exchange_bytes(config))
+    return tuple(times * largest / _MIB for times in (1, 2, 4, 8))
+
+
+def simulate_sweep(
+    overrides: Sequence[str], options: Options, kind: SweepKind, recipes_dirs: Sequence[Path] = ()
+) -> dict[str, Simulation]:
+    """Simulates the same runs once for each swept value; results by value.
+
+    Raises:
+        ConfigError: the options exclude each other, or runs are impossible; with the problems of all values
+        at once.
+    """
+    refuse(options.problems)
+    values = options.values
+    if not values:
+        fewest = [*without_swept(overrides, kind), f"gpus={options.gpus[0]}"]
+        config, _ = resolve(compose_run(fewest, recipes_dirs=recipes_dirs, training=False).config)
+        values = default_values(kind, config)
+    problems: list[Problem] = []
+    simulations = {}
+    for value in dict.fromkeys(values):
+        with gathered(problems):
+            changed = with_value(overrides, kind, value)
+            simulations[value] = run_simulation(changed, options.gpus, recipes_dirs=recipes_dirs)
+    refuse(dict.fromkeys(problems))
+    return simulations

@@ -12,19 +12,20 @@ order of sums in the forward pass. After that bf16 runs drift apart slowly: an u
 differently changes a weight's last bit, and so the next loss a little.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from canzona_cli.config.execution import AnyStrategy
-from canzona_cli.config.schema import Device, Layout
+from canzona_cli.config.schema import Device, Layout, RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, Problem, refuse
 from canzona_cli.run import codec
-from canzona_cli.run.files import write_text_atomic
+from canzona_cli.run.files import write_json_atomic
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.statistics import OverRanks, Quartiles, Speedup
-from canzona_cli.run.words import json_text
+
+Machine = Mapping[str, str | int | float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,22 +90,44 @@ class StrategyBench:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchResult:
-    """One recipe and layout, all strategies."""
+class TurnsResult:
+    """The facts that results of a bench and of a tuning have in common."""
 
     VERSION: ClassVar[int] = 1
 
     recipe: str
     overrides: tuple[str, ...]
     optimizer: str
-    layout: Layout
     device: Device
     profile: str
     """Name of the cluster profile the predictions rest on."""
     calibrated: bool
-    machine: Mapping[str, str | int | float]
+    machine: Machine
     """Processor, cores, torch, ranks, and the load average before the bench began."""
     rounds: int
+    """Measured rounds."""
+    notes: tuple[str, ...] = ()
+    """Choices made for the user: splitting, sittings, what was left out and why."""
+
+    @staticmethod
+    def header(config: RunConfig, overrides: Sequence[str], machine: Machine) -> dict[str, Any]:
+        """Returns the facts that are known before anything is measured, by field."""
+        return {
+            "recipe": config.name,
+            "overrides": tuple(overrides),
+            "optimizer": config.optimizer.name,
+            "device": config.cluster.device,
+            "profile": config.cluster.name,
+            "calibrated": config.cluster.calibrated,
+            "machine": machine,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult(TurnsResult):
+    """One recipe and layout, all strategies."""
+
+    layout: Layout
     steps_per_turn: int
     warm_up_rounds: int
     reference: AnyStrategy
@@ -114,8 +137,6 @@ class BenchResult:
     """The reference, by sitting. `strategies[reference]` is the first."""
     arithmetic: str = ""
     """The compared forms of the update, where Megatron's own takes part and canzona has another one."""
-    notes: tuple[str, ...] = ()
-    """Choices made for the user: splitting, sittings, which strategies were left out and why."""
 
     def optimizer_speedup(self, strategy: str) -> Speedup:
         """Returns how many times longer the optimizer step of `strategy` is than the reference's in that sitting."""
@@ -221,41 +242,33 @@ def _apart(name: str, losses: tuple[float, ...], reference: str, expected: tuple
         tolerance = FIRST_STEP if step == 1 else LATER
         difference = abs(mine - theirs) / abs(theirs)
         if not difference <= tolerance:  # also true of a NaN
-            yield Problem(
-                key=f"{name}, step {step}",
-                value=f"loss {mine:.5f}",
-                reason=(
-                    f"{reference} has a loss of {theirs:.5f} there, with the same initial weights and data: they "
-                    f"differ by {difference:.2%}, and rounding explains at most {tolerance:.1%}"
-                ),
-                fix="no speed-up is shown for strategies that compute different things; bench.json has the losses of "
-                "every step",
+            reason = (
+                f"{reference} has a loss of {theirs:.5f} there, with the same initial weights and data: they differ by "
+                f"{difference:.2%}, and rounding explains at most {tolerance:.1%}"
             )
+            fix = "no speed-up is shown for strategies that compute different things; bench.json has the losses of "
+            fix += "every step"
+            yield Problem(key=f"{name}, step {step}", value=f"loss {mine:.5f}", reason=reason, fix=fix)
             return
 
 
 _FIX = "write it again with `canzona bench ... --out FILE.json`"
-_DISAGREE = "strategies disagree in their losses"
-_OVERLAP = "the interquartile ranges of the two times overlap"
 
 
 def content_of(result: BenchResult) -> dict[str, object]:
-    """The figures to read, and under `result` everything they are computed from.
+    """Returns the figures to read, and under `result` everything they are computed from.
 
     A speed-up that must not be claimed is null; `withheld` gives the reason.
     """
-    speedups, withheld = _speedups(result)
-    overhead: object = None
-    over_adamw = result.overhead(result.reference)
-    if over_adamw is None:
-        withheld["overhead_over_adamw"] = "adamw did not take part"
-    elif disagreements(result):
-        withheld["overhead_over_adamw"] = _DISAGREE
-    elif not over_adamw.distinct:
-        withheld["overhead_over_adamw"] = _OVERLAP
+    disagreeing = disagreements(result)
+    ratios = {name: _claim(speedup, bool(disagreeing)) for name, speedup in _speedups(result)}
+    over_adamw = _claim(result.overhead(result.reference) or "adamw did not take part", bool(disagreeing))
+    withheld = {name: why for name, why in ratios.items() if isinstance(why, str)}
+    if isinstance(over_adamw, str):
+        withheld["overhead_over_adamw"] = over_adamw
+        overhead = None
     else:
-        ratio = over_adamw.ratio
-        overhead = {"median": ratio.median - 1, "low": ratio.low - 1, "high": ratio.high - 1}
+        overhead = {name: getattr(over_adamw, name) - 1 for name in ("median", "low", "high")}
     return {
         "version": result.VERSION,
         "recipe": result.recipe,
@@ -265,71 +278,48 @@ def content_of(result: BenchResult) -> dict[str, object]:
         "arithmetic": result.arithmetic,
         "notes": list(result.notes),
         "reference": result.reference,
-        "speedup": speedups,
+        "speedup": {name: None if isinstance(ratio, str) else asdict(ratio) for name, ratio in ratios.items()},
         "overhead_over_adamw": overhead,
         "withheld": withheld,
-        "disagreements": [f"{problem.key}: {problem.value}; {problem.reason}" for problem in disagreements(result)],
-        "strategies": {name: _measured(result, name) for name in result.strategies},
-        "predicted": {name: _predicted(result, name) for name in result.strategies},
+        "disagreements": [f"{problem.key}: {problem.value}; {problem.reason}" for problem in disagreeing],
+        "strategies": {name: _measured(bench) for name, bench in result.strategies.items()},
+        "predicted": {
+            name: {
+                **asdict(bench.predicted),
+                "optimizer_error": result.error(name),
+                "iteration_error": result.iteration_error(name),
+            }
+            for name, bench in result.strategies.items()
+        },
         "result": asdict(result),
     }
 
 
-def save(result: BenchResult, path: Path) -> None:
-    """Write `content_of`.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(path, json_text(content_of(result)) + "\n")
-
-
-def load(path: Path) -> BenchResult:
-    """Read back what `save` wrote.
-
-    Raises:
-        ConfigError: it is missing, damaged, or of another version.
-    """
-    try:
-        return codec.load(path, BenchResult, key="bench result", fix=_FIX, inside="result")
-    except FileNotFoundError:
-        raise ConfigError(Problem(key="bench result", value=path, reason="there is no such file", fix=_FIX)) from None
-
-
-def _speedups(result: BenchResult) -> tuple[dict[str, object], dict[str, str]]:
-    """Optimizer step and iteration of every other strategy over the reference's;
-    the reasons why some are missing."""
-    speedups: dict[str, object] = {}
-    withheld: dict[str, str] = {}
-    disagree = bool(disagreements(result))
+def _speedups(result: BenchResult) -> Iterator[tuple[str, Speedup | str]]:
+    """Yields optimizer step and iteration of every other strategy over the reference's, or why it is missing."""
     for name in STRATEGIES:
         if name in ("adamw", result.reference):
             continue
-        for what in ("optimizer", "iteration"):
-            key = f"{what}_vs_{name}"
-            speedups[key] = None
-            if name not in result.strategies:
-                withheld[key] = next(
-                    (note for note in result.notes if note.startswith(f"without {name}:")), f"{name} did not take part"
-                )
-                continue
-            speedup = result.optimizer_speedup(name) if what == "optimizer" else result.iteration_speedup(name)
-            if disagree:
-                withheld[key] = _DISAGREE
-            elif not speedup.distinct:
-                withheld[key] = _OVERLAP
-            else:
-                speedups[key] = asdict(speedup.ratio)
-    return speedups, withheld
+        missing = next((note for note in result.notes if note.startswith(f"without {name}:")), "")
+        for what, speedup in (("optimizer", result.optimizer_speedup), ("iteration", result.iteration_speedup)):
+            there = name in result.strategies
+            yield f"{what}_vs_{name}", speedup(name) if there else missing or f"{name} did not take part"
 
 
-def _measured(result: BenchResult, name: str) -> Mapping[str, object]:
-    bench = result.strategies[name]
+def _claim(speedup: Speedup | str, disagree: bool) -> Quartiles | str:
+    """Returns the ratio, or why it must not be claimed."""
+    if isinstance(speedup, str):
+        return speedup
+    if disagree:
+        return "strategies disagree in their losses"
+    return speedup.ratio if speedup.distinct else "the interquartile ranges of the two times overlap"
+
+
+def _measured(bench: StrategyBench) -> Mapping[str, object]:
     measured = bench.measured
     iteration, optimizer = Quartiles.of(measured.iteration_s), Quartiles.of(measured.optimizer_s)
     return {
-        "phases": {phase: seconds.mean_s for phase, seconds in measured.phases.items()},
+        "phases": measured.means,
         "iteration_s": iteration.median,
         "optimizer_s": optimizer.median,
         "processor_s": Quartiles.of(measured.processor_s).median,
@@ -345,9 +335,23 @@ def _measured(result: BenchResult, name: str) -> Mapping[str, object]:
     }
 
 
-def _predicted(result: BenchResult, name: str) -> Mapping[str, object]:
-    return {
-        **asdict(result.strategies[name].predicted),
-        "optimizer_error": result.error(name),
-        "iteration_error": result.iteration_error(name),
-    }
+def save(result: BenchResult, path: Path) -> None:
+    """Write `content_of`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(path, content_of(result))
+
+
+def load(path: Path) -> BenchResult:
+    """Read back what `save` wrote.
+
+    Raises:
+        ConfigError: it is missing, damaged, or of another version.
+    """
+    try:
+        return codec.load(path, BenchResult, key="bench result", fix=_FIX, inside="result")
+    except FileNotFoundError:
+        raise ConfigError(Problem(key="bench result", value=path, reason="there is no such file", fix=_FIX)) from None

@@ -1,32 +1,45 @@
-"""One bench from its command line to its result: check and resolve, launch each sitting,
-put the result together.
+"""One bench from its command line to its result: check and resolve, launch the ranks of each sitting, put the result
+together; and what `canzona tune` shares of it.
 
 This is the launcher's side, so it imports no torch.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-from canzona_cli.bench.launching import Say, busy, corpus_of, create, in_folder, machine_now, predicted, sit, unready
-from canzona_cli.bench.lineup import LineUp, Sitting, available_bytes, into_sittings, line_up
-from canzona_cli.bench.results import BenchResult, Measured, StrategyBench, save
+from canzona_cli.bench.lineup import Entrant, LineUp, Sitting, available_bytes, into_sittings, line_up
+from canzona_cli.bench.options import AFFECTED, Options, SweepKind, default_values, with_value, without_swept
+from canzona_cli.bench.results import BenchResult, Machine, Measured, StrategyBench, save
 from canzona_cli.bench.sitting import BenchFiles, Turns, measured, read_samples
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.cluster.machine import machine_facts
 from canzona_cli.cluster.profiles import profile_warnings
-from canzona_cli.config.compose import Composed, compose_run
+from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.execution import AnyStrategy
-from canzona_cli.config.schema import RunConfig
-from canzona_cli.errors import ConfigError, Problem, refuse
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.data.corpus import ensure_corpus
+from canzona_cli.errors import Problem, gathered, refuse, unwritable
 from canzona_cli.launch import preflight
+from canzona_cli.launch.resume import next_free
 from canzona_cli.launch.run_dir import check_free
+from canzona_cli.launch.supervisor import run_ranks
+from canzona_cli.launch.view import TrainView
 from canzona_cli.run.corpus import PreparedCorpus
+from canzona_cli.run.files import RunFiles, write_text_atomic
+from canzona_cli.run.machine import cores
+from canzona_cli.run.records import Note, StageEvent, StepMetrics
 from canzona_cli.run.words import plural
 
+Say = Callable[[str], None]
 WORKER_MODULE = "canzona_cli.bench.worker"
 ROOT = "bench"
 """The folder for bench directories, unless run.root names another."""
 WARM_UP_ROUNDS = 1
+_BUSY = 0.5
+"""Load average over cores above which other work disturbs the measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,28 +82,21 @@ def prepare(
         DoesNotFit: a strategy needs more memory than the profile has.
         EnvironmentProblem: this machine lacks something.
     """
-    try:
+    wrong = [*problems]
+    with gathered(wrong):
         composed = compose_run(overrides, recipes_dirs=recipes_dirs)
-    except ConfigError as error:
-        raise ConfigError(*problems, *error.problems) from None
-    composed = replace(composed, config=in_folder(composed, ROOT, directory))
-    ready = partial(unready, what="a bench", otherwise="`canzona bench --simulate` predicts larger jobs")
-    steps = (WARM_UP_ROUNDS + rounds) * steps_per_turn
-    try:
-        lined_up = line_up(composed, strategies, steps=steps)
-    except ConfigError as error:
-        raise ConfigError(*problems, *ready(composed.config), *error.problems) from None
-    config = lined_up.reference.config
-    wrong = [*problems, *ready(config)]
+        composed = replace(composed, config=in_folder(composed, ROOT, directory))
+        wrong += unready(composed.config, "a bench", "`canzona bench --simulate` predicts larger jobs")
+        lined_up = line_up(composed, strategies, steps=(WARM_UP_ROUNDS + rounds) * steps_per_turn)
     refuse(wrong)
-    preflight.check_machine(config, lined_up.layout)
-    check_free(config)
+    preflight.check_machine(lined_up.reference.config, lined_up.reference.layout)
+    check_free(lined_up.reference.config)
     return Session(
         overrides=tuple(overrides),
         line_up=lined_up,
         rounds=rounds,
         steps_per_turn=steps_per_turn,
-        warnings=(*composed.warnings, *profile_warnings(composed.config.cluster), *_warnings(composed)),
+        warnings=(*composed.warnings, *profile_warnings(composed.config.cluster), *_ignored(composed)),
     )
 
 
@@ -109,100 +115,253 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
     lined_up, config = session.line_up, session.config
     machine = machine_now(config)
     corpus = corpus_of(config, say)
-    files = create(config, {strategy.name: strategy for strategy in lined_up.strategies})
+    files = create(config, lined_up.strategies)
     sittings = into_sittings(lined_up, available_bytes(config.cluster))
     names = ", ".join(strategy.name for strategy in lined_up.strategies)
     rounds = f"{plural(session.rounds, 'round')} of {session.steps_per_turn} steps each"
     say(f"{config.name}: {names} on {plural(config.gpus, 'rank')}, {rounds}; {files.root}")
-    measurements = []
+    measurements: list[dict[str, Measured]] = []
     for number, sitting in enumerate(sittings):
         name = "sitting" if len(sittings) == 1 else f"sitting {number + 1} of {len(sittings)}"
-        measurements.append(_run_sitting(session, files, number, sitting, corpus, name, say))
+        turns = Turns(
+            names=tuple(strategy.name for strategy in sitting.strategies),
+            rounds=WARM_UP_ROUNDS + session.rounds,
+            steps_per_turn=session.steps_per_turn,
+        )
+        left = sit(sitting.strategies[0], files.sitting(number), turns, corpus, name=name, say=say)
+        measurements.append({
+            strategy: measured(samples, warm_up_rounds=WARM_UP_ROUNDS, steps_per_turn=session.steps_per_turn)
+            for strategy, samples in read_samples(left).items()
+        })  # fmt: skip
     result = _result(session, sittings, measurements, machine)
     # All raw numbers are kept, even if the strategies disagree.
     save(result, files.result)
     return result, files.root
 
 
-def _warnings(composed: Composed) -> tuple[str, ...]:
+def prepare_sweep(
+    overrides: Sequence[str], options: Options, kind: SweepKind, recipes_dirs: Sequence[Path] = ()
+) -> dict[str, Session]:
+    """Resolve and check the benches of all values, by value, before the first one runs.
+
+    Raises:
+        ConfigError: with the problems of all benches at once.
+        EnvironmentProblem, DoesNotFit: as `prepare`.
+    """
+    problems = [*options.problems]
+    with gathered(problems):
+        composed = compose_run(without_swept(overrides, kind), recipes_dirs=recipes_dirs)
+        config, layout = resolve(composed.config)
+        problems += _pointless(kind, layout)
+        sessions = {}
+        for value in dict.fromkeys(options.values or default_values(kind, config)):
+            with gathered(problems):
+                sessions[value] = prepare(
+                    with_value(overrides, kind, value),
+                    strategies=options.strategies or AFFECTED.get(kind),
+                    rounds=options.rounds,
+                    steps_per_turn=options.steps_per_turn,
+                    recipes_dirs=recipes_dirs,
+                    directory=None if config.run.dir is None else f"{config.run.dir}/{kind}-{value}",
+                )
+    refuse(dict.fromkeys(problems))
+    return sessions
+
+
+def _pointless(kind: SweepKind, layout: Layout) -> Iterator[Problem]:
+    """Yields why the swept setting changes nothing on a layout."""
+    if kind == "alpha" and layout.owners == 1:
+        reason = "alpha balances data-parallel ranks, and this layout has only one"
+        yield Problem(key="--sweep", value=kind, reason=reason, fix="use more gpus, or a smaller parallel.tp")
+    if kind == "c_max" and layout.tp == 1:
+        reason = "C_max limits exchanges between tensor-parallel ranks, and this layout has none"
+        yield Problem(key="--sweep", value=kind, reason=reason, fix="use parallel.tp=2 or more")
+
+
+def _ignored(composed: Composed) -> Iterator[str]:
+    """Yields a warning for each setting that a bench has no use for."""
     ignored = {
         "engine.strategy": "--strategies chooses what a bench runs",
         "train.steps": "--rounds and --steps-per-turn set the length of a bench; only the schedule follows it",
         "train.eval_interval": "a bench does not validate",
     }
-    return tuple(f"{key} is ignored: {why}" for key, why in ignored.items() if key in composed.explicit)
-
-
-def _run_sitting(
-    session: Session, files: BenchFiles, number: int, sitting: Sitting, corpus: PreparedCorpus, name: str, say: Say
-) -> dict[str, Measured]:
-    """Each strategy's figures from one sitting."""
-    turns = Turns(
-        names=tuple(strategy.name for strategy in sitting.strategies),
-        rounds=WARM_UP_ROUNDS + session.rounds,
-        steps_per_turn=session.steps_per_turn,
-    )
-    config, layout = sitting.strategies[0].config, session.line_up.layout
-    left = sit(config, layout, files.sitting(number), turns, corpus, module=WORKER_MODULE, name=name, say=say)
-    return {
-        strategy: measured(samples, warm_up_rounds=WARM_UP_ROUNDS, steps_per_turn=session.steps_per_turn)
-        for strategy, samples in read_samples(left).items()
-    }
+    yield from (f"{key} is ignored: {why}" for key, why in ignored.items() if key in composed.explicit)
 
 
 def _result(
-    session: Session,
-    sittings: Sequence[Sitting],
-    measurements: Sequence[Mapping[str, Measured]],
-    machine: Mapping[str, str | int | float],
+    session: Session, sittings: Sequence[Sitting], measurements: Sequence[Mapping[str, Measured]], machine: Machine
 ) -> BenchResult:
     lined_up, config = session.line_up, session.config
-    reference = lined_up.reference.name
-    places: dict[str, tuple[int, bool]] = {}
-    for number, sitting in enumerate(sittings):
-        for strategy in sitting.strategies:
-            places.setdefault(strategy.name, (number, sitting.alone))
+    reference = lined_up.reference.strategy
     strategies: dict[str, StrategyBench] = {}
     for strategy in lined_up.strategies:
-        place, alone = places[strategy.name]
+        place, alone = next(
+            (number, sitting.alone) for number, sitting in enumerate(sittings) if strategy in sitting.strategies
+        )
         strategies[strategy.name] = StrategyBench(
             measured=measurements[place][strategy.name],
-            predicted=predicted(strategy, lined_up.layout),
+            predicted=strategy.predicted,
             sitting=place,
             arithmetic=strategy.arithmetic,
             alone=alone,
         )
     return BenchResult(
-        recipe=config.name,
-        overrides=session.overrides,
-        optimizer=config.optimizer.name,
-        layout=lined_up.layout,
-        device=config.cluster.device,
-        profile=config.cluster.name,
-        calibrated=config.cluster.calibrated,
-        machine=machine,
+        **BenchResult.header(config, session.overrides, machine),
+        layout=lined_up.reference.layout,
         rounds=session.rounds,
         steps_per_turn=session.steps_per_turn,
         warm_up_rounds=WARM_UP_ROUNDS,
         reference=reference,
         strategies=strategies,
-        references=tuple(measured.get(reference, measurements[0][reference]) for measured in measurements),
+        references=tuple(sitting.get(reference, measurements[0][reference]) for sitting in measurements),
         arithmetic=lined_up.arithmetic,
-        notes=(*lined_up.notes, *_notes(sittings, reference, machine)),
+        notes=(*lined_up.notes, *_notes(sittings, reference), *busy(machine)),
     )
 
 
-def _notes(sittings: Sequence[Sitting], reference: str, machine: Mapping[str, str | int | float]) -> list[str]:
-    notes = []
+def _notes(sittings: Sequence[Sitting], reference: str) -> Iterator[str]:
     alone = [strategy.name for sitting in sittings if sitting.alone for strategy in sitting.strategies]
     if len(sittings) - len(alone) > 1:
-        notes.append(
+        yield (
             f"the strategies do not all fit into memory together: {len(sittings)} sittings, each with {reference} in it"
         )
     if alone:
-        notes.append(
+        yield (
             f"{' and '.join(alone)} ran alone for lack of memory, not in turns with {reference}: anything else the "
             "machine did at that time counts in full"
         )
-    notes += busy(machine)
-    return notes
+
+
+def in_folder(composed: Composed, root: str, directory: str | None = None) -> RunConfig:
+    """Returns the run with a directory of a bench.
+
+    Args:
+        root: where such directories go unless run.root says otherwise.
+        directory: the directory; None for `run.dir`, else a new one under the root.
+    """
+    settings = composed.config.run
+    root = settings.root if {"run", "run.root"} & composed.explicit else root
+    return replace(composed.config, run=replace(settings, root=root, dir=directory or settings.dir, trackers=()))
+
+
+def unready(config: RunConfig, what: str, otherwise: str) -> list[Problem]:
+    """Lists why nothing can be measured: more than one machine; missing or damaged data. The built-in corpus
+    is prepared later, when everything else is known to work.
+
+    Args:
+        what: measures: `a bench`.
+        otherwise: the way out for more ranks.
+    """
+    problems: list[Problem] = []
+    if config.data.source == "prepared":
+        with gathered(problems):
+            ensure_corpus(config)
+    per_node = config.cluster.gpus_per_node
+    nodes = config.cluster.nodes or -(-config.gpus // per_node)
+    if nodes > 1:
+        reason = f"are on {nodes} machines, but {what} runs on a single one, with {per_node}"
+        problems.append(Problem(key="gpus", value=config.gpus, reason=reason, fix=f"use gpus={per_node}; {otherwise}"))
+    return problems
+
+
+def corpus_of(config: RunConfig, say: Say) -> PreparedCorpus:
+    """Prepares the run's data if need be; each part is announced once, when it begins."""
+    announced: set[str] = set()
+
+    def progress(what: str, fraction: float) -> None:
+        if what not in announced:
+            announced.add(what)
+            say(what)
+
+    return ensure_corpus(config, progress)
+
+
+def machine_now(config: RunConfig) -> Machine:
+    """Describes the machine that measures. Includes the load of the last minute:
+    call it before anything of ours runs."""
+    load = round(os.getloadavg()[0], 2)
+    return {**machine_facts(config.cluster.device), "ranks": config.gpus, "load_average": load}
+
+
+def busy(machine: Machine) -> Iterator[str]:
+    """Yields a remark where something else ran as well."""
+    load = float(machine["load_average"])
+    if load > _BUSY * cores():
+        yield (
+            f"the machine was busy before it began (load average {load:g} on {plural(cores(), 'core')}): expect "
+            "longer times and wide spreads"
+        )
+
+
+def create(config: RunConfig, entrants: Iterable[Entrant]) -> BenchFiles:
+    """Make the bench directory, with the configurations and plans that the workers of every sitting read.
+
+    Raises:
+        EnvironmentProblem: it cannot be written.
+    """
+    chosen, root = config.run.dir, Path(config.run.root) / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if chosen is None and root.exists():
+        root = next_free(root)
+    files = BenchFiles(Path(chosen or root).absolute())
+    try:
+        files.root.mkdir(parents=True, exist_ok=chosen is not None)
+        for entrant in entrants:
+            write_text_atomic(files.config(entrant.name), dump_resolved(entrant.config))
+            if entrant.plan is not None:
+                write_text_atomic(files.plan(entrant.name), entrant.plan.to_json())
+    except OSError as error:
+        key, value = ("run.root", config.run.root) if chosen is None else ("run.dir", chosen)
+        fix = "run.dir=DIR with a directory you may write to"
+        raise unwritable(key, value, error, fix=fix, what="the bench directory") from None
+    return files
+
+
+def sit(first: Entrant, run_dir: Path, turns: Turns, corpus: PreparedCorpus, *, name: str, say: Say) -> RunFiles:
+    """Launches the ranks of one sitting and waits for their end; returns what they left.
+
+    Args:
+        first: takes the first turn.
+        name: the name of the sitting, for messages.
+
+    Raises:
+        KeyboardInterrupt: somebody stopped it.
+        CanzonaError: a rank failed: the error that it ended with.
+    """
+    config = replace(first.config, run=replace(first.config.run, dir=str(run_dir)))
+    return run_ranks(
+        config,
+        first.layout,
+        corpus,
+        module=WORKER_MODULE,
+        view=_RoundLines(say, name, turns=len(turns.names), rounds=turns.rounds),
+        say=say,
+        write_more=turns.write,
+    )
+
+
+class _RoundLines(TrainView):
+    """A line for each round that is over: a live display would take processor time from what is measured.
+
+    Args:
+        say: receives each line.
+        sitting: the name of this sitting: `sitting 2 of 3`.
+        turns: in one round.
+        rounds: in all, warm-up included.
+    """
+
+    def __init__(self, say: Say, sitting: str, *, turns: int, rounds: int) -> None:
+        self._say, self._sitting, self._turns, self._rounds, self._seen = say, sitting, turns, rounds, 0
+
+    def stage(self, event: StageEvent) -> None:
+        if event.stage == "train":
+            self._say(f"{self._sitting}: {event.detail}")
+        elif event.stage == "build model":
+            self._say(f"{self._sitting}: building models")
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._seen += 1
+        if self._seen % self._turns == 0:
+            self._say(f"{self._sitting}: round {self._seen // self._turns} of {self._rounds}")
+
+    def note(self, note: Note) -> None:
+        self._say(f"{self._sitting}: {note.text}")

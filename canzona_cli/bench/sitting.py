@@ -69,17 +69,19 @@ class Turns:
     """The most often that a turn in processes of its own repeats the last of them, as long as updates of the
     previous step were replaced (`Muon`'s Gram form by the standard form), which takes longer than the planned
     update."""
+    apart: bool = False
+    """Each turn is a process of its own: for layouts, of which Megatron has one for all of a process's life."""
 
     def order(self, round_: int) -> Sequence[str]:
         shift = round_ % len(self.names)
         return (*self.names[shift:], *self.names[:shift])
 
     def write(self, files: RunFiles) -> None:
-        write_json_atomic(_turns(files), asdict(self))
+        write_json_atomic(files.root / "sitting.json", asdict(self))
 
     @classmethod
     def read(cls, files: RunFiles) -> "Turns":
-        return parse(cls, _turns(files).read_bytes())
+        return parse(cls, (files.root / "sitting.json").read_bytes())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +105,9 @@ class Samples:
     """Every step of every turn, by rank."""
 
 
-def write_samples(files: RunFiles, found: Mapping[str, Samples]) -> None:
+def write_samples(files: RunFiles, samples: Mapping[str, Samples]) -> None:
     """Writes the samples by strategy; rank 0 does it."""
-    write_text_atomic(_samples(files), json.dumps({name: asdict(samples) for name, samples in found.items()}) + "\n")
+    write_text_atomic(_samples(files), json.dumps({name: asdict(mine) for name, mine in samples.items()}) + "\n")
 
 
 def read_samples(files: RunFiles) -> dict[str, Samples]:
@@ -152,10 +154,6 @@ def _optimizer_s(step: Sequence[StepSample]) -> float:
     of the last in `_TOGETHER`."""
     updating_s = max(sum(sample.phases.get(name, 0.0) for name in _OWN) for sample in step)
     return updating_s + sum(min(sample.phases.get(name, 0.0) for sample in step) for name in _TOGETHER)
-
-
-def _turns(files: RunFiles) -> Path:
-    return files.root / "sitting.json"
 
 
 def _samples(files: RunFiles) -> Path:

@@ -1,6 +1,7 @@
 """The strategies of one sitting, taking turns on one rank."""
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,13 +34,13 @@ def take_turns(
     strategies: Mapping[str, RunningStrategy],
     *,
     stop_requested: Callable[[], bool],
-    tell: Callable[[int, str, float], None],
+    tell: Callable[[str, float], None],
 ) -> bool:
     """Run all rounds. Collective.
 
     Args:
         stop_requested: True if this rank knows of a request to stop.
-        tell: receives round, strategy and last loss after every turn, while nothing is measured.
+        tell: receives strategy and last loss after every turn, while nothing is measured.
 
     Returns:
         Whether all rounds were run; False after a request to stop.
@@ -58,16 +59,11 @@ def take_turns(
                     named = (replace(problem, key=f"{name}, {problem.key}") for problem in error.problems)
                     raise Diverged(*named) from error
                 loss = strategy.losses[-1]
-                if loss - loss != 0:
-                    raise Diverged(
-                        Problem(
-                            key=f"{name}, step {len(strategy.losses)}",
-                            value=loss,
-                            reason="the loss is no longer a finite number",
-                            fix="lower optimizer.lr: the times of a diverged run mean nothing",
-                        )
-                    )
-                tell(number, name, loss)
+                if not math.isfinite(loss):
+                    key, reason = f"{name}, step {len(strategy.losses)}", "the loss is no longer a finite number"
+                    fix = "lower optimizer.lr: the times of a diverged run mean nothing"
+                    raise Diverged(Problem(key=key, value=loss, reason=reason, fix=fix))
+                tell(name, loss)
     return True
 
 

@@ -1,62 +1,165 @@
-"""One rank of a bench's sitting: `python -m canzona_cli.bench.worker SITTING_DIR`, started by torchrun."""
+"""One rank of a sitting: `python -m canzona_cli.bench.worker SITTING_DIR`, started by torchrun.
 
+Strategies take their turns in this process. Layouts do not: Megatron has one layout for all of a process's life, so
+each turn of a layout is a process of its own: on CPUs a fork of this one, which has imported everything and computed
+nothing; where there are GPUs a new Python, for what imports leave on a device does not survive a fork. A layout that
+fails on one rank is over on all, and has no further turns; the others continue.
+"""
+
+import logging
+import os
 import sys
 import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.context import ForkProcess, SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NoReturn
 
 from canzona_cli.bench.sitting import BenchFiles, Turns, write_samples
+from canzona_cli.config.secrets import redacted
+from canzona_cli.errors import CanzonaError, ExitCode
 from canzona_cli.run.files import RunFiles, append_json_line
-from canzona_cli.run.records import Ending, read_layout
+from canzona_cli.run.orphan import AGENT_VARIABLE, die_with_parent
+from canzona_cli.run.records import Ending
+from canzona_cli.run.words import plural
 from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
 from canzona_cli.training.records import Journal, RankRecord
 
 SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.bench.turns")
+_LOOK_S = 0.5
+"""Seconds between a rank's looks at whether its turn has failed on another rank."""
 
 
-def bench_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    """Run one sitting; rank 0 writes the samples. Every strategy has its own model, optimizer and batches."""
+def sitting_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
+    """Runs one sitting; rank 0 writes the samples."""
+    turns = Turns.read(files)
+    if turns.apart:
+        return layouts_rank(files, record, rank)
+    from canzona_cli.megatron import parallel
+
+    finished = _take_turns(files, files, record, rank, turns)
+    parallel.shutdown()
+    return "done" if finished else "interrupted"
+
+
+def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
+    """Gives every layout its turns, one after another."""
+    from canzona_cli.config.compose import load_resolved
+    from canzona_cli.launch.torchrun import forks_ranks
+
+    turns, inputs = Turns.read(files), BenchFiles(files.root.parent)
+    forks = forks_ranks(load_resolved(inputs.config(turns.names[0])))
+    # The thread that waits for signals holds nothing that the fork would need.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded, use of fork")
+    start: Callable[..., BaseProcess] = ForkProcess if forks else SpawnProcess
+    length = f"{plural(turns.rounds, 'round')} of {plural(len(turns.names), 'layout')}"
+    Journal(files, writes=rank == 0).stage("train", length)
+    ordered = [(number, name) for number in range(turns.rounds) for name in turns.order(number)]
+    for number, name in ordered:
+        failure = BenchFiles.failure(files, name)
+        if failure.exists():
+            continue
+        process = start(target=_turn, args=(files, rank, number, name))
+        process.start()
+        while process.is_alive() and not failure.exists():
+            process.join(_LOOK_S)
+        process.kill()  # a rank that waits for one that failed may do so for minutes
+        process.join()
+        if process.exitcode == ExitCode.INTERRUPTED:
+            return "interrupted"
+        if process.exitcode:
+            _report(failure, f"rank {rank} ended with code {process.exitcode}")
+    return "done"
+
+
+def _report(failure: Path, reason: str) -> None:
+    """Leaves why a turn failed; what others already reported stays,
+    for one rank's end is why the next one fails."""
+    with suppress(FileExistsError), failure.open("x", encoding="utf-8") as file:
+        file.write(reason)
+
+
+def _turn(files: RunFiles, rank: int, number: int, name: str) -> NoReturn:
+    """Builds the run in one layout and takes its turn."""
+    record = RankRecord(files, rank)
+    if AGENT_VARIABLE in os.environ:
+        os.environ[AGENT_VARIABLE] = str(os.getppid())
+        die_with_parent()
+    code: int = ExitCode.OK
+    try:
+        turns = replace(Turns.read(files), names=(name,), rounds=1)
+        left = BenchFiles.turn(files, number, name)
+        if not _take_turns(files, left, record, rank, turns, turn=f"round {number} {name}"):
+            code = ExitCode.INTERRUPTED
+    except BaseException as error:
+        code = ExitCode.CRASH
+        logging.getLogger(__name__).exception("rank %d failed in the turn of %s", rank, name)
+        reason = f"rank {rank}: {type(error).__name__}: {error}"
+        if isinstance(error, CanzonaError):
+            reason = error.problems[0].reason  # which all ranks say alike
+        _report(BenchFiles.failure(files, name), redacted(reason))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing of torch is torn down
+
+
+def _take_turns(
+    files: RunFiles, left: RunFiles, record: RankRecord, rank: int, turns: Turns, *, turn: str = ""
+) -> bool:
+    """Builds everything that takes turns, each with its own model, optimizer and batches, and takes them.
+
+    Args:
+        left: the place for the samples, which rank 0 writes.
+        turn: the name of this turn among those of other processes; empty where this process takes all.
+
+    Returns:
+        False after a request to stop.
+    """
+    import canzona_cli.megatron  # noqa: F401 - before anything imports Megatron
     from canzona_cli.bench.turns import RunningStrategy, gather_samples, take_turns
+    from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.execution import Execution, execution_of
     from canzona_cli.engine.kernels import choose_kernels
-    from canzona_cli.megatron import parallel
     from canzona_cli.planner.plan_file import read_plan
     from canzona_cli.run.corpus import read_corpus
     from canzona_cli.training.assemble import assemble, join
     from canzona_cli.training.data import BatchStream, build_datasets
 
-    turns, inputs = Turns.read(files), BenchFiles(files.root.parent)
+    inputs, journal = BenchFiles(files.root.parent), Journal(files, writes=rank == 0 and not turn)
     configs = {name: load_resolved(inputs.config(name)) for name in turns.names}
-    first = next(iter(configs.values()))
-    world = join(first, read_layout(files.layout), alive=record.heart.progress)
-    journal = Journal(files, writes=rank == 0)
+    first, layout = resolve(configs[turns.names[0]])
+    world = join(first, layout, alive=record.heart.progress, turn=turn)
     data = build_datasets(first, read_corpus(files), cache=cache_root(first) / "indices").train
-    strategies: dict[str, RunningStrategy] = {}
+    running: dict[str, RunningStrategy] = {}
     for name, config in configs.items():
         journal.stage("build model", name)
         plan = read_plan(inputs.plan(name)) if execution_of(config) is Execution.PLANNED else None
-        strategies[name] = RunningStrategy(trainee=assemble(config, world, plan), batches=BatchStream(data, world))
+        running[name] = RunningStrategy(trainee=assemble(config, world, plan), batches=BatchStream(data, world))
 
     # As in training: what is timed runs on the kernels that a run would choose here.
     ours = next((config for config in configs.values() if execution_of(config).ours), first)
     choose_kernels(ours, world.device, alive=record.heart.progress)
 
-    def tell(number: int, name: str, loss: float) -> None:
-        record.step, record.loss = len(strategies[name].losses), loss
+    def tell(name: str, loss: float) -> None:
+        record.step, record.loss = len(running[name].losses), loss
         if rank == 0:
-            line = {"step": record.step, "loss": loss, "strategy": name, "round": number + 1, "rounds": turns.rounds}
-            append_json_line(files.metrics, {**line, "time": time.time()})
+            append_json_line(files.metrics, {"step": record.step, "loss": loss, "name": name, "time": time.time()})
 
     journal.stage("train", f"{turns.rounds} rounds of {', '.join(turns.names)}")
-    finished = take_turns(turns, strategies, stop_requested=lambda: rank == 0 and files.stop_requested(), tell=tell)
-    if finished:
-        samples = gather_samples(strategies)
-        if rank == 0:
-            write_samples(files, samples)
-    parallel.shutdown()
-    return "done" if finished else "interrupted"
+    if not take_turns(turns, running, stop_requested=lambda: rank == 0 and files.stop_requested(), tell=tell):
+        return False
+    samples = gather_samples(running)
+    if rank == 0:
+        left.root.mkdir(exist_ok=True)
+        write_samples(left, samples)
+    return True
 
 
 if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]), bench_rank)
+    run_rank(Path(sys.argv[1]), sitting_rank)

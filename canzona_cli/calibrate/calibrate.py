@@ -373,8 +373,8 @@ class ShortBenches:
 
 
 def with_steps(calibration: Calibration, benches: ShortBenches, write: Callable[[Calibration], None]) -> Calibration:
-    """`found` with the factors of whole steps; where a bench failed or was stopped, with those of the one
-    before it, and marked as lacking the rest.
+    """Adds the factors of whole steps. Where a bench failed or was stopped, those of the one before it are kept, and
+    the profile is marked as lacking the rest.
 
     Args:
         write: writes a calibration to the profile that the benches run on, so that they predict from it.

@@ -1,4 +1,4 @@
-"""What ranks compute alone: products, decompositions, memory, the model's passes, and updates of matrices.
+"""Measurements of what ranks compute alone: products, decompositions, memory, the model's passes, updates of matrices.
 
 An update is timed as the engine runs it, except for the exchange: clip the gradient, step, check that the new weight is
 finite, and write it in the model's precision. Each matrix has its own memory, and there are as many as the model has

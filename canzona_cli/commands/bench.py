@@ -110,19 +110,21 @@ def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Pat
 
 def _sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
     from canzona_cli.bench.results import content_of
-    from canzona_cli.bench.sweep import prepare_sweep, run_sweep
+    from canzona_cli.bench.session import prepare_sweep, run
     from canzona_cli.report.bench_sweep import SweepView
     from canzona_cli.report.html.bench import sweep_page
 
-    sweep = prepare_sweep(overrides, options, recipes_dirs)
-    warn(line for session in sweep.sessions.values() for line in session.warnings)
-    results = run_sweep(sweep, progress)
-    content = {
-        "version": 1,
-        "sweep": sweep.kind,
-        "results": {value: content_of(result) for value, result in results.items()},
-    }
-    view = SweepView(sweep.kind, results)
+    kind = options.sweep
+    assert kind is not None
+    sessions = prepare_sweep(overrides, options, kind, recipes_dirs)
+    warn(line for session in sessions.values() for line in session.warnings)
+    results = {}
+    for value, session in sessions.items():
+        progress(f"{kind} {value}")
+        results[value], _ = run(session, progress)
+    contents = {value: content_of(result) for value, result in results.items()}
+    content = {"version": 1, "sweep": kind, "results": contents}
+    view = SweepView(kind, results)
     shown = _Shown(view=view, page=partial(sweep_page, view))
     _conclude(content, options, shown, results.values(), as_json=as_json)
 
@@ -143,12 +145,12 @@ def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path]
 
 
 def _simulate_sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
-    from canzona_cli.bench.sweep import simulate_sweep
+    from canzona_cli.bench.options import simulate_sweep
     from canzona_cli.report.bench_sweep import SimulatedSweepView
 
     kind = options.sweep
     assert kind is not None
-    simulations = simulate_sweep(overrides, options, recipes_dirs)
+    simulations = simulate_sweep(overrides, options, kind, recipes_dirs)
     results = {value: simulation.as_json() for value, simulation in simulations.items()}
     write_json({"version": 1, "simulated": True, "sweep": kind, "results": results}, options, as_json=as_json)
     if not as_json:

@@ -32,8 +32,7 @@ def tune(
     Settings that are typed hold for all layouts. Raw numbers are kept in tune/RECIPE-TIME. Ctrl-C stops after
     the current step.
     """
-    from canzona_cli.bench.layout_results import content_of
-    from canzona_cli.bench.layouts import prepare, run, tuned_recipe
+    from canzona_cli.bench.layouts import content_of, prepare, run, tuned_recipe
     from canzona_cli.config.recipes import check_destination, shown, write_recipe
     from canzona_cli.report.tune import TuneView
 

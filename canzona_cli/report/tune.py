@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.bench.layout_results import APART, LEAST_SHARE, Accuracy, Errors, LayoutBench, TuneResult
+from canzona_cli.bench.layouts import APART, LEAST_SHARE, Accuracy, Errors, LayoutBench, TuneResult
 from canzona_cli.report.bench import error_text, percent, quartiles
 from canzona_cli.report.header import layout_name, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 from rich.console import Console
 
-from canzona_cli.bench.layout_results import LayoutBench, TuneResult, content_of, layout_name
+from canzona_cli.bench.layouts import LayoutBench, TuneResult, content_of, layout_name
 from canzona_cli.bench.results import Measured, Predicted
 from canzona_cli.config.schema import Layout
 from canzona_cli.report.tune import TuneView

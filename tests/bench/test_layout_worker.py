@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench import layout_worker
+from canzona_cli.bench import worker
 from canzona_cli.bench.layouts import prepare
 from canzona_cli.bench.sitting import BenchFiles, Turns
 from canzona_cli.config.compose import dump_resolved
@@ -25,10 +25,10 @@ def taken(folder: Path, monkeypatch: pytest.MonkeyPatch, act: Act) -> str:
     files = RunFiles(BenchFiles(folder).sitting(0))
     files.root.mkdir()
     for name in names:
-        BenchFiles(folder).config(name).write_text(dump_resolved(entrants[name].prepared.config), encoding="utf-8")
+        BenchFiles(folder).config(name).write_text(dump_resolved(entrants[name].config), encoding="utf-8")
     Turns(names=names, rounds=2, steps_per_turn=3).write(files)
-    monkeypatch.setattr(layout_worker, "_turn", act)
-    return layout_worker.layouts_rank(files, RankRecord(files, 0), 0)
+    monkeypatch.setattr(worker, "_turn", act)
+    return worker.layouts_rank(files, RankRecord(files, 0), 0)
 
 
 def test_every_layout_has_a_turn_in_each_round_each_in_a_process_of_its_own(

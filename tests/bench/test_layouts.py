@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.layout_results import layout_name
-from canzona_cli.bench.layouts import SETTLING_STEPS, Tuning, prepare, tuned_recipe
+from canzona_cli.bench.layouts import SETTLING_STEPS, Tuning, layout_name, prepare, tuned_recipe
 from canzona_cli.calibrate.calibrate import profile_text
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.search import candidates
@@ -48,11 +47,11 @@ def test_all_are_every_layout_that_what_is_typed_allows() -> None:
 def test_each_trains_the_runs_own_batch_at_its_own_rates_in_its_own_layout() -> None:
     config = compose_run(TINY).config
     for name, found in prepared().entrants.items():
-        run = found.prepared.config
+        run = found.config
         assert layout_name(resolve(run)[1]) == name, "what a worker makes of the configuration"
         assert found.layout.global_batch_size * run.train.seq_length == config.train.batch_tokens
         assert (run.train.steps, run.schedule.decay_steps) == (3 + SETTLING_STEPS, config.train.steps)
-        assert found.prepared.plan is not None
+        assert found.plan is not None
 
 
 def test_mistakes_are_told_together() -> None:

@@ -1,14 +1,14 @@
 """What a bench is made of before anything starts: one layout for all strategies, and every mistake at once."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.lineup import LineUp, PreparedStrategy, into_sittings
-from canzona_cli.bench.options import Options, read_options
-from canzona_cli.bench.session import Session, prepare
-from canzona_cli.bench.sweep import prepare_sweep
+from canzona_cli.bench.lineup import Entrant, LineUp, into_sittings
+from canzona_cli.bench.options import Options, SweepKind, read_options
+from canzona_cli.bench.session import Session, prepare, prepare_sweep
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import MuonConfig
 from canzona_cli.costs.memory import GIB
@@ -130,7 +130,7 @@ def test_adamw_alone_has_nothing_to_compare_and_a_bench_is_of_one_machine() -> N
     assert "are on 2 machines" in problems("recipe=tiny", "gpus=16")
 
 
-def sized(line_up: LineUp, place: int, state_gib: float, transient_gib: float = 0.25) -> PreparedStrategy:
+def sized(line_up: LineUp, place: int, state_gib: float, transient_gib: float = 0.25) -> Entrant:
     found = line_up.strategies[place]
     return replace(found, state_bytes=int(state_gib * GIB), transient_bytes=int(transient_gib * GIB))
 
@@ -157,26 +157,27 @@ def test_cpu_ranks_share_the_machines_free_memory() -> None:
 
 
 def test_values_of_a_sweep_are_all_checked_before_the_first_runs() -> None:
-    def options(kind: str, *values: str) -> Options:
-        return read_options(strategies=[], rounds=2, steps_per_turn=2, sweep=kind, values=values)  # type: ignore[arg-type]
+    def swept(kind: SweepKind, *values: str, overrides: Sequence[str] = TINY) -> dict[str, Session]:
+        options = read_options(strategies=[], rounds=2, steps_per_turn=2, sweep=kind, values=values)
+        return prepare_sweep(overrides, options, kind)
 
-    sweep = prepare_sweep(TINY, options("alpha"))
-    assert list(sweep.sessions) == ["0", "0.25", "0.5", "0.75", "1"]
-    assert [session.config.engine.alpha for session in sweep.sessions.values()] == [0, 0.25, 0.5, 0.75, 1]
-    assert all(names(session.line_up) == ["canzona", "paper"] for session in sweep.sessions.values())
+    alphas = swept("alpha")
+    assert list(alphas) == ["0", "0.25", "0.5", "0.75", "1"]
+    assert [session.config.engine.alpha for session in alphas.values()] == [0, 0.25, 0.5, 0.75, 1]
+    assert all(names(session.line_up) == ["canzona", "paper"] for session in alphas.values())
 
-    sweep = prepare_sweep(TINY, options("c_max"))
-    capacities = [session.config.engine.c_max_mib for session in sweep.sessions.values()]
+    capacities = [session.config.engine.c_max_mib for session in swept("c_max").values()]
     assert capacities[-1] is None
     assert capacities[:-1] == sorted(capacities[:-1], key=lambda value: value or 0.0)
 
-    sweep = prepare_sweep([*TINY, "optimizer=adamw"], options("optimizer", "muon,soap"))
-    assert isinstance(sweep.sessions["muon"].config.optimizer, MuonConfig)
-    assert sweep.sessions["soap"].config.optimizer.name == "soap"
+    optimizers = swept("optimizer", "muon,soap", overrides=[*TINY, "optimizer=adamw"])
+    assert isinstance(optimizers["muon"].config.optimizer, MuonConfig)
+    assert optimizers["soap"].config.optimizer.name == "soap"
 
     with pytest.raises(ConfigError) as caught:
-        prepare_sweep(TINY, options("gpus", "3", "4", "5"))
+        swept("gpus", "3", "4", "5")
     assert [problem.value for problem in caught.value.problems] == [3, 5]
-    for kind, tp in (("alpha", 4), ("c_max", 1)):
-        with pytest.raises(ConfigError, match="this layout has"):
-            prepare_sweep(["recipe=tiny", "gpus=4", f"parallel.tp={tp}"], options(kind))
+    with pytest.raises(ConfigError, match="this layout has"):
+        swept("alpha", overrides=["recipe=tiny", "gpus=4", "parallel.tp=4"])
+    with pytest.raises(ConfigError, match="this layout has"):
+        swept("c_max", overrides=["recipe=tiny", "gpus=4", "parallel.tp=1"])

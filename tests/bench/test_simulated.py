@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.options import SweepKind, read_options
+from canzona_cli.bench.options import SweepKind, read_options, simulate_sweep
 from canzona_cli.bench.simulated import MOST_GPUS, Simulation, parse_gpus, run_simulation
-from canzona_cli.bench.sweep import simulate_sweep
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.costs.memory import estimate
@@ -273,7 +272,7 @@ def swept(kind: SweepKind, gpus: int, settings: Sequence[str], *values: str) -> 
     options = read_options(
         strategies=[], rounds=1, steps_per_turn=2, sweep=kind, values=values, simulate=True, gpus=str(gpus)
     )
-    return simulate_sweep(settings, options)
+    return simulate_sweep(settings, options, kind)
 
 
 def _studies(simulation: Simulation) -> list[Study]:
@@ -285,7 +284,7 @@ def test_a_simulated_sweep_says_what_it_does_not_do(tmp_path: Path) -> None:
         strategies=[], rounds=1, steps_per_turn=2, sweep="gpus", simulate=True, html=tmp_path / "a.html"
     )
     with pytest.raises(ConfigError) as raised:
-        simulate_sweep(["recipe=0.6b"], options)
+        simulate_sweep(["recipe=0.6b"], options, "gpus")
     assert [problem.key for problem in raised.value.problems] == ["--sweep", "--html"]
 
 
