@@ -37,8 +37,7 @@ from canzona_cli.run.phases import IN_STEP, Phase, Stream
 from canzona_cli.simulate.buffers import Buffers, Chunk, after_reduction
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.timeline import Timeline, crowded
-from canzona_cli.simulate.update import Workload
-from canzona_cli.simulate.update_phase import CellUpdate, UpdatePhase
+from canzona_cli.simulate.update import CellUpdate, UpdatePhase, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
