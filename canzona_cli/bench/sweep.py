@@ -14,8 +14,7 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.activations import matrix_shapes
-from canzona_cli.costs.buffers import exchange_bytes
+from canzona_cli.costs.buffers import exchange_bytes, matrix_shapes
 from canzona_cli.errors import ConfigError, Problem, gathered, refuse
 
 _KEYS: Mapping[SweepKind, str] = {

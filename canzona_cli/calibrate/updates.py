@@ -20,8 +20,7 @@ from canzona_cli.costs.update import algorithm, label, peak_seconds, seconds
 from canzona_cli.engine.build import optimizer_factory
 from canzona_cli.engine.wire import Write, write_finite
 from canzona_cli.megatron.optimizer import megatron_adam, megatron_muon
-from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix, layer_shapes
 from canzona_cli.optimizers.kronecker import SIDES, KroneckerOptimizer, pack, unpack
 
 SPLITTINGS: tuple[Splitting, ...] = ("qkv", "split")

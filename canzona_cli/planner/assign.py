@@ -27,7 +27,7 @@ from canzona_cli.config.schema import Layout
 from canzona_cli.costs.sharing import HOSTED, Share
 from canzona_cli.costs.update import rounded
 from canzona_cli.errors import DoesNotFit, Problem
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.buckets import Parameter, Part, spread, stage_buckets, stages
 from canzona_cli.planner.packing import CLOSE_ENOUGH, HostPacker, lower_bound, pack
 from canzona_cli.planner.paper import balanced_cuts, even_start, greedy_hosts
@@ -279,16 +279,15 @@ def _units_to_owners(stage: _Stage) -> Owners:
 
 
 def _units_to_cells(stage: _Stage) -> Owners:
-    units = list(stage.units)
-    return _cells_to_owners(stage, units, [stage.cost(unit) for unit in units])
+    return _cells_to_owners(stage, [stage.cost(unit) for unit in stage.units])
 
 
 def _leaders_to_cells(stage: _Stage) -> Owners:
+    return _cells_to_owners(stage, [max(stage.costs[index] for index in members) for members in stage.units.values()])
+
+
+def _cells_to_owners(stage: _Stage, costs: Sequence[float]) -> Owners:
     units = list(stage.units)
-    return _cells_to_owners(stage, units, [max(stage.costs[index] for index in stage.units[unit]) for unit in units])
-
-
-def _cells_to_owners(stage: _Stage, units: Sequence[int], costs: Sequence[float]) -> Owners:
     packing = pack(costs, stage.owners * stage.tp)
     dealt = deal([sum(costs[item] for item in items) for items in packing.bins], stage.owners)
     return {units[item]: dealt[cell] for cell, items in enumerate(packing.bins) for item in items}

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from canzona_cli.config.schema import Layout
 from canzona_cli.costs.buffers import align, bucket_end, shard_elements
 from canzona_cli.costs.sharing import Share
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.groups import Grouped, held_jobs
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, PlanSettings, Range
 from canzona_cli.planner.reduction import ReductionModel

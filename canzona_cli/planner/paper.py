@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.pipeline import Job
 from canzona_cli.planner.plan import PlanSettings
 

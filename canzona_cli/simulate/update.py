@@ -18,12 +18,11 @@ from typing import Literal
 
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.activations import stage_weights
-from canzona_cli.costs.buffers import FP32, exchange_bytes
+from canzona_cli.costs.buffers import FP32, exchange_bytes, stage_weights
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import NormClip
 from canzona_cli.costs.update import RULES, adamw_seconds, algorithm, implementation, memory_rate, step_factor
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Job, Pipeline
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 from canzona_cli.simulate.timeline import Ran, Timeline
