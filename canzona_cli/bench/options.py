@@ -13,8 +13,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.costs.activations import matrix_shapes
-from canzona_cli.costs.buffers import exchange_bytes
+from canzona_cli.costs.buffers import exchange_bytes, matrix_shapes
 from canzona_cli.errors import Clash, Problem, clashes, closest, gathered, refuse
 from canzona_cli.run.machine import existing_folder
 from canzona_cli.run.phases import STRATEGIES

@@ -23,8 +23,7 @@ from canzona_cli.engine.wire import Write, write_finite
 from canzona_cli.megatron import model
 from canzona_cli.megatron.optimizer import megatron_adam, megatron_muon, wrap_data_parallel
 from canzona_cli.megatron.parallel import World, gather
-from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix, layer_shapes
 from canzona_cli.optimizers.kronecker import SIDES, KroneckerOptimizer, pack, unpack
 from canzona_cli.optimizers.matrix_optimizer import ProductPrecision, products
 

@@ -27,7 +27,7 @@ from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.model import Model, Trainee
 from canzona_cli.megatron.parallel import World, gather
 from canzona_cli.model.geometry import fragment_blocks, stored_blocks
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from canzona_cli.config.settings import problem_with
 from canzona_cli.config.sweep import Combination, combinations
 from canzona_cli.costs.memory import GIB, estimate
 from canzona_cli.errors import CanzonaError, ConfigError, DoesNotFit, Problem
-from canzona_cli.model.routing import routing
+from canzona_cli.model.matrices import routing
 from canzona_cli.run.words import plural
 
 H200_GIB = 140.4

@@ -34,7 +34,7 @@ from canzona_cli.launch.stop import Preempted, Requests, before_workers
 from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import TrainView
-from canzona_cli.model.routing import routing
+from canzona_cli.model.matrices import routing
 from canzona_cli.planner.plan_file import Obtained, obtain_plan
 from canzona_cli.report.errors import show_failure
 from canzona_cli.report.run import BreakdownView

@@ -22,15 +22,18 @@ from types import MappingProxyType
 
 from canzona_cli.config.execution import IN_ORDER, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.activations import StageWeights, matrix_shapes, stage_weights, transient
 from canzona_cli.costs.buffers import (
     BATCH_BYTES,
     FP32,
     Shape,
+    StageWeights,
     bucket_elements,
     element_bytes,
     exchange_bytes,
     lay_out,
+    matrix_shapes,
+    stage_weights,
+    transient,
     workspace_bytes,
 )
 from canzona_cli.costs.update import RULES, algorithm
@@ -197,14 +200,14 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in
     In natural order a cell is closed once it has reached the mean, so the worst holds up to a matrix more.
     """
     everything = [shape for _ in range(layers) for shape in shapes]
-    held: list[dict[Shape, int]] = [{} for _ in range(cells)]
+    held: list[Counter[Shape]] = [Counter() for _ in range(cells)]
     loads = [0] * cells
     if in_order:
         mean = sum(math.prod(shape) for shape in everything) / cells
         done = 0
         for shape in everything:
             cell = min(cells - 1, int(done / mean))
-            _add(held[cell], shape)
+            held[cell][shape] += 1
             loads[cell] += math.prod(shape)
             done += math.prod(shape)
     else:
@@ -212,15 +215,11 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in
         for shape in sorted(everything, key=lambda s: (-math.prod(s), s)):
             load, cell = heap[0]
             heapq.heapreplace(heap, (load + math.prod(shape), cell))
-            _add(held[cell], shape)
+            held[cell][shape] += 1
         for load, cell in heap:
             loads[cell] = load
     worst = max(range(cells), key=loads.__getitem__)
     return Placement(worst=loads[worst], worst_shapes=MappingProxyType(held[worst]), padded=0)
-
-
-def _add(counts: dict[Shape, int], shape: Shape) -> None:
-    counts[shape] = counts.get(shape, 0) + 1
 
 
 def optimizer_state(config: RunConfig, layout: Layout, others: int, whole: int, factors: int) -> dict[str, int]:

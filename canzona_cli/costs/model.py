@@ -13,8 +13,7 @@ from itertools import accumulate
 from statistics import NormalDist
 
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
-from canzona_cli.costs.activations import micro_batch_tokens, stage_weights, stream_elements
-from canzona_cli.costs.buffers import element_bytes
+from canzona_cli.costs.buffers import element_bytes, micro_batch_tokens, stage_weights, stream_elements
 from canzona_cli.costs.links import Groups, Links, Transfer
 from canzona_cli.costs.update import (
     adamw_seconds,

@@ -17,7 +17,7 @@ from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.costs.links import Group, Links, Transfer
 from canzona_cli.costs.update import GRAM_MIN_SIDE, RULES, algorithm, duration, gram_holds, gram_scale, rounded
 from canzona_cli.fields import Seconds
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.facts import Algorithm, Work
 from canzona_cli.optimizers.muon_facts import product_bytes, segments
 

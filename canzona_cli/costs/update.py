@@ -27,7 +27,7 @@ from canzona_cli.config.schema import (
     RunConfig,
     ShampooConfig,
 )
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.facts import Algorithm, Form, Rule, Work, known
 from canzona_cli.optimizers.muon_facts import MUON_AROUND, product_bytes
 from canzona_cli.run.phases import Phase

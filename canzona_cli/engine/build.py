@@ -29,15 +29,14 @@ from canzona_cli.megatron.matrix_buffers import global_parameters, named_matrix_
 from canzona_cli.megatron.optimizer import adamw_settings, build_adamw
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer, watcher_for
+from canzona_cli.model.matrices import Matrix, stage_matrices
 from canzona_cli.model.matrices import matrices as matrices_of
-from canzona_cli.model.matrices import stage_matrices
-from canzona_cli.model.matrix import Matrix
 from canzona_cli.optimizers.facts import known
 from canzona_cli.optimizers.matrix_optimizer import OnFallback, Workspace
 from canzona_cli.optimizers.registry import load_class, probe
 from canzona_cli.planner.exchange import Route, from_hosts, to_hosts
+from canzona_cli.planner.order import by_rank, refreshes
 from canzona_cli.planner.plan import Plan
-from canzona_cli.planner.refresh import by_rank, refreshes
 
 _OURS = __name__.partition(".")[0]
 """This package: its optimizers need no consent."""
@@ -205,7 +204,7 @@ def optimizer_factory(
 
     Args:
         ranks: the matrices that this rank and all that wait for it update: refreshes of factors take turns
-            (`planner.refresh`).
+            (`planner.order`).
 
     Raises:
         UnusableOptimizer: a user's own class cannot update 2-D parameters by `step()` alone.

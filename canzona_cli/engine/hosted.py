@@ -10,7 +10,7 @@ import torch
 from canzona_cli.costs.buffers import BATCH_BYTES
 from canzona_cli.engine.wire import AllToAll, Copy, Fragments, Messages, Wiring, Write, write_finite
 from canzona_cli.megatron.timers import Span
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.exchange import Parcel, senders, to_hosts
 from canzona_cli.run.phases import Phase
 

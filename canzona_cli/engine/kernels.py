@@ -19,7 +19,7 @@ import torch
 
 from canzona_cli.config.execution import execution_of
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.costs.activations import matrix_shapes
+from canzona_cli.costs.buffers import matrix_shapes
 from canzona_cli.costs.update import RULES, algorithm, form_of, stack_of
 from canzona_cli.megatron.owner_bucket_group import device_seconds
 from canzona_cli.megatron.parallel import gather

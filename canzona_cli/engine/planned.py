@@ -15,7 +15,7 @@ from canzona_cli.engine.shared import Sharing
 from canzona_cli.engine.wire import Wiring
 from canzona_cli.megatron.optimizer import adamw_settings
 from canzona_cli.megatron.owner_bucket_group import gathering_order, matrix_groups
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.order import ahead, order
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 

@@ -19,7 +19,7 @@ from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, left_out, set
 from canzona_cli.engine.wire import Wiring
 from canzona_cli.megatron.optimizer import adamw_settings
 from canzona_cli.megatron.parallel import World
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 
 
 class FragmentGather:

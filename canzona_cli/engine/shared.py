@@ -11,7 +11,7 @@ import torch
 
 from canzona_cli.engine.masters import left_out, settle
 from canzona_cli.engine.wire import Copy, Wiring, Write, write_finite
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.matrix_optimizer import Workspace
 from canzona_cli.optimizers.shared_muon import SharedMuon
 from canzona_cli.optimizers.shared_rows import Together, Turns, Wait

@@ -10,7 +10,7 @@ import torch
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.megatron.timers import PhaseTimer, Watcher
 from canzona_cli.model import geometry
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.exchange import Route
 
 

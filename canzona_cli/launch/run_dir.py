@@ -33,7 +33,7 @@ from canzona_cli.launch.resume import Resumption, holds_run, next_free, resume_p
 from canzona_cli.launch.stop import before_workers
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import Earlier
-from canzona_cli.model.routing import Routing
+from canzona_cli.model.matrices import Routing
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.breakdown import Prediction
 from canzona_cli.run.codec import read_lines, save

@@ -19,7 +19,7 @@ from canzona_cli.costs.buffers import align
 from canzona_cli.megatron.model import global_names
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.geometry import stored_shape
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.buckets import stage_parameters
 from canzona_cli.planner.plan import Bucket, Plan
 

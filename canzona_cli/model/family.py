@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from canzona_cli.config.schema import ModelConfig
-from canzona_cli.model.matrix import Kind
 
+Kind = Literal["q", "k", "v", "qkv", "gate", "up", "fc1", "proj", "down", "other"]
+"""The kind of a matrix; other for a user's own and a vocabulary."""
 Part = Literal["embedding", "qkv", "proj", "fc1", "fc2", "output"]
 """A module of the model that has one 2-D weight."""
 Copies = Literal["data", "tp"]

@@ -21,8 +21,8 @@ from functools import lru_cache
 
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.model.families import EMBEDDING, OUTPUT, family_of
-from canzona_cli.model.family import Band, Weight
-from canzona_cli.model.matrix import Kind, Matrix
+from canzona_cli.model.family import Band, Kind, Weight
+from canzona_cli.model.matrices import Matrix
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _HEAD = re.compile(r"(q|k|v)\.(\d+)")

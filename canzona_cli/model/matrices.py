@@ -1,20 +1,91 @@
-"""The matrices of a model: what a matrix optimizer updates, from shapes and layout alone.
+"""The matrices of a model: what a matrix optimizer updates, from shapes and layout alone; and the routing of
+all parameters, to that optimizer or to AdamW.
 
 Every 2-D weight of a layer is one; embedding, output layer, norms, biases and routers are AdamW's. Order,
 names and shapes are canonical: they do not depend on the tensor-parallel size, and neither does which element
 is which (q, k, v and gate, up as the published checkpoints store them, rows being outputs).
 """
 
+import re
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import ClassVar, Literal
 
+from canzona_cli.config.execution import Execution, execution_of, splitting_of
 from canzona_cli.config.layout_rules import pipeline_problems, uneven_problems
-from canzona_cli.config.schema import Layout, ModelConfig, Splitting
-from canzona_cli.errors import refuse
-from canzona_cli.model.families import family_of
-from canzona_cli.model.matrix import Kind, Matrix
+from canzona_cli.config.schema import KroneckerConfig, Layout, ModelConfig, OptimizerName, RunConfig, Splitting
+from canzona_cli.config.settings import problem_with
+from canzona_cli.errors import ConfigError, refuse
+from canzona_cli.fields import CountOrZero, Side
+from canzona_cli.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of
+from canzona_cli.model.family import Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A logical, full 2-D weight that the optimizer treats as one."""
+
+    index: CountOrZero
+    """Position in the plan's list."""
+    name: str
+    """The name, as layers.3.gate; layers are numbered over the whole model."""
+    kind: Kind
+    layer: CountOrZero
+    stage: CountOrZero
+    """Pipeline stage."""
+    chunk: CountOrZero = 0
+    """Model chunk of its stage, the one with the first layers being 0 (`Layout.vpp`)."""
+    rows: Side
+    cols: Side
+    shard_dim: Literal[0, 1] | None
+    """Dimension that tensor parallelism cuts; None where every TP rank holds it whole."""
+    parameter: str
+    """The Megatron parameter it is part of: decoder.layers.3.mlp.linear_fc1.weight."""
+    unit: CountOrZero
+    """Matrices of one unit must have the same owner: q,
+    k and v lie interleaved in one range of the buffer."""
+    home: CountOrZero | None = None
+    """The one TP rank that stores it, whole (a head's matrix); None for every other kind of matrix."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.cols
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.cols
+
+    @property
+    def replicated(self) -> bool:
+        """True where every TP rank holds the whole of it."""
+        return self.shard_dim is None and self.home is None
+
+    @property
+    def cut_long(self) -> bool:
+        """True where tensor parallelism cuts its long side (of a square either), so that fragments have all
+        of the other."""
+        return self.shard_dim is not None and self.shape[self.shard_dim] >= self.shape[1 - self.shard_dim]
+
+    def holders(self, tp: int) -> range:
+        """TP ranks that store a part of it: all of them, or its home alone."""
+        return range(tp) if self.home is None else range(self.home, self.home + 1)
+
+    def held_elements(self, tp: int) -> int:
+        """Elements on each of its `holders`."""
+        return self.elements if self.shard_dim is None or self.home is not None else self.elements // tp
+
+    def fragment_shape(self, tp: int) -> tuple[int, int]:
+        """Rows and columns on each of its `holders`, in whatever order those of the cut dimension come."""
+        if self.shard_dim is None:
+            return self.shape
+        return (self.rows // tp, self.cols) if self.shard_dim == 0 else (self.rows, self.cols // tp)
+
+    def fragment_elements(self, tp: int) -> int:
+        """Elements on one TP rank; with a home, its share on average:
+        the heads of a unit are dealt out evenly."""
+        return self.elements if self.replicated else self.elements // tp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,3 +238,67 @@ def _cut_by_tp(matrices: Iterable[LayerMatrix]) -> Iterator[tuple[int, str]]:
             yield matrix.slices, f"heads of {name}"
         elif matrix.shard_dim is not None:
             yield (matrix.rows, f"rows of {name}") if matrix.shard_dim == 0 else (matrix.cols, f"columns of {name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routed:
+    """Parameters or matrices whose names differ only in their numbers."""
+
+    pattern: str
+    """The name of matrices, layers.*.q, or layers.*.q.* where each head is one;
+    else Megatron's name of a parameter."""
+    count: int
+    elements: int
+    """Elements of all together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """The routing of a whole model."""
+
+    VERSION: ClassVar[int] = 1
+    optimizer: OptimizerName
+    matrices: tuple[Routed, ...]
+    """Matrices that `optimizer` updates whole; none where that is AdamW."""
+    adamw: tuple[Routed, ...]
+    """Parameters that AdamW updates element by element."""
+
+
+def routing(config: RunConfig) -> Routing:
+    """Routes a run's parameters; `tests/dist/test_initial_weights.py` compares it with Megatron's model.
+
+    Raises:
+        ConfigError: a matrix optimizer would have no matrix.
+    """
+    model, layers = config.model, config.model.num_layers
+    alone = execution_of(config) is Execution.ADAMW
+    vocabulary = model.vocab_size * model.hidden_size
+    family = family_of(model)
+    weights = {weight.name: weight.elements for weight in family.weights(model)} if alone else {}
+    norms = {norm.name: norm.elements for norm in family.norms(model)}
+    rest = (
+        Routed(pattern=EMBEDDING, count=1, elements=vocabulary),
+        *(
+            Routed(pattern=f"decoder.layers.*.{name}", count=layers, elements=layers * elements)
+            for name, elements in (weights | norms).items()
+        ),
+        Routed(pattern=FINAL_NORM, count=1, elements=model.hidden_size),
+        *(() if model.tied_embeddings else (Routed(pattern=OUTPUT, count=1, elements=vocabulary),)),
+    )
+    return Routing(optimizer=config.optimizer.name, matrices=() if alone else _routed(config), adamw=rest)
+
+
+def _routed(config: RunConfig) -> tuple[Routed, ...]:
+    model, splitting, chosen = config.model, splitting_of(config), config.optimizer
+    if isinstance(chosen, KroneckerConfig):
+        longest, shortest = chosen.max_preconditioner_dim, min(map(min, layer_shapes(model, splitting)))
+        if shortest > longest:
+            reason = f"no side of any matrix is as short as that, so {chosen.name} would treat nothing as a matrix"
+            fix = f"use at least optimizer.max_preconditioner_dim={shortest}, or optimizer=adamw"
+            raise ConfigError(problem_with(config, "optimizer.max_preconditioner_dim", reason, fix))
+    counts, elements = Counter[str](), Counter[str]()
+    for matrix in layer_matrices(model, splitting):
+        pattern = "layers.*." + re.sub(r"\.\d+$", ".*", matrix.name)
+        counts[pattern] += model.num_layers
+        elements[pattern] += model.num_layers * matrix.rows * matrix.cols
+    return tuple(Routed(pattern=pattern, count=counts[pattern], elements=elements[pattern]) for pattern in counts)

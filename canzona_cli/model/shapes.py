@@ -29,8 +29,8 @@ from typing import Literal, get_args
 from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
 from canzona_cli.config.schema import Layout, ModelConfig
 from canzona_cli.errors import ConfigError, Problem, refuse
-from canzona_cli.model.matrices import LayerBlock, LayerMatrix, number
-from canzona_cli.model.matrix import Kind, Matrix
+from canzona_cli.model.family import Kind
+from canzona_cli.model.matrices import LayerBlock, LayerMatrix, Matrix, number
 
 _SHARDS: Mapping[str, Literal[0, 1] | None] = {"rows": 0, "cols": 1, "none": None}
 _TOP = ("name", "hidden_size", "embedding", "output", "heads", "kv_heads", "head_dim", "layers", "other", "matrices")

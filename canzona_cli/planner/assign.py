@@ -27,8 +27,8 @@ from canzona_cli.config.schema import Layout
 from canzona_cli.costs.sharing import HOSTED, Share
 from canzona_cli.costs.update import rounded
 from canzona_cli.errors import DoesNotFit, Problem
-from canzona_cli.model.matrix import Matrix
-from canzona_cli.planner.buckets import Parameter, Part, cut, spread, stage_parameters, stages
+from canzona_cli.model.matrices import Matrix
+from canzona_cli.planner.buckets import Parameter, Part, spread, stage_buckets, stages
 from canzona_cli.planner.packing import CLOSE_ENOUGH, HostPacker, lower_bound, pack
 from canzona_cli.planner.paper import balanced_cuts, even_start, greedy_hosts
 from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
@@ -78,7 +78,16 @@ def assign(
     cells: list[Cell] = [Cell(owner=0, host=0)] * len(matrices)
     shared: dict[int, Share] = {}
     for stage in stages(matrices):
-        problem = _Stage.of(matrices, costs, shares, layout, settings, stage, bucket_elements)
+        problem = _Stage(
+            number=stage,
+            matrices=matrices,
+            costs=costs,
+            shares=shares,
+            all_shared=settings.mode == "shared",
+            buckets=stage_buckets(matrices, stage, layout.tp, bucket_elements),
+            owners=layout.owners,
+            tp=layout.tp,
+        )
         for index, cell, share in _solve(problem, settings, memory_cap, bytes_per_element):
             cells[index] = cell
             if share is not None:
@@ -90,54 +99,41 @@ def assign(
 class _Stage:
     """One stage's part of the problem."""
 
+    number: int
     matrices: Sequence[Matrix]
     costs: Sequence[float]
     """Seconds, of each by its host."""
-    together: Sequence[float]
-    """The seconds of all ranks together, each matrix shared where it may be."""
     shares: Mapping[int, Share]
+    all_shared: bool
     buckets: Sequence[Sequence[Parameter]]
-    units: Mapping[int, tuple[int, ...]]
-    """Matrices of each unit."""
     owners: int
     tp: int
-    bound: float
-    """Seconds the busiest cell needs at least."""
-    packer: HostPacker
-
-    @staticmethod
-    def of(
-        matrices: Sequence[Matrix],
-        costs: Sequence[float],
-        shares: Mapping[int, Share],
-        layout: Layout,
-        settings: PlanSettings,
-        stage: int,
-        bucket_elements: int | None,
-    ) -> "_Stage":
-        parameters = stage_parameters(matrices, stage, layout.tp)
-        ranks = layout.owners
-        return _Stage(
-            matrices=matrices,
-            costs=costs,
-            together=[
-                cost if share is None else layout.tp * share.each
-                for index, cost in enumerate(costs)
-                for share in (shares.get(index),)
-            ],
-            shares=shares,
-            buckets=cut(parameters, bucket_elements, stage=stage),
-            units={part.unit: part.matrices for parameter in parameters for part in parameter.parts},
-            owners=ranks,
-            tp=layout.tp,
-            bound=lower_bound(matrices, costs, stage, ranks, layout.tp, shares),
-            packer=HostPacker(costs, layout.tp, shares, all_shared=settings.mode == "shared"),
-        )
 
     @cached_property
     def parts(self) -> list[list[Part]]:
         """The parts of each bucket, in its order."""
         return [[part for parameter in bucket for part in parameter.parts] for bucket in self.buckets]
+
+    @cached_property
+    def units(self) -> dict[int, tuple[int, ...]]:
+        """Matrices of each unit, in registration order."""
+        parameters = (parameter for bucket in reversed(self.buckets) for parameter in reversed(bucket))
+        return {part.unit: part.matrices for parameter in parameters for part in parameter.parts}
+
+    @cached_property
+    def together(self) -> list[float]:
+        """The seconds of all ranks together, each matrix shared where it may be."""
+        each = {index: self.tp * share.each for index, share in self.shares.items()}
+        return [each.get(index, cost) for index, cost in enumerate(self.costs)]
+
+    @cached_property
+    def bound(self) -> float:
+        """Seconds the busiest cell needs at least."""
+        return lower_bound(self.matrices, self.costs, self.number, self.owners, self.tp, self.shares)
+
+    @cached_property
+    def packer(self) -> HostPacker:
+        return HostPacker(self.costs, self.tp, self.shares, all_shared=self.all_shared)
 
     def cost(self, unit: int) -> float:
         return sum(self.costs[index] for index in self.units[unit])
@@ -218,7 +214,7 @@ def _solve(
         # that.
         blended = [placed(_blended(stage, blend)) for blend in BLENDS]
         fitting += [way for way in blended if way and way.busiest >= fitting[0].busiest]
-    best = _pick(stage, settings.alpha, fitting)
+    best = _pick(stage, settings.alpha, fitting) if len(fitting) > 1 else fitting[0]
     for index, cell in best.cells.items():
         yield index, cell, stage.shares[index] if index in best.shared else None
 
@@ -283,16 +279,15 @@ def _units_to_owners(stage: _Stage) -> Owners:
 
 
 def _units_to_cells(stage: _Stage) -> Owners:
-    units = list(stage.units)
-    return _cells_to_owners(stage, units, [stage.cost(unit) for unit in units])
+    return _cells_to_owners(stage, [stage.cost(unit) for unit in stage.units])
 
 
 def _leaders_to_cells(stage: _Stage) -> Owners:
+    return _cells_to_owners(stage, [max(stage.costs[index] for index in members) for members in stage.units.values()])
+
+
+def _cells_to_owners(stage: _Stage, costs: Sequence[float]) -> Owners:
     units = list(stage.units)
-    return _cells_to_owners(stage, units, [max(stage.costs[index] for index in stage.units[unit]) for unit in units])
-
-
-def _cells_to_owners(stage: _Stage, units: Sequence[int], costs: Sequence[float]) -> Owners:
     packing = pack(costs, stage.owners * stage.tp)
     dealt = deal([sum(costs[item] for item in items) for items in packing.bins], stage.owners)
     return {units[item]: dealt[cell] for cell, items in enumerate(packing.bins) for item in items}

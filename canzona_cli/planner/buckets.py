@@ -19,11 +19,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from types import MappingProxyType
+from typing import NamedTuple
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.costs.buffers import align, bucket_end, shard_elements
 from canzona_cli.costs.sharing import Share
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.groups import Grouped, held_jobs
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, PlanSettings, Range
 from canzona_cli.planner.reduction import ReductionModel
@@ -102,6 +103,13 @@ def cut(parameters: Sequence[Parameter], bucket_elements: int | None, *, stage: 
     ]
 
 
+def stage_buckets(
+    matrices: Sequence[Matrix], stage: int, tp: int, bucket_elements: int | None
+) -> list[list[Parameter]]:
+    """Parameters of each bucket of a stage, see `cut`."""
+    return cut(stage_parameters(matrices, stage, tp), bucket_elements, stage=stage)
+
+
 def _cut(parameters: Sequence[Parameter], limit: int | None) -> list[list[Parameter]]:
     closed: list[list[Parameter]] = []
     bucket: list[Parameter] = []
@@ -137,27 +145,20 @@ def buckets(
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
     """
     made: list[Bucket] = []
+    cells = assignment.cells
     for stage in stages(matrices):
-        parameters = stage_parameters(matrices, stage, layout.tp)
-        for index, bucket in enumerate(cut(parameters, bucket_elements, stage=stage)):
-            owned = [_Owned.of(parameter, assignment) for parameter in bucket]
+        for index, bucket in enumerate(stage_buckets(matrices, stage, layout.tp, bucket_elements)):
+            owned = [_Owned(item, tuple(cells[part.matrices[0]].owner for part in item.parts)) for item in bucket]
             order = _by_owner(owned) if settings.layout == "owner" and settings.strategy == "canzona" else owned
             made.append(_packed(order, stage, index, layout.owners))
     return tuple(made)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Owned:
+class _Owned(NamedTuple):
     """A parameter and the owners of its parts."""
 
     parameter: Parameter
     owners: tuple[int, ...]
-
-    @staticmethod
-    def of(parameter: Parameter, assignment: Assignment) -> "_Owned":
-        return _Owned(
-            parameter=parameter, owners=tuple(assignment.cells[part.matrices[0]].owner for part in parameter.parts)
-        )
 
     @property
     def first(self) -> int:
@@ -220,52 +221,48 @@ def _by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
 
 
 def _packed(order: Sequence[_Owned], stage: int, index: int, shards: int) -> Bucket:
+    starts, end = _side_by_side([item.parameter for item in order])
+    return _filled(zip(starts, order, strict=True), bucket_end(end, shards), stage, index)
+
+
+def _side_by_side(parameters: Iterable[Parameter]) -> tuple[list[int], int]:
+    """Places parameters one after another, each aligned; returns where they start, and where the last one ends."""
+    starts: list[int] = []
+    end = 0
+    for parameter in parameters:
+        starts.append(align(end))
+        end = starts[-1] + parameter.elements
+    return starts, end
+
+
+def _filled(placed: Iterable[tuple[int, _Owned]], elements: int, stage: int, index: int) -> Bucket:
+    """Makes the bucket of `elements` whose parameters start where `placed` says, ascending."""
     ranges: list[Range] = []
-    position = used = 0
-    for item in order:
-        position = align(position)
+    names: list[str] = []
+    used = 0
+    for start, item in placed:
+        names.append(item.parameter.name)
         for part, owner in zip(item.parameter.parts, item.owners, strict=True):
-            _extend(ranges, position, position + part.elements, owner, part.matrices)
-            position += part.elements
+            _extend(ranges, start, start + part.elements, owner, part.matrices)
+            start += part.elements
             used += part.elements
-    end = bucket_end(position, shards)
+    parameters, padding = tuple(names), elements - used
     return Bucket(
-        index=index,
-        stage=stage,
-        parameters=tuple(item.parameter.name for item in order),
-        elements=end,
-        padding=end - used,
-        ranges=tuple(ranges),
+        index=index, stage=stage, parameters=parameters, elements=elements, padding=padding, ranges=tuple(ranges)
     )
 
 
 def even_bucket(held: Sequence[Sequence[Parameter]], stage: int, index: int) -> Bucket:
     """Lays out a bucket of Megatron's layer-wise optimizer: equal shards, one for each owner's whole
     parameters and all as long as the fullest. In a ring nothing has to be handed on."""
-    lengths = [0] * len(held)
-    for owner, parameters in enumerate(held):
-        for parameter in parameters:
-            lengths[owner] = align(lengths[owner]) + parameter.elements
-    shard = shard_elements(max(lengths), len(held))
-    ranges: list[Range] = []
-    used = 0
-    for owner, parameters in enumerate(held):
-        position = owner * shard
-        for parameter in parameters:
-            position = align(position)
-            _extend(ranges, position, position + parameter.elements, owner, parameter.matrices)
-            position += parameter.elements
-            used += parameter.elements
-    return Bucket(
-        index=index,
-        stage=stage,
-        parameters=tuple(parameter.name for parameters in held for parameter in parameters),
-        elements=shard * len(held),
-        padding=shard * len(held) - used,
-        ranges=tuple(ranges),
-        reduction="ring",
-        gathering="ring",
+    laid = [_side_by_side(parameters) for parameters in held]
+    shard = shard_elements(max(end for _, end in laid), len(held))
+    placed = (
+        (owner * shard + start, _Owned(parameter, (owner,) * len(parameter.parts)))
+        for owner, (parameters, (starts, _)) in enumerate(zip(held, laid, strict=True))
+        for parameter, start in zip(parameters, starts, strict=True)
     )
+    return replace(_filled(placed, shard * len(held), stage, index), reduction="ring", gathering="ring")
 
 
 def _extend(ranges: list[Range], start: int, end: int, owner: int, matrices: tuple[int, ...]) -> None:
@@ -294,10 +291,9 @@ def few_owners(
     """
     cells, shares = list(assignment.cells), dict(assignment.shares)
     for stage in stages(matrices):
-        parameters = stage_parameters(matrices, stage, layout.tp)
         buckets = [
             [part for parameter in bucket for part in parameter.parts]
-            for bucket in cut(parameters, bucket_elements, stage=stage)
+            for bucket in stage_buckets(matrices, stage, layout.tp, bucket_elements)
         ]
 
         def kind(part: Part) -> Hashable:
@@ -345,7 +341,7 @@ def in_order_of_reductions(
     for stage in stages(matrices):
         owners = [
             [assignment.cells[part.matrices[0]].owner for parameter in bucket for part in parameter.parts]
-            for bucket in cut(stage_parameters(matrices, stage, layout.tp), bucket_elements, stage=stage)
+            for bucket in stage_buckets(matrices, stage, layout.tp, bucket_elements)
         ]
         last = {owner: place for place, held in enumerate(owners) for owner in held}
         first = dict.fromkeys(owner for held in owners for owner in sorted(held, key=last.__getitem__))

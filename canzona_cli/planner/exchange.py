@@ -21,7 +21,7 @@ routes. Everything is counted in elements. No torch.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

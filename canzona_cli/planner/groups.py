@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from canzona_cli.costs.sharing import Share
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.packing import HostPacker
 from canzona_cli.planner.paper import rolled_back
 from canzona_cli.planner.pipeline import HostedPipeline, Job, Loads

@@ -14,15 +14,14 @@ from types import MappingProxyType
 from canzona_cli.config.execution import PLANNED, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import affecting
-from canzona_cli.costs.activations import stage_weights, transient
-from canzona_cli.costs.buffers import FP32, bucket_elements, element_bytes, exchange_bytes
-from canzona_cli.costs.memory import GIB, capacity, factor_bytes, least_step_bytes, moment_bytes
+from canzona_cli.costs.buffers import bucket_elements, element_bytes, exchange_bytes, stage_weights, transient
+from canzona_cli.costs.memory import GIB, capacity, factor_bytes, least_step_bytes, optimizer_state
 from canzona_cli.costs.sharing import HOSTED, Share, shares
 from canzona_cli.costs.update import algorithm, rounded, update_costs
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.fields import PLAN
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
-from canzona_cli.model.matrix import Matrix
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets, few_owners, in_order_of_reductions, slowest, travel
@@ -118,7 +117,8 @@ def attempt(
     return (ways[0] if len(ways) == 1 else min(ways, key=lambda way: way.seconds())).plan()
 
 
-def lower_bounds(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> tuple[float, ...]:
+@lru_cache(maxsize=16)
+def lower_bounds(config: RunConfig, layout: Layout, members: tuple[Matrix, ...]) -> tuple[float, ...]:
     """`Plan.lower_bounds`."""
     costs, possible = update_costs(config, members), _possible(config, layout, members)
     return tuple(lower_bound(members, costs, stage, layout.owners, layout.tp, possible) for stage in range(layout.pp))
@@ -381,14 +381,12 @@ def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], *,
         factors = max(size / elements for size, elements in shares)
     else:
         factors = sum(size for size, _ in shares) / sum(elements for _, elements in shares)
-    width, grad = element_bytes(config)
-    master = FP32 if config.train.precision == "bf16" else 0
-    state = FP32 + moment_bytes(how) + factors
+    state = sum(optimizer_state(config, layout, others=0, whole=1, factors=0).values()) + factors
     left = []
     for stage in range(layout.pp):
         weights = stage_weights(config, layout, stage)
-        adamw = -(-weights.others // layout.owners) * (master + 2 * FP32)
-        stored = (width + grad) * (weights.matrices + weights.others)
+        adamw = sum(optimizer_state(config, layout, weights.others, whole=0, factors=0).values())
+        stored = sum(element_bytes(config)) * (weights.matrices + weights.others)
         needed = least_step_bytes(config, layout, stage) + sum(transient(config, layout, stage).parts().values())
         left.append(capacity(config) - stored - adamw - needed)
     return max(1, int(min(left) / state))

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from canzona_cli.config.schema import Form, Gathering, Layout, Mesh, NewtonSchulzConfig, Reduction, RunConfig
-from canzona_cli.costs.activations import stage_weights
-from canzona_cli.costs.buffers import element_bytes, exchange_bytes
+from canzona_cli.costs.buffers import element_bytes, exchange_bytes, stage_weights
 from canzona_cli.costs.sharing import Share, shared_bytes, shared_collectives
 from canzona_cli.costs.update import form_of, stack_of
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.exchange import GroupTraffic, group_traffic
 from canzona_cli.planner.plan import Bucket, Cell, MicroGroup, Place, Plan
 from canzona_cli.planner.reduction import collectives, sent_elements, shares

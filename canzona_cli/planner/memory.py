@@ -23,16 +23,23 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.activations import stage_weights, transient
-from canzona_cli.costs.buffers import BATCH_BYTES, FP32, element_bytes, exchange_bytes, workspace_bytes
+from canzona_cli.costs.buffers import (
+    BATCH_BYTES,
+    FP32,
+    element_bytes,
+    exchange_bytes,
+    stage_weights,
+    transient,
+    workspace_bytes,
+)
 from canzona_cli.costs.memory import Memory, capacity, factor_bytes, optimizer_state
 from canzona_cli.costs.sharing import Share
 from canzona_cli.model.geometry import interleaved_kinds
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.exchange import group_traffic
 from canzona_cli.planner.order import LANES
 from canzona_cli.planner.plan import Place, Plan
-from canzona_cli.planner.reduction import GATHERED_AHEAD, gathering_bytes, scratch_bytes
+from canzona_cli.planner.reduction import GATHERED_AHEAD, scratch_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +188,9 @@ def _travelling(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[int,
     buckets, owners = [bucket for bucket in plan.buckets if bucket.stage == stage], plan.subject.layout.owners
     reduced = Counter[int]()
     for bucket in buckets:
-        reduced.update(scratch_bytes(bucket, owners, grad))
-    return reduced, _largest(GATHERED_AHEAD + 1, (gathering_bytes(bucket, owners, width) for bucket in buckets))
+        reduced.update(scratch_bytes(bucket, bucket.reduction, owners, grad))
+    gathered = (scratch_bytes(bucket, bucket.gathering, owners, width) for bucket in buckets)
+    return reduced, _largest(GATHERED_AHEAD + 1, gathered)
 
 
 def _largest(count: int, needed: Iterable[Mapping[int, int]]) -> Mapping[int, int]:

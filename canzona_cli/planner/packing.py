@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from canzona_cli.costs.sharing import HOSTED, Share
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 
 CLOSE_ENOUGH = 1e-3
 """A packing this close to its bound is not improved further."""

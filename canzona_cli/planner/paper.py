@@ -8,12 +8,12 @@ where the user sets none.
 """
 
 import heapq
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.pipeline import Job
 from canzona_cli.planner.plan import PlanSettings
 
@@ -84,8 +84,8 @@ def _nearest(boundaries: Sequence[float], target: float) -> int:
 def greedy_hosts(matrices: Sequence[Matrix], indices: Sequence[int], tp: int, capacity: int | None) -> list[int]:
     """Hosts of an owner's matrices, in the order of `indices`."""
     jobs = [Job(matrix=matrices[index], host=0, seconds=0.0) for index in indices]
-    placed = {job.matrix.index: job.host for group in rolled_back(jobs, tp, capacity) for job in group}
-    return [placed[index] for index in indices]
+    hosts = {job.matrix.index: job.host for group in rolled_back(jobs, tp, capacity) for job in group}
+    return [hosts[index] for index in indices]
 
 
 def rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list[Job]]:
@@ -95,27 +95,29 @@ def rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list
     would hold more than C_max (`capacity`, in elements), the job that caused it is rolled back and opens the
     next group. Returns jobs with their new hosts.
     """
-    done: list[list[Job]] = []
-    members: list[Job] = []
-    placed: list[Job] = []
+    groups: list[dict[int, int]] = []
+    opened: list[tuple[int, int]] = []
     for job in jobs:
         # The whole open group is placed anew each time: a late large job may displace earlier, smaller ones.
-        trial = _least_full([*members, job], tp, capacity)
-        if trial is None:
-            done.append(placed)
-            members, trial = [], _least_full([job], tp, None)
-        members.append(job)
-        placed = trial or []
-    return [*done, placed] if placed else done
+        insort(opened, (-job.matrix.elements, job.matrix.index))
+        hosts = _least_full(opened, tp, capacity) if groups else None
+        if hosts is None:
+            opened = [(-job.matrix.elements, job.matrix.index)]
+            groups.append({job.matrix.index: 0})
+        else:
+            groups[-1] = hosts
+    by_index = {job.matrix.index: job for job in jobs}
+    return [[replace(by_index[index], host=host) for index, host in sorted(group.items())] for group in groups]
 
 
-def _least_full(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[Job] | None:
+def _least_full(ranked: Sequence[tuple[int, int]], tp: int, capacity: int | None) -> dict[int, int] | None:
+    """Host of each matrix of (-elements, index), ascending; None where one would take a host above `capacity`."""
     heap = [(0, host) for host in range(tp)]
-    placed = []
-    for job in sorted(jobs, key=lambda job: (-job.matrix.elements, job.matrix.index)):
+    hosts = {}
+    for elements, index in ranked:
         held, host = heap[0]
-        if capacity is not None and held + job.matrix.elements > capacity:
+        if capacity is not None and held - elements > capacity:
             return None
-        heapq.heapreplace(heap, (held + job.matrix.elements, host))
-        placed.append(replace(job, host=host))
-    return sorted(placed, key=lambda job: job.matrix.index)
+        heapq.heapreplace(heap, (held - elements, host))
+        hosts[index] = host
+    return hosts

@@ -16,7 +16,7 @@ from canzona_cli.costs.links import Group, Groups, Links, Transfer
 from canzona_cli.costs.model import least_before_updates
 from canzona_cli.costs.sharing import Share, shared_exchanges, shared_transfers
 from canzona_cli.costs.update import algorithm, implementation, memory_rate, step_factor
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.exchange import Traffic, group_traffic, senders
 from canzona_cli.planner.order import ahead, order, turns
 
@@ -223,31 +223,45 @@ class HostedPipeline:
     def _load(self, group: Sequence[Job], known: "Loads") -> "Load":
         key = tuple(job.matrix.index for job in group)
         if key not in known:
-            known[key] = self._told(_Asked(self, group))
+            known[key] = self._priced(group)
         return known[key]
 
-    def _told(self, asked: "_Asked") -> "Load":
+    def _priced(self, group: Sequence[Job]) -> "Load":
+        tp = self.tp
+        # Elements whose gradients go to others, whose weights come from others, and of a rank's own fragments.
+        sent, stored, own = [0] * tp, [0] * tp, [0] * tp
+        fragments, hosted, matrices, seconds = [0] * tp, [0] * tp, [0] * tp, [0.0] * tp
+        for job in group:
+            matrix, host, held = job.matrix, job.host, job.matrix.held_elements(tp)
+            hosted[host] += matrix.elements
+            matrices[host] += 1
+            seconds[host] += job.seconds
+            for rank in {host, *matrix.holders(tp)}:
+                fragments[rank] += 1
+            for rank in matrix.holders(tp):
+                (own if rank == host else stored)[rank] += held
+            for rank in senders(matrix, host, tp):
+                sent[rank] += held if rank != host else 0
+
+        def stages(host: int) -> Iterator[tuple[tuple[Activity, float], ...]]:
+            others, replay_s = fragments[host] - matrices[host], self.replay_s if matrices[host] else 0.0
+            yield (("exchange", self._copies(sent[host] * self._sent, others)),)
+            yield (
+                ("exchange", self._copies(hosted[host] * self._received, tp * matrices[host])),
+                ("matrix_update", self.updating * (replay_s + seconds[host])),
+                # Other ranks' fragments, and its own: rounded, then taken where they are finite.
+                ("exchange", self._copies(own[host] * self.own, (tp + 1) * matrices[host])),
+            )
+            yield (("exchange", self._copies(stored[host] * self.taken, others)),)
+
+        moved = group_traffic([job.matrix for job in group], [job.host for job in group], tp)
         return Load(
             work=tuple(
-                tuple(tuple(part for part in self._work(asked, stage, host) if part[1] > 0) for host in range(self.tp))
-                for stage in range(3)
+                tuple(tuple(part for part in parts if part[1] > 0) for parts in of_hosts)
+                for of_hosts in zip(*map(stages, range(tp)), strict=True)
             ),
-            exchanges=(self._travel(asked.moved.gradients, self.grad), self._travel(asked.moved.weights, self.width)),
+            exchanges=(self._travel(moved.gradients, self.grad), self._travel(moved.weights, self.width)),
         )
-
-    def _work(self, asked: "_Asked", stage: int, host: int) -> Iterator[tuple[Activity, float]]:
-        elements, matrices = asked.hosted[host], asked.matrices[host]
-        stored, others = asked.stored[host], asked.fragments[host] - matrices
-        if stage == 0:
-            yield "exchange", self._copies(asked.sent[host] * self._sent, others)
-        if stage == 1:
-            yield "exchange", self._copies(elements * self._received, self.tp * matrices)
-            replay_s = self.replay_s if matrices else 0.0
-            yield "matrix_update", self.updating * (replay_s + asked.seconds[host])
-            # Other ranks' fragments, and its own: rounded, then taken where they are finite.
-            yield "exchange", self._copies(asked.own[host] * self.own, (self.tp + 1) * matrices)
-        if stage == 2:
-            yield "exchange", self._copies(stored * self.taken, others)
 
     def _copies(self, size: int, launches: int) -> float:
         return size * self.byte_s + launches * self.launch_s
@@ -270,29 +284,6 @@ class Load:
 
 Loads = dict[tuple[int, ...], Load]
 """Known loads by the group's matrices, for jobs that have the same hosts and shares every time."""
-
-
-class _Asked:
-    """The elements, matrices and seconds that one micro-group asks of each TP rank."""
-
-    def __init__(self, pipeline: HostedPipeline, group: Sequence[Job]) -> None:
-        tp = pipeline.tp
-        self.sent, self.stored, self.own, self.fragments = [0] * tp, [0] * tp, [0] * tp, [0] * tp
-        """Elements whose gradients go to others, whose weights come from others, and of its own."""
-        self.hosted, self.matrices, self.seconds = [0] * tp, [0] * tp, [0.0] * tp
-        self.moved = group_traffic([job.matrix for job in group], [job.host for job in group], tp)
-        for job in group:
-            matrix, host = job.matrix, job.host
-            self.hosted[host] += matrix.elements
-            self.matrices[host] += 1
-            self.seconds[host] += job.seconds
-            for rank in {host, *matrix.holders(tp)}:
-                self.fragments[rank] += 1
-            held = matrix.held_elements(tp)
-            for rank in matrix.holders(tp):
-                (self.own if rank == host else self.stored)[rank] += held
-            for rank in senders(matrix, host, tp):
-                self.sent[rank] += held if rank != host else 0
 
 
 def planning(config: RunConfig) -> RunConfig:

@@ -25,7 +25,7 @@ from canzona_cli.config.schema import (
 )
 from canzona_cli.costs.sharing import HOSTED, Share, shared_exchanges
 from canzona_cli.fields import CountOrZero, NotNegative, Seconds
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.run.codec import parse
 

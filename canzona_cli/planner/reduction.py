@@ -133,20 +133,10 @@ WORTH = 0.95
 that those do not."""
 
 
-def scratch_bytes(bucket: Bucket, owners: int, grad_bytes: int) -> dict[int, int]:
-    """Bytes that ranks hold in addition to the buffer while a bucket's gradients travel: in a ring,
-    one's own share."""
-    return _shares_in_ring(bucket, owners, grad_bytes) if bucket.reduction == "ring" else {}
-
-
-def gathering_bytes(bucket: Bucket, owners: int, weight_bytes: int) -> dict[int, int]:
-    """Returns the same while its weights travel: in a ring,
-    a rank's share in the order in which it is handed over."""
-    return _shares_in_ring(bucket, owners, weight_bytes) if bucket.gathering == "ring" else {}
-
-
-def _shares_in_ring(bucket: Bucket, owners: int, width: int) -> dict[int, int]:
-    if owners == 1 or not handovers(bucket, owners):
+def scratch_bytes(bucket: Bucket, way: Reduction | Gathering, owners: int, width: int) -> dict[int, int]:
+    """Counts the bytes that ranks hold in addition to the buffer while a bucket travels, of `width` bytes an
+    element: in a ring each its own share, in the order in which it is handed over."""
+    if way != "ring" or owners == 1 or not handovers(bucket, owners):
         return {}
     return {owner: share * width for owner, share in shares(bucket).items()}
 

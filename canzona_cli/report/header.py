@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from canzona_cli.config.schema import CustomConfig, Device, Layout, RunConfig
-from canzona_cli.model.routing import Routed, routing
+from canzona_cli.model.matrices import Routed, routing
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.run.corpus import PreparedCorpus, supply

@@ -19,7 +19,7 @@ from canzona_cli.launch.torchrun import (
     node_count,
     ranks_per_node,
 )
-from canzona_cli.model.routing import routing
+from canzona_cli.model.matrices import routing
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.report.header import (

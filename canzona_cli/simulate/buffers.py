@@ -16,7 +16,7 @@ from canzona_cli.costs.links import Groups, Links, Transfer, strided
 from canzona_cli.costs.model import StageTime
 from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Part
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.plan import Bucket
 from canzona_cli.planner.reduction import ReductionModel
 

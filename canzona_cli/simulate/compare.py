@@ -27,9 +27,9 @@ from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.make import make_plan, plan_unbounded
 from canzona_cli.planner.measures import Balance, Communication, balance, communication, kinds
 from canzona_cli.planner.memory import PlanMemory, plan_memory
+from canzona_cli.planner.order import Refreshes, by_rank, refreshes
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import GATHERED_AHEAD
-from canzona_cli.planner.refresh import Refreshes, by_rank, refreshes
 from canzona_cli.run import phases
 from canzona_cli.simulate.predict import Outlook, layerwise, outlook, simulate_plan, simulate_strategy, with_cores
 from canzona_cli.simulate.step import StrategyResult

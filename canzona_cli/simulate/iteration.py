@@ -12,7 +12,7 @@ from itertools import chain, islice, zip_longest
 from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import Layout
-from canzona_cli.costs.activations import forwards_ahead
+from canzona_cli.costs.buffers import forwards_ahead
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import Module, StageTime
 from canzona_cli.simulate.buffers import Chunk

@@ -7,16 +7,15 @@ from typing import Final, NamedTuple
 
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, splitting_of, strategy_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.activations import stage_weights
-from canzona_cli.costs.buffers import bucket_elements, element_bytes, lay_out
+from canzona_cli.costs.buffers import bucket_elements, element_bytes, lay_out, stage_weights
 from canzona_cli.costs.links import Groups, Links
 from canzona_cli.costs.memory import checkpoint_bytes, estimate
 from canzona_cli.costs.model import NormClip, hop, passes, stage_time
 from canzona_cli.costs.sharing import HOSTED, shares
 from canzona_cli.costs.update import adamw_seconds, implementation, step_factor, update_costs
 from canzona_cli.model.families import flops_per_token
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
-from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.buckets import even_bucket, stage_parameters, stages
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.packing import simple_bound

@@ -23,22 +23,20 @@ from canzona_cli.config.execution import (
     with_strategy,
 )
 from canzona_cli.config.schema import KroneckerConfig, Layout, RunConfig
-from canzona_cli.costs.activations import stage_weights
-from canzona_cli.costs.buffers import element_bytes
+from canzona_cli.costs.buffers import element_bytes, stage_weights
 from canzona_cli.costs.links import Groups, Transfer
 from canzona_cli.costs.model import NormClip, stage_time
 from canzona_cli.costs.update import ROUNDING, implementation, memory_rate, step_factor
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.families import flops_per_token
+from canzona_cli.planner.order import by_rank, refreshes
 from canzona_cli.planner.reduction import GATHERED_AHEAD
-from canzona_cli.planner.refresh import by_rank, refreshes
 from canzona_cli.run.breakdown import SimulatedEvent
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
 from canzona_cli.simulate.buffers import Buffers, Chunk, after_reduction
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.timeline import Timeline, crowded
-from canzona_cli.simulate.update import Workload
-from canzona_cli.simulate.update_phase import CellUpdate, UpdatePhase
+from canzona_cli.simulate.update import CellUpdate, UpdatePhase, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +246,10 @@ class _Simulation:
             iteration=iteration,
             cells=cells,
             clipped=[normed + cell.team.clipped * scaled_s for cell in cells],
-            gather_s=[0.0 if overlap_gather or not gathers else _gathered(of_chunk) for of_chunk in chunks],
+            gather_s=[
+                0.0 if overlap_gather or not gathers else sum(chunk.gather.seconds for chunk in of_chunk)
+                for of_chunk in chunks
+            ],
             early_s=early_s,
             agree_s=agree_s,
         )
@@ -380,10 +381,6 @@ def _balance(cells: Sequence[CellUpdate]) -> float:
     if total == 0:
         return 1.0
     return max(cell.update.matrix_update_s for cell in cells) * sum(cell.team.ranks for cell in cells) / total
-
-
-def _gathered(chunks: Sequence[Chunk]) -> float:
-    return sum(chunk.gather.seconds for chunk in chunks)
 
 
 def _ordered(phases: Mapping[str, float]) -> dict[str, float]:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig, MuonConfig, Splitting
-from canzona_cli.costs.activations import matrix_shapes, stage_weights
-from canzona_cli.costs.buffers import workspace_bytes
+from canzona_cli.costs.buffers import matrix_shapes, stage_weights, workspace_bytes
 from canzona_cli.costs.memory import (
     GIB,
     MemoryEstimate,

@@ -14,7 +14,7 @@ from canzona_cli.engine.hosted import HostedGroup
 from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.make import make_plan
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.step import StepResult, train_step

@@ -11,7 +11,7 @@ from canzona_cli.engine.hosted import HostedGroup
 from canzona_cli.engine.wire import AllToAll, Aside, Fragments, Messages, Wiring
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer, watcher_for
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.exchange import from_hosts, group_traffic, to_hosts
 from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.measures import exchange_sent

@@ -16,7 +16,7 @@ from canzona_cli.megatron import parallel
 from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.model import build_model
 from canzona_cli.model.geometry import weight_of
-from canzona_cli.model.routing import routing
+from canzona_cli.model.matrices import routing
 from tests.dist import jobs
 from tests.dist.jobs import SMALL
 from tests.dist.ranks import run_ranks

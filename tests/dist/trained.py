@@ -16,7 +16,7 @@ from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.wire import Fragments
 from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.shampoo import Shampoo

@@ -16,7 +16,7 @@ from canzona_cli.engine.build import optimizer_factory
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.matrices import matrices
 from canzona_cli.planner.make import make_plan
-from canzona_cli.planner.refresh import by_rank
+from canzona_cli.planner.order import by_rank
 from tests.sizes import layout
 
 LION = """

@@ -10,8 +10,8 @@ import torch
 from canzona_cli.config.schema import ModelConfig, Splitting
 from canzona_cli.engine.wire import Fragments
 from canzona_cli.model.geometry import head_of
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
-from canzona_cli.model.matrix import Matrix
 from tests.sizes import layout, model
 
 SPLITTINGS: tuple[Splitting, ...] = get_args(Splitting)

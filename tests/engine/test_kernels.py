@@ -14,7 +14,7 @@ import torch
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.costs.activations import matrix_shapes
+from canzona_cli.costs.buffers import matrix_shapes
 from canzona_cli.costs.update import algorithm, form_of
 from canzona_cli.engine import kernels
 from canzona_cli.engine.kernels import Call, choose_kernels, product_shapes

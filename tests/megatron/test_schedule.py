@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
-from canzona_cli.costs.activations import forwards_ahead
+from canzona_cli.costs.buffers import forwards_ahead
 from canzona_cli.simulate.iteration import _one_f_one_b
 from tests.sizes import layout
 

@@ -11,7 +11,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.costs.model import stage_time
 from canzona_cli.model.families import family_of, parameter_count
 from canzona_cli.model.geometry import fragment_blocks, unit_shape
-from canzona_cli.model.routing import routing
+from canzona_cli.model.matrices import routing
 from canzona_cli.planner.make import make_plan
 from canzona_cli.simulate.predict import predict
 

@@ -15,8 +15,7 @@ from canzona_cli.config.schema import ModelConfig, Splitting
 from canzona_cli.model import geometry
 from canzona_cli.model.families import EMBEDDING
 from canzona_cli.model.geometry import Block, View, fragment_blocks, stored_blocks, stored_shape, unit_shape
-from canzona_cli.model.matrices import matrices
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix, matrices
 from tests.model.test_matrices import models
 from tests.sizes import layout, model
 

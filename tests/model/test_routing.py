@@ -5,7 +5,7 @@ import pytest
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import ConfigError
-from canzona_cli.model.routing import Routed, routing
+from canzona_cli.model.matrices import Routed, routing
 
 SHAPE = (
     *("recipe=qwen3-tiny", "model.num_layers=3", "model.hidden_size=32", "model.ffn_hidden_size=48"),

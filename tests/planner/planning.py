@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from canzona_cli.config.schema import Layout
-from canzona_cli.model.matrix import Kind, Matrix
+from canzona_cli.model.family import Kind
+from canzona_cli.model.matrices import Matrix
 from tests.sizes import layout
 
 LAYER: tuple[tuple[Kind, str, int], ...] = (

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.schema import BufferLayout, Grouping, Layout
 from canzona_cli.errors import DoesNotFit
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
-from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets, stage_parameters
 from canzona_cli.planner.make import make_plan

@@ -12,8 +12,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from canzona_cli.config.schema import BufferLayout, Layout
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
-from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets, cut, few_owners, in_order_of_reductions, stage_parameters
 from canzona_cli.planner.plan import Assignment, Cell, PlanSettings

@@ -17,8 +17,8 @@ from canzona_cli.costs.buffers import exchange_bytes
 from canzona_cli.costs.links import Groups, Links, Transfer
 from canzona_cli.costs.sharing import Share, shared_bytes, shared_exchanges, shared_transfers
 from canzona_cli.engine.wire import Messages
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
-from canzona_cli.model.matrix import Matrix
 from canzona_cli.planner.exchange import Route, from_hosts, group_traffic, senders, to_hosts
 from canzona_cli.planner.make import subject
 from canzona_cli.planner.measures import communication, exchange_sent

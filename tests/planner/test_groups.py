@@ -11,18 +11,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.config.schema import Grouping, Layout, Mode, RunConfig
-from canzona_cli.costs.activations import stage_weights
+from canzona_cli.costs.buffers import stage_weights
 from canzona_cli.costs.links import EFFICIENCY, Group, Links
 from canzona_cli.costs.sharing import Share, shares
 from canzona_cli.errors import ConfigError
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner import groups as groups_module
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.groups import CLOSE, Grouped, check_capacity, held_jobs, micro_groups
 from canzona_cli.planner.make import attempt, plan_unbounded, planned_matrices
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.packing import HostPacker
-from canzona_cli.planner.pipeline import HostedPipeline, Job, Load, Loads, _Asked, planning
+from canzona_cli.planner.pipeline import HostedPipeline, Job, Load, Loads, planning
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, Plan, PlanSettings
 from canzona_cli.planner.reduction import ReductionModel
 from tests import sizes
@@ -249,8 +249,8 @@ def test_nothing_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = layout(tp=8, dp=128)
     searched: list[Hashable] = []
     timed: list[list[Hashable]] = []
-    told: list[int] = []
-    search, seconds, load = groups_module._groups, HostedPipeline.seconds, HostedPipeline._told
+    priced: list[int] = []
+    search, seconds, load = groups_module._groups, HostedPipeline.seconds, HostedPipeline._priced
 
     def groups_of(
         jobs: Sequence[Job], asked: PlanSettings, width: int, pipeline: HostedPipeline
@@ -263,15 +263,15 @@ def test_nothing_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         timed[-1].append(tuple(tuple(job.matrix.index for job in group) for group in groups))
         return seconds(self, groups, known)
 
-    def told_of(self: HostedPipeline, asked: _Asked) -> Load:
-        told.append(1)
-        return load(self, asked)
+    def load_of(self: HostedPipeline, group: Sequence[Job]) -> Load:
+        priced.append(1)
+        return load(self, group)
 
     monkeypatch.setattr(groups_module, "_groups", groups_of)
     monkeypatch.setattr(HostedPipeline, "seconds", noted)
-    monkeypatch.setattr(HostedPipeline, "_told", told_of)
+    monkeypatch.setattr(HostedPipeline, "_priced", load_of)
     plan = attempt(config, mesh, None, planned_matrices(config, mesh, None), None)
     assert set(plan.modes) == {"hosted", "shared"}
     assert len(searched) == len(set(searched)) > 3
     assert all(len(ways) == len(set(ways)) for ways in timed)
-    assert len(told) < 0.75 * sum(len(way) for ways in timed for way in ways if isinstance(way, tuple))
+    assert len(priced) < 0.75 * sum(len(way) for ways in timed for way in ways if isinstance(way, tuple))

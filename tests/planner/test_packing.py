@@ -9,8 +9,7 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 
 from canzona_cli.costs.memory import layerwise_placement
 from canzona_cli.costs.sharing import Share
-from canzona_cli.model.matrices import layer_shapes
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix, layer_shapes
 from canzona_cli.planner.packing import RESOLUTION, lower_bound, pack, packing_bound
 from tests.planner.planning import least_height, least_makespan
 from tests.sizes import Size, model

@@ -18,7 +18,6 @@ from canzona_cli.planner.reduction import (
     ReductionModel,
     Segment,
     collectives,
-    gathering_bytes,
     handovers,
     scratch_bytes,
     sent_elements,
@@ -188,8 +187,8 @@ def test_a_ring_is_native_collectives_of_the_bucket_and_what_is_not_with_its_own
     )
     assert collectives(replace(one, gathering="ring"), 4) == (2, 2)
     assert collectives(replace(one, ranges=one.ranges[::-1]), 1) == (0, 0)
-    assert scratch_bytes(one, 4, 4) == {0: 24 * MIB, 1: 4 * MIB, 2: 4 * MIB}
-    assert gathering_bytes(replace(one, gathering="ring"), 4, 2) == {0: 12 * MIB, 1: 2 * MIB, 2: 2 * MIB}
+    assert scratch_bytes(one, one.reduction, 4, 4) == {0: 24 * MIB, 1: 4 * MIB, 2: 4 * MIB}
+    assert scratch_bytes(one, "ring", 4, 2) == {0: 12 * MIB, 1: 2 * MIB, 2: 2 * MIB}
     assert sent_elements(one, "ring", 4) == 8 * MIB
 
 
@@ -206,7 +205,7 @@ def test_a_ring_of_equal_shares_is_the_native_collective_alone() -> None:
     assert prices.gather(one) == links.all_gather(12 * MIB * 2, group)
     assert handovers(one, 4) == ()
     assert collectives(one, 4) == (1, 1)
-    assert scratch_bytes(one, 4, 4) == gathering_bytes(one, 4, 2) == {}
+    assert scratch_bytes(one, one.reduction, 4, 4) == scratch_bytes(one, one.gathering, 4, 2) == {}
 
 
 UNEVEN = bucket([16 * MIB, *[4 * MIB] * 6, 2 * MIB])

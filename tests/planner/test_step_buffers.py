@@ -6,8 +6,7 @@ import pytest
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.schema import Layout, Precision, RunConfig
-from canzona_cli.costs.activations import transient
-from canzona_cli.costs.buffers import BATCH_BYTES
+from canzona_cli.costs.buffers import BATCH_BYTES, transient
 from canzona_cli.costs.memory import least_step_bytes
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.planner.make import plan_unbounded

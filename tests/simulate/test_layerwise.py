@@ -9,8 +9,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.costs.activations import stage_weights
-from canzona_cli.costs.buffers import align, default_bucket_elements
+from canzona_cli.costs.buffers import align, default_bucket_elements, stage_weights
 from canzona_cli.costs.links import Groups, Links
 from canzona_cli.costs.memory import GIB, estimate
 from canzona_cli.model.matrices import matrices as matrices_of

@@ -15,15 +15,14 @@ from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import Module, StageTime, passes, stage_time
 from canzona_cli.costs.update import algorithm, flops, memory_rate, seconds
-from canzona_cli.model.matrices import matrices
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix, matrices
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets
 from canzona_cli.planner.groups import Grouped, micro_groups
 from canzona_cli.planner.make import plan_unbounded
+from canzona_cli.planner.order import by_rank, refreshes
 from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.plan import PlanSettings
-from canzona_cli.planner.refresh import by_rank, refreshes
 from canzona_cli.run.phases import IN_STEP
 from canzona_cli.simulate import step as simulate_module
 from canzona_cli.simulate.buffers import Chunk
@@ -32,8 +31,7 @@ from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.predict import layerwise, simulate_plan
 from canzona_cli.simulate.step import StrategyResult, simulate
 from canzona_cli.simulate.timeline import Timeline
-from canzona_cli.simulate.update import Workload
-from canzona_cli.simulate.update_phase import Team, UpdatePhase
+from canzona_cli.simulate.update import Team, UpdatePhase, Workload
 from tests.sizes import CPU, H100, Size, layout, run
 
 STRATEGIES: tuple[AnyStrategy, ...] = ("adamw", "canzona", "asc", "layerwise", "sc")

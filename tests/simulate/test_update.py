@@ -8,7 +8,7 @@ import pytest
 from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.costs.sharing import Share, shared_bytes, shared_exchanges
 from canzona_cli.costs.update import RULES
-from canzona_cli.model.matrix import Matrix
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup
 from canzona_cli.simulate.update import RankUpdate, UpdateModel
 from tests.sizes import H100, layout, run
