@@ -31,8 +31,8 @@ def prepare(
         str,
         typer.Option(
             metavar="byte|bpe|PATH",
-            help="byte: one token per byte. bpe: a byte-pair encoding learnt from the inputs. PATH: a tokenizer.json, "
-            "or a Hugging Face folder that has one.",
+            help="byte: one token per byte. bpe: a byte-pair encoding learnt from the inputs, of 64 MiB at most. "
+            "PATH: a tokenizer.json, or a Hugging Face folder that has one.",
         ),
     ] = "byte",
     vocab_size: Annotated[

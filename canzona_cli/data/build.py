@@ -7,41 +7,27 @@ that are finished, for the build after it; the pair is the same, byte for byte, 
 however many processes made it.
 """
 
-import errno
 import hashlib
 import os
 import platform
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 from canzona_cli import __version__
 from canzona_cli.data.encode import Encoded, Recipe, in_order
-from canzona_cli.data.indexed import PairWriter, Written, bin_path, can_continue, idx_path, temporary
-from canzona_cli.data.reading import (
-    Batch,
-    DocumentUnit,
-    Reader,
-    ReadSettings,
-    open_source,
-    piece_bytes,
-    pieces,
-)
-from canzona_cli.data.sidecar import Sidecar, Tally, dump_sidecar, saved_tokenizer_path, sidecar_path
+from canzona_cli.data.indexed import PairWriter, Written, bin_path, can_continue, idx_path
+from canzona_cli.data.reading import Batch, DocumentUnit, Reader, ReadSettings, open_source, piece_bytes, pieces
+from canzona_cli.data.sidecar import InputRecord, Sidecar, Tally, dump_sidecar, saved_tokenizer_path, sidecar_path
 from canzona_cli.data.sources import Source
-from canzona_cli.data.tokenizers import (
-    SAMPLE_BYTES,
-    ByteTokenizer,
-    Tokenizer,
-    load_json_tokenizer,
-    train_bpe,
-)
-from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, unwritable
+from canzona_cli.data.tokenizers import SAMPLE_BYTES, ByteTokenizer, Tokenizer, load_json_tokenizer, train_bpe
+from canzona_cli.errors import ConfigError, Problem, unwritable
 from canzona_cli.run.codec import load_if_sound, save
 from canzona_cli.run.machine import cores
 
@@ -89,10 +75,6 @@ class BuildSettings:
     """Processes or, where there is too little input for several, threads of the tokenizer;
     None: one per core."""
 
-    @property
-    def bpe_entries(self) -> int:
-        return self.vocab_size or DEFAULT_VOCAB_SIZE
-
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
@@ -104,10 +86,6 @@ class Built:
     """Binary files in folders, left out."""
     already_there: int
     """Inputs that an earlier build, which did not come to its end, had finished."""
-    vocabulary_sampled: bool
-    """True if a bpe learnt from a sample rather than from everything."""
-    asked_vocab_size: int | None
-    """The vocabulary size asked of a bpe; a small corpus yields fewer."""
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -124,43 +102,33 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
 
     Raises:
         ConfigError: bad input or tokenizer, or no text at all.
-        EnvironmentProblem: the disk is full or cannot be written.
+        OSError: the disk is full or cannot be written.
     """
     if settings.workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(settings.workers)  # read when the tokenizer's thread pool starts
-    with _disk_errors(prefix), _spooled(sources, prefix, settings, on_progress) as readable:
+    with ExitStack() as stack:
+        if settings.tokenizer == "bpe":
+            sources = [_readable_twice(source, prefix, stack, on_progress) for source in sources]
         read = ReadSettings(piece=piece_bytes(sources), document=settings.document, text_key=settings.text_key)
-        tokenizer, sampled = _make_tokenizer(readable, read, settings, on_progress)
+        tokenizer = _tokenizer(sources, read, settings, on_progress)
         recipe = Recipe(tokenizer=tokenizer, read=read)
-        done = _finished_inputs(prefix, recipe, readable)
+        done = _finished_inputs(prefix, recipe, sources)
         after = None if done is None else done.written
-        with PairWriter(prefix, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, after=after) as writer:
-            tally = _tokenise(readable, recipe, done, writer, settings, on_progress)
-            written = writer.written
-            if written.documents == 0:
-                reason, fix = "the inputs contain no text", "name files that are not empty"
-                raise ConfigError(Problem(key="INPUT", reason=reason, fix=fix))
-            facts = {"tokens": written.tokens, "documents": written.documents}
-            on_progress(Progress(stage="write", done=0, total=None, **facts))
-            writer.finish()
-            saved = tokenizer.to_json()
-            sidecar = _describe(tokenizer, saved, tally, writer, settings)
-            companions = [(sidecar_path(prefix), dump_sidecar(sidecar))]
-            if saved is not None:
-                companions.insert(0, (saved_tokenizer_path(prefix), saved))
-            writer.publish(*companions)
-            writer.keep = False
-            if saved is None:
-                saved_tokenizer_path(prefix).unlink(missing_ok=True)  # of the pair this one replaces
-            _finished_path(prefix).unlink(missing_ok=True)
-    return Built(
-        prefix=prefix,
-        sidecar=sidecar,
-        skipped=tuple(tally.skipped),
-        already_there=0 if done is None else done.inputs,
-        vocabulary_sampled=sampled,
-        asked_vocab_size=settings.bpe_entries if settings.tokenizer == "bpe" else None,
-    )
+        writer = stack.enter_context(
+            PairWriter(prefix, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, after=after)
+        )
+        tally = _tokenise(sources, recipe, done, writer, settings, on_progress)
+        written = writer.written
+        if written.documents == 0:
+            reason, fix = "the inputs contain no text", "name files that are not empty"
+            raise ConfigError(Problem(key="INPUT", reason=reason, fix=fix))
+        facts = {"tokens": written.tokens, "documents": written.documents}
+        on_progress(Progress(stage="write", done=0, total=None, **facts))
+        sidecar = _describe(sources, tokenizer, tally, writer, settings)
+        writer.publish({saved_tokenizer_path(prefix): tokenizer.to_json(), sidecar_path(prefix): dump_sidecar(sidecar)})
+        _finished_path(prefix).unlink(missing_ok=True)
+    already_there = 0 if done is None else done.inputs
+    return Built(prefix=prefix, sidecar=sidecar, skipped=tuple(tally.skipped), already_there=already_there)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +143,7 @@ class Finished:
 
 
 def _finished_path(prefix: Path) -> Path:
+    """The file that says which inputs of an unfinished build are finished."""
     return prefix.with_name(f".{prefix.name}.finished")
 
 
@@ -208,7 +177,8 @@ def _tokenise(
     read = noted = reader.bytes_read
     parallel = total is not None and total - reader.bytes_read >= 2 * LARGE
     workers = (settings.workers or cores()) if parallel else 1
-    for result in in_order(_read_all(sources[inputs:], reader), recipe, workers):
+    items = chain.from_iterable(map(reader.read, sources[inputs:]))
+    for result in in_order(items, recipe, workers):
         if isinstance(result, Encoded):
             tally.add(result.tally)
             writer.add(result.tokens, result.lengths, result.last)
@@ -216,7 +186,7 @@ def _tokenise(
         else:
             tally.add(result)
             inputs += 1
-            read += sum(record.bytes for record in result.records)
+            read = _total(sources[:inputs]) or 0
             if total is not None and read - noted >= max(LARGE, total // _MOST_NOTES):
                 writer.sync()
                 written, fingerprint = writer.written, recipe.fingerprint(sources[:inputs])
@@ -228,53 +198,52 @@ def _tokenise(
     return tally
 
 
-def _read_all(sources: Sequence[Source], reader: Reader) -> Iterator[Batch | Tally | CanzonaError]:
-    """Read all inputs. A failure is the last item, so that mistakes of earlier batches are reported before it."""
-    try:
-        for source in sources:
-            yield from reader.read(source)
-    except CanzonaError as error:
-        yield error
-
-
-def _make_tokenizer(
+def _tokenizer(
     sources: Sequence[Source], read: ReadSettings, settings: BuildSettings, on_progress: OnProgress
-) -> tuple[Tokenizer, bool]:
+) -> Tokenizer:
+    """Loads the tokenizer, or trains a bpe on the sources."""
     if settings.tokenizer == "byte":
-        return ByteTokenizer(), False
+        return ByteTokenizer()
     if settings.tokenizer != "bpe":
-        return load_json_tokenizer(settings.tokenizer, settings.eod), False
+        return load_json_tokenizer(settings.tokenizer, settings.eod)
     total = _total(sources) or 0
     reader = Reader(settings=read)
     # Each piece is taken with the probability that fills the sample; a fixed seed keeps the vocabulary
     # reproducible. Compressed inputs hold more text than their size says, so the sample is also cut at its
     # full size.
     chance, choose = min(1.0, SAMPLE_BYTES / max(total, 1)), random.Random(0)
-    taken, left_out = 0, False
 
     def texts() -> Iterator[bytes]:
         tally = Tally()
-        for item in chain.from_iterable(reader.read(source) for source in sources):
+        for item in chain.from_iterable(map(reader.read, sources)):
             if isinstance(item, Batch):
                 yield from (piece.data for piece in pieces(item, read, tally))
                 _refuse_bad_lines(tally, settings.max_bad)
 
     def sample() -> Iterator[bytes]:
-        nonlocal taken, left_out
+        taken = 0
         for data in texts():
             if taken + len(data) > SAMPLE_BYTES:
-                left_out = True
                 break
             if choose.random() < chance:
                 taken += len(data)
                 yield data
-            else:
-                left_out = True
             on_progress(Progress(stage="learn vocabulary", done=reader.bytes_read, total=total))
         on_progress(Progress(stage="learn vocabulary", done=total, total=total))
 
-    tokenizer = train_bpe(sample(), settings.bpe_entries, workers=settings.workers)
-    return tokenizer, left_out
+    return train_bpe(sample(), settings.vocab_size or DEFAULT_VOCAB_SIZE, workers=settings.workers)
+
+
+def _readable_twice(source: Source, prefix: Path, stack: ExitStack, on_progress: OnProgress) -> Source:
+    """Copies a pipe to the disk until `stack` closes: it is read for the vocabulary and again for the ids."""
+    if source.size is not None:
+        return source
+    on_progress(Progress(stage="read input", done=0, total=None))
+    folder = stack.enter_context(TemporaryDirectory(dir=prefix.parent, prefix=f".{prefix.name}."))
+    copy = Path(folder) / "input"
+    with open_source(source) as stream, copy.open("wb") as out:
+        shutil.copyfileobj(stream, out)
+    return replace(source, path=copy, size=copy.stat().st_size)
 
 
 def _total(sources: Sequence[Source]) -> int | None:
@@ -283,10 +252,9 @@ def _total(sources: Sequence[Source]) -> int | None:
 
 
 def _describe(
-    tokenizer: Tokenizer, saved: str | None, tally: Tally, writer: PairWriter, settings: BuildSettings
+    sources: Sequence[Source], tokenizer: Tokenizer, tally: Tally, writer: PairWriter, settings: BuildSettings
 ) -> Sidecar:
-    written = writer.written
-    inputs = hashlib.sha256("".join(f"{record.sha256}\n" for record in tally.records).encode())
+    written, saved = writer.written, tokenizer.to_json()
     return Sidecar(
         tokenizer_kind=tokenizer.kind,
         tokenizer=tokenizer.name,
@@ -302,9 +270,8 @@ def _describe(
         replaced=tally.replaced,
         dropped=tally.dropped,
         bad_lines=tuple(tally.bad_lines),
-        inputs_sha256=inputs.hexdigest(),
-        inputs=tuple(tally.records[:_MOST_INPUTS]),
-        input_count=len(tally.records),
+        inputs=tuple(InputRecord(path=source.label, bytes=source.size) for source in sources[:_MOST_INPUTS]),
+        input_count=len(sources),
         document=settings.document,
         text_key=settings.text_key,
         python=platform.python_version(),
@@ -313,46 +280,12 @@ def _describe(
 
 
 @contextmanager
-def _spooled(
-    sources: Sequence[Source], prefix: Path, settings: BuildSettings, on_progress: OnProgress
-) -> Iterator[list[Source]]:
-    """The sources; pipes are copied to disk first if they must be read twice,
-    for the vocabulary and for the ids."""
-    if settings.tokenizer != "bpe" or all(source.size is not None for source in sources):
-        yield list(sources)
-        return
-    spools: list[Path] = []
-    readable: list[Source] = []
-    try:
-        for source in sources:
-            if source.size is not None:
-                readable.append(source)
-                continue
-            spools.append(temporary(prefix.with_name(f"{prefix.name}.input{len(spools)}")))
-            size = _copy(source, spools[-1], on_progress)
-            readable.append(replace(source, path=spools[-1], size=size))
-        yield readable
-    finally:
-        for spool in spools:
-            spool.unlink(missing_ok=True)
-
-
-def _copy(source: Source, target: Path, on_progress: OnProgress) -> int:
-    done = 0
-    with open_source(source) as stream, open(target, "wb") as out:
-        while block := stream.read1(1 << 20):
-            out.write(block)
-            done += len(block)
-            on_progress(Progress(stage="read input", done=done, total=None))
-    return done
-
-
-@contextmanager
-def _disk_errors(prefix: Path) -> Iterator[None]:
+def disk_errors(prefix: Path) -> Iterator[None]:
+    """Turns an OSError while a pair is written into an error for the user."""
     try:
         yield
     except OSError as error:
-        raise disk_problem(prefix, error) from error
+        raise unwritable("--output", str(prefix), error, fix="choose a writable folder with enough room") from error
 
 
 def _refuse_bad_lines(tally: Tally, most: int) -> None:
@@ -366,16 +299,3 @@ def _refuse_bad_lines(tally: Tally, most: int) -> None:
     raise ConfigError(
         *(Problem(key="INPUT", value=f"{at.path}:{at.line}", reason=at.kind + at.detail, fix=fix) for at in shown)
     )
-
-
-def disk_problem(prefix: Path, error: OSError) -> EnvironmentProblem:
-    """The problem to show for an OSError while writing at `prefix`."""
-    fix = "choose a writable folder"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = 0
-        with suppress(OSError):
-            free = shutil.disk_usage(prefix.parent).free
-        finished = "the same command continues after the finished inputs"
-        left = finished if _finished_path(prefix).exists() else "nothing was left behind"
-        fix = f"make room ({free / 2**20:,.0f} MiB free there) or choose another disk; {left}"
-    return unwritable("--output", str(prefix), error, fix=fix)

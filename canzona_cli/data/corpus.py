@@ -4,6 +4,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,8 +14,8 @@ import numpy.typing as npt
 from canzona_cli.config.caches import cache_root
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import problem_with
-from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
-from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair, temporary
+from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_errors
+from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair
 from canzona_cli.data.locks import exclusive, lock_path
 from canzona_cli.data.sidecar import FORMAT, Sidecar, load_sidecar, saved_tokenizer_path
 from canzona_cli.data.sources import stdlib_digest, stdlib_sources
@@ -26,8 +27,9 @@ from canzona_cli.data.tokenizers import (
     load_json_tokenizer,
     tokenizer_file,
 )
-from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, gathered, refuse
+from canzona_cli.errors import CanzonaError, ConfigError, Problem, gathered, refuse
 from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
+from canzona_cli.run.files import write_text_atomic
 
 _PREPARE = "prepare the text with canzona data prepare, which keeps the tokenizer beside the tokens"
 ReportProgress = Callable[[str, float], None]
@@ -162,18 +164,16 @@ def _disagreements(pairs: Sequence[tuple[PairInfo, Sidecar | None]]) -> Iterator
     """Sets of another tokenizer than the first one's: the same id would be another word."""
     (first, known), *others = pairs
     for pair, sidecar in others:
-        if _identity(sidecar) == _identity(known):
+        both = [
+            None if each is None else (each.tokenizer_sha256, each.vocab_size, each.eod) for each in (sidecar, known)
+        ]
+        if both[0] == both[1]:
             continue
         ours, theirs = (f"{one.tokenizer} ({one.vocab_size:,} ids)" if one else "unknown" for one in (sidecar, known))
         reason = f"its tokenizer is {ours}, that of {first.prefix} is {theirs}: the same id would be another word"
         saved = saved_tokenizer_path(first.prefix)
         fix = f"canzona data prepare ... --tokenizer {saved if saved.exists() else 'byte'}, the same for all sets"
         yield Problem(key="data.blend", value=str(pair.prefix), reason=reason, fix=fix)
-
-
-def _identity(sidecar: Sidecar | None) -> tuple[str | None, int, int] | None:
-    """Returns what makes tokenizers the same; None for a pair that does not say."""
-    return None if sidecar is None else (sidecar.tokenizer_sha256, sidecar.vocab_size, sidecar.eod)
 
 
 def look_at_data(config: RunConfig, on_progress: ReportProgress | None = None) -> PreparedCorpus | None:
@@ -204,15 +204,13 @@ def _cached_stdlib(config: RunConfig, report: ReportProgress) -> tuple[PairInfo,
         prefix = _cache_prefix(config, stdlib_digest(sources))
         if cached := _intact(prefix):
             return cached
-        _make_folder(prefix.parent)
-        try:
-            waiting = "waiting for another run that prepares the same corpus"
+        waiting = "waiting for another run that prepares the same corpus"
+        with disk_errors(prefix):
+            prefix.parent.mkdir(parents=True, exist_ok=True)
             with exclusive(lock_path(prefix), on_wait=lambda: report(waiting, 0.0)):
                 if cached := _intact(prefix):  # the run we waited for has made it
                     return cached
                 build_pair(sources, prefix, settings, lambda progress: report(*_in_words(progress)))
-        except OSError as error:
-            raise disk_problem(prefix, error) from error
         cached = _intact(prefix)
         assert cached is not None, prefix
         return cached
@@ -243,23 +241,12 @@ def _intact(prefix: Path) -> tuple[PairInfo, Sidecar] | None:
     return None if sidecar is None else (pair, sidecar)
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = f"the cache for prepared corpora cannot be created: {error.strerror}"
-        fix = "use data.cache_dir=FOLDER or CANZONA_CACHE=FOLDER with a writable folder"
-        raise EnvironmentProblem(Problem(key="data.cache_dir", value=str(folder), reason=reason, fix=fix)) from error
-
-
 def _in_words(progress: Progress) -> tuple[str, float]:
     share = min(1.0, progress.done / progress.total) if progress.total else 0.0
-    if progress.stage == "learn vocabulary":
-        # Reading is the short part; the learning itself reports no progress.
-        return "learning a vocabulary from the Python standard library", share
     if progress.stage == "write":
         return "writing the corpus", 1.0
-    return "tokenising the Python standard library", share
+    doing = "learning a vocabulary from" if progress.stage == "learn vocabulary" else "tokenising"
+    return f"{doing} the Python standard library", share
 
 
 def _in_config_words(problem: Problem) -> Problem:
@@ -277,17 +264,12 @@ def _scanned_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> i
     status = bin_path(pair.prefix).stat()
     key = f"{bin_path(pair.prefix)}\0{status.st_size}\0{status.st_mtime_ns}\0{pair.dtype}"
     memo = cache_root(config) / "scans" / hashlib.sha256(key.encode()).hexdigest()[:24]
-    try:
+    with suppress(OSError):
         return int(memo.read_text())
-    except (OSError, ValueError):
-        pass
     largest = pair.scan_max_token_id(lambda share: report("looking for the largest token id", share))
-    try:
+    with suppress(OSError):  # only the next scan would gain from it
         memo.parent.mkdir(parents=True, exist_ok=True)
-        temporary(memo).write_text(str(largest))
-        temporary(memo).replace(memo)
-    except OSError:
-        pass  # only the next scan would gain from it
+        write_text_atomic(memo, str(largest))
     return largest
 
 

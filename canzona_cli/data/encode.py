@@ -13,20 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from canzona_cli.data.indexed import Lengths
-from canzona_cli.data.reading import (
-    Batch,
-    ReadSettings,
-    pieces,
-)
+from canzona_cli.data.reading import Batch, ReadSettings, pieces
 from canzona_cli.data.sidecar import FORMAT, Tally
 from canzona_cli.data.sources import Source
-from canzona_cli.data.tokenizers import (
-    TokenArray,
-    Tokenizer,
-    begin_child,
-    token_dtype,
-)
-from canzona_cli.errors import CanzonaError, EnvironmentProblem, Problem
+from canzona_cli.data.tokenizers import TokenArray, Tokenizer, begin_child, token_dtype
+from canzona_cli.errors import EnvironmentProblem, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,49 +34,9 @@ class Recipe:
         inputs = []
         for source in sources:
             status = None if source.path is None else source.path.stat()
-            place = None if source.path is None else str(source.path.absolute())
             version = None if status is None else (status.st_size, status.st_mtime_ns, status.st_ino)
-            inputs.append((source.label, place, version, source.format))
+            inputs.append((source.label, version, source.format))
         return hashlib.sha256(json.dumps([made_by, inputs]).encode()).hexdigest()
-
-
-def in_order(
-    items: Iterable[Batch | Tally | CanzonaError], recipe: Recipe, workers: int
-) -> Iterator["Encoded | Tally"]:
-    """Encode all batches in a pool of processes, or in this one; the results in the order of the batches.
-
-    Raises:
-        CanzonaError: one of the items, or of a batch that cannot be tokenised.
-        EnvironmentProblem: a process of the pool died.
-    """
-    if workers == 1:
-        for item in items:
-            if isinstance(item, CanzonaError):
-                raise item
-            yield encode(item, recipe) if isinstance(item, Batch) else item
-        return
-    context = multiprocessing.get_context("spawn")
-    pending: deque[Future[Encoded] | Tally | CanzonaError] = deque()
-
-    def first() -> Encoded | Tally:
-        item = pending.popleft()
-        if isinstance(item, CanzonaError):
-            raise item
-        return item.result() if isinstance(item, Future) else item
-
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(recipe,))
-    try:
-        for item in items:
-            pending.append(pool.submit(_encode_in_worker, item) if isinstance(item, Batch) else item)
-            if len(pending) > 2 * workers:
-                yield first()
-        while pending:
-            yield first()
-    except BrokenProcessPool:
-        fix = "often the machine ran out of memory: use fewer --workers"
-        raise EnvironmentProblem(Problem(key="INPUT", reason="a process that tokenised them died", fix=fix)) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +50,38 @@ class Encoded:
     last: npt.NDArray[np.bool_]
     """The document ends with that sequence, shape [sequences]."""
     tally: Tally
+
+
+def in_order(items: Iterable[Batch | Tally], recipe: Recipe, workers: int) -> Iterator[Encoded | Tally]:
+    """Encode all batches in a pool of processes, or in this one; the results in the order of the batches.
+
+    Raises:
+        ConfigError: a batch cannot be tokenised.
+        EnvironmentProblem: a process of the pool died.
+    """
+    if workers == 1:
+        yield from (encode(item, recipe) if isinstance(item, Batch) else item for item in items)
+        return
+    pending: deque[Future[Encoded] | Tally] = deque()
+
+    def first() -> Encoded | Tally:
+        item = pending.popleft()
+        return item.result() if isinstance(item, Future) else item
+
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(recipe,))
+    try:
+        for item in items:
+            pending.append(pool.submit(_encode_in_worker, item) if isinstance(item, Batch) else item)
+            if len(pending) > 2 * workers:
+                yield first()
+        while pending:
+            yield first()
+    except BrokenProcessPool:
+        fix = "often the machine ran out of memory: use fewer --workers"
+        raise EnvironmentProblem(Problem(key="INPUT", reason="a process that tokenised them died", fix=fix)) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def encode(batch: Batch, recipe: Recipe) -> Encoded:

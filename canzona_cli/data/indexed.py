@@ -9,9 +9,10 @@ the number of sequences up to its end.
 import os
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from glob import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -29,7 +30,6 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPE_CODES: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-_FLOAT_CODES = (6, 7)
 _SCAN_TOKENS = 16 << 20
 
 
@@ -80,7 +80,6 @@ class PairWriter:
         self.written = after or Written()
         self.keep = False
         """Leave the temporary files of an unfinished pair on the disk."""
-        self._continues = after is not None
         self._eod = eod
         self._document_tokens = 0
         self._temporaries = [*_growing(prefix), temporary(idx_path(prefix))]
@@ -90,9 +89,8 @@ class PairWriter:
         streams = []
         for path, size in zip(_growing(self.prefix), _file_sizes(self.written, self.dtype), strict=True):
             # 4 MiB: documents are small and many, the disk wants few and large writes.
-            stream = self._open.enter_context(path.open("r+b" if self._continues else "wb", buffering=4 << 20))
+            stream = self._open.enter_context(path.open("ab", buffering=4 << 20))
             stream.truncate(size)
-            stream.seek(size)
             streams.append(stream)
         self._bin, self._lengths, self._ends = streams
         return self
@@ -102,9 +100,7 @@ class PairWriter:
     ) -> None:
         with suppress(OSError):  # flushing to a full disk fails again; the files go anyway
             self._open.close()
-        if self.keep:
-            return
-        for path in self._temporaries:
+        for path in () if self.keep else self._temporaries:
             path.unlink(missing_ok=True)
 
     def add(self, tokens: TokenArray, lengths: Lengths, last: npt.NDArray[np.bool_]) -> None:
@@ -144,8 +140,8 @@ class PairWriter:
         for stream in (self._bin, self._lengths, self._ends):
             _sync(stream)
 
-    def finish(self) -> None:
-        """Write the index and bring both files to the disk, still under their temporary names."""
+    def _write_index(self) -> None:
+        """Writes the index and brings both files to the disk, still under their temporary names."""
         assert self._document_tokens == 0, "the last document has no end"
         _sync(self._bin)
         self._open.close()
@@ -168,29 +164,26 @@ class PairWriter:
             shutil.copyfileobj(ends, index, 4 << 20)
             _sync(index)
 
-    def publish(self, *companions: tuple[Path, str]) -> None:
-        """Give the finished files their names, the .idx last,
+    def publish(self, companions: Mapping[Path, str | None]) -> None:
+        """Finish the files and give them their names, the .idx last,
         so that an .idx exists only beside a whole .bin.
 
         Args:
-            companions: further files (path, text) that belong to the pair; in place before the .idx.
+            companions: the texts of further files of the pair; None: the one of an older pair goes.
         """
-        for path, text in companions:
+        self._write_index()
+        new = {path: text for path, text in companions.items() if text is not None}
+        for path, text in new.items():
             self._temporaries.append(temporary(path))
             with open(temporary(path), "w", encoding="utf-8") as stream:
                 stream.write(text)
                 _sync(stream)
         # An older pair stops being one before its .bin is replaced: never a new .bin under an old .idx.
-        idx_path(self.prefix).unlink(missing_ok=True)
-        placed: list[Path] = []
-        try:
-            for final in (bin_path(self.prefix), *(path for path, _ in companions), idx_path(self.prefix)):
-                placed.append(final)
-                os.replace(temporary(final), final)
-        except BaseException:
-            for final in placed:
-                final.unlink(missing_ok=True)
-            raise
+        for path in (idx_path(self.prefix), *(path for path in companions if path not in new)):
+            path.unlink(missing_ok=True)
+        for path in (bin_path(self.prefix), *new, idx_path(self.prefix)):
+            os.replace(temporary(path), path)
+        self.keep = False
         with suppress(OSError):  # some network file systems cannot
             sync_folder(self.prefix.parent)
 
@@ -233,8 +226,6 @@ class PairInfo:
     dtype: str
     lengths: npt.NDArray[np.int32] = field(repr=False, compare=False)
     """Tokens of each sequence, shape [sequences]."""
-    document_ends: npt.NDArray[np.int64] = field(repr=False, compare=False)
-    """Sequences up to the end of each document, shape [documents]."""
 
     def scan_max_token_id(self, on_progress: Callable[[float], None] | None = None) -> int:
         """Largest id in the .bin, in one pass of 16 Mi tokens at a time; tells the share done.
@@ -247,9 +238,7 @@ class PairInfo:
         for start in range(0, self.tokens, _SCAN_TOKENS):
             chunk = ids[start : start + _SCAN_TOKENS]
             if chunk.min() < 0:
-                raise ConfigError(
-                    _problem(bin_path(self.prefix), f"it holds the negative token id {chunk.min()}", "prepare it again")
-                )
+                raise _damaged(bin_path(self.prefix), f"it holds the negative token id {chunk.min()}")
             largest = max(largest, int(chunk.max()))
             if on_progress is not None:
                 on_progress(min(1.0, (start + _SCAN_TOKENS) / self.tokens))
@@ -270,67 +259,26 @@ def inspect_pair(prefix: Path) -> PairInfo:
     """Read the index of a pair and check that both files are whole and belong together. Reads no token.
 
     Raises:
-        ConfigError: key `data.path`; everything found wrong.
+        ConfigError: key `data.path`; the files are missing or damaged.
     """
-    bare = prefix.with_name(prefix.name.removesuffix(".bin").removesuffix(".idx")) if prefix.name else prefix
-    if bare != prefix and bin_path(bare).is_file() and not bin_path(prefix).is_file():
-        reason = "is one file of the pair; name both by the prefix that they share"
-        raise ConfigError(_problem(prefix, reason, f"data.path={bare}"))
-    missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
-    refuse(_missing(prefix, path) for path in missing)
+    refuse(_missing(prefix))
+    index = idx_path(prefix)
     try:
-        raw = np.memmap(idx_path(prefix), dtype=np.uint8, mode="r") if idx_path(prefix).stat().st_size else None
-        return _inspect(prefix, b"" if raw is None else memoryview(raw))
+        # An empty file cannot be mapped.
+        raw = memoryview(np.memmap(index, np.uint8, "r")) if index.stat().st_size else memoryview(b"")
+        size = bin_path(prefix).stat().st_size
     except OSError as error:
-        raise ConfigError(_problem(error.filename or idx_path(prefix), f"cannot be read: {error.strerror}")) from error
-
-
-def _inspect(prefix: Path, raw: memoryview | bytes) -> PairInfo:
-    idx, again = idx_path(prefix), "prepare it again with canzona data prepare ... --overwrite"
-    if len(raw) < len(MAGIC) or bytes(raw[: len(MAGIC)]) != MAGIC:
-        reason = "it is empty" if not len(raw) else "it is not a Megatron index (does not start with MMIDIDX)"
-        raise ConfigError(_problem(idx, reason, again))
-    if len(raw) < _HEADER.size:
-        raise ConfigError(_problem(idx, f"truncated: {len(raw)} bytes, a header alone has {_HEADER.size}", again))
-    _, version, code, sequences, indices = _HEADER.unpack(raw[: _HEADER.size])
-    if version != VERSION:
-        raise ConfigError(_problem(idx, f"index version {version}; Megatron-core reads version {VERSION}", again))
-    if code not in _DTYPE_CODES:
-        what = "floating-point numbers, not token ids" if code in _FLOAT_CODES else f"an unknown type (code {code})"
-        raise ConfigError(_problem(idx, f"its .bin holds {what}", again))
-    expected = _HEADER.size + 12 * sequences + 8 * indices
-    # Multimodal datasets append one byte per sequence, which a text run ignores.
-    if len(raw) not in (expected, expected + sequences):
-        state = "truncated" if len(raw) < expected else "damaged"
-        raise ConfigError(_problem(idx, f"{state}: {len(raw):,} bytes where its header calls for {expected:,}", again))
-    if sequences == 0:
-        raise ConfigError(_problem(idx, "it holds no documents", "prepare it again from inputs with text"))
-    lengths = np.frombuffer(raw, dtype="<i4", count=sequences, offset=_HEADER.size)
-    offsets = np.frombuffer(raw, dtype="<i8", count=sequences, offset=_HEADER.size + 4 * sequences)
-    ends = np.frombuffer(raw, dtype="<i8", count=indices, offset=_HEADER.size + 12 * sequences)
-    return _check_body(prefix, np.dtype(_DTYPE_CODES[code]), lengths, offsets, ends)
-
-
-def _check_body(
-    prefix: Path,
-    dtype: np.dtype[np.generic],
-    lengths: npt.NDArray[np.int32],
-    offsets: npt.NDArray[np.int64],
-    ends: npt.NDArray[np.int64],
-) -> PairInfo:
-    again = "prepare it again with canzona data prepare ... --overwrite"
-    problems: list[Problem] = []
+        raise ConfigError(_problem(index, f"cannot be read: {error.strerror}", "")) from error
+    dtype, lengths, offsets, ends = _parts(index, raw)
     tokens = int(lengths.sum(dtype=np.int64))
-    size, expected = bin_path(prefix).stat().st_size, tokens * dtype.itemsize
     reach = int((offsets + lengths.astype(np.int64) * dtype.itemsize).max())
-    if int(lengths.min()) < 0 or int(offsets.min()) < 0 or reach > expected:
-        problems.append(_problem(idx_path(prefix), "damaged: it points outside its .bin", again))
-    elif size != expected:
+    if int(lengths.min()) < 0 or int(offsets.min()) < 0 or reach > tokens * dtype.itemsize:
+        raise _damaged(index, "damaged: it points outside its .bin")
+    if size != (expected := tokens * dtype.itemsize):
         state = "truncated" if size < expected else "longer than its index says, so it belongs to another"
-        problems.append(_problem(bin_path(prefix), f"{state}: {size:,} bytes, the index calls for {expected:,}", again))
+        raise _damaged(bin_path(prefix), f"{state}: {size:,} bytes, the index calls for {expected:,}")
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != len(lengths) or bool((np.diff(ends) < 0).any()):
-        problems.append(_problem(idx_path(prefix), "damaged: its document boundaries are out of order", again))
-    refuse(problems)
+        raise _damaged(index, "damaged: its document boundaries are out of order")
     return PairInfo(
         prefix=prefix,
         tokens=tokens,
@@ -338,19 +286,50 @@ def _check_body(
         sequences=len(lengths),
         dtype=dtype.name,
         lengths=lengths,
-        document_ends=ends[1:],
     )
 
 
-def _missing(prefix: Path, path: Path) -> Problem:
-    near = sorted(prefix.parent.glob(f"{prefix.name}*.idx")) if prefix.name else []
-    if near:
+def _parts(
+    index: Path, raw: memoryview
+) -> tuple[np.dtype[np.generic], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Reads an index: the type of its tokens, the sequences' lengths and byte offsets, the document boundaries."""
+    if len(raw) < _HEADER.size or bytes(raw[: len(MAGIC)]) != MAGIC:
+        raise _damaged(index, "it is not a Megatron index (does not start with MMIDIDX), or its beginning alone")
+    _, version, code, sequences, indices = _HEADER.unpack(raw[: _HEADER.size])
+    if version != VERSION:
+        raise _damaged(index, f"index version {version}; Megatron-core reads version {VERSION}")
+    if code not in _DTYPE_CODES:
+        raise _damaged(index, f"its .bin holds numbers of another type than token ids (code {code})")
+    expected = _HEADER.size + 12 * sequences + 8 * indices
+    # Multimodal datasets append one byte per sequence, which a text run ignores.
+    if len(raw) not in (expected, expected + sequences):
+        state = "truncated" if len(raw) < expected else "damaged"
+        raise _damaged(index, f"{state}: {len(raw):,} bytes where its header calls for {expected:,}")
+    if sequences == 0:
+        raise _damaged(index, "it holds no documents")
+    lengths = np.frombuffer(raw, dtype="<i4", count=sequences, offset=_HEADER.size)
+    offsets = np.frombuffer(raw, dtype="<i8", count=sequences, offset=_HEADER.size + 4 * sequences)
+    ends = np.frombuffer(raw, dtype="<i8", count=indices, offset=_HEADER.size + 12 * sequences)
+    return np.dtype(_DTYPE_CODES[code]), lengths, offsets, ends
+
+
+def _missing(prefix: Path) -> Iterator[Problem]:
+    """Names the files of a pair that are not there, and the prefix that was probably meant."""
+    bare = prefix.with_name(prefix.name.removesuffix(".bin").removesuffix(".idx")) if prefix.name else prefix
+    for path in (bin_path(prefix), idx_path(prefix)):
+        if path.is_file():
+            continue
         # Megatron's own tool appends `_text_document` to the name it is given.
-        return _problem(path, "no such file", f"did you mean data.path={near[0].with_suffix('')}?")
-    if path == idx_path(prefix) and bin_path(prefix).is_file():
-        return _problem(path, "no such file; without it the .bin is unfinished", "let its preparation finish")
-    return _problem(path, "no such file", "make it with canzona data prepare FILES --output PREFIX")
+        near = sorted(prefix.parent.glob(f"{escape(bare.name)}*.idx")) if prefix.name else []
+        fix = "make it with canzona data prepare FILES --output PREFIX"
+        if path == idx_path(prefix) and bin_path(prefix).is_file():
+            fix = "let the preparation of the .bin finish"
+        yield _problem(path, "no such file", f"did you mean data.path={near[0].with_suffix('')}?" if near else fix)
 
 
-def _problem(path: Path, reason: str, fix: str = "") -> Problem:
+def _damaged(path: Path, reason: str) -> ConfigError:
+    return ConfigError(_problem(path, reason, "prepare it again with canzona data prepare ... --overwrite"))
+
+
+def _problem(path: Path, reason: str, fix: str) -> Problem:
     return Problem(key="data.path", value=str(path), reason=reason, fix=fix)

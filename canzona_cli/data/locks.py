@@ -27,40 +27,22 @@ def exclusive(path: Path, *, on_wait: Callable[[], None] | None = None) -> Itera
         OSError: the folder cannot be written, or its file system knows no locks.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            if not _try_lock(descriptor):
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 if on_wait is None:
-                    raise Busy
+                    raise Busy from None
                 on_wait()
                 time.sleep(_POLL_S)
                 continue
-            # The previous holder may have removed the file between our open and our lock; then we hold
-            # nothing.
-            if not _is_same_file(descriptor, path):
-                continue
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
-        finally:
-            os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
+            # The holder before us may have removed the file between our open and our lock: then we hold nothing.
+            if os.fstat(file.fileno()).st_nlink > 0:
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return
 
 
 def lock_path(prefix: Path) -> Path:

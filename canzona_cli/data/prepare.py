@@ -1,31 +1,26 @@
 """`canzona data prepare`: check everything first, then build one pair while holding its lock."""
 
-import os
 import shlex
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
+from canzona_cli.config.overrides import text_value
 from canzona_cli.data.build import (
     DEFAULT_VOCAB_SIZE,
     BuildSettings,
     Built,
     OnProgress,
     build_pair,
-    disk_problem,
+    disk_errors,
     pair_files,
 )
 from canzona_cli.data.corpus import padded_vocab_size, usable_fraction
 from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.locks import Busy, exclusive, lock_path
-from canzona_cli.data.reading import package_problem
 from canzona_cli.data.sources import InputFormat, Source, find_sources
 from canzona_cli.data.tokenizers import MIN_VOCAB_SIZE, load_json_tokenizer
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, refuse
-from canzona_cli.run.machine import existing_folder
+from canzona_cli.errors import ConfigError, Problem, gathered, refuse
 
 _MAX_VOCAB_SIZE = 1 << 20
 _TRIED_WITH = ("qwen3-tiny", 256)
@@ -58,30 +53,21 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
         problems.append(Problem(key="INPUT", reason="there are no inputs", fix="name files, folders, - or stdlib"))
     problems += _tokenizer_problems(request)
     problems += _output_problems(prefix, sources, request)
-    environment = [*_place_problems(prefix, sources, request), *_package_problems(sources)]
-    if problems:
-        raise ConfigError(*problems, *environment)
-    refuse(environment, EnvironmentProblem)
-    with _output_folder(prefix):
+    refuse(problems)
+    with disk_errors(prefix):
+        prefix.parent.mkdir(parents=True, exist_ok=True)
         try:
             with exclusive(lock_path(prefix)):
                 return build_pair(sources, prefix, request, on_progress)
         except Busy:
-            reason = "another canzona process is writing it"
-            fix = "wait for it, or choose another --output"
+            reason, fix = "another canzona process is writing it", "wait for it, or choose another --output"
             raise ConfigError(Problem(key="--output", value=str(prefix), reason=reason, fix=fix)) from None
-        except OSError as error:
-            raise disk_problem(prefix, error) from error
 
 
 def train_command(built: Built) -> str:
     """A shell line that trains on the pair."""
-    path = str(built.prefix)
-    # In a bare value Hydra would read = , and blanks as syntax.
-    plain = all(char.isalnum() or char in "/._-+" for char in path)
-    data = f"data.path={path}" if plain else "data.path='" + path.replace("'", "\\'") + "'"
     recipe, seq_length = _TRIED_WITH
-    words = ["canzona", "train", f"recipe={recipe}", "data=prepared", data]
+    words = ["canzona", "train", f"recipe={recipe}", "data=prepared", f"data.path={text_value(str(built.prefix))}"]
     words.append(f"model.vocab_size={padded_vocab_size(built.sidecar.vocab_size)}")
     # With few documents the usual share would hold out nothing, and the run would be refused.
     share = usable_fraction(inspect_pair(built.prefix), seq_length + 1, at_least=_USUAL_FRACTION)
@@ -106,14 +92,13 @@ def _tokenizer_problems(request: PrepareRequest) -> Iterator[Problem]:
         reason = f"the {request.tokenizer} tokenizer has its own end-of-document id"
         yield Problem(key="--eod", value=request.eod, reason=reason, fix="leave it out")
     elif is_file:
-        try:
+        problems: list[Problem] = []
+        with gathered(problems):
             load_json_tokenizer(request.tokenizer, request.eod)
-        except ConfigError as error:
-            yield from error.problems
-    if request.max_bad < 0:
-        yield Problem(key="--max-bad", value=request.max_bad, reason="must be at least 0", fix="use --max-bad 0")
-    if request.workers is not None and request.workers < 1:
-        yield Problem(key="--workers", value=request.workers, reason="must be at least 1", fix="use --workers 1")
+        yield from problems
+    for key, number, least in (("--max-bad", request.max_bad, 0), ("--workers", request.workers, 1)):
+        if number is not None and number < least:
+            yield Problem(key=key, value=number, reason=f"must be at least {least}", fix=f"use {key} {least}")
 
 
 def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> Iterator[Problem]:
@@ -134,42 +119,3 @@ def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRe
     else:
         return
     yield Problem(key="--output", value=request.output, reason=reason, fix=fix)
-
-
-def _place_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> Iterator[Problem]:
-    folder = existing_folder(prefix.parent)
-    # Every byte becomes a two-byte id; for the other tokenizers the size is not known beforehand.
-    read = sum(source.size or 0 for source in sources)
-    needed = 2 * read if request.tokenizer == "byte" else 0
-    disk = shutil.disk_usage(folder)
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        what = "is not writable" if folder.is_dir() else "is not a folder"
-        reason, fix = f"cannot be written: {folder} {what}", "choose a writable folder"
-    elif disk.total > 0 and needed > disk.free:  # file systems without a disk report 0
-        reason = f"the disk is too full: {needed / 2**20:,.0f} MiB needed, {disk.free / 2**20:,.0f} MiB free"
-        fix = "make room, or choose another disk"
-    else:
-        return
-    yield Problem(key="--output", value=str(prefix), reason=reason, fix=fix)
-
-
-def _package_problems(sources: Sequence[Source]) -> Iterator[Problem]:
-    labels = [source.label for source in sources if source.format == "parquet" or source.label.endswith(".zst")]
-    if labels and find_spec("pyarrow") is None:
-        yield package_problem(labels[0])
-
-
-@contextmanager
-def _output_folder(prefix: Path) -> Iterator[None]:
-    """Make the missing folders of the output, and remove them again if the build fails."""
-    missing = [folder for folder in prefix.parents if not folder.exists()]
-    try:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException as error:
-        for folder in missing:
-            with suppress(OSError):  # somebody else has put something there
-                folder.rmdir()
-        if isinstance(error, OSError):
-            raise disk_problem(prefix, error) from error
-        raise

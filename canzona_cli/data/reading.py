@@ -8,22 +8,22 @@ split nor shuffled, nor held in memory.
 
 import bz2
 import gzip
-import hashlib
 import io
 import json
 import lzma
+import select
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Literal, NamedTuple, cast
 
-from canzona_cli.data.sidecar import BadLine, InputRecord, Tally
+from canzona_cli.data.sidecar import BadLine, Tally
 from canzona_cli.data.sources import Source, input_error
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.errors import EnvironmentProblem, Problem
 
 if TYPE_CHECKING:
-    from pyarrow.parquet import ParquetFile
+    from pyarrow import Schema
 
 DocumentUnit = Literal["file", "line"]
 
@@ -40,17 +40,13 @@ _OPENERS: dict[bytes, Callable[[BinaryIO], object]] = {
     b"\xfd7zXZ\x00": lzma.LZMAFile,
     b"\x28\xb5\x2f\xfd": _zstd,
 }
-_UNREAD = {b"PAR1": "Parquet", b"PK\x03\x04": "a zip archive"}
 _UTF8_BOM = b"\xef\xbb\xbf"
 _SNIFF = 8192
 _BATCH_BYTES: Final = 2 << 20
 """Text tokenised in one call: enough for every core, little enough that Ctrl-C acts at once."""
 _BATCH_ITEMS: Final = 8192
 _PARQUET_ROWS: Final = 128
-
-LONGEST_LINE = 128 << 20
-"""Bytes. A longer line is left out as one without text:
-read as JSON it takes several times as much memory."""
+_POLL_S: Final = 0.2
 
 MIN_PIECE, MAX_PIECE, STREAM_PIECE = 4 << 10, 1 << 20, 64 << 10
 
@@ -99,7 +95,7 @@ def piece_bytes(sources: Sequence[Source]) -> int:
 
 @dataclass(kw_only=True)
 class Reader:
-    """Reads sources as batches; counts and hashes their bytes."""
+    """Reads sources as batches, and counts their bytes."""
 
     settings: ReadSettings
     bytes_read: int = 0
@@ -115,17 +111,15 @@ class Reader:
         tally = Tally()
         try:
             if source.format == "parquet":
-                yield from self._parquet(source, tally)
+                if source.path is None:
+                    fix = "name the file: Parquet is read from its end"
+                    raise input_error(source.label, "Parquet cannot be read from a pipe", fix)
+                yield from _numbered(source.label, "rows", self._rows(source.path))
             else:
-                raw = _Counted(open_source(source), self)
-                with _buffered(raw) as buffered:
-                    stream = _decompressed(buffered)
-                    yield from self._text(source, stream, tally)
-                    while buffered.read(1 << 20):  # bytes that a decompressor leaves unread still count for the hash
-                        pass
-                tally.records.append(InputRecord(path=source.label, bytes=raw.count, sha256=raw.digest.hexdigest()))
+                yield from self._stream(source, tally)
         except ModuleNotFoundError:
-            raise EnvironmentProblem(package_problem(source.label)) from None
+            reason, fix = "pyarrow, which reads it, is not installed", "pip install 'canzona[data]'"
+            raise EnvironmentProblem(Problem(key="INPUT", value=source.label, reason=reason, fix=fix)) from None
         except (OSError, EOFError, zlib.error, lzma.LZMAError, _DamagedParquet) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise input_error(source.label, f"cannot be read: {error.strerror}", "") from error
@@ -133,37 +127,37 @@ class Reader:
             raise input_error(source.label, f"damaged or cut short: {error}", fix) from error
         yield tally
 
+    def _stream(self, source: Source, tally: Tally) -> Iterator[Batch]:
+        raw, before = Input(source), self.bytes_read
+        with _buffered(raw) as buffered:
+            head = buffered.peek(_SNIFF)
+            opener = next((opener for magic, opener in _OPENERS.items() if head.startswith(magic)), None)
+            stream = buffered if opener is None else _buffered(opener(buffered))
+            for batch in self._text(source, stream, tally):
+                self.bytes_read = before + raw.count
+                yield batch
+        self.bytes_read = before + raw.count
+
     def _text(self, source: Source, stream: io.BufferedReader, tally: Tally) -> Iterator[Batch]:
         head = stream.peek(_SNIFF)[:_SNIFF]
-        if b"\0" in head or any(head.startswith(magic) for magic in _UNREAD):
+        if b"\0" in head:
             if not source.from_folder:
-                raise _binary(source.label, head)
+                fix = "give text as UTF-8, JSONL, or Parquet that is called .parquet"
+                raise input_error(source.label, "not text: binary (it has NUL bytes)", fix)
             tally.skipped.append(source.label)
             return
         if head.startswith(_UTF8_BOM):
             stream.read(len(_UTF8_BOM))
         if source.format == "jsonl" or (source.format == "auto" and head.lstrip().startswith(b"{")):
-            yield from _numbered(source.label, "jsonl", _lines(stream))
+            yield from _numbered(source.label, "jsonl", stream)
         elif self.settings.document == "line":
-            yield from _numbered(source.label, "lines", _lines(stream))
+            yield from _numbered(source.label, "lines", stream)
         else:
             tally.empty = 1
             for group in _grouped(cut_stream(stream, self.settings.piece), lambda piece: len(piece.data)):
                 tally.empty = 0
                 items = [piece.data for piece in group]
                 yield Batch(label=source.label, form="pieces", items=items, ends=group[-1].last)
-
-    def _parquet(self, source: Source, tally: Tally) -> Iterator[Batch]:
-        if source.path is None:
-            fix = "name the file: Parquet is read from its end"
-            raise input_error(source.label, "Parquet cannot be read from a pipe", fix)
-        with open(source.path, "rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            size = stream.tell()
-        tally.records.append(InputRecord(path=source.label, bytes=size, sha256=digest))
-        before = self.bytes_read
-        yield from _numbered(source.label, "rows", self._rows(source.path))
-        self.bytes_read = before + size
 
     def _rows(self, path: Path) -> Iterator[bytes | None]:
         """The texts of a Parquet column, as bytes: they need not be valid UTF-8.
@@ -175,22 +169,42 @@ class Reader:
         from pyarrow import ArrowException, large_binary
         from pyarrow.parquet import ParquetFile
 
-        column = self.settings.text_key
+        column, before, size = self.settings.text_key, self.bytes_read, path.stat().st_size
         try:
             with ParquetFile(path, memory_map=True) as file:
-                _check_column(path, file, column)
-                begin, total, size = self.bytes_read, max(1, file.metadata.num_rows), path.stat().st_size
-                rows = 0
+                _check_column(path, file.schema_arrow, column)
+                rows, total = 0, max(1, file.metadata.num_rows)
                 for batch in file.iter_batches(_PARQUET_ROWS, columns=[column], use_threads=False):
                     yield from batch.column(column).cast(large_binary()).to_pylist()
                     rows += batch.num_rows
-                    self.bytes_read = begin + size * rows // total
+                    self.bytes_read = before + size * rows // total
         except ArrowException as error:
             raise _DamagedParquet(str(error).partition("\n")[0]) from error
+        self.bytes_read = before + size
 
 
 class _DamagedParquet(ValueError):
     """A Parquet file that pyarrow refuses; the message is its own."""
+
+
+class Input(io.FileIO):
+    """The bytes of a source as they are on disk, counted while `readinto` reads them.
+
+    Closing it leaves standard input open.
+    """
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(0 if source.path is None else source.path, closefd=source.path is not None)
+        self.count = 0
+
+    def readinto(self, buffer: object) -> int:
+        # A signal that arrives just before a read of an empty pipe would not end it: Python looks for signals
+        # before and after a system call. So nothing here waits for longer than a moment.
+        while not select.select([self], [], [], _POLL_S)[0]:
+            pass
+        size = super().readinto(buffer)  # type: ignore[arg-type]
+        self.count += size
+        return size
 
 
 def pieces(batch: Batch, settings: ReadSettings, tally: Tally) -> Iterator[Piece]:
@@ -203,11 +217,10 @@ def pieces(batch: Batch, settings: ReadSettings, tally: Tally) -> Iterator[Piece
         try:
             text = _document(item, batch.form, settings.text_key, tally)
         except _BadText as error:
-            tally.add_bad(BadLine(path=batch.label, line=number, kind=error.kind, detail=error.detail))
+            kind, detail = error.args
+            tally.add_bad(BadLine(path=batch.label, line=number, kind=kind, detail=detail))
             continue
-        if text and len(text) <= settings.piece:
-            yield Piece(text, last=True)
-        elif text:
+        if text:
             yield from cut_stream(io.BytesIO(text), settings.piece)
         elif text is not None:
             tally.empty += 1
@@ -223,8 +236,6 @@ def _document(item: bytes | None, form: str, text_key: str, tally: Tally) -> byt
         raise _BadText("no text", " in this row")
     if form == "rows":
         return item
-    if len(item) > LONGEST_LINE:
-        raise _BadText("too long", f": more than {LONGEST_LINE >> 20} MiB")
     if form == "lines":
         return item.rstrip(b"\r\n")
     if item.isspace():
@@ -235,13 +246,6 @@ def _document(item: bytes | None, form: str, text_key: str, tally: Tally) -> byt
     except UnicodeEncodeError:  # a lone surrogate of a JSON escape
         tally.replaced += 1
         return text.encode(errors="replace")
-
-
-def _decompressed(stream: io.BufferedReader) -> io.BufferedReader:
-    """The content of a stream, by its first bytes; itself where it is not compressed."""
-    head = stream.peek(_SNIFF)
-    opener = next((opener for magic, opener in _OPENERS.items() if head.startswith(magic)), None)
-    return stream if opener is None else _buffered(opener(stream))
 
 
 def _numbered(label: str, form: Literal["lines", "jsonl", "rows"], items: Iterable[bytes | None]) -> Iterator[Batch]:
@@ -264,56 +268,13 @@ def _grouped[T](items: Iterable[T], length: Callable[[T], int]) -> Iterator[list
         yield group
 
 
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Lines with their ends; of one that is too long, one byte more than is allowed."""
-    while line := stream.readline(LONGEST_LINE + 1):
-        if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
-            while (rest := stream.readline(_SNIFF)) and not rest.endswith(b"\n"):
-                pass
-        yield line
-
-
-def package_problem(label: str) -> Problem:
-    """The problem to show when pyarrow, which reads an input, is not installed."""
-    reason, fix = "pyarrow, which reads it, is not installed", "pip install 'canzona[data]'"
-    return Problem(key="INPUT", value=label, reason=reason, fix=fix)
-
-
 def open_source(source: Source) -> io.BufferedReader:
-    """The bytes of a source as they are on disk. Closing it leaves standard input open."""
-    if source.path is None:
-        return open(0, "rb", closefd=False)
-    return open(source.path, "rb")
+    """Opens a source; its reads are ended by Ctrl-C."""
+    return _buffered(Input(source))
 
 
 def _buffered(raw: object) -> io.BufferedReader:
     return io.BufferedReader(cast(io.RawIOBase, raw), 1 << 20)
-
-
-class _Counted(io.RawIOBase):
-    """A raw file that counts and hashes what goes by."""
-
-    def __init__(self, raw: io.BufferedReader, reader: Reader) -> None:
-        self._raw = raw
-        self._reader = reader
-        self.digest = hashlib.sha256()
-        self.count = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: object) -> int:
-        view = memoryview(buffer)  # type: ignore[arg-type]
-        # On a pipe this returns what is there, so a slow producer still moves the progress display.
-        size = self._raw.readinto1(view)
-        self.digest.update(view[:size])
-        self.count += size
-        self._reader.bytes_read += size
-        return size
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
 
 
 def cut_stream(stream: BinaryIO, size: int) -> Iterator[Piece]:
@@ -343,9 +304,7 @@ def _cut_point(data: bytes, size: int) -> int:
 
 
 class _BadText(ValueError):
-    def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(kind + detail)
-        self.kind, self.detail = kind, detail
+    """A line or row without its text. Its arguments are the reason as it is counted, and the rest of the message."""
 
 
 def _text_of(line: bytes, key: str) -> str:
@@ -374,22 +333,14 @@ def _text_of(line: bytes, key: str) -> str:
     return text
 
 
-def _binary(label: str, head: bytes) -> ConfigError:
-    what = next((name for magic, name in _UNREAD.items() if head.startswith(magic)), "binary (it has NUL bytes)")
-    fixes = {"Parquet": "call it .parquet, or say --format parquet"}
-    return input_error(label, f"not text: {what}", fixes.get(what, "give text as UTF-8, or JSONL"))
-
-
-def _check_column(path: Path, file: "ParquetFile", column: str) -> None:
+def _check_column(path: Path, schema: "Schema", column: str) -> None:
+    """Refuses a table that has no such column, or one of something else than text."""
     from pyarrow import types
 
-    schema = file.schema_arrow
     if column not in schema.names:
         reason, fix = f"has no column {column!r}", f"--text-key NAME, one of {', '.join(schema.names[:20])}"
-    elif schema.names.count(column) > 1:
-        reason, fix = f"has several columns {column!r}", "write it again with a name of its own for each column"
-    elif not (types.is_string(kind := schema.field(column).type) or types.is_large_string(kind)):
-        reason, fix = f"its column {column!r} holds {kind}, not text", "--text-key NAME of a column of text"
-    else:
-        return
-    raise ConfigError(Problem(key="INPUT", value=str(path), reason=reason, fix=fix))
+        raise input_error(str(path), reason, fix)
+    kind = schema.types[schema.names.index(column)]
+    if not (types.is_string(kind) or types.is_large_string(kind)):
+        reason = f"its column {column!r} holds {kind}, not text"
+        raise input_error(str(path), reason, "--text-key NAME of a column of text")

@@ -18,11 +18,11 @@ _MOST_BAD_LINES: Final = 100
 
 @dataclass(frozen=True, kw_only=True)
 class InputRecord:
-    """The size and hash of one input: evidence of what a corpus was made from."""
+    """One input of a corpus."""
 
     path: str
-    bytes: int
-    sha256: str
+    bytes: int | None
+    """None for a pipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,6 @@ class Tally:
     """The first hundred."""
     skipped: list[str] = field(default_factory=list)
     """Binary files met in folders, left out."""
-    records: list[InputRecord] = field(default_factory=list)
 
     @property
     def bad(self) -> int:
@@ -81,7 +80,6 @@ class Tally:
             self.bad_kinds[kind] = self.bad_kinds.get(kind, 0) + number
         self.bad_lines = [*self.bad_lines, *later.bad_lines][:_MOST_BAD_LINES]
         self.skipped += later.skipped
-        self.records += later.records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +110,6 @@ class Sidecar:
     equal documents all stay."""
     bad_lines: tuple[BadLine, ...] = ()
     """The first hundred of them."""
-    inputs_sha256: str
-    """The hash of the inputs' own hashes, in order."""
     inputs: tuple[InputRecord, ...]
     """The first thousand."""
     input_count: int

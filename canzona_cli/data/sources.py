@@ -8,16 +8,14 @@ machines.
 
 import hashlib
 import os
-import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from glob import glob, has_magic
+from glob import glob
 from pathlib import Path
 from typing import Literal
 
-from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem
+from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, closest
 
 InputFormat = Literal["auto", "text", "jsonl", "parquet"]
 
@@ -61,9 +59,6 @@ def find_sources(inputs: Sequence[str], format: InputFormat) -> tuple[list[Sourc
                 sources.setdefault(key, source)
         except CanzonaError as error:
             problems.extend(error.problems)
-        except OSError as error:
-            reason = f"cannot be read: {error.strerror}"
-            problems.append(Problem(key="INPUT", value=text, reason=reason, fix="check its permissions"))
     return list(sources.values()), problems
 
 
@@ -71,56 +66,38 @@ def _expand(text: str, format: InputFormat) -> list[Source]:
     if text == STDLIB:
         return stdlib_sources()
     if text == STDIN:
-        if sys.stdin.isatty():
-            raise input_error(text, "standard input is a terminal", "pipe text into it: zstdcat x.zst | canzona ...")
         return [Source(label="standard input", path=None, format=format, size=None)]
     path = Path(text).expanduser()
     if path.is_dir():
         return _walk(path, format)
-    if path.exists():
-        return [_file_source(path, format)]
-    if has_magic(text):
-        paths = [Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file()]
-        if not paths:
-            raise input_error(
-                text, "no file matches this pattern", "check it with ls; quote it or let the shell expand"
-            )
-        return [_file_source(name, format) for name in paths]
-    raise input_error(text, "no such file or folder", _nearby(path))
+    paths = [path] if path.exists() else sorted(map(Path, glob(str(path), recursive=True)))
+    if not paths:
+        fix = "name files, folders, globs, - for standard input, or stdlib"
+        if near := closest(path.name, os.listdir(path.parent) if path.parent.is_dir() else ()):
+            fix = f"did you mean {path.parent / near}?"
+        raise input_error(text, "no such file or folder", fix)
+    return [_file_source(name, format) for name in paths if not name.is_dir()]
 
 
 def _walk(folder: Path, format: InputFormat) -> list[Source]:
-    relative = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
-    visible = [name for name in relative if not any(part.startswith(".") for part in name.parts)]
+    """Lists the files of a folder by name, without hidden ones."""
+    names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
     if not visible:
         raise input_error(str(folder), "the folder contains no files", "name a folder with text or JSONL files")
     return [_file_source(folder / name, format, from_folder=True) for name in visible]
 
 
 def _file_source(path: Path, format: InputFormat, *, from_folder: bool = False) -> Source:
-    suffixes = path.suffixes[:-1] if path.suffix in _COMPRESSED else path.suffixes
-    suffix = suffixes[-1] if suffixes else ""
+    suffix = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
     if format == "auto" and suffix == ".json" and not from_folder:
-        raise input_error(
-            str(path),
-            ".json may be a single value or one per line",
-            "use --format jsonl (one per line) or --format text",
-        )
-    kind: InputFormat = format
+        reason = ".json may be a single value or one per line"
+        raise input_error(str(path), reason, "use --format jsonl (one per line) or --format text")
+    kind = format
     if format == "auto":
         kind = "jsonl" if suffix in _JSONL else "parquet" if suffix == ".parquet" else "text"
-    if not os.access(path, os.R_OK):
-        raise input_error(str(path), "cannot be read: Permission denied", "check its permissions")
     size = path.stat().st_size if path.is_file() else None  # a named pipe has no size
     return Source(label=str(path), path=path, format=kind, size=size, from_folder=from_folder)
-
-
-def _nearby(path: Path) -> str:
-    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = get_close_matches(path.name, names, n=2)
-    if near:
-        return f"did you mean {' or '.join(str(path.parent / name) for name in near)}?"
-    return "name files, folders, globs, - for standard input, or stdlib"
 
 
 def stdlib_sources() -> list[Source]:
@@ -142,7 +119,6 @@ def stdlib_sources() -> list[Source]:
     sources = [
         Source(label=f"stdlib:{name.as_posix()}", path=root / name, format="text", size=(root / name).stat().st_size)
         for name in names
-        if _is_utf8(root / name)
     ]
     if not sources:
         reason = f"this Python has no standard library sources in {root}"
@@ -158,14 +134,6 @@ def stdlib_digest(sources: list[Source]) -> str:
         assert source.path is not None
         digest.update(f"{source.label}\0".encode() + hashlib.sha256(source.path.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def _is_utf8(path: Path) -> bool:
-    try:
-        path.read_bytes().decode("utf-8")
-    except (UnicodeDecodeError, OSError):
-        return False
-    return True
 
 
 def input_error(value: str, reason: str, fix: str) -> ConfigError:

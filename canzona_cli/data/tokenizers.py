@@ -12,9 +12,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from difflib import get_close_matches
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from canzona_cli.config.reading import Unreadable, read_plain
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, closest
 from canzona_cli.run.codec import Damaged, parse
 
 if TYPE_CHECKING:
@@ -35,36 +34,19 @@ TokenizerKind = Literal["byte", "bpe", "huggingface"]
 
 END_OF_TEXT = "<|endoftext|>"
 EOD_CANDIDATES = (
-    END_OF_TEXT,
-    "</s>",
-    "<|im_end|>",
-    "<|end_of_text|>",
-    "<｜end▁of▁sentence｜>",
-    "<eos>",
-    "<|eos|>",
-    "[EOS]",
-    "<|eot_id|>",
-    "[SEP]",
+    *(END_OF_TEXT, "</s>", "<|im_end|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>"),
+    *("<eos>", "<|eos|>", "[EOS]", "<|eot_id|>", "[SEP]"),
 )
 """The names that published tokenizers give the end of a document, the usual names of base models first."""
 
 BYTE_VALUES = 256
 REPLACEMENT = "\ufffd"
-_MOST_IDS = 1 << 24
-"""A file may give any token any id of 32 bits, and tables have a place for each below it."""
 _FORM = "give the tokenizer.json of a fast tokenizer (not tokenizer.model or tokenizer_config.json)"
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
     """The narrowest type Megatron stores ids below `vocab_size` in (its `DType.optimal_dtype`)."""
     return np.uint16 if vocab_size < 65_500 else np.int32
-
-
-def narrow(ids: Sequence[int], vocab_size: int) -> TokenArray:
-    """The ids as an array of `token_dtype(vocab_size)`."""
-    if token_dtype(vocab_size) is np.uint16:
-        return np.asarray(ids, dtype=np.uint16)
-    return np.asarray(ids, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -123,9 +105,10 @@ class JsonTokenizer:
         decoded = [self._text(text) for text in texts]
         try:
             encodings = self.backend.encode_batch_fast(decoded, add_special_tokens=False)
-        except BaseException as error:  # a vocabulary without a token for what it does not know
-            raise _refused(error, self.name, "cannot tokenise this text") from error
-        return [narrow(encoding.ids, self.vocab_size) for encoding in encodings]
+        except Exception as error:  # the library's own are bare; a vocabulary may lack a token for the unknown
+            raise _refused(self.name, f"cannot tokenise this text: {error}") from error
+        dtype: type[np.uint16 | np.int32] = token_dtype(self.vocab_size)
+        return [np.asarray(encoding.ids, dtype=dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens and ids that it has not."""
@@ -146,23 +129,17 @@ class JsonTokenizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenSettings:
-    """A token of a tokenizer_config.json."""
+class TokenContent:
+    """A token as tokenizer_config.json may write it."""
 
     content: str
-    single_word: bool = False
-    lstrip: bool = False
-    rstrip: bool = False
-    normalized: bool = True
-    special: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSettings:
     """The part of a Hugging Face tokenizer_config.json that counts here."""
 
-    eos_token: str | TokenSettings | None = None
-    added_tokens_decoder: Mapping[int, TokenSettings] = field(default_factory=dict)
+    eos_token: str | TokenContent | None = None
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer
@@ -211,7 +188,11 @@ def train_bpe(sample: Iterable[bytes], vocab_size: int, *, workers: int | None =
     finally:
         child.kill()
         child.join()
-    return bpe_from_json(trained)
+    from tokenizers import Tokenizer as RustTokenizer
+
+    backend = RustTokenizer.from_str(trained)
+    name = f"bpe-{backend.get_vocab_size()}-{hashlib.sha256(trained.encode()).hexdigest()[:8]}"
+    return JsonTokenizer(kind="bpe", name=name, eod=backend.token_to_id(END_OF_TEXT), backend=backend)
 
 
 def _train(connection: Connection, vocab_size: int, workers: int | None) -> None:
@@ -259,18 +240,6 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def bpe_from_json(text: str) -> JsonTokenizer:
-    """Load the tokenizer that `train_bpe` trained."""
-    from tokenizers import Tokenizer as RustTokenizer
-
-    backend = RustTokenizer.from_str(text)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    vocab_size = backend.get_vocab_size(with_added_tokens=True)
-    return JsonTokenizer(
-        kind="bpe", name=f"bpe-{vocab_size}-{digest}", eod=_find_eod(backend, END_OF_TEXT, Path("bpe")), backend=backend
-    )
-
-
 def tokenizer_file(spec: str) -> Path:
     """The tokenizer.json a path means; a folder means the one in it.
 
@@ -278,40 +247,36 @@ def tokenizer_file(spec: str) -> Path:
         ConfigError: no such file.
     """
     path = Path(spec).expanduser()
-    if path.is_dir() and not (path / "tokenizer.json").is_file():
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        return file
+    if path.is_dir():
         reason = "this folder has no tokenizer.json, the form that fast tokenizers have"
         fix = f"AutoTokenizer.from_pretrained({spec!r}).save_pretrained(FOLDER), of transformers, writes one"
-        raise ConfigError(Problem(key="--tokenizer", value=spec, reason=reason, fix=fix))
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    if path.is_file():
-        return path
-    reason = "there is no such file; a tokenizer is byte, bpe, or a local tokenizer.json (nothing is downloaded)"
-    fix = (
-        f"hf download {spec} tokenizer.json --local-dir ., then --tokenizer tokenizer.json"
-        if spec.count("/") == 1 and not spec.startswith((".", "/", "~")) and not spec.endswith(".json")
-        else "give byte, bpe, or the path of a tokenizer.json"
-    )
-    raise ConfigError(Problem(key="--tokenizer", value=spec, reason=reason, fix=fix))
+    else:
+        reason = "there is no such file; a tokenizer is byte, bpe, or a local tokenizer.json (nothing is downloaded)"
+        fix = f"give byte, bpe, or a path; from the Hub: hf download {spec} tokenizer.json --local-dir ."
+    raise _refused(spec, reason, fix)
 
 
 def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
-    """Load a local tokenizer.json (or the folder holding one), with the special tokens of the
-    tokenizer_config.json beside it.
+    """Load a local tokenizer.json, or the folder holding one.
 
     Args:
         spec: its path.
-        eod: the token that ends a document; None: the eos_token of tokenizer_config.json, else the first of
-            `EOD_CANDIDATES` it knows.
+        eod: the token that ends a document; None: the eos_token of the tokenizer_config.json beside it, else the
+            first of `EOD_CANDIDATES` it knows.
 
     Raises:
         ConfigError: no such file, not a tokenizer, or no end-of-document token.
     """
     path = tokenizer_file(spec)
     backend = read_backend(path)
-    eos = _configured(backend, path.with_name("tokenizer_config.json")) if path.name == "tokenizer.json" else None
+    config = path.with_name("tokenizer_config.json")
+    if eod is None and path.name == "tokenizer.json" and config.is_file():
+        eod = _configured_eos(config)
     return JsonTokenizer(
-        kind="huggingface", name=_display_name(path), eod=_find_eod(backend, eod or eos, path), backend=backend
+        kind="huggingface", name=_display_name(path), eod=_find_eod(backend, eod, path), backend=backend
     )
 
 
@@ -319,58 +284,32 @@ def read_backend(path: Path) -> "RustTokenizer":
     """Reads a tokenizer.json.
 
     Raises:
-        ConfigError: it says nothing of the kind, or ids that no corpus and no model has.
+        ConfigError: it is not a tokenizer file.
     """
     from tokenizers import Tokenizer as RustTokenizer
 
     try:
-        backend = RustTokenizer.from_buffer(read_plain(path))
+        return RustTokenizer.from_buffer(read_plain(path))
     except Unreadable as error:
-        raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=str(error), fix=_FORM)) from None
-    except BaseException as error:
-        raise _refused(error, str(path), "is not a tokenizer file") from error
-    largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
-    if largest >= _MOST_IDS:
-        reason = f"has a token with the id {largest:,}; of so many no embedding has a row"
-        raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=_FORM))
-    return backend
+        raise _refused(str(path), str(error)) from None
+    except Exception as error:  # the library's own are bare
+        raise _refused(str(path), f"is not a tokenizer file: {error}") from error
 
 
-def _refused(error: BaseException, value: str, what: str) -> ConfigError:
-    """Turns errors of the library about a tokenizer into ours. Anything else is raised again."""
-    # It raises bare Exception; and where Rust itself gives up, what is none.
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-        raise error
-    message = (str(error).splitlines() or [type(error).__name__])[0]
-    return ConfigError(Problem(key="--tokenizer", value=value, reason=f"{what}: {message}", fix=_FORM))
+def _refused(value: str, reason: str, fix: str = _FORM) -> ConfigError:
+    return ConfigError(Problem(key="--tokenizer", value=value, reason=reason, fix=fix))
 
 
-def _configured(backend: "RustTokenizer", path: Path) -> str | None:
-    """Adds the tokens that only a tokenizer_config.json has, as transformers does;
-    its eos_token, if it has one.
-
-    Raises:
-        ConfigError: it cannot be read, or gives a token an id that the tokenizer cannot give it.
-    """
-    from tokenizers import AddedToken
-
-    if not path.is_file():
-        return None
-    fix = "repair or remove it; without it the end-of-document token is found by its usual names, or named by --eod"
+def _configured_eos(path: Path) -> str | None:
+    """The eos_token of a tokenizer_config.json, if it has one."""
     try:
         # Not by our own reader of JSON: what says "no limit" there is an integer of 31 digits.
-        config = parse(TokenizerSettings, read_plain(path))
+        eos = parse(TokenizerSettings, read_plain(path)).eos_token
     except (Unreadable, Damaged) as error:
-        raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=str(error), fix=fix)) from None
-    for number, token in sorted(config.added_tokens_decoder.items()):
-        if backend.token_to_id(token.content) is None:
-            backend.add_tokens([AddedToken(**asdict(token))])
-        if backend.token_to_id(token.content) != number:
-            reason = (
-                f"it gives {token.content!r} the id {number}, and the tokenizer {backend.token_to_id(token.content)}"
-            )
-            raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=fix))
-    return config.eos_token.content if isinstance(config.eos_token, TokenSettings) else config.eos_token
+        raise _refused(
+            str(path), str(error), "repair or remove it, or name the end-of-document token by --eod"
+        ) from None
+    return eos.content if isinstance(eos, TokenContent) else eos
 
 
 def _display_name(path: Path) -> str:
@@ -384,19 +323,13 @@ def _find_eod(backend: "RustTokenizer", named: str | None, path: Path) -> int:
         if number is not None:
             return number
     special = [added.content for added in backend.get_added_tokens_decoder().values()]
-    if named is not None:
-        near = get_close_matches(named, [*special, *EOD_CANDIDATES, *backend.get_vocab()], n=3)
-        fix = f"did you mean {' or '.join(near)}?" if near else _offer(special)
-        raise ConfigError(Problem(key="--eod", value=named, reason=f"{path} has no such token", fix=fix))
-    reason = "it has none of the usual end-of-document tokens"
-    raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=_offer(special)))
-
-
-def _offer(special: Sequence[str]) -> str:
-    if not special:
-        return "name the token that ends a document with --eod TOKEN"
-    shown = ", ".join(special[:10]) + (f" and {len(special) - 10} more" if len(special) > 10 else "")
-    return f"name the token that ends a document with --eod TOKEN; its special tokens are {shown}"
+    fix = "name the token that ends a document with --eod TOKEN"
+    fix += f"; its special tokens are {', '.join(special[:10])}" if special else ""
+    if named is None:
+        raise _refused(str(path), "it has none of the usual end-of-document tokens", fix)
+    if near := closest(named, [*special, *EOD_CANDIDATES]):
+        fix = f"did you mean {near}?"
+    raise ConfigError(Problem(key="--eod", value=named, reason=f"{path} has no such token", fix=fix))
 
 
 def bytes_by_id(tokenizer: Tokenizer) -> npt.NDArray[np.float64] | None:

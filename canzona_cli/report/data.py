@@ -117,9 +117,5 @@ def _notes(built: Built, command: str) -> Iterator[str]:
         names = ", ".join(clean(name) for name in built.skipped[:_KEPT_NAMES])
         more = f" and {len(built.skipped) - _KEPT_NAMES:,} more" if len(built.skipped) > _KEPT_NAMES else ""
         yield f"{plural(len(built.skipped), 'file')} skipped because they are not text: {names}{more}"
-    if built.vocabulary_sampled:
-        yield "the vocabulary was learnt from a 64 MiB sample, the same one every time"
-    if made.tokenizer_kind == "bpe" and built.asked_vocab_size and made.vocab_size < built.asked_vocab_size:
-        yield f"the text yields only {made.vocab_size:,} of the {built.asked_vocab_size:,} entries asked for"
     if "train.eval_interval=0" in command:
         yield "too little text to hold any out for validation; --document line makes more, shorter documents"

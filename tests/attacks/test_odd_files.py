@@ -32,17 +32,8 @@ def nowhere(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
-def to_itself(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
 def folder(path: Path) -> None:
     path.mkdir()
-
-
-def huge(path: Path) -> None:
-    path.touch()
-    os.truncate(path, 1 << 40)
 
 
 def holding(text: str | bytes) -> Callable[[Path], None]:
@@ -54,23 +45,16 @@ def holding(text: str | bytes) -> Callable[[Path], None]:
 
 NO_FILES: dict[str, Callable[[Path], None]] = {
     "a link to nothing": nowhere,
-    "a link to itself": to_itself,
     "a folder": folder,
     "a pipe": os.mkfifo,
-    "a terabyte": huge,
     "a link to a device": lambda path: path.symlink_to("/dev/zero"),
 }
 NO_JSON = {
-    "nothing": holding(""),
     "half of it": holding('{"version": 3, "mat'),
     "a number that is none": holding('{"version": 3, "matrices": [], "hash": NaN}'),
-    "infinity in digits": holding('{"version": 3, "matrices": [], "hash": 1e999}'),
-    "400 digits": holding('{"version": 3, "matrices": [], "hash": 1' + "0" * 400 + "}"),
     "10,000 digits": holding('{"version": 3, "matrices": [], "hash": 1' + "0" * 10_000 + "}"),
-    "1,500 levels": holding('{"version": 3, "matrices": ' + "[" * 1500 + "]" * 1500 + "}"),
     "a million levels": holding('{"version": 3, "matrices": ' + "[" * 1_000_000),
     "half a character": holding('{"version": 3, "matrices": "\\ud800"}'),
-    "bytes": holding(bytes(range(256)) * 8),
     "a list": holding("[1, 2]"),
 }
 NO_YAML = {
@@ -84,19 +68,11 @@ NO_YAML = {
         f"stands for more than {MOST_VALUES:,} values",
     ),
     "itself": (holding("name: &a [x, *a]\n"), "refers to itself"),
-    "1,500 brackets": (holding("name: " + "[" * 1500 + "]" * 1500), "levels deep"),
     "500 levels": (holding("".join(" " * n + f"k{n}:\n" for n in range(500))), "levels deep"),
-    "200 aliases in a row": (
-        holding("a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 200))),
-        "levels deep",
-    ),
     "400 digits": (holding("name: 1" + "0" * 400), "has an integer of 401 digits"),
     "10,000 digits": (holding("name: 1" + "0" * 10_000), "is not valid YAML"),
     "a set": (holding("name: !!set {a, b}"), "neither text nor a number: set"),
-    "bytes of a picture": (holding("name: !!binary R0lGODlhAQABAIAAAAUEBA=="), "neither text nor a number: bytes"),
-    "a key of bytes": (holding("name: {!!binary R0lG: 1}"), "neither text nor a number: bytes"),
     "bytes": (holding(bytes(range(256)) * 8), "is not UTF-8 text"),
-    "zeros": (holding("name: \0\0\0"), "is not valid YAML"),
     "a key twice": (holding("name: a\nname: b"), "duplicate key"),
 }
 
@@ -127,8 +103,7 @@ def test_an_odd_record_is_damaged_or_as_if_it_were_not_there(kind: str, tmp_path
     assert load_if_sound(path, RunResult) is None
     with pytest.raises((ConfigError, FileNotFoundError)):
         read_layout(path)
-    if kind != "a terabyte":  # a run's own lines have no largest size
-        assert read_lines(path, StepMetrics)[0] == []
+    assert read_lines(path, StepMetrics)[0] == []
 
 
 @pytest.mark.parametrize(
@@ -166,21 +141,8 @@ def test_a_bomb_ends_a_command_with_exit_code_2(tmp_path: Path, record_attack: R
     assert (done.returncode, "stands for more than" in done.stderr) == (2, True)
     assert "Traceback" not in done.stderr
     record_attack(
-        attack="a recipe of 531 bytes that stands for 1e11 values; 500 levels, itself, integers of 10,000 digits",
+        attack="a recipe of 531 bytes that stands for 1e11 values",
         answer="refused at once, with what it is",
-        exit_code=done.returncode,
-    )
-
-
-def test_odd_files_in_plans_do_not_end_a_command(tmp_path: Path, record_attack: RecordAttack) -> None:
-    (tmp_path / "plans").mkdir()
-    for number, make in enumerate({**NO_FILES, **NO_JSON}.values()):
-        make(tmp_path / "plans" / f"qwen3-tiny-2gpus-{number}.json")
-    done = canzona("validate", "recipe=tiny", "engine=canzona", cwd=tmp_path)
-    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "OK")
-    record_attack(
-        attack=f"{len(NO_FILES) + len(NO_JSON)} odd files in ./plans: pipes, links, NaN, a million levels",
-        answer="passed over",
         exit_code=done.returncode,
     )
 
@@ -191,20 +153,13 @@ def test_odd_files_in_plans_do_not_end_a_command(tmp_path: Path, record_attack: 
         pytest.mark.sweep,
         [
             ("model.num_layers=10000000", "model.num_layers"),
-            ("model.num_layers=1" + "0" * 400, "model.num_layers"),
-            ("model.num_layers=1" + "0" * 5000, "model.num_layers"),
             ("model.num_attention_heads=10000000000 model.num_query_groups=10000000000", "model.num_query_groups"),
             ("gpus=1" + "0" * 30, "gpus"),
-            ("train.steps=1" + "0" * 400, "train.steps"),
             ("train.batch_tokens=1000000000000", "train.batch_tokens"),
             ("optimizer.lr=1" + "0" * 400, "optimizer.lr"),
-            ("optimizer.lr=1e-400", "optimizer.lr"),
             ("optimizer.options=" + "[" * 1500 + "]" * 1500, "optimizer.options"),
             ("checkpoint.every_minutes=-5", "checkpoint.every_minutes"),
             ("cluster.bf16_tflops=1e300", "cluster.bf16_tflops"),
-            ("cluster.memory_gb_per_s=1e-300", "cluster.memory_gb_per_s"),
-            ("cluster.launch_us=1e300", "cluster.launch_us"),
-            ("cluster.step_factors={exchange:0}", "cluster.step_factors.exchange"),
             ("cluster.step_factors={exchange:nan}", "cluster.step_factors.exchange"),
             ("description=${description}", "description"),
             ("description=${data.path} data.path=${description}", "description"),

@@ -1,12 +1,9 @@
 """Odd surroundings: paths, limits, environments and networks in which canzona works, or says in a sentence why not."""
 
-import fcntl
 import json
 import os
 import resource
 import shutil
-import socket
-import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,14 +12,11 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.cluster.doctor import network
-from canzona_cli.run.files import RunFiles, read_json
+from canzona_cli.run.files import RunFiles
 from tests.attacks.table import RecordAttack
 from tests.attacks.victim import TINY, Attack, Streams, Victim, attacked
 
 LONG = "x" * 300
-LONGER = "/".join(["y" * 200] * 21)
-"""Each name is short enough, and the path too long."""
-NOT_UTF8 = os.fsdecode(b"caf\xe9")
 
 
 @dataclass(frozen=True)
@@ -69,8 +63,6 @@ def ascii_only() -> None:
     [
         ("umask 000", {}, lambda: os.umask(0) and None),
         ("HOME is not set", {"HOME": None, "CANZONA_CACHE": None, "USER": None}, lambda: None),
-        ("HOME is no directory", {"HOME": "/dev/null", "CANZONA_CACHE": None}, lambda: None),
-        ("TMPDIR is no directory", {"TMPDIR": "/dev/null/no"}, lambda: None),
         ("an output of ASCII alone", {"LC_ALL": "C"}, ascii_only),
     ],
 )
@@ -95,8 +87,6 @@ def test_odd_environments_train_as_ever(
     ("attack", "overrides", "before", "code", "words"),
     [
         ("a run.dir of 300 bytes", (f"run.dir={LONG}",), None, 3, ("File name too long",)),
-        ("a run.dir of 4,200 bytes", (f"run.dir={LONGER}",), None, 3, ("File name too long",)),
-        ("a run.dir that is not UTF-8", (f"run.dir={NOT_UTF8}",), None, 2, ("run.dir", "is not UTF-8")),
         ("ulimit -n 8", (), limited(resource.RLIMIT_NOFILE, 8), 3, ("oo many open files",)),
         ("ulimit -f 0", (), limited(resource.RLIMIT_FSIZE, 0), 3, ()),
     ],
@@ -117,29 +107,25 @@ def test_what_cannot_work_is_told_in_a_sentence(
 
 EVERYWHERE: Sequence[Sequence[str]] = (
     ("train", *TINY, "--dry-run", "run.dir={}"),
-    ("validate", "recipe={}.yaml"),
     ("plan", *TINY, "--dry-run", "--recipes-dir", "{}"),
     ("report", "{}"),
-    ("checkpoint", "list", "{}"),
     ("checkpoint", "verify", "{}"),
     ("data", "prepare", "{}", "--output", "out/{}"),
-    ("calibrate", *TINY, "--out", "{}/profile.yaml"),
 )
 
 
-@pytest.mark.parametrize(("attack", "name"), [("a name of 300 bytes", LONG), ("a name that is not UTF-8", NOT_UTF8)])
-def test_no_command_takes_an_odd_name_for_a_mistake_of_its_own(
-    tmp_path: Path, heard: Heard, record_attack: RecordAttack, attack: str, name: str
+def test_no_command_takes_a_name_of_300_bytes_for_a_mistake_of_its_own(
+    tmp_path: Path, heard: Heard, record_attack: RecordAttack
 ) -> None:
     codes = []
     for words in EVERYWHERE:
-        victim = attacked(*(word.format(name) for word in words), streams=heard.streams, cwd=tmp_path)
+        victim = attacked(*(word.format(LONG) for word in words), streams=heard.streams, cwd=tmp_path)
         codes.append(victim.finish())
         assert codes[-1] in (0, 2, 3, 5), heard.text
         assert "This is a bug" not in heard.text, words
     each = ", ".join(map(str, codes))
     record_attack(
-        attack=f"{attack}, given to {len(EVERYWHERE)} commands",
+        attack=f"a name of 300 bytes, given to {len(EVERYWHERE)} commands",
         answer=f"refused or shown: {each}",
         exit_code=max(codes),
     )
@@ -163,15 +149,6 @@ def without_network() -> None:
     os.unshare(os.CLONE_NEWNET if os.geteuid() == 0 else os.CLONE_NEWUSER | os.CLONE_NEWNET)
 
 
-def without_ports() -> None:
-    """A network whose loopback interface is up and has two ports."""
-    without_network()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        up = struct.pack("16sh", b"lo", 0x1 | 0x40)  # IFF_UP, IFF_RUNNING
-        fcntl.ioctl(any_socket, 0x8914, up)  # SIOCSIFFLAGS
-    Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40001")
-
-
 def may_unshare() -> bool:
     pid = os.fork()
     if pid == 0:
@@ -184,15 +161,15 @@ def may_unshare() -> bool:
 
 
 @pytest.mark.skipif(not may_unshare(), reason="needs a network of its own, which this system does not allow")
-@pytest.mark.parametrize(("attack", "before"), [("no loopback", without_network), ("no free port", without_ports)])
 def test_ranks_that_cannot_meet_are_found_before_they_start(
-    train: Attack, files: RunFiles, heard: Heard, record_attack: RecordAttack, attack: str, before: Callable[[], None]
+    train: Attack, files: RunFiles, heard: Heard, record_attack: RecordAttack
 ) -> None:
-    refused(heard, train(heard.streams, before=before), 3, "network = 127.0.0.1", "its ranks cannot meet there")
+    victim = train(heard.streams, before=without_network)
+    refused(heard, victim, 3, "network = 127.0.0.1", "its ranks cannot meet there")
     assert not files.root.exists()
 
     def doctor() -> None:
-        before()
+        without_network()
         found = {finding.name: finding for finding in network()}
         os.write(1, json.dumps(found["loopback"].status).encode())
         os._exit(0)
@@ -200,16 +177,4 @@ def test_ranks_that_cannot_meet_are_found_before_they_start(
     heard.path.write_text("")
     attacked("doctor", streams=heard.streams, cwd=heard.path.parent, before=doctor).finish()
     assert json.loads(heard.path.read_text()) == "fail"
-    record_attack(attack=attack, answer="refused before the start, and by doctor", exit_code=3)
-
-
-def test_in_a_directory_whose_name_is_not_utf8_a_run_trains(
-    train: Attack, tmp_path: Path, heard: Heard, record_attack: RecordAttack
-) -> None:
-    here = tmp_path / NOT_UTF8
-    here.mkdir()
-    assert train(heard.streams, "run.dir=run", ending="done", cwd=here).finish() == 0, heard.text
-    result = read_json(RunFiles(here / "run").result)
-    assert result is not None
-    assert result["status"] == "done"
-    record_attack(attack="a working directory whose name is not UTF-8", answer="trained", exit_code=0)
+    record_attack(attack="no loopback", answer="refused before the start, and by doctor", exit_code=3)

@@ -181,7 +181,7 @@ def test_missing_and_damaged_data_are_told(tmp_path: Path) -> None:
     assert "no such file" in problems(config(tmp_path, "data=prepared", f"data.path={tmp_path}/none"))["data.path"]
     run, built = prepared(tmp_path, LONG)
     idx_path(built.prefix).write_bytes(b"")
-    assert "empty" in problems(run)["data.path"]
+    assert "not a Megatron index" in problems(run)["data.path"]
 
 
 def test_the_lock_excludes_and_dies_with_its_holder(tmp_path: Path) -> None:
