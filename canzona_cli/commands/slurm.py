@@ -29,11 +29,15 @@ Sweep = Annotated[
 ]
 JobName = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job. [default: the recipe's]")]
 CpusPerTask = Annotated[
-    int | None, typer.Option(metavar="N", help="Share machines: ask for N cores on each instead of whole machines.")
+    int | None,
+    typer.Option(metavar="N", min=1, help="Share machines: ask for N cores on each instead of whole machines."),
 ]
-Requeues = Annotated[int, typer.Option(metavar="N", help="How often a preempted job may be queued again.")]
+Requeues = Annotated[int, typer.Option(metavar="N", min=0, help="How often a preempted job may be queued again.")]
 SignalBefore = Annotated[
-    int, typer.Option(metavar="S", help="The job saves and queues again this many seconds before its time limit.")
+    int,
+    typer.Option(
+        metavar="S", min=1, max=65_535, help="The job saves and queues again this many seconds before its time limit."
+    ),
 ]
 Sbatch = Annotated[
     list[str] | None,
@@ -169,10 +173,10 @@ def _swept(
     """
     from canzona_cli.cluster.fit import swept_runs
     from canzona_cli.errors import Problem, refuse
-    from canzona_cli.launch.slurm_job import check, tasks_of
+    from canzona_cli.launch.slurm_job import option_problems, tasks_of
     from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
-    check(options)
+    refuse(option_problems(options))
     runs = swept_runs(arguments, recipes_dirs)
     options = replace(options, array=options.array or f"0-{len(runs) - 1}")
     problems = []

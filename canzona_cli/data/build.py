@@ -185,8 +185,8 @@ def _tokenise(
             _refuse_bad_lines(tally, settings.max_bad)
         else:
             tally.add(result)
+            read += sources[inputs].size or 0
             inputs += 1
-            read = _total(sources[:inputs]) or 0
             if total is not None and read - noted >= max(LARGE, total // _MOST_NOTES):
                 writer.sync()
                 written, fingerprint = writer.written, recipe.fingerprint(sources[:inputs])

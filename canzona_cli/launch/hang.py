@@ -25,10 +25,8 @@ from canzona_cli.run.records import Incident
 
 _LONGEST_LOOK_S: Final = 5.0
 """The most seconds that count between two looks, so that a machine that was suspended does not count as hanging."""
-_AFTER_OTHERS_S: Final = 5.0
 _NO_BEAT_S: Final = 10 * BEAT_S
 _WRITE_STACKS_S: Final = 1.0
-_TOLD_AFTER_S: Final = 30.0
 _MOST_OTHERS: Final = 8
 _STATES: Final = {
     psutil.STATUS_STOPPED: "is stopped (SIGSTOP; SIGCONT resumes it)",
@@ -96,7 +94,6 @@ class HangWatch:
         self._began = self._looked = clock()
         self._newest = 0.0
         self._silent_s = 0.0
-        self._told = False
 
     @property
     def environment(self) -> dict[str, str]:
@@ -120,18 +117,7 @@ class HangWatch:
         limit_s = self._timeout_s * (PATIENCE if patient else 1)
         if self._silent_s <= limit_s:
             return None
-        report = blame(signs, now=now, began=self._began, state=_state)
-        # The machine that has the culprit speaks first.
-        return None if report.elsewhere and self._silent_s <= limit_s + _AFTER_OTHERS_S else report
-
-    def waits_for(self) -> str | None:
-        """Says what a start has been waiting for, once after half a minute of each wait; else None."""
-        signs = self._beats.signs()
-        if self._silent_s < _TOLD_AFTER_S or any(sign.steps for sign in signs):
-            self._told = False
-            return None
-        mentioned, self._told = self._told, True
-        return None if mentioned else f"nothing has happened for {self._silent_s:.0f} s: {_others(signs)}"
+        return blame(signs, now=now, began=self._began, state=_state)
 
     def write_stacks(self) -> None:
         """Makes every rank write its Python stacks to its log, and gives it time to do so."""

@@ -49,14 +49,10 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """The errors of file systems without locks."""
 
 _RECORDED_VARIABLES = (
-    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG"),
-    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_HIGH_PRIORITY"),
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_IB_HCA"),
-    *("NCCL_P2P_DISABLE", "NCCL_PROTO", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-    *("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"),
-    *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_NODEID", "SLURM_NTASKS", "CANZONA_CACHE"),
+    *("CUDA_", "CUBLAS_", "PYTORCH_", "TORCH_NCCL_", "NCCL_", "GLOO_", "NVTE_", "OMP_", "MKL_", "SLURM_JOB_"),
+    *("SLURM_NNODES", "SLURM_NODEID", "SLURM_NTASKS", "CANZONA_CACHE"),
 )
-"""The only environment variables that are written down: others may be secrets."""
+"""The beginnings of the only environment variables that are written down: others may be secrets."""
 
 
 class RunDirectory:
@@ -203,10 +199,8 @@ def check_free(config: RunConfig, *, resumes: bool = False) -> None:
     if config.run.dir is not None and not resumes and holds_run(RunFiles(path)):
         raise _already_used(path, config)
     existing = existing_folder(path)
-    if not existing.is_dir():
-        raise _not_writable(path, config, f"{existing} is a file")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise _not_writable(path, config, f"{existing} does not allow writing")
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise _not_writable(path, config, f"{existing} is a file, or a folder that you may not write to")
 
 
 def prediction_here(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
@@ -230,7 +224,7 @@ def describe_environment() -> dict[str, object]:
         "cores": os.cpu_count(),
         "versions": {name: version for name in _PACKAGES if (version := installed_version(name)) is not None},
         "git_revision": _git_revision(),
-        "variables": {name: os.environ[name] for name in _RECORDED_VARIABLES if name in os.environ},
+        "variables": {name: value for name, value in os.environ.items() if name.startswith(_RECORDED_VARIABLES)},
     }
 
 
@@ -239,8 +233,8 @@ def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False, resumes:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o755, exist_ok=not must_be_new)
-        if (why := unsafe_place(path)) is not None:
-            raise _not_writable(path, config, why)
+        if path.stat().st_mode & stat.S_IWOTH:
+            raise _not_writable(path, config, "everybody may write to it, and could replace the run's files")
         used = holds_run(files)
         if used and not resumes:
             raise _already_used(path, config)
@@ -308,26 +302,3 @@ def _hold(files: RunFiles, config: RunConfig) -> IO[str]:
     lock.write(f"{socket.gethostname()} {os.getpid()}\n")
     lock.flush()
     return lock
-
-
-def unsafe_place(path: Path, *, user: int | None = None) -> str | None:
-    """Says why a run should not write to the folder `path`, which exists;
-    None when nothing speaks against it.
-
-    Args:
-        user: numeric id; None: whoever runs this process.
-
-    Raises:
-        OSError: the folder cannot be looked at.
-    """
-    trusted = {os.geteuid() if user is None else user, 0}
-    link = os.lstat(path)
-    if stat.S_ISLNK(link.st_mode) and link.st_uid not in trusted:
-        return f"{path} is a link that another user created"
-    if stat.S_IMODE(os.stat(path).st_mode) & stat.S_IWOTH:
-        return f"every user of this machine may write to {path}, and could replace the run's files"
-    # In a folder like /tmp, whose sticky bit is set, nobody can rename what is not theirs.
-    above = os.stat(path.parent).st_mode
-    if above & stat.S_IWOTH and not above & stat.S_ISVTX:
-        return f"every user of this machine may write to {path.parent}, and could replace the run's folder"
-    return None

@@ -15,7 +15,6 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 from canzona_cli.launch.torchrun import node_count, taken
-from canzona_cli.run.machine import tool_output
 
 FIRST_PORT = 20_000
 """Meeting ports lie in the 10,000 from here, below those that the kernel gives to outgoing connections."""
@@ -161,7 +160,13 @@ def _machines(count: int) -> str:
 def _endpoint(step: SlurmStep) -> str:
     """Returns where the machines meet. Machine 0 listens there, so it looks for a free port; the others learn
     which one it took when they meet in the run directory."""
-    host = _address(first_host(step.node_list))
+    host = first_host(step.node_list)
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        reason = f"Slurm calls machine 0 {host}, and this machine cannot resolve that name"
+        fix = "cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all machines can reach"
+        raise EnvironmentProblem(Problem(key="cluster.rdzv_endpoint", reason=reason, fix=fix)) from None
     first = (step.job_id * 7 + step.step_id) % _PORTS
     if step.node_rank != 0:
         return f"{host}:{FIRST_PORT + first}"
@@ -172,24 +177,3 @@ def _endpoint(step: SlurmStep) -> str:
     tried, fix = f"{host}:{FIRST_PORT + first}", f"cluster.rdzv_endpoint={host}:PORT with a free port"
     reason = "this port and the hundred after it are taken"
     raise EnvironmentProblem(Problem(key="cluster.rdzv_endpoint", value=tried, reason=reason, fix=fix))
-
-
-def _address(host: str) -> str:
-    """Returns a name or address at which a node can be reached: its name,
-    else the address that Slurm uses."""
-    if _resolves(host):
-        return host
-    shown = tool_output("scontrol", "--oneliner", "show", "node", host, timeout_s=20)
-    address = re.search(r"\bNodeAddr=(\S+)", shown or "")
-    if address is not None and _resolves(address.group(1)):
-        return address.group(1)
-    reason = f"Slurm calls machine 0 {host}, and this machine cannot resolve that name"
-    fix = "cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all machines can reach"
-    raise EnvironmentProblem(Problem(key="cluster.rdzv_endpoint", reason=reason, fix=fix))
-
-
-def _resolves(host: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
-    except OSError:
-        return False

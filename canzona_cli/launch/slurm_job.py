@@ -22,29 +22,15 @@ from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
 TEMPLATE = "train.sbatch"
 _DIRECTIVE = "#SBATCH --"
-_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+@-]{0,63}"
-_PATTERNS = {
-    "job_name": (_NAME, "letters, digits and any of _ . + @ -", "--job-name qwen3-8b"),
-    "time": (
-        r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}",
-        "minutes, H:MM:SS or D-HH:MM:SS",
-        "--time 12:00:00",
-    ),
-    "partition": (rf"{_NAME}(,{_NAME})*", "names of partitions, separated by commas", "--partition large"),
-    "account": (_NAME, "the name of an account", "--account physics"),
-    "qos": (_NAME, "the name of a quality of service", "--qos long"),
-    "array": (r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", "task numbers", "--array 0-3 or --array 1,5%2"),
+_VALUES = {
+    "job_name": r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*",
+    "time": r"[0-9:-]+",
+    "partition": r"[A-Za-z0-9_][A-Za-z0-9_.+@,-]*",
+    "account": r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*",
+    "qos": r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*",
+    "array": r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?",
 }
-
-_OWN_OPTIONS = ("job-name", "time", "partition", "account", "qos", "array", "nodes", "cpus-per-task")
-_MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
-_SET_BY_CANZONA = (
-    *(*_OWN_OPTIONS, *_MEMORY, "time-min", "signal", "requeue", "no-requeue", "exclusive", "oversubscribe"),
-    *("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-socket", "ntasks-per-gpu", "cpus-per-gpu"),
-    *("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "output", "open-mode", "chdir", "input"),
-    *("parsable", "wrap", "wait", "test-only", "help", "usage", "version"),
-)
-_INSTEAD = "leave it out: the run's settings and the options of canzona slurm (--help) decide it"
+"""The characters of each option, which cannot begin another directive; the rest is for Slurm to judge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,15 +75,6 @@ def template_text() -> str:
     raise EnvironmentProblem(Problem(key="scripts", value=str(package / "_scripts" / TEMPLATE), reason=reason, fix=fix))
 
 
-def check(options: JobOptions) -> None:
-    """Refuses values that Slurm would not accept, or would misread.
-
-    Raises:
-        ConfigError: every one of them at once.
-    """
-    refuse(option_problems(options))
-
-
 def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Path) -> str:
     """Fills in the batch script of a run.
 
@@ -111,8 +88,7 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
         ConfigError: the recipe's name cannot be a job's.
     """
     name = options.job_name or config.name
-    if options.job_name is None:
-        check(JobOptions(job_name=name))
+    refuse(option_problems(JobOptions(job_name=name)))
     directives: dict[str, str | None] = {
         "job-name": name,
         "nodes": str(node_count(config)),
@@ -124,9 +100,10 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
         "signal": f"USR2@{options.signal_before}",
         "output": "%x-%A_%a.out" if options.array else "%x-%j.out",
     }
-    removed = {"requeue"} if options.requeues == 0 else set()
+    removed = set()
     if options.requeues == 0:
         directives["no-requeue"] = ""
+        removed = {"requeue"}
     if config.cluster.device == "cuda":
         directives["gpus-per-node"] = str(ranks_per_node(config))
     if options.cpus_per_task is not None:
@@ -135,7 +112,7 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
     for directive in options.more:
         option, _, value = directive.removeprefix("--").partition("=")
         directives[option] = shlex.quote(value) if value else ""
-    text = _with_directives(template_text(), directives, removed)
+    text = _with_directives(template_text(), directives, removed - directives.keys())
     for line, replacement in (
         ('overrides=("$@")', _overrides(arguments)),
         ("canzona=${CANZONA:-canzona}", f"canzona={shlex.quote(_own_command())}"),
@@ -197,71 +174,16 @@ def tasks_of(array: str) -> set[int]:
 
 
 def option_problems(options: JobOptions) -> Iterator[Problem]:
-    """Lists options that Slurm would not accept, or would misread."""
-    yield from _directive_problems(options.more, shared=options.cpus_per_task is not None)
-    for field, (pattern, form, example) in _PATTERNS.items():
+    """Lists options that could become more than one directive, or that the script cannot use."""
+    for directive in options.more:
+        if re.fullmatch(r"--[a-z][a-z0-9-]*(=.+)?", directive, re.ASCII) is None or not directive.isprintable():
+            reason, fix = "is not a long option of sbatch on one line", "for example --sbatch '--constraint=h100'"
+            yield Problem(key="--sbatch", value=directive, reason=reason, fix=fix)
+    for field, pattern in _VALUES.items():
         value = getattr(options, field)
         if value is not None and re.fullmatch(pattern, value, re.ASCII) is None:
-            flag = f"--{field.replace('_', '-')}"
-            yield Problem(key=flag, value=value, reason=f"is not {form}", fix=f"for example {example}")
-    numbers = {
-        "cpus_per_task": (1, 100_000),
-        "requeues": (0, 100_000),
-        "signal_before": (1, 65_535),  # Slurm's own limit
-    }
-    for field, (least, most) in numbers.items():
-        number = getattr(options, field)
-        if number is not None and not least <= number <= most:
-            flag = f"--{field.replace('_', '-')}"
-            yield Problem(key=flag, value=number, reason=f"is not between {least} and {most}")
-    limit = None if options.time is None else _seconds(options.time)
-    if limit is not None and limit <= options.signal_before:
-        reason = f"ends before the job begins to train, as it is asked to save {options.signal_before} s before"
-        fix = "a longer --time, or a shorter --signal-before"
-        yield Problem(key="--time", value=options.time, reason=reason, fix=fix)
-
-
-def _directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[Problem]:
-    """Lists options that are not directives, and those that canzona sets itself: of two,
-    sbatch would use the last.
-
-    Args:
-        directives: `--constraint=h100`, ...
-        shared: True if machines are shared, so that memory is the user's to ask for.
-    """
-    seen: set[str] = set()
-    for directive in directives:
-        option = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.+)?", directive, re.ASCII)
-        name, value = ("", "") if option is None else (_whole_name(option[1]), option[2] or "")
-        if not name or not directive.isprintable():
-            reason, fix = "is not a long option of sbatch on one line", "for example --sbatch '--constraint=h100'"
-        elif name in _SET_BY_CANZONA and not (shared and name in _MEMORY):
-            instead = f"give it to canzona slurm itself: --{name}{value}" if name in _OWN_OPTIONS else _INSTEAD
-            reason, fix = "contradicts what canzona sets", instead
-        elif name in seen:
-            reason, fix = "is given twice", "keep one of them"
-        else:
-            seen.add(name)
-            continue
-        yield Problem(key="--sbatch", value=directive, reason=reason, fix=fix)
-
-
-def _whole_name(name: str) -> str:
-    """Completes the beginning of an option's name as sbatch does: `--nod=4` is `--nodes=4`."""
-    if name in _SET_BY_CANZONA:
-        return name
-    return next((option for option in _SET_BY_CANZONA if option.startswith(name)), name)
-
-
-def _seconds(time: str) -> int | None:
-    """Parses a limit in Slurm's notation (minutes, MM:SS, H:MM:SS, D-H, D-H:MM, D-H:MM:SS);
-    None if it is not valid."""
-    if re.fullmatch(_PATTERNS["time"][0], time, re.ASCII) is None:
-        return None
-    days, dash, clock = time.rpartition("-")
-    parts = [int(part) for part in clock.split(":")]
-    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    return 86_400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
+            reason, fix = "is not a value that sbatch takes here", f"man sbatch describes --{field.replace('_', '-')}"
+            yield Problem(key=f"--{field.replace('_', '-')}", value=value, reason=reason, fix=fix)
 
 
 def _with_directives(text: str, changes: dict[str, str | None], removed: set[str]) -> str:
@@ -278,18 +200,8 @@ def _with_directives(text: str, changes: dict[str, str | None], removed: set[str
 
 def _overrides(arguments: Sequence[str] | Path) -> str:
     if isinstance(arguments, Path):
-        return f"mapfile -d '' -t overrides < {quoted(str(arguments))} || exit"
-    return "\n".join(["overrides=(", *(f"    {quoted(argument)}" for argument in arguments), ")"])
-
-
-def quoted(word: str) -> str:
-    """Quotes a word for bash, always on one line."""
-    if word.isprintable():
-        return shlex.quote(word)
-    escaped = "".join(
-        c if c.isprintable() and c not in "\\'" else "".join(f"\\x{b:02x}" for b in os.fsencode(c)) for c in word
-    )
-    return f"$'{escaped}'"
+        return f"mapfile -d '' -t overrides < {shlex.quote(str(arguments))} || exit"
+    return "\n".join(["overrides=(", *(f"    {shlex.quote(argument)}" for argument in arguments), ")"])
 
 
 def _own_command() -> str:

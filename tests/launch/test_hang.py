@@ -12,7 +12,6 @@ from typing import get_args
 import pytest
 
 from canzona_cli.errors import EnvironmentProblem
-from canzona_cli.launch import hang
 from canzona_cli.launch.hang import HangWatch, blame, watched
 from canzona_cli.run.heartbeat import PATIENCE, STAGES, VARIABLE, Heart, Heartbeats, Sign, Stage
 from canzona_cli.run.phases import IN_STEP
@@ -123,31 +122,14 @@ def test_only_a_later_step_is_held_to_the_limit_itself(hearts: tuple[Heartbeats,
     beats, both = hearts
     clock = Clock()
     watch = HangWatch(beats, timeout_s=10, clock=clock)
-    assert seconds_until_hang(watch, clock) - 10 * PATIENCE in (1, 2), "start-up"
+    assert seconds_until_hang(watch, clock) - 10 * PATIENCE == 1, "start-up"
     for heart in both:
         heart.stage("train")
         heart.step(31)
-    assert seconds_until_hang(watch, clock) - 10 * PATIENCE in (1, 2), "the first step of a resumed run may compile"
+    assert seconds_until_hang(watch, clock) - 10 * PATIENCE == 1, "the first step of a resumed run may compile"
     for heart in both:
         heart.step(32)
-    assert seconds_until_hang(watch, clock) - 10 in (1, 2)
-
-
-def test_a_long_start_says_once_which_ranks_it_waits_for(hearts: tuple[Heartbeats, list[Heart]]) -> None:
-    beats, (first, second) = hearts
-    clock = Clock()
-    watch = HangWatch(beats, timeout_s=600, clock=clock)
-    first.waits(True)
-    said = []
-    for _ in range(90):
-        watch.look()
-        said.append(watch.waits_for())
-        clock.now += 1
-    told = [text for text in said if text is not None]
-    assert told == ["nothing has happened for 30 s: rank 0 waiting in start workers, rank 1 at work in start workers"]
-    second.step(1)
-    watch.look()
-    assert watch.waits_for() is None, "it trains"
+    assert seconds_until_hang(watch, clock) - 10 == 1
 
 
 def test_one_rank_that_goes_on_keeps_the_run_alive_and_one_that_has_ended_does_not_count(
@@ -207,18 +189,6 @@ def test_the_journal_has_no_stage_and_a_timer_no_phase_that_a_heart_cannot_tell(
     for phase in IN_STEP:
         heart.phase(phase)
     assert set(STAGES) == set(get_args(Stage))
-
-
-def test_a_machine_whose_ranks_all_wait_lets_the_one_with_the_culprit_speak_first(
-    hearts: tuple[Heartbeats, list[Heart]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hang, "_NO_BEAT_S", 1e9)  # the test's clock is faster than the hearts
-    beats, both = hearts
-    for heart in both:
-        heart.waits(True)
-    clock = Clock()
-    watch = HangWatch(beats, timeout_s=10, clock=clock)
-    assert seconds_until_hang(watch, clock) > 10 * PATIENCE + 5
 
 
 def test_signs_of_life_need_nothing_heavy() -> None:
