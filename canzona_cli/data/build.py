@@ -106,10 +106,10 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
     """
     if settings.workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(settings.workers)  # read when the tokenizer's thread pool starts
+    read = ReadSettings(piece=piece_bytes(sources), document=settings.document, text_key=settings.text_key)
     with ExitStack() as stack:
         if settings.tokenizer == "bpe":
             sources = [_readable_twice(source, prefix, stack, on_progress) for source in sources]
-        read = ReadSettings(piece=piece_bytes(sources), document=settings.document, text_key=settings.text_key)
         tokenizer = _tokenizer(sources, read, settings, on_progress)
         recipe = Recipe(tokenizer=tokenizer, read=read)
         done = _finished_inputs(prefix, recipe, sources)

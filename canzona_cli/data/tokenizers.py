@@ -255,7 +255,7 @@ def tokenizer_file(spec: str) -> Path:
         fix = f"AutoTokenizer.from_pretrained({spec!r}).save_pretrained(FOLDER), of transformers, writes one"
     else:
         reason = "there is no such file; a tokenizer is byte, bpe, or a local tokenizer.json (nothing is downloaded)"
-        fix = f"give byte, bpe, or a path; from the Hub: hf download {spec} tokenizer.json --local-dir ."
+        fix = "give byte, bpe, or a path; from the Hub: hf download MODEL tokenizer.json --local-dir ."
     raise _refused(spec, reason, fix)
 
 

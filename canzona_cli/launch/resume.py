@@ -91,10 +91,6 @@ def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Res
     files = RunFiles(Path(config.run.dir).absolute()) if config.run.dir is not None else None
     used = files is not None and holds_run(files)
     asked = config.checkpoint.resume
-    if files is None and step_of(asked) is not None:
-        raise ConfigError(
-            Problem(key=_KEY, value=asked, reason="names a checkpoint, not its run", fix="add run.dir=DIR of that run")
-        )
     if files is not None and used:
         _refuse_finished(files, config)
         asked = _before_divergence(files, _asked_again(files, asked, again=again))
@@ -130,11 +126,8 @@ def reordered(resumption: Resumption, config: RunConfig, layout: Layout, corpus:
 
 def _weights(config: RunConfig) -> Resumption:
     """Begins with the weights of another run or of a Hugging Face folder."""
-    key, where = "checkpoint.weights_from", str(config.checkpoint.weights_from)
-    path = Path(where).expanduser().absolute()
-    if not path.is_dir():
-        fix = f"{key}=RUN, or RUN/checkpoints/{where if step_of(where) is not None else 'step-00000030'}"
-        raise ConfigError(Problem(key=key, value=where, reason="there is no such folder", fix=fix))
+    key = "checkpoint.weights_from"
+    path = Path(str(config.checkpoint.weights_from)).expanduser().absolute()
     if is_hugging_face(path):
         pretrained = open_folder(path, key=key)
         pretrained.check(config.model)

@@ -147,12 +147,7 @@ class Supervision:
 
     def _ask(self, reason: StopReason) -> bool:
         """Asks the workers to stop after their step; returns False if waiting for that is useless."""
-        try:
-            self.files.request_stop(reason)
-        except OSError as error:  # a disk that takes nothing would take no checkpoint either
-            self._forced = True
-            self._tell("stop", f"the workers cannot be asked to stop ({error.strerror}): stopping them at once")
-            return False
+        self.files.request_stop(reason)
         self._monitor.poll()  # the lines since the last look may hold the first step
         if not self._monitor.training:
             self._forced = True

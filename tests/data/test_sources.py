@@ -90,7 +90,7 @@ def test_cuts_fall_at_line_ends_where_lines_are_shorter_than_half_a_piece() -> N
     ("suffix", "compress"),
     [
         ("", bytes),
-        (".gz", gzip.compress),
+        (".gz", lambda data: gzip.compress(data[:500]) + gzip.compress(data[500:])),
         (".bz2", bz2.compress),
         (".xz", lzma.compress),
         (
@@ -106,11 +106,6 @@ def test_compressed_files_read_like_plain_ones(tmp_path: Path, suffix: str, comp
     documents, _, reader = read(path)
     assert documents == [text]
     assert reader.bytes_read == path.stat().st_size
-
-
-def test_members_of_a_concatenated_gzip_are_all_read(tmp_path: Path) -> None:
-    (tmp_path / "a.gz").write_bytes(gzip.compress(b"one ") + gzip.compress(b"two"))
-    assert read(tmp_path / "a.gz")[0] == [b"one two"]
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress, zstd])

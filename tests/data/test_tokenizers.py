@@ -158,7 +158,7 @@ def test_a_file_that_is_no_tokenizer_is_a_config_error(tmp_path: Path, content: 
 def test_a_hub_name_is_told_that_nothing_is_downloaded() -> None:
     with pytest.raises(ConfigError, match="nothing is downloaded") as caught:
         load_json_tokenizer("Qwen/Qwen3-0.6B")
-    assert "hf download Qwen/Qwen3-0.6B" in caught.value.problems[0].fix
+    assert "hf download MODEL tokenizer.json" in caught.value.problems[0].fix
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(257, "uint16"), (65_499, "uint16"), (65_500, "int32")])
