@@ -59,9 +59,11 @@ def prepare(
     ] = "file",
     max_bad: Annotated[
         int,
-        typer.Option(metavar="N", help="Lines or rows without a text to leave out, counted and named, before it ends."),
+        typer.Option(
+            metavar="N", min=0, help="Lines or rows without a text to leave out, counted and named, before it ends."
+        ),
     ] = 0,
-    workers: Annotated[int | None, typer.Option(metavar="N", help="Processes. [default: one per core]")] = None,
+    workers: Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes. [default: one per core]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing PREFIX.")] = False,
 ) -> None:
     """Turn text into token files that `canzona train data=prepared data.path=PREFIX` reads.

@@ -107,8 +107,9 @@ class JsonTokenizer:
             encodings = self.backend.encode_batch_fast(decoded, add_special_tokens=False)
         except Exception as error:  # the library's own are bare; a vocabulary may lack a token for the unknown
             raise _refused(self.name, f"cannot tokenise this text: {error}") from error
-        dtype: type[np.uint16 | np.int32] = token_dtype(self.vocab_size)
-        return [np.asarray(encoding.ids, dtype=dtype) for encoding in encodings]
+        if token_dtype(self.vocab_size) is np.uint16:
+            return [np.asarray(encoding.ids, dtype=np.uint16) for encoding in encodings]
+        return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens and ids that it has not."""
@@ -179,6 +180,8 @@ def train_bpe(sample: Iterable[bytes], vocab_size: int, *, workers: int | None =
         for text in sample:
             ours.send_bytes(text)
         ours.send_bytes(b"")
+        while not ours.poll(0.2):  # a signal that arrives just before a read that waits would not end it
+            pass
         trained = ours.recv_bytes().decode()
     except (BrokenPipeError, ConnectionResetError, EOFError):
         child.join()
@@ -192,7 +195,7 @@ def train_bpe(sample: Iterable[bytes], vocab_size: int, *, workers: int | None =
 
     backend = RustTokenizer.from_str(trained)
     name = f"bpe-{backend.get_vocab_size()}-{hashlib.sha256(trained.encode()).hexdigest()[:8]}"
-    return JsonTokenizer(kind="bpe", name=name, eod=backend.token_to_id(END_OF_TEXT), backend=backend)
+    return JsonTokenizer(kind="bpe", name=name, eod=_find_eod(backend, END_OF_TEXT, Path("bpe")), backend=backend)
 
 
 def _train(connection: Connection, vocab_size: int, workers: int | None) -> None:

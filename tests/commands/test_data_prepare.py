@@ -93,11 +93,11 @@ def test_the_standard_library_prepares_with_its_name_alone(tmp_path: Path) -> No
 
 def test_every_mistake_is_told_at_once_and_nothing_is_written(tmp_path: Path) -> None:
     (tmp_path / "p.idx").write_text("x")
-    arguments = ("none.txt", "*.zz", "-o", "p", "--tokenizer", "none.json", "--vocab-size", "9", "--workers", "0")
+    arguments = ("none.txt", "*.zz", "-o", "p", "--tokenizer", "none.json", "--vocab-size", "9")
     done = canzona(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     shown = " ".join((done.stdout + done.stderr).split())
-    for word in ("none.txt", "*.zz", "--tokenizer", "--vocab-size", "--workers", "--output", "--overwrite"):
+    for word in ("none.txt", "*.zz", "--tokenizer", "--vocab-size", "--output", "--overwrite"):
         assert word in shown, word
     assert names(tmp_path) == ["p.idx"]
 
