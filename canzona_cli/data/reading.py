@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import lzma
+import select
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ _BATCH_BYTES: Final = 2 << 20
 _BATCH_ITEMS: Final = 8192
 _PARQUET_ROWS: Final = 128
 
+_POLL_S = 0.2
+"""Seconds that a read of a pipe waits before it looks for signals."""
 LONGEST_LINE = 128 << 20
 """Bytes. A longer line is left out as one without text:
 read as JSON it takes several times as much memory."""
@@ -282,8 +285,21 @@ def package_problem(label: str) -> Problem:
 def open_source(source: Source) -> io.BufferedReader:
     """The bytes of a source as they are on disk. Closing it leaves standard input open."""
     if source.path is None:
-        return open(0, "rb", closefd=False)
+        return _buffered(_Pipe(0, closefd=False))
     return open(source.path, "rb")
+
+
+class _Pipe(io.FileIO):
+    """A pipe whose reads are ended by Ctrl-C.
+
+    A signal that arrives just before a read of an empty pipe would not end it, for Python looks for signals before and
+    after a system call. So nothing here waits for longer than a moment.
+    """
+
+    def readinto(self, buffer: object) -> int:
+        while not select.select([self], [], [], _POLL_S)[0]:
+            pass
+        return super().readinto(buffer)  # type: ignore[arg-type]
 
 
 def _buffered(raw: object) -> io.BufferedReader:

@@ -9,9 +9,9 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from canzona_cli.errors import EnvironmentProblem, ExitCode, Problem
@@ -34,18 +34,6 @@ HANG_GRACE_S = 15.0
 """Seconds for which a machine whose ranks only wait lets the others name the rank that hangs."""
 _LOOK_S = 2.0
 _POLL_S = 0.2
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ended(Outcome):
-    """nodes/ended-N.json: how the workers of a machine ended."""
-
-    time: float = 0.0
-    """The time of the entry, seconds since 1970."""
-
-    @property
-    def outcome(self) -> Outcome:
-        return Outcome(**{field.name: getattr(self, field.name) for field in fields(Outcome)})
 
 
 class Machines:
@@ -123,7 +111,7 @@ class Machines:
         if self._nodes == 1 or now < self._next_look:
             return False
         self._next_look = now + _LOOK_S
-        if self._failed_since is None and any(outcome.failed for *_, outcome in self._ended()):
+        if self._failed_since is None and any(outcome.failed for outcome in self._ended().values()):
             self._failed_since = now
         return self._failed_since is not None and now - self._failed_since > FAILURE_GRACE_S
 
@@ -152,16 +140,15 @@ class Machines:
         if self._nodes == 1:
             return settle(outcome)
         with suppress(OSError):  # a full disk: the others take this machine for gone
-            save(self._folder / f"ended-{self.node_rank}.json", _Ended(**vars(outcome), time=time.time()))
+            save(self._end(self.node_rank), outcome)
         if self.node_rank == 0:
             return self._judge(outcome, settle, patience_s)
         return self._hear(outcome, 2 * patience_s if outcome.failed else max(patience_s, VERDICT_PATIENCE_S))
 
     def _judge(self, here: Outcome, settle: Callable[[Outcome], Outcome], patience_s: float) -> Outcome:
-        deadline, now = time.monotonic() + patience_s, time.time()
-        while len(others := list(self._ended())) < self._nodes - 1 and time.monotonic() < deadline:
+        deadline = time.monotonic() + patience_s
+        while len(ended := {**self._ended(), 0: here}) < self._nodes and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        ended = {number: outcome for _, number, outcome in sorted([(now, 0, here), *others], key=lambda end: end[:2])}
         gone = [self._gone(number) for number in range(self._nodes) if number not in ended]
         verdict = verdict_of(ended, gone)
         settled = verdict if gone else settle(verdict)
@@ -190,14 +177,18 @@ class Machines:
             log=self._files.agent_log(number),
         )
 
-    def _ended(self) -> Iterator[tuple[float, int, Outcome]]:
-        """Yields each other machine's end: when its workers had gone (seconds since 1970),
-        its number, its outcome."""
-        for number in range(self._nodes):
-            if number != self.node_rank:
-                ended = load_if_sound(self._folder / f"ended-{number}.json", _Ended)
-                if ended is not None:
-                    yield ended.time, number, ended.outcome
+    def _ended(self) -> dict[int, Outcome]:
+        """Reads how the machines have ended so far, by number, in the order in which they did: the clock is that of
+        the file system they share."""
+        outcomes = {
+            number: (self._end(number).stat().st_mtime_ns, outcome)
+            for number in range(self._nodes)
+            if (outcome := load_if_sound(self._end(number), Outcome)) is not None
+        }
+        return {number: outcomes[number][1] for number in sorted(outcomes, key=lambda number: outcomes[number][0])}
+
+    def _end(self, number: int) -> Path:
+        return self._folder / f"ended-{number}.json"
 
     def _arrival(self, number: int) -> Path:
         return self._folder / f"arrived-{number}.json"

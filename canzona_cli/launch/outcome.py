@@ -67,7 +67,7 @@ class Outcome(RunResult):
     def error(self) -> CanzonaError:
         """Returns the error that the command ends with: the rank's own problems, else the message."""
         kinds: tuple[type[CanzonaError], ...] = (ConfigError, EnvironmentProblem, DoesNotFit, CheckpointInvalid, Hang)
-        kind = next((k for k in kinds if k.exit_code == self.exit_code), WorkerCrashed)
+        kind = next((kind for kind in kinds if kind.exit_code == self.exit_code), WorkerCrashed)
         if self.error_type == SaveFailed.__name__:
             kind = SaveFailed
         if self.status == "diverged":
@@ -111,8 +111,9 @@ def stopped_at_once(files: RunFiles, *, training: bool) -> Outcome:
     """
     if not training:
         return interrupted("stopped before training began")
-    inside = files.metrics.exists()
-    return interrupted("stopped at once, inside a step" if inside else "stopped before the first step was done")
+    return interrupted(
+        "stopped at once, inside a step" if files.metrics.exists() else "stopped before the first step was done"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +173,9 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
     silent = next(r for r in results if r.status != "done")
     at = "before it could start" if silent.status == "missing" else "without reporting"
     code = deaths.get(silent.rank, 0)
+    with_code = f", with exit code {code}" if code > 0 else ""
     exit_code = code if code in _USER_MISTAKES else ExitCode.CRASH
-    return workers.failure(f"rank {silent.rank} ended {at}{_code(code)}", rank=silent.rank, exit_code=exit_code)
+    return workers.failure(f"rank {silent.rank} ended {at}{with_code}", rank=silent.rank, exit_code=exit_code)
 
 
 def _failed(workers: Workers, first: RankResult) -> Outcome:
@@ -249,19 +251,9 @@ def hung(workers: Workers, report: HangReport) -> Outcome:
 
 
 def _killed_by(number: int) -> str:
-    if number == signal.SIGKILL:
-        return "was killed by signal 9 (the kernel kills processes when memory runs out)"
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = "unknown"
-    return f"was killed by signal {number} ({name})"
-
-
-def _code(code: int) -> str:
-    if code < 0:
-        return f", by signal {-code}"
-    return f", with exit code {code}" if code > 0 else ""
+    known = {int(signal.SIGKILL): "the kernel kills processes when memory runs out"}
+    names = {int(each): each.name for each in signal.Signals}
+    return f"was killed by signal {number} ({known.get(number) or names.get(number, 'unknown')})"
 
 
 def _deaths(agent_log: Path) -> dict[int, int]:

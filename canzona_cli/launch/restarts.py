@@ -7,6 +7,7 @@ what was typed, with the directory that the run has.
 
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,6 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ExitCode
 from canzona_cli.launch.outcome import Outcome, interrupted, unsaved
 from canzona_cli.launch.slurm import current_step
-from canzona_cli.launch.slurm_job import quoted
 from canzona_cli.launch.stop import Requests, sound_checkpoint
 from canzona_cli.launch.torchrun import node_count
 from canzona_cli.run.codec import save
@@ -144,7 +144,7 @@ def resume_command(
     repeated = [text for text in overrides if not _is_replaced(text)]
     folders = [word for folder in recipes_dirs for word in ("--recipes-dir", str(folder.absolute()))]
     words = [*_program(config, environment), *repeated, f"run.dir={text_value(str(run_dir))}", *folders]
-    return " ".join(quoted(word) for word in words)
+    return shlex.join(words)
 
 
 def resume_hint(

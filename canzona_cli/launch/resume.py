@@ -8,7 +8,7 @@ Of big files the headers alone are read here: the workers hash them together, on
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,10 +91,6 @@ def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Res
     files = RunFiles(Path(config.run.dir).absolute()) if config.run.dir is not None else None
     used = files is not None and holds_run(files)
     asked = config.checkpoint.resume
-    if files is None and step_of(asked) is not None:
-        raise ConfigError(
-            Problem(key=_KEY, value=asked, reason="names a checkpoint, not its run", fix="add run.dir=DIR of that run")
-        )
     if files is not None and used:
         _refuse_finished(files, config)
         asked = _before_divergence(files, _asked_again(files, asked, again=again))
@@ -130,11 +126,8 @@ def reordered(resumption: Resumption, config: RunConfig, layout: Layout, corpus:
 
 def _weights(config: RunConfig) -> Resumption:
     """Begins with the weights of another run or of a Hugging Face folder."""
-    key, where = "checkpoint.weights_from", str(config.checkpoint.weights_from)
-    path = Path(where).expanduser().absolute()
-    if not path.is_dir():
-        fix = f"{key}=RUN, or RUN/checkpoints/{where if step_of(where) is not None else 'step-00000030'}"
-        raise ConfigError(Problem(key=key, value=where, reason="there is no such folder", fix=fix))
+    key = "checkpoint.weights_from"
+    path = Path(str(config.checkpoint.weights_from)).expanduser().absolute()
     if is_hugging_face(path):
         pretrained = open_folder(path, key=key)
         pretrained.check(config.model)
@@ -210,13 +203,6 @@ def _asked_again(files: RunFiles, asked: str, *, again: bool) -> str:
     return asked
 
 
-def _doubts(name: str, progress: Progress) -> Iterator[str]:
-    """Warns of a checkpoint that was saved while the loss was too high."""
-    losses = progress.losses
-    if losses.excess > 0:
-        yield f"{name} was saved while the loss was too high, from step {losses.since:,} on: it may have diverged"
-
-
 def _before_divergence(files: RunFiles, asked: str) -> str:
     """Returns, after a run that diverged, the checkpoint before it did: a later one would diverge again."""
     result = load_if_sound(files.result, RunResult)
@@ -233,9 +219,7 @@ def finished(files: RunFiles, config: RunConfig) -> RunResult | None:
 
 def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
     result = finished(files, config)
-    if result is None:
-        return
-    if step_of(config.checkpoint.resume) is not None:  # somebody wants to go back
+    if result is None or step_of(config.checkpoint.resume) is not None:  # somebody wants to go back
         return
     other = next_free(files.root)
     reason = f"the run in it has finished all {result.step:,} steps"
@@ -262,6 +246,10 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run
         fix = "use the batch size it was saved with, or one that divides that number"
         problems.append(Problem(key="train.global_batch_size", value=layout.global_batch_size, reason=reason, fix=fix))
     refuse(problems)
+    warnings = [*between.warnings]
+    if progress.losses.excess > 0:
+        high = f"was saved while the loss was too high, from step {progress.losses.since:,} on: it may have diverged"
+        warnings.append(f"{checkpoint.name} {high}")
     return Resumption(
         # Where it lies once what killed saves left has been cleared away.
         checkpoint=checkpoint.with_name(step_name(progress.step)) if of_this_run else checkpoint,
@@ -269,7 +257,7 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run
         created=manifest.created,
         of_this_run=of_this_run,
         steps_before=saved.train.steps,
-        warnings=(*between.warnings, *_doubts(checkpoint.name, progress)),
+        warnings=tuple(warnings),
         spread=", ".join([*layouts, *between.spread]),
     )
 
@@ -288,39 +276,31 @@ def set_aside(files: RunFiles, resumption: Resumption | None) -> list[str]:
     Raises:
         OSError: something could not be moved; what has been stays moved.
     """
-    folder = _new_folder(files.attempts)
+    files.attempts.mkdir(exist_ok=True)
+    numbers = [int(path.name) for path in files.attempts.iterdir() if path.name.isdecimal()]
+    folder = files.attempts / str(max(numbers, default=0) + 1)
+    folder.mkdir()
     # The command goes first: other machines take its presence for an invitation.
     left = (
         *(files.command, files.result, files.stop, files.resume, files.config, files.layout, files.plan),
         *(files.environment, files.routing, files.kernels, files.predicted, files.breakdown, files.trace),
         *(files.timelines, files.profile, files.ranks, files.logs),
     )
-    for path in left:
-        _move(path, folder)
     store = CheckpointStore(files.checkpoints)
     store.clear_partials()
+    curve = (files.metrics, files.validation, files.events)
     if resumption is None:
         trained = files.metrics.exists()
-        for path in (files.metrics, files.validation, files.events, files.checkpoints):
+        for path in (*left, *curve, files.checkpoints):
             _move(path, folder)
-        return (
-            [f"starts over: there was no checkpoint to continue from; the earlier files are in {folder}"]
-            if trained
-            else []
-        )
-    _cut(files.metrics, folder, lambda line: _step(line) <= resumption.step)
-    _cut(files.validation, folder, lambda line: _step(line) <= resumption.step)
-    _cut(files.events, folder, lambda line: _is_before(line, resumption))
+        note = f"starts over: there was no checkpoint to continue from; the earlier files are in {folder}"
+        return [note] if trained else []
+    for path in left:
+        _move(path, folder)
+    for path in curve:
+        _cut(path, folder, resumption)
     later = store.move_later(resumption.step, folder / "checkpoints")
     return [f"{', '.join(later)}: moved to {folder / 'checkpoints'}"] if later else []
-
-
-def _new_folder(attempts: Path) -> Path:
-    attempts.mkdir(exist_ok=True)
-    number = 1 + max((int(path.name) for path in attempts.iterdir() if path.name.isdecimal()), default=0)
-    folder = attempts / str(number)
-    folder.mkdir()
-    return folder
 
 
 def _move(path: Path, folder: Path) -> None:
@@ -328,8 +308,8 @@ def _move(path: Path, folder: Path) -> None:
         os.rename(path, folder / path.name)
 
 
-def _cut(path: Path, folder: Path, keeps: Callable[[Mapping[str, object]], bool]) -> None:
-    """Moves the lines of a .jsonl file for which `keeps` is False, and half a line of a killed writer."""
+def _cut(path: Path, folder: Path, resumption: Resumption) -> None:
+    """Moves the lines of a .jsonl file that come after the checkpoint, and half a line of a killed writer."""
     try:
         text = read_plain(path, most=None).decode("utf-8", errors="replace")
     except Unreadable:
@@ -338,21 +318,15 @@ def _cut(path: Path, folder: Path, keeps: Callable[[Mapping[str, object]], bool]
     after: list[str] = []
     for line in text.splitlines(keepends=True):
         value = json_object(line.encode())
-        (before if value is not None and line.endswith("\n") and keeps(value) else after).append(line)
+        (before if value is not None and line.endswith("\n") and _is_before(value, resumption) else after).append(line)
     if after:
         write_text_atomic(folder / path.name, "".join(after))
         write_text_atomic(path, "".join(before))
 
 
-def _step(line: Mapping[str, object]) -> float:
-    step = line.get("step")
-    return step if isinstance(step, int) else float("inf")
-
-
 def _is_before(line: Mapping[str, object], resumption: Resumption) -> bool:
-    """Returns True if an event happened before the checkpoint's step was over. Most have no step;
-    they have a time."""
+    """Returns True if a line is from before the end of the checkpoint's step. Most events have only a time."""
+    step, time = line.get("step"), line.get("time")
     if "step" in line:
-        return _step(line) <= resumption.step
-    time = line.get("time")
+        return isinstance(step, int) and step <= resumption.step
     return isinstance(time, int | float) and time <= resumption.created

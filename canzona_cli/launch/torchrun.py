@@ -17,9 +17,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Literal
 
 import psutil
 from packaging.version import Version
@@ -53,13 +51,11 @@ class LaunchCommand:
     argv: tuple[str, ...]
     environment: Mapping[str, str]
 
-    def shell(self, *, style: Literal["line", "block"] = "line") -> str:
-        """Formats the command for a shell: on one line, or one option per line."""
+    def shell(self) -> str:
+        """Formats the command for a shell, one option per line."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         prefix = ["env", *variables] if variables else []
         words = [shlex.quote(word) for word in self.argv]
-        if style == "line":
-            return " ".join([*prefix, *words])
         lines = [" ".join([*prefix, *words[:3]])]
         for word in words[3:]:
             # an option starts a line, its value stays beside it; what follows the module is the module's
@@ -91,7 +87,9 @@ def build(config: RunConfig, run_dir: Path, *, module: str = WORKER_MODULE) -> L
     """
     nodes = node_count(config)
     node_rank = 0 if nodes == 1 else config.cluster.node_rank
-    rendezvous = _one_node(run_dir) if nodes == 1 else _several_nodes(config, run_dir)
+    rendezvous = ["--rdzv-backend", LOOPBACK_BACKEND, "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", run_dir.name]
+    if nodes > 1:
+        rendezvous = _several_nodes(config, run_dir)
     logs = RunFiles(run_dir).node_logs(NODE_RANK_PLACEHOLDER if node_rank is None else node_rank)
     argv = [
         *(sys.executable, "-m", _AGENT_MODULE if forks_ranks(config) else _TORCHRUN_MODULE),
@@ -126,6 +124,8 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",  # a killed rank's last words reach its log
         "PYTHONFAULTHANDLER": "1",  # a rank that crashes in native code leaves its Python stack in its log
+        # `python -m` would look for modules in the working directory first, be it somebody else's recipes.
+        "PYTHONSAFEPATH": "1",
         "TOKENIZERS_PARALLELISM": "false",  # its threads and forked data workers deadlock
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # each rank of a group that breaks down would print pages of warnings
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15",  # seconds the other ranks get after one has failed; torch 2.11: 30
@@ -154,10 +154,6 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
         # page of the next one: 0.35 s of processor time rather than 0.25 for qwen3-tiny's products, norms and
         # SwiGLU. The first is at its maximum.
         variables["MALLOC_MMAP_THRESHOLD_"], variables["MALLOC_TRIM_THRESHOLD_"] = str(32 << 20), str(256 << 20)
-    if _installed():
-        # `python -m` would look for modules in the working directory first, be it a folder of somebody else's
-        # recipes.
-        variables["PYTHONSAFEPATH"] = "1"
     variables |= _interfaces(config)
     chosen = {name: os.environ.get(name, value) for name, value in variables.items()}
     if not on_gpu:
@@ -176,25 +172,11 @@ def _can_bind() -> bool:
     return shutil.which("numactl") is not None and len(nodes) > 1 and all(cpus & allowed for cpus in nodes)
 
 
-def _installed() -> bool:
-    """Returns True if torchrun knows our backend; from a source tree that was never installed it does not."""
-    return any(point.name == LOOPBACK_BACKEND for point in entry_points(group="torchrun.handlers"))
-
-
-def _one_node(run_dir: Path) -> list[str]:
-    if _installed():
-        return ["--rdzv-backend", LOOPBACK_BACKEND, "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", run_dir.name]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    return ["--rdzv-backend", "static", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", run_dir.name]
-
-
 def _several_nodes(config: RunConfig, run_dir: Path) -> list[str]:
     cluster = config.cluster
     node_rank = NODE_RANK_PLACEHOLDER if cluster.node_rank is None else str(cluster.node_rank)
     # torchrun passes the node rank on to `static` alone
-    ours = on_one_machine(config) and _installed()
-    backend = [LOOPBACK_BACKEND, "--rdzv-conf", f"rank={node_rank}"] if ours else ["static"]
+    backend = [LOOPBACK_BACKEND, "--rdzv-conf", f"rank={node_rank}"] if on_one_machine(config) else ["static"]
     return [
         *("--node-rank", node_rank),
         *("--rdzv-backend", *backend),

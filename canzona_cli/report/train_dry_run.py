@@ -179,7 +179,7 @@ class DryRun(Page):
         return f" on each of {nodes} machines ({each} each)"
 
     def _command(self) -> str:
-        return LaunchCommand(argv=self.command.argv, environment={}).shell(style="block")
+        return LaunchCommand(argv=self.command.argv, environment={}).shell()
 
     def _notes(self) -> Iterator[str]:
         if node_count(self.config) > 1:
