@@ -1,5 +1,5 @@
-"""The account of what a rank holds, in bytes and elements: Megatron's buffers before there is a plan, activations,
-logits, and the scratch of updates.
+"""The account of what a rank holds, in bytes and elements: Megatron's buffers before there is a plan,
+activations, logits, and the scratch of updates.
 
 Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), rewritten for SwiGLU, grouped-query
 attention, QK-norm and no dropout (see `layer_activations`). (t, p, c, D) are tp, pp, cp and dp.

@@ -120,13 +120,8 @@ def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
 
 def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int]:
     weights, gradients, optimizer, exchange = _lasting(config, layout.bare, stage)
-    return {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        **transient(config, layout, stage).parts(),
-        "exchange": exchange,
-    }
+    lasting = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    return {**lasting, **transient(config, layout, stage).parts(), "exchange": exchange}
 
 
 @lru_cache(maxsize=4096)

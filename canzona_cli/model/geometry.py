@@ -101,7 +101,7 @@ def stored_blocks(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[
     layer, part = _layer_of(name)
     if head := _HEAD.fullmatch(part):
         return (replace(_all_of(f"{layer}{head[1]}", shape), unit_row=int(head[2]) * model.head_dim),)
-    fused = next((weight for weight in family_of(model).weights(model) if weight.kind == part), None)
+    fused = _fused(part, model)
     return (_all_of(name, shape),) if fused is None else tuple(_blocks(fused, layer, 1, 0))
 
 
@@ -123,8 +123,13 @@ def whole_shape(name: str, model: ModelConfig) -> tuple[int, ...]:
     layer, part = _layer_of(name)
     if head := _HEAD.fullmatch(part):
         return model.head_dim, unit_shape(f"{layer}{head[1]}", model)[1]
-    fused = next((weight for weight in family_of(model).weights(model) if weight.kind == part), None)
+    fused = _fused(part, model)
     return unit_shape(name, model) if fused is None else (fused.rows, fused.cols)
+
+
+def _fused(kind: str, model: ModelConfig) -> Weight | None:
+    """Returns the parameter that is one matrix of that kind, all parts together."""
+    return next((weight for weight in family_of(model).weights(model) if weight.kind == kind), None)
 
 
 def _blocks(whole: Weight, layer: str, tp: int, rank: int) -> Iterator[Block]:

@@ -3,17 +3,16 @@ memory of the fullest rank."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from canzona_cli.config.schema import Form, Gathering, Layout, Mesh, NewtonSchulzConfig, Reduction, RunConfig
+from canzona_cli.config.schema import Form, Gathering, Layout, NewtonSchulzConfig, Reduction, RunConfig
 from canzona_cli.costs.buffers import element_bytes, exchange_bytes, stage_weights
 from canzona_cli.costs.sharing import Share, shared_bytes, shared_collectives
 from canzona_cli.costs.update import form_of, stack_of
-from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.exchange import GroupTraffic, group_traffic
-from canzona_cli.planner.plan import Bucket, Cell, MicroGroup, Place, Plan
+from canzona_cli.planner.plan import Bucket, MicroGroup, Place, Plan
 from canzona_cli.planner.reduction import collectives, sent_elements, shares
 
 
@@ -143,11 +142,7 @@ def balance(plan: Plan) -> Balance:
     mesh = plan.subject.layout
     stages = [plan.loads(stage) for stage in range(mesh.pp)]
     stage = max(range(mesh.pp), key=lambda s: max(stages[s]))
-    loads = stages[stage]
-    return _balance(loads, plan.lower_bounds[stage], mesh, stage)
-
-
-def _balance(loads: Sequence[float], bound: float, mesh: Mesh, stage: int) -> Balance:
+    loads, bound = stages[stage], plan.lower_bounds[stage]
     owners = [math.fsum(loads[o * mesh.tp : (o + 1) * mesh.tp]) for o in range(mesh.owners)]
     total, slowest = math.fsum(owners), max(range(len(loads)), key=loads.__getitem__)
     mean, owner_mean = total / mesh.cells, total / mesh.owners
@@ -175,22 +170,19 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
         reduced[bucket.stage] += sent_elements(bucket, bucket.reduction, mesh.owners)
         gathered[bucket.stage] += sent_elements(bucket, bucket.gathering, mesh.owners)
     stages = [[collectives(one, mesh.owners) for one in plan.buckets if one.stage == stage] for stage in range(mesh.pp)]
+    travelling = plan.buckets if mesh.owners > 1 else ()
     return Communication(
         dp_reduce_bytes=round(max(reduced) * grad),
         dp_gather_bytes=round(max(gathered) * width),
         tp_exchange_bytes=max(exchange_sent(config, plan), default=0),
         dp_reductions=max(sum(reductions for reductions, _ in stage) for stage in stages),
         dp_gathers=max(sum(gathers for _, gathers in stage) for stage in stages),
-        reduced_by=_counted(bucket.reduction for bucket in plan.buckets if mesh.owners > 1),
-        gathered_by=_counted(bucket.gathering for bucket in plan.buckets if mesh.owners > 1),
+        reduced_by=dict(Counter(bucket.reduction for bucket in travelling).most_common()),
+        gathered_by=dict(Counter(bucket.gathering for bucket in travelling).most_common()),
         tp_exchanges=max(exchanges(plan).values(), default=0),
         dp_byte_balance=_byte_balance(plan),
         padding_fraction=padding_fraction(plan.buckets),
     )
-
-
-def _counted[Way: str](ways: Iterable[Way]) -> Mapping[Way, int]:
-    return dict(Counter(ways).most_common())
 
 
 def _byte_balance(plan: Plan) -> float:
@@ -215,14 +207,10 @@ def exchanges(plan: Plan) -> Counter[tuple[int, int]]:
     elements: Counter[tuple[int, int]] = Counter()
     for group, traffic in _traffic(plan):
         elements[group.stage, group.owner] += traffic.collectives
-    for matrix, cell in _shared(plan):
-        elements[matrix.stage, cell.owner] += sum(shared_collectives(plan.subject.optimizer.ns_steps).values())
-    return elements
-
-
-def _shared(plan: Plan) -> Iterator[tuple[Matrix, Cell]]:
+    of_shared = sum(shared_collectives(plan.subject.optimizer.ns_steps).values())
     for index in plan.assignment.shares:
-        yield plan.matrices[index], plan.assignment.cells[index]
+        elements[plan.matrices[index].stage, plan.assignment.cells[index].owner] += of_shared
+    return elements
 
 
 def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
@@ -234,8 +222,9 @@ def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
         first = mesh.rank(group.stage, group.owner * mesh.tp)
         for host, (gradients, weights) in enumerate(zip(moved.gradients.sent, moved.weights.sent, strict=True)):
             sent[first + host] += gradients * grad + weights * width
-    for matrix, cell in _shared(plan):
-        first = mesh.rank(matrix.stage, cell.owner * mesh.tp)
+    for index in plan.assignment.shares:
+        matrix = plan.matrices[index]
+        first = mesh.rank(matrix.stage, plan.assignment.cells[index].owner * mesh.tp)
         for rank in range(first, first + mesh.tp):
             sent[rank] += shared_bytes(matrix, mesh.tp, plan.subject.optimizer.ns_steps, width)
     return sent
