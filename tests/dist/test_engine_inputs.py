@@ -184,7 +184,7 @@ def test_without_overlap_a_missing_gradient_is_zero() -> None:
 
 def test_with_overlap_a_missing_gradient_is_named() -> None:
     """In the first step, and in one whose order Megatron knows."""
-    config, layout = resolve("gpus=2", "parallel.tp=1", "parallel.pp=1", "train.micro_batch_size=4")
+    config, layout = resolve(*TP2_DP2, "train.micro_batch_size=4")
     plan = make_plan(config, layout)
 
     def rank(from_step: int) -> str:
