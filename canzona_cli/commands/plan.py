@@ -121,9 +121,9 @@ def plan(
             corpus = ensure_corpus(config)
     view = PlanView(study=study, written=written, phases=phases, assumptions=assumptions, corpus=corpus)
     if html is not None:
-        from canzona_cli.report.html.plan import plan_page
+        from canzona_cli.report.document import document
 
-        write_page(html, plan_page(replace(view, assumptions=True)))
+        write_page(html, document("canzona plan", replace(view, assumptions=True)))
     show(figures if json else view)
 
 
