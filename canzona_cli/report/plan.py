@@ -16,7 +16,7 @@ from canzona_cli.report.charts import MEMORY, Bar, Bars, Lanes, LoadMap, LoadMap
 from canzona_cli.report.curves import Curve, Curves
 from canzona_cli.report.header import describe_batch, describe_layout, outlook_rows, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
-from canzona_cli.report.tables import GroupedTable, column, columns
+from canzona_cli.report.tables import GroupedTable, column, rows_table
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.words import MISSING, clean, count, milliseconds, overhead, plural, size, step_time, traffic
@@ -215,14 +215,9 @@ def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Every strategy's times, what the planned one gains over it, and its memory."""
     yield headed("Strategies", ", simulated on the same layout and batch")
     planned = study.strategy
-    yield GroupedTable(
-        labels=STRATEGIES,
-        groups=columns(
-            ("iteration", "optimizer", "+ AdamW", "opt. /", "iter. /", "GiB"),
-            (_strategy_cells(study, name) for name in STRATEGIES),
-        ),
-        styles=["bold" if name == planned else "" for name in STRATEGIES],
-    )
+    heads = ("iteration", "optimizer", "+ AdamW", "opt. /", "iter. /", "GiB")
+    rows = ((name, _strategy_cells(study, name)) for name in STRATEGIES)
+    yield rows_table(heads, rows, bold=STRATEGIES.index(planned))
     yield note(
         "optimizer: what the iteration waits for; + AdamW: overhead over its iteration in this layout; /: divided by "
         f"{planned}'s; GiB: on the fullest rank"
@@ -271,13 +266,8 @@ def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """The same run planned with other settings."""
     title = f" to this plan, strategy {study.strategy}; bytes: of each bucket's busiest owner, over an even share"
     yield headed("Alternatives", title)
-    yield GroupedTable(
-        labels=[variant.name for variant in study.variants],
-        groups=columns(
-            ("balance", "bound", "bytes", "padding", "optimizer", "iteration", "GiB", "reduced", "exchanged"),
-            map(_variant_cells, study.variants),
-        ),
-    )
+    heads = ("balance", "bound", "bytes", "padding", "optimizer", "iteration", "GiB", "reduced", "exchanged")
+    yield rows_table(heads, ((variant.name, _variant_cells(variant)) for variant in study.variants))
 
 
 def _variant_cells(variant: Variant) -> tuple[str, ...]:
@@ -305,7 +295,7 @@ def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
     shown = ((name, study.strategies[name].loads) for name in study.mapped)
     maps = [LoadMap(title=name, loads=loads) for name, loads in shown if loads is not None]
     stage = f", pipeline stage {study.balance.slowest.stage}" if mesh.pp > 1 else ""
-    yield headed("Update time of every rank", f"{stage}; colour: over the mean of its strategy")
+    yield headed("Update time of every rank", f", colour: a rank's time over the mean of its strategy{stage}")
     yield LoadMaps(maps=maps, hosts=mesh.tp)
     if screen.page:
         # A flat curve is a perfect balance.
