@@ -1,8 +1,6 @@
 """`canzona bench`: strategies side by side in one session, measured and predicted."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,11 +19,9 @@ from canzona_cli.commands.output import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from canzona_cli.bench.options import Options
     from canzona_cli.bench.results import BenchResult
-    from canzona_cli.report.html.document import Document
+    from canzona_cli.report.page import Page
 
 
 def bench(
@@ -90,7 +86,6 @@ def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Pat
     from canzona_cli.bench.results import content_of
     from canzona_cli.bench.session import prepare, run
     from canzona_cli.report.bench import BenchView
-    from canzona_cli.report.html.bench import bench_page
 
     session = prepare(
         overrides,
@@ -102,8 +97,7 @@ def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Pat
     )
     warn(session.warnings)
     result, folder = run(session, progress)
-    shown = _Shown(view=(view := BenchView(result)), page=partial(bench_page, view))
-    _conclude(content_of(result), options, shown, [result], as_json=as_json)
+    _conclude("canzona bench", content_of(result), options, BenchView(result), [result], as_json=as_json)
     if not as_json:
         typer.echo(f"\nbench directory: {folder}")
 
@@ -112,7 +106,6 @@ def _sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *
     from canzona_cli.bench.results import content_of
     from canzona_cli.bench.session import prepare_sweep, run
     from canzona_cli.report.bench_sweep import SweepView
-    from canzona_cli.report.html.bench import sweep_page
 
     kind = options.sweep
     assert kind is not None
@@ -125,28 +118,25 @@ def _sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *
     contents = {value: content_of(result) for value, result in results.items()}
     content = {"version": 1, "sweep": kind, "results": contents}
     view = SweepView(kind, results)
-    shown = _Shown(view=view, page=partial(sweep_page, view))
-    _conclude(content, options, shown, results.values(), as_json=as_json)
+    _conclude("canzona bench --sweep", content, options, view, results.values(), as_json=as_json)
 
 
 def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
     from canzona_cli.bench.simulated import run_simulation
     from canzona_cli.errors import gathered, refuse
-    from canzona_cli.report.bench_sweep import SimulationView
-    from canzona_cli.report.html.bench import simulation_page
+    from canzona_cli.report.bench_simulated import SimulationView
 
     problems = [*options.problems]
     with gathered(problems):
         simulation = run_simulation(overrides, options.gpus, recipes_dirs=recipes_dirs)
     refuse(problems)
     view = SimulationView(simulation)
-    shown = _Shown(view=view, page=partial(simulation_page, view))
-    _conclude(simulation.as_json(), options, shown, as_json=as_json)
+    _conclude("canzona bench --simulate", simulation.as_json(), options, view, as_json=as_json)
 
 
 def _simulate_sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
     from canzona_cli.bench.options import simulate_sweep
-    from canzona_cli.report.bench_sweep import SimulatedSweepView
+    from canzona_cli.report.bench_simulated import SimulatedSweepView
 
     kind = options.sweep
     assert kind is not None
@@ -157,35 +147,32 @@ def _simulate_sweep(overrides: list[str], options: "Options", recipes_dirs: list
         show(SimulatedSweepView(kind, simulations))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shown:
-    """A result as a person sees it."""
-
-    view: "RenderableType"
-    """The view at a terminal."""
-    page: "Callable[[], Document]"
-    """The page for a browser."""
-
-
 def _conclude(
+    kind: str,
     content: Mapping[str, object],
     options: "Options",
-    shown: _Shown,
+    view: "Page",
     measured: "Iterable[BenchResult]" = (),
     *,
     as_json: bool,
 ) -> None:
     """Write and show a result. A fast wrong answer is none: its numbers are kept,
-    but no speed-up is shown."""
+    but no speed-up is shown.
+
+    Args:
+        kind: the command, as the page for a browser names it.
+    """
     from canzona_cli.bench.results import check_losses
 
     write_json(content, options, as_json=as_json)
     for result in measured:
         check_losses(result)
     if options.html is not None:
-        write_page(options.html, shown.page())
+        from canzona_cli.report.document import document
+
+        write_page(options.html, document(kind, view))
     if not as_json:
-        show(shown.view)
+        show(view)
 
 
 def write_json(content: Mapping[str, object], options: "Options", *, as_json: bool) -> None:

@@ -21,7 +21,7 @@ Name = Annotated[str, option_argument("cluster", "A profile's name or its file."
 def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
     """List the profiles: a GPU's or core's memory and rates, its links, and whether they were measured."""
     from canzona_cli.cluster.profiles import list_profiles
-    from canzona_cli.report.clusters import ProfileList
+    from canzona_cli.report.machines import ProfileList
 
     listing = ProfileList(profiles=list_profiles(recipes_dir or ()))
     show_page(listing.as_json() if as_json else listing)
@@ -31,7 +31,7 @@ def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
 def show(name: Name, as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
     """Print a profile as it is written, with where each number comes from."""
     from canzona_cli.config.recipes import shown
-    from canzona_cli.report.clusters import profile_json
+    from canzona_cli.report.machines import profile_json
 
     profile = _sound(name, recipes_dir)
     if as_json:

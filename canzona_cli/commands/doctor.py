@@ -38,7 +38,7 @@ def doctor(
     if json:
         show(diagnosis.as_json())
     else:
-        from canzona_cli.report.doctor import DiagnosisView
+        from canzona_cli.report.machines import DiagnosisView
 
         show(DiagnosisView(diagnosis=diagnosis))
     raise typer.Exit(int(diagnosis.exit_code))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from canzona_cli.config.compose import Composed
     from canzona_cli.config.schema import Layout, RunConfig
-    from canzona_cli.report.html.document import Document
+    from canzona_cli.report.document import Document
     from canzona_cli.run.corpus import PreparedCorpus
 from typing import Annotated
 

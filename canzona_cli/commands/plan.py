@@ -65,7 +65,7 @@ def plan(
     shows every built-in size.
     """
     if dry_run and not {out, html, compare, shapes} - {None} and not _names_recipe(overrides or ()):
-        from canzona_cli.report.plan_overview import overview
+        from canzona_cli.report.layouts import overview
 
         sizes = overview(overrides or (), recipes_dir or ())
         show(sizes.as_json() if json else sizes)
@@ -91,7 +91,7 @@ def plan(
     config, notes = plannable(composed.config, composed.explicit)
     warn_about(composed, *notes, training=False)
     if layouts:
-        from canzona_cli.report.plan_overview import layouts_of
+        from canzona_cli.report.layouts import layouts_of
 
         fastest = layouts_of(config)
         show(fastest.as_json() if json else fastest)
@@ -121,9 +121,9 @@ def plan(
             corpus = ensure_corpus(config)
     view = PlanView(study=study, written=written, phases=phases, assumptions=assumptions, corpus=corpus)
     if html is not None:
-        from canzona_cli.report.html.plan import plan_page
+        from canzona_cli.report.document import document
 
-        write_page(html, plan_page(replace(view, assumptions=True)))
+        write_page(html, document("canzona plan", replace(view, assumptions=True)))
     show(figures if json else view)
 
 

@@ -147,7 +147,7 @@ def layouts(
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.tree import list_recipes
     from canzona_cli.model.families import parameter_count
-    from canzona_cli.report.recipes import layouts as of_sizes
+    from canzona_cli.report.layouts import layouts as of_sizes
 
     dirs = recipes_dir or ()
     recipes = names or [recipe.name for recipe in list_recipes(dirs) if recipe.builtin and recipe.cluster != "cpu"]

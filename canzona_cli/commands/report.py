@@ -63,7 +63,7 @@ def report(
 
     summary = load_summary(run_dirs[0])
     if html is not None:
-        from canzona_cli.report.html.run import run_page
+        from canzona_cli.report.run_page import run_page
 
         write_page(html, run_page(summary))
     show(summary.as_json() if as_json else RunView(summary=summary))
@@ -71,13 +71,11 @@ def report(
 
 def _compare(run_dirs: list[Path], *, html: Path | None, as_json: bool) -> None:
     """Two runs in every detail; of more a row each."""
-    from canzona_cli.report.compare import ComparedView, SeveralView
+    from canzona_cli.report.compare import ComparedView, SeveralView, several_page
     from canzona_cli.run.compare import compared, several_runs
 
     several = several_runs(run_dirs)
     if html is not None:
-        from canzona_cli.report.html.run import several_page
-
         write_page(html, several_page(several))
     if len(run_dirs) == 2:
         both = compared(several)

@@ -2,13 +2,16 @@
 
 | file | what it draws |
 | --- | --- |
-| `page`, `tables`, `charts` | what pages are made of: wrapped lines, tables, bars and curves of characters |
-| `html/` | the same for a browser: `--html` |
+| `page`, `tables` | what views are made of: wrapped lines and tables |
+| `charts`, `curves` | charts, each described once and drawn both with characters and as SVG |
+| `markup`, `document` | a view as a page for a browser (`--html`), in the same words |
 | `header` | how a run is described, in the same words everywhere |
 | `errors` | errors of all commands |
 | `train*` | `canzona train`: the live view, plain lines for pipes, the dry run |
-| `run`, `compare`, `run_trace` | `canzona report`: a run and its breakdown, runs side by side, traces |
-| `plan*`, `bench*`, `checkpoint*`, `calibrate`, `data`, `doctor`, `recipes` | the command of that name |
+| `run`, `run_page`, `compare`, `run_trace` | `canzona report`: a run and its breakdown, runs side by side, traces |
+| `plan`, `layouts` | `canzona plan`, and `canzona recipes layouts` |
+| `machines` | `canzona clusters` and `canzona doctor` |
+| `bench*`, `tune`, `checkpoint`, `calibrate`, `data` | the command of that name |
 
 Nothing here measures, simulates or reads run directories.
 """

@@ -1,7 +1,7 @@
 """The screens of `canzona bench`: every strategy's step, measured next to predicted,
 and what follows from it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -9,14 +9,15 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.bench.results import BenchResult, Predicted, StrategyBench, kin
-from canzona_cli.report.charts import legend, stacked
+from canzona_cli.report.charts import Bars, LoadMap, LoadMaps, phase_bar, step_bars
+from canzona_cli.report.curves import Curve, Curves
 from canzona_cli.report.header import describe_layout, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.breakdown import why
-from canzona_cli.run.phases import COMMUNICATION, IN_STEP, LABELS, PHASES, STRATEGIES
+from canzona_cli.run.phases import COMMUNICATION, LABELS, PHASES, STRATEGIES
 from canzona_cli.run.statistics import Quartiles, Speedup
-from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, real, step_time
+from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, real
 
 MIB = 1 << 20
 TOLERANCE = 0.20
@@ -38,12 +39,13 @@ class BenchView(Page):
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         result = self.result
-        yield from heading(result, "Bench", screen)
+        yield from heading(result, "Bench")
         yield Text()
         yield self._steps()
         yield note("plan: predicted; error: predicted over measured, where either is 1% of the step")
         yield Text()
-        yield from self._bars(screen)
+        yield headed("Step", ", mean over ranks, measured above predicted, on one scale")
+        yield steps((name, result.strategies[name]) for name in order(result))
         if len(result.strategies) > 1:
             yield Text()
             yield from self._comparison()
@@ -59,6 +61,8 @@ class BenchView(Page):
         for name in order(result):
             yield wrapped(_losses(result, name), first=f"  {clean(name):<10} ")
         yield from items("Notes", map(clean, result.notes))
+        if screen.page:
+            yield from self._ranks()
 
     def _steps(self) -> GroupedTable:
         """Phases, step times, balance and memory of every strategy."""
@@ -91,25 +95,24 @@ class BenchView(Page):
             ],
         )
 
-    def _bars(self, screen: Screen) -> Iterator[RenderableType]:
-        """Two bars for each strategy on one scale: the step as measured, and as predicted."""
-        strategies = self.result.strategies
-        scale = max(max(median(s.measured.iteration_s), s.predicted.iteration_s) for s in strategies.values())
-        title = f", mean over ranks, measured above predicted; the full width is {step_time(scale)}"
-        yield headed("Step", title)
-        seen: set[str] = set()
-        for name in order(self.result):
-            strategy = strategies[name]
-            for head, phases, total in (
-                (clean(name), strategy.measured.means, median(strategy.measured.iteration_s)),
-                ("", strategy.predicted.phases, strategy.predicted.iteration_s),
-            ):
-                shown = [(phase, phases[phase]) for phase in IN_STEP if phases.get(phase, 0.0) > 0]
-                seen |= {phase for phase, _ in shown}
-                drawn = stacked(shown, scale, screen.width - 24, PHASES, colour=screen.colour)
-                yield Text.assemble(f"  {head:<10} {step_time(total):>9} ", drawn)
-        entries = [(phase, look.name) for phase, look in PHASES.items() if phase in seen]
-        yield from legend(entries, PHASES, screen.width, colour=screen.colour)
+    def _ranks(self) -> Iterator[RenderableType]:
+        """Draws what every rank updated and held; in a page alone."""
+        layout, measured = (
+            self.result.layout,
+            {name: self.result.strategies[name].measured for name in order(self.result)},
+        )
+        cells = layout.tp * layout.owners
+        loads = {name: one.update_s for name, one in measured.items() if len(one.update_s) == cells}
+        maps = [LoadMap(title=name, loads=seconds) for name, seconds in loads.items() if any(seconds)]
+        if maps:
+            lead = "matrix updates of every rank in one step, measured; colour: a rank's time over the mean"
+            yield headed("Load map", f", {lead}")
+            yield LoadMaps(maps=maps, hosts=layout.tp)
+        held = {name: [amount / MIB for amount in one.tensor_bytes] for name, one in measured.items()}
+        curves = [Curve(name=name, points=[*enumerate(held[name])], dots=True) for name in held if held[name]]
+        if curves:
+            yield headed("Memory of every rank", ", measured, without activations")
+            yield Curves(title="MiB of tensors", curves=curves, height=160, x="rank")
 
     def _comparison(self) -> Iterator[RenderableType]:
         """Speed-ups of the reference, and what every strategy costs over AdamW."""
@@ -139,7 +142,17 @@ class BenchView(Page):
             )
 
 
-def heading(result: BenchResult, what: str, screen: Screen, *, without: str = "") -> Iterator[RenderableType]:
+def steps(benches: Iterable[tuple[str, StrategyBench]]) -> Bars:
+    """Two bars for each step, by its label: measured, and below it predicted."""
+    rows = []
+    for label, bench in benches:
+        measured, predicted = bench.measured, bench.predicted
+        rows.append(phase_bar(clean(label), measured.means, median(measured.iteration_s)))
+        rows.append(phase_bar("predicted", predicted.phases, predicted.iteration_s, faint=True))
+    return step_bars(rows)
+
+
+def heading(result: BenchResult, what: str, *, without: str = "") -> Iterator[RenderableType]:
     """Describes what was run, on what, how often.
 
     Args:

@@ -1,17 +1,15 @@
-"""The screens of `canzona bench --sweep` and `--simulate`: a setting at several values,
-sizes over numbers of GPUs."""
+"""The screens of `canzona bench --sweep`: a setting at several values, measured next to predicted."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Literal
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.bench.options import AFFECTED, SweepKind
+from canzona_cli.bench.options import SweepKind
 from canzona_cli.bench.results import BenchResult, Measured, Predicted
-from canzona_cli.bench.simulated import YARDSTICKS, SimulatedCell, Simulation
-from canzona_cli.cluster.search import Tried
 from canzona_cli.report.bench import (
     NOT_DISTINCT,
     OVERLAP,
@@ -21,15 +19,16 @@ from canzona_cli.report.bench import (
     order,
     quartiles,
     ratio,
+    steps,
     times,
     with_error,
 )
-from canzona_cli.report.page import Page, Screen, headed, items, note, wrapped
+from canzona_cli.report.charts import Picture
+from canzona_cli.report.curves import Curve, Curves, SideBySide
+from canzona_cli.report.page import Page, Screen, items, note, wrapped
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
-from canzona_cli.run.phases import STRATEGIES
-from canzona_cli.run.statistics import Quartiles, Speedup
-from canzona_cli.run.words import MISSING, clean, layout_code, milliseconds, number, overhead
-from canzona_cli.simulate.compare import Study
+from canzona_cli.run.statistics import Speedup
+from canzona_cli.run.words import clean, layout_code, milliseconds, number
 
 TITLES: Mapping[SweepKind, str] = {
     "alpha": "Balance communication (0) or compute (1) over data-parallel ranks",
@@ -44,14 +43,8 @@ HEADS: Mapping[SweepKind, str] = {
     "optimizer": "optimizer",
 }
 _ALL = ("measured", "plan", "error")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """One value of a curve."""
-
-    measured: Quartiles
-    predicted: float
+_Pair = tuple[float | None, float | None]
+"""Measured and predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +54,8 @@ class SweepRow:
     value: str
     strategy: str
     result: BenchResult
+    fewest: BenchResult
+    """The first result with this strategy, which has the fewest ranks in a sweep of ranks."""
 
     @property
     def measured(self) -> Measured:
@@ -70,32 +65,92 @@ class SweepRow:
     def predicted(self) -> Predicted:
         return self.result.strategies[self.strategy].predicted
 
-    def phase(self, name: str) -> tuple[float | None, float | None]:
-        """Measured and predicted, seconds."""
+    def phase(self, name: str) -> _Pair:
+        """Seconds of a phase."""
         return self.measured.means.get(name), self.predicted.phases.get(name)
 
     @property
-    def optimizer(self) -> Point:
-        """Optimizer step, ms."""
-        return Point(measured=_ms(self.measured.optimizer_s), predicted=1e3 * self.predicted.optimizer_s)
+    def optimizer(self) -> _Pair:
+        """Seconds of an optimizer step."""
+        return median(self.measured.optimizer_s), self.predicted.optimizer_s
 
     @property
-    def iteration(self) -> Point:
-        """Iteration, ms."""
-        return Point(measured=_ms(self.measured.iteration_s), predicted=1e3 * self.predicted.iteration_s)
+    def iteration(self) -> _Pair:
+        """Seconds of an iteration."""
+        return median(self.measured.iteration_s), self.predicted.iteration_s
 
     @property
-    def rate(self) -> float:
-        """Sequences a second and rank, measured."""
-        return self._sequences / median(self.measured.iteration_s)
+    def balance(self) -> _Pair:
+        """Load balance over the ranks."""
+        return self.measured.load_balance, self.predicted.load_balance
 
     @property
-    def predicted_rate(self) -> float:
-        return self._sequences / self.predicted.iteration_s
+    def efficiency(self) -> _Pair:
+        """Sequences per second and rank, over those of the same strategy on the fewest ranks."""
+        base = replace(self, result=self.fewest)
+        more = self._sequences / base._sequences
+        measured = median(base.measured.iteration_s) / median(self.measured.iteration_s)
+        return more * measured, more * base.predicted.iteration_s / self.predicted.iteration_s
 
     @property
     def _sequences(self) -> float:
+        """Sequences of a rank in an iteration."""
         return self.result.layout.global_batch_size / self.result.layout.world_size
+
+
+def sweep_rows(results: Mapping[str, BenchResult]) -> list[SweepRow]:
+    """A row for each value and strategy."""
+    fewest: dict[str, BenchResult] = {}
+    rows = []
+    for value, result in results.items():
+        for strategy in order(result):
+            first = fewest.setdefault(strategy, result)
+            rows.append(SweepRow(value=value, strategy=strategy, result=result, fewest=first))
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Quantity:
+    """Something that a sweep measures and predicts: two columns of its table, two curves of its page."""
+
+    title: str
+    pair: Callable[[SweepRow], _Pair]
+    show: Callable[[float | None], str] = milliseconds
+    unit: float = 1e-3
+    """The unit of the curves."""
+
+    def columns(self, rows: Sequence[SweepRow]) -> Columns:
+        """Measured and planned, a row each."""
+        cells = (tuple(map(self.show, self.pair(row))) for row in rows)
+        return Columns(title=self.title, heads=("measured", "plan"), rows=tuple(cells))
+
+    def chart(self, rows: Sequence[SweepRow], kind: SweepKind) -> Curves:
+        """A measured and a predicted curve for each strategy."""
+        curves = []
+        for name in dict.fromkeys(row.strategy for row in rows):
+            pairs = [(float(row.value), *self.pair(row)) for row in rows if row.strategy == name]
+            measured = [(value, seconds / self.unit) for value, seconds, _ in pairs if seconds is not None]
+            planned = [(value, (plan or 0.0) / self.unit) for value, seconds, plan in pairs if seconds is not None]
+            curves.append(Curve(name=name, points=measured, dots=True))
+            curves.append(Curve(name=f"{name}, predicted", points=planned, dots=True, dashed=True))
+        axes: Literal["linear", "log x"] = "log x" if kind in ("c_max", "gpus") else "linear"
+        return Curves(title=self.title, curves=curves, height=160, axes=axes, x=HEADS[kind])
+
+
+def _phase(title: str, name: str) -> _Quantity:
+    """The time of a phase."""
+    return _Quantity(title=title, pair=lambda row: row.phase(name))
+
+
+_STEP = _Quantity(title="optimizer step, ms", pair=lambda row: row.optimizer)
+_ITERATION = _Quantity(title="iteration, ms", pair=lambda row: row.iteration)
+_BALANCE = _Quantity(title="load balance", pair=lambda row: row.balance, show=ratio, unit=1.0)
+_EXCHANGE = _phase("exposed exchange, ms", "exchange")
+_EFFICIENCY = _Quantity(
+    title="efficiency", pair=lambda row: row.efficiency, show=lambda share: number(share, ".0%"), unit=1.0
+)
+_SUBJECTS: Mapping[SweepKind, _Quantity] = {"alpha": _BALANCE, "c_max": _EXCHANGE, "gpus": _EFFICIENCY}
+"""The quantity that a setting of numbers is about."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +166,12 @@ class SweepView(Page):
     widest = 130
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        yield from heading(self._common, f"Sweep of {HEADS[self.kind]}", screen, without=self.kind)
+        yield from heading(self._common, f"Sweep of {HEADS[self.kind]}", without=self.kind)
         yield Text()
         yield wrapped(TITLES[self.kind], "bold")
-        rows = list(sweep_rows(self.results))
+        rows = sweep_rows(self.results)
+        if screen.page:
+            yield self._picture(rows)
         sections = [n for n, row in enumerate(rows) if n and row.value != rows[n - 1].value] if self._several else []
         groups = self._groups(rows)
         yield GroupedTable(
@@ -131,6 +188,14 @@ class SweepView(Page):
             for text in result.notes
         )
         yield from items("Notes", map(clean, notes))
+
+    def _picture(self, rows: Sequence[SweepRow]) -> Picture:
+        """Curves over the values, or bars where the values are names."""
+        numeric = [row for row in rows if row.value.replace(".", "", 1).isdecimal()]  # not the planner's own C_max
+        if not numeric:
+            return steps((f"{row.value} {row.strategy}", row.result.strategies[row.strategy]) for row in rows)
+        shown = (_STEP, _ITERATION, _SUBJECTS[self.kind])
+        return SideBySide(*(quantity.chart(numeric, self.kind) for quantity in shown))
 
     @property
     def _common(self) -> BenchResult:
@@ -162,33 +227,27 @@ class SweepView(Page):
         """The step's times, and before and after them the columns this setting is about."""
 
         def group(title: str, cells: Callable[[SweepRow], tuple[Cell, ...]], *heads: str) -> Columns:
-            return Columns(title=title, heads=heads or ("measured", "plan"), rows=tuple(map(cells, rows)))
+            return Columns(title=title, heads=heads, rows=tuple(map(cells, rows)))
 
-        def phase(title: str, name: str) -> Columns:
-            return group(title, lambda row: (*map(milliseconds, row.phase(name)),))
-
-        steps = [
-            group("optimizer step, ms", lambda row: _times(row.measured.optimizer_s, row.predicted.optimizer_s), *_ALL),
-            group("iteration, ms", lambda row: _times(row.measured.iteration_s, row.predicted.iteration_s), *_ALL),
+        both = [
+            group(_STEP.title, lambda row: _times(row.measured.optimizer_s, row.predicted.optimizer_s), *_ALL),
+            group(_ITERATION.title, lambda row: _times(row.measured.iteration_s, row.predicted.iteration_s), *_ALL),
         ]
-        balance = group(
-            "load balance", lambda row: (ratio(row.measured.load_balance), ratio(row.predicted.load_balance))
-        )
+        balance = _BALANCE.columns(rows)
         if self.kind == "alpha":
-            reduced = phase("reduction in all, ms", "grad_reduce_total")
-            return [balance, *steps, reduced, phase("gathering in all, ms", "param_gather_total")]
+            reduced = _phase("reduction in all, ms", "grad_reduce_total").columns(rows)
+            return [balance, *both, reduced, _phase("gathering in all, ms", "param_gather_total").columns(rows)]
         if self.kind == "c_max":
-            exchanged = (phase("exposed exchange, ms", "exchange"), phase("exchange in all, ms", "exchange_total"))
-            return [*steps, *exchanged, group("fullest rank, MiB", _memory, *_ALL)]
+            exchanged = (_EXCHANGE.columns(rows), _phase("exchange in all, ms", "exchange_total").columns(rows))
+            return [*both, *exchanged, group("fullest rank, MiB", _memory, *_ALL)]
         if self.kind == "gpus":
             layouts = group("layout", lambda row: (layout_code(row.result.layout),), "")
-            efficiency = group("efficiency", lambda row: _shares(_efficiency(row, rows)))
             work = group("processor, s", lambda row: (number(median(row.measured.processor_s), ".3g"),), "measured")
-            return [layouts, *steps, efficiency, work, balance]
+            return [layouts, *both, _EFFICIENCY.columns(rows), work, balance]
         if not self._several:
-            return steps
+            return both
         return [
-            *steps,
+            *both,
             group("optimizer, times", lambda row: _speedup(row, row.result.optimizer_speedup), "measured"),
             group("iteration, times", lambda row: _speedup(row, row.result.iteration_speedup), "measured"),
         ]
@@ -220,206 +279,5 @@ def _memory(row: SweepRow) -> tuple[Cell, ...]:
     return with_error(max(row.measured.tensor_bytes), row.predicted.tensor_bytes, mib)
 
 
-def _shares(point: Point) -> tuple[Cell, ...]:
-    return f"{point.measured.median:.0f}%", f"{point.predicted:.0f}%"
-
-
 def _speedup(row: SweepRow, speedup: Callable[[str], Speedup]) -> tuple[Cell, ...]:
     return ("1" if row.strategy == row.result.reference else times(speedup(row.strategy)),)
-
-
-def _efficiency(row: SweepRow, rows: Sequence[SweepRow]) -> Point:
-    """Returns the efficiency over the same strategy on the fewest ranks, per cent."""
-    base = next(other for other in rows if other.strategy == row.strategy)
-    measured, plan = row.rate / base.rate, row.predicted_rate / base.predicted_rate
-    return Point(measured=Quartiles.of([100 * measured]), predicted=100 * plan)
-
-
-def sweep_rows(results: Mapping[str, BenchResult]) -> Iterator[SweepRow]:
-    for value, result in results.items():
-        for strategy in order(result):
-            yield SweepRow(value=value, strategy=strategy, result=result)
-
-
-def _ms(values: Sequence[float]) -> Quartiles:
-    return Quartiles.of([1e3 * value for value in values])
-
-
-def subject(kind: SweepKind, rows: Sequence[SweepRow]) -> tuple[str, Callable[[SweepRow], Point | None]]:
-    """The quantity the setting is about, for the third panel: title and values."""
-
-    def balance(row: SweepRow) -> Point:
-        return Point(measured=Quartiles.of([row.measured.load_balance]), predicted=row.predicted.load_balance)
-
-    def exchange(row: SweepRow) -> Point | None:
-        measured, plan = row.phase("exchange")
-        return None if measured is None else Point(measured=_ms([measured]), predicted=1e3 * (plan or 0.0))
-
-    def speedup(row: SweepRow) -> Point | None:
-        ratio_of = row.result.optimizer_speedup(row.strategy)
-        base = row.result.strategies[row.result.reference].predicted.optimizer_s
-        if row.strategy in (row.result.reference, "adamw") or not ratio_of.distinct or not base:
-            return None
-        return Point(measured=ratio_of.ratio, predicted=row.predicted.optimizer_s / base)
-
-    if kind == "alpha":
-        return "Load balance, max / mean of ranks", balance
-    if kind == "c_max":
-        return "Exposed exchange, ms", exchange
-    if kind == "gpus":
-        return "Efficiency: sequences per second and rank, %", lambda row: _efficiency(row, rows)
-    return "Optimizer step, times the reference's", speedup
-
-
-_MATRIX = tuple(name for name in STRATEGIES if name != "adamw")
-_OTHERS = tuple(name for name in _MATRIX if name != "canzona")
-
-
-@dataclass(frozen=True)
-class SimulationView(Page):
-    """A table for each size."""
-
-    simulation: Simulation
-
-    widest = 150
-
-    def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        simulation = self.simulation
-        unit = "GPUs" if simulation.device == "cuda" else "CPU ranks"
-        trust = "(calibrated)" if simulation.calibrated else "(by hand, not calibrated)"
-        yield headed(
-            "Simulated",
-            f", not measured: {clean(simulation.optimizer)} on {min(simulation.gpus):,} to {max(simulation.gpus):,} "
-            f"{unit}, profile {clean(simulation.profile)} {trust}",
-        )
-        if simulation.overrides:
-            yield wrapped(" ".join(map(clean, simulation.overrides)), "dim")
-        for recipe in simulation.recipes:
-            yield Text()
-            yield from self._size(recipe)
-        yield Text()
-        for text in self._legend():
-            yield wrapped(text, "dim")
-        yield from items("Assumptions", simulation.assumptions, "dim")
-
-    def _size(self, recipe: str) -> Iterator[RenderableType]:
-        cells = self.simulation.of(recipe)
-        yield Text(clean(recipe), style="bold")
-        groups = [
-            _layouts(cells),
-            _group(cells, "iteration, ms", STRATEGIES, _iteration),
-            _group(
-                cells, "optimizer step, ms", STRATEGIES, lambda one, name: milliseconds(one.result(name).optimizer_s)
-            ),
-            _group(cells, "iteration over AdamW's", _MATRIX, lambda one, name: overhead(one.overhead(name))),
-            _group(cells, "optimizer, times canzona's", _OTHERS, _times_canzona),
-            _group(cells, "load balance", _MATRIX, lambda one, name: f"{one.result(name).update_balance:.2f}"),
-        ]
-        groups += [
-            _yardsticks(cells, "fastest layout of its own", lambda best, _: layout_code(best.layout)),
-            _yardsticks(cells, "iteration there, ms", lambda best, _: milliseconds(best.iteration_s)),
-            _yardsticks(cells, "canzona's over that", lambda _, share: overhead(share)),
-        ]
-        yield GroupedTable(head="GPUs", labels=[f"{cell.gpus:,}" for cell in cells], groups=groups)
-        for cell in cells:
-            if cell.reason:
-                yield wrapped(f"{cell.gpus:,}: no layout: {clean(cell.reason)}", "yellow", first="  ", rest="    ")
-
-    def _legend(self) -> Iterator[str]:
-        yield (
-            "The layout is the one `canzona train` would choose for that many GPUs; all strategies use the same one. "
-            "AdamW and layerwise are also compared, by sequence, each in its own fastest layout; -: does not fit. "
-            "optimizer step: from reduced gradients to the next forward, without what hides under other work."
-        )
-        studies = [cell.study for cell in self.simulation.cells if cell.study is not None]
-        if any(not strategy.fits for study in studies for strategy in study.strategies.values()):
-            yield "! does not fit into memory with that layout: timed as if it did, and nothing is compared with it"
-        if self.simulation.optimizer != "muon":
-            yield (
-                "layerwise: Megatron offers it for muon only; this is what the same method would take with "
-                f"{clean(self.simulation.optimizer)}"
-            )
-
-
-@dataclass(frozen=True)
-class SimulatedSweepView(Page):
-    """A table for each size and number of GPUs, its rows the values of one setting."""
-
-    kind: SweepKind
-    simulations: Mapping[str, Simulation]
-    """The simulation of each value, in the order of the values."""
-
-    widest = 150
-
-    def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        first = next(iter(self.simulations.values()))
-        yield headed("Simulated", f", not measured: sweep of {HEADS[self.kind]}, profile {clean(first.profile)}")
-        yield wrapped(TITLES[self.kind], "dim")
-        for place, cell in enumerate(first.cells):
-            cells = [simulation.cells[place] for simulation in self.simulations.values()]
-            groups, layouts = self._groups(cells), _layouts(cells)
-            if len(set(layouts.rows)) == 1:
-                where = f": {layouts.rows[0][0]}"
-            else:
-                where, groups = "", [layouts, *groups]
-            yield Text()
-            yield Text(f"{clean(cell.recipe)} on {cell.gpus:,}{where}", style="bold")
-            yield GroupedTable(
-                head=HEADS[self.kind], labels=[clean(value) for value in self.simulations], groups=groups
-            )
-            for value, other in zip(self.simulations, cells, strict=True):
-                if other.reason:
-                    yield wrapped(f"{clean(value)}: {clean(other.reason)}", "yellow", first="  ", rest="    ")
-
-    def _groups(self, cells: Sequence[SimulatedCell]) -> list[Columns]:
-        names = AFFECTED.get(self.kind, _MATRIX)
-
-        def phase(title: str, *phases: str) -> Columns:
-            def shown(study: Study, name: str) -> str:
-                return milliseconds(sum(study.result(name).phases.get(one, 0.0) for one in phases))
-
-            return _group(cells, title, names, shown)
-
-        steps = [
-            _group(cells, "iteration, ms", names, _iteration),
-            _group(cells, "optimizer step, ms", names, lambda one, name: milliseconds(one.result(name).optimizer_s)),
-            _group(cells, "load balance", names, lambda one, name: f"{one.result(name).update_balance:.2f}"),
-        ]
-        if self.kind == "alpha":
-            return [*steps, phase("DP traffic in all, ms", "grad_reduce_total", "param_gather_total")]
-        if self.kind == "c_max":
-            return [*steps, phase("exposed exchange, ms", "exchange")]
-        return steps
-
-
-def _layouts(cells: Sequence[SimulatedCell]) -> Columns:
-    rows = tuple((MISSING if cell.study is None else layout_code(cell.study.layout),) for cell in cells)
-    return Columns(title="layout", heads=("",), rows=rows)
-
-
-def _group(
-    cells: Sequence[SimulatedCell], title: str, names: Sequence[str], show: Callable[[Study, str], str]
-) -> Columns:
-    rows = (() if cell.study is None else tuple(show(cell.study, name) for name in names) for cell in cells)
-    return Columns(title=title, heads=tuple(names), rows=tuple(rows))
-
-
-def _yardsticks(cells: Sequence[SimulatedCell], title: str, show: Callable[[Tried, float | None], str]) -> Columns:
-    """A column for each strategy that is simulated in its own fastest layout;
-    `show` has it and canzona's overhead."""
-    rows = (
-        tuple(MISSING if best is None else show(best, cell.overhead(name)) for name, best in cell.yardsticks.items())
-        for cell in cells
-    )
-    return Columns(title=title, heads=YARDSTICKS, rows=tuple(rows))
-
-
-def _iteration(study: Study, name: str) -> str:
-    return milliseconds(study.result(name).iteration_s) + (" " if study.strategies[name].fits else "!")
-
-
-def _times_canzona(study: Study, name: str) -> str:
-    ratio = study.optimizer_speedup(name)
-    if ratio is None:
-        return MISSING
-    return f"{ratio:.0f}x" if ratio >= 99.5 else f"{ratio:.1f}x"

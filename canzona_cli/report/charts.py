@@ -1,139 +1,148 @@
-"""Drawn with characters: sparklines, bars, curves, bars made of parts, and the map of every rank's load.
+"""Charts of parts, each drawn in two ways: with characters at a terminal, as SVG in a page.
 
-Bars made of parts have a form without colours.
+Bars, lanes of time, and the map of every rank's load. Where a terminal has no colour, parts have letters. In a
+page, text keeps its size on any screen, and a pointed-at part says its value.
 """
 
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 from rich.text import Text
 
-from canzona_cli.run.phases import Ink
-from canzona_cli.run.words import real
+from canzona_cli.report.markup import Html, folded, joined, key, percent, table_html, tag
+from canzona_cli.report.page import Page, Screen, note
+from canzona_cli.report.tables import GroupedTable, columns
+from canzona_cli.run.breakdown import SimulatedEvent, streams_of
+from canzona_cli.run.phases import PHASES, STREAMS, Ink, Interval
+from canzona_cli.run.words import milliseconds, step_time
 
-_BLOCKS = " ▁▂▃▄▅▆▇█"
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
-_BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""Bits of the 2 x 4 dots of a character."""
-HEAT_LIMITS = (0.5, 0.9, 1.1, 1.5)
-"""Loads over the mean up to which a map has one colour."""
-_HEAT_STYLES = ("dodger_blue2", "sky_blue2", "green3", "gold3", "red3")
-_MOST_ROWS = 16
-_WIDEST_CELL = 4
+BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+_GUTTER: Final = 23
+"""The characters in front of a bar or a lane."""
 
 
-def sparkline(values: Iterable[object], width: int) -> str:
-    """A line of at most `width` characters whose heights follow the finite values."""
-    finite = [value for value in map(real, values) if value is not None]
-    if not finite or width < 1:
-        return ""
-    blocks = _BLOCKS[1:]
-    points = _resample(finite, width)
-    low, high = min(points), max(points)
-    if high <= low:
-        return blocks[len(blocks) // 2] * len(points)
-    return "".join(blocks[round((value - low) / (high - low) * (len(blocks) - 1))] for value in points)
+class Picture(Page):
+    """Base of the charts: a page shows markup instead of the parts that a terminal shows."""
+
+    @abstractmethod
+    def html(self) -> Html:
+        """The chart as a page has it."""
 
 
-def _resample(values: Sequence[float], width: int) -> list[float]:
-    """Returns at most `width` values, each the mean of its slice, so that a long history keeps its shape."""
-    if len(values) <= width:
-        return list(values)
-    edges = [index * len(values) // width for index in range(width + 1)]
-    return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-
-
-def bar(share: object, width: int) -> str:
-    """A horizontal bar, `share` (0 to 1) of `width` characters, in eighths of a character."""
-    value = real(share)
-    if value is None or width < 1:
-        return ""
-    eighths = round(min(1.0, max(0.0, value)) * width * 8)
-    return ("█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else ""))[:width]
-
-
-def line_chart(points: Sequence[tuple[float, float]], width: int, height: int) -> list[str]:
-    """Draw (step, value) points as `height` rows of `width` characters: a labelled y axis,
-    the curve, the step axis.
-
-    Args:
-        points: finite and in step order; those that fall into one column of dots are averaged.
-        width: characters of a row, labels included; nothing is drawn below 20.
-        height: rows, the step axis included; nothing is drawn below 3.
-    """
-    if not points or width < 20 or height < 3:
-        return []
-    low, high = min(v for _, v in points), max(v for _, v in points)
-    if high - low < 1e-12 * max(1.0, abs(high)):
-        low, high = low - 0.5, high + 0.5
-    rows = height - 1
-    labels = [_axis_label(high - (high - low) * row / (rows - 1)) for row in range(rows)]
-    gutter = max(map(len, labels)) + 2
-    columns = width - gutter
-    x_dots, y_dots = 2, 4
-    heights = _dot_columns(points, columns * x_dots)
-    grid = [[0] * columns for _ in range(rows)]
-    scale = (rows * y_dots - 1) / (high - low)
-    for (x0, v0), (x1, v1) in itertools.pairwise(heights) if len(heights) > 1 else [(heights[0], heights[0])]:
-        y0, y1 = (round((high - v) * scale) for v in (v0, v1))
-        for x, y in _segment(x0, y0, x1, y1):
-            grid[y // y_dots][x // x_dots] |= _BRAILLE[x % x_dots][y % y_dots]
-    lines = []
-    for row, cells in enumerate(grid):
-        # A label on every other row is enough to read a value, and quieter.
-        label = labels[row] if row % 2 == 0 or row == rows - 1 else ""
-        drawn = "".join(chr(0x2800 + cell) if cell else " " for cell in cells)
-        lines.append(f"{label:>{gutter - 2}} ┤{drawn}".rstrip())
-    first, last = f"{points[0][0]:,.0f}", f"step {points[-1][0]:,.0f}"
-    lines.append(f"{'':{gutter}}{first}{last:>{max(1, columns - len(first))}}"[:width])
-    return lines
-
-
-def _axis_label(value: float) -> str:
-    return f"{value:.2f}" if abs(value) < 1000 else f"{value:.3g}"
-
-
-def _dot_columns(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[int, float]]:
-    """(column, mean value) of the points in each column of dots; the axis runs linearly over steps."""
-    first, last = points[0][0], points[-1][0]
-    scale = (columns - 1) / (last - first) if last > first else 0.0
-    bins: dict[int, list[float]] = {}
-    for step, value in points:
-        bins.setdefault(round((step - first) * scale), []).append(value)
-    return [(column, math.fsum(values) / len(values)) for column, values in sorted(bins.items())]
-
-
-def _segment(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int]]:
-    steps = max(abs(x1 - x0), abs(y1 - y0))
-    if steps == 0:
-        return [(x0, y0)]
-    return [(round(x0 + (x1 - x0) * i / steps), round(y0 + (y1 - y0) * i / steps)) for i in range(steps + 1)]
-
-
-MEMORY = {
-    name: Ink(letter=letter, style=style, colour=colour)
-    for name, letter, style, colour in (
-        ("weights", "W", "dodger_blue2", "#4c72b0"),
-        ("gradients", "G", "sky_blue2", "#8fb4e3"),
-        ("padding", "P", "red3", "#c44e52"),
-        ("masters", "M", "green3", "#3a9d5d"),
-        ("matrix_state", "S", "pale_green1", "#86c58e"),
-        ("adamw_state", "A", "gold3", "#e6b422"),
-        ("optimizer", "O", "green3", "#3a9d5d"),
-        ("activations", "C", "medium_purple2", "#8b7bc8"),
-        ("logits", "L", "plum2", "#c7a3dd"),
-        ("workspace", "K", "grey62", "#8c8c8c"),
-        ("exchange", "X", "indian_red1", "#dd7d6b"),
-    )
-}
+MEMORY: Final[Mapping[str, Ink]] = MappingProxyType(
+    {
+        name: Ink(letter=letter, style=style, colour=colour, css=f"m-{name}", name=name.replace("_", " "))
+        for name, letter, style, colour in (
+            ("weights", "W", "dodger_blue2", "#4c72b0"),
+            ("gradients", "G", "sky_blue2", "#8fb4e3"),
+            ("padding", "P", "red3", "#c44e52"),
+            ("masters", "M", "green3", "#3a9d5d"),
+            ("matrix_state", "S", "pale_green1", "#86c58e"),
+            ("adamw_state", "A", "gold3", "#e6b422"),
+            ("optimizer", "O", "green3", "#3a9d5d"),
+            ("activations", "C", "medium_purple2", "#8b7bc8"),
+            ("logits", "L", "plum2", "#c7a3dd"),
+            ("workspace", "K", "grey62", "#8c8c8c"),
+            ("exchange", "X", "indian_red1", "#dd7d6b"),
+            ("measured_peak", "T", "grey53", "#7c8794"),
+        )
+    }
+)
 """The parts of a rank's memory, in the order in which they are drawn.
 Without a plan the optimizer's are one."""
-Inks = Mapping[str, Ink]
-"""The ink of each part, by its name."""
 
 
-def stacked(parts: Sequence[tuple[str, float]], total: float, width: int, inks: Inks, *, colour: bool) -> Text:
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One bar."""
+
+    label: str
+    parts: Sequence[tuple[str, float]]
+    """(name, amount) from left to right."""
+    value: str
+    """The amount of the whole bar, in words."""
+    faint: bool = False
+    """True for a prediction next to a measurement."""
+    limit: float | None = None
+    """The full length of the bar; the rest is drawn empty up to there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bars(Picture):
+    """Bars below one another."""
+
+    rows: Sequence[Bar]
+    scale: float
+    """The amount at the full width; longer bars are cut off."""
+    inks: Mapping[str, Ink] = PHASES
+    show: Callable[[float], str] = step_time
+    """Writes an amount."""
+    amounts: bool = False
+    """True to write the amounts of the first bar's parts into the legend."""
+
+    def parts(self, screen: Screen) -> Iterator[Text]:
+        width = screen.width - _GUTTER - 2
+        for row in self.rows:
+            drawn = stacked(row.parts, self.scale, width, self.inks, colour=screen.colour)
+            if row.limit is not None:
+                drawn.append("·" * (round(width * row.limit / self.scale) - drawn.cell_len), style="dim")
+            if self._cut(row):
+                drawn.append(" ▶", style="bold")
+            yield Text.assemble("  ", f"{row.label:<10} {row.value:>9} ", drawn)
+        yield from legend(self._legend(), self.inks, screen.width, colour=screen.colour)
+
+    def html(self) -> Html:
+        shown = [tag("div", *self._row(row), class_="bar-row") for row in self.rows]
+        keys = (key(self.inks[name].css, words) for name, words in self._legend())
+        return tag("figure", *shown, tag("figcaption", *keys, class_="keys"), class_="bars")
+
+    def _cut(self, row: Bar) -> bool:
+        return sum(amount for _, amount in row.parts) > 1.001 * self.scale
+
+    def _legend(self) -> list[tuple[str, str]]:
+        """The parts that are drawn, and their words."""
+        seen = {name for row in self.rows for name, amount in row.parts if amount > 0}
+        first = dict(self.rows[0].parts)
+        return [
+            (name, f"{ink.name} {self.show(first[name])}" if self.amounts and name in first else ink.name)
+            for name, ink in self.inks.items()
+            if name in seen
+        ]
+
+    def _row(self, row: Bar) -> Iterator[Html]:
+        rects: list[Html] = []
+        if row.limit is not None:
+            rects.append(_stretch(0, row.limit / self.scale, "empty"))
+        at = 0.0
+        for name, amount in row.parts:
+            if amount > 0:
+                words = f"{self.inks[name].name}: {self.show(amount)}"
+                rects.append(_stretch(at / self.scale, amount / self.scale, self.inks[name].css, words))
+                at += amount
+        yield tag("span", row.label, class_="bar-label")
+        look = "bar faint" if row.faint else "bar"
+        yield tag("svg", *rects, class_=look, role="img", aria_label=f"{row.label}: {row.value}")
+        yield tag("span", row.value + " (cut off)" * self._cut(row), class_="bar-value")
+
+
+def phase_bar(label: str, phases: Mapping[str, float], seconds: float, *, faint: bool = False) -> Bar:
+    """The phases of a step that takes `seconds`."""
+    parts = [(name, phases.get(name, 0.0)) for name in PHASES]
+    return Bar(label=label, parts=parts, value=step_time(seconds), faint=faint)
+
+
+def step_bars(rows: Sequence[Bar]) -> Bars:
+    """Steps on one scale, that of the longest."""
+    return Bars(rows=rows, scale=max(sum(seconds for _, seconds in row.parts) for row in rows))
+
+
+def stacked(
+    parts: Sequence[tuple[str, float]], total: float, width: int, inks: Mapping[str, Ink], *, colour: bool
+) -> Text:
     """A bar in which `width` characters stand for `total`.
     A part above 0 that rounds to nothing is not drawn.
 
@@ -153,7 +162,7 @@ def stacked(parts: Sequence[tuple[str, float]], total: float, width: int, inks: 
     return drawn
 
 
-def legend(parts: Sequence[tuple[str, str]], inks: Inks, width: int, *, colour: bool) -> Iterator[Text]:
+def legend(parts: Sequence[tuple[str, str]], inks: Mapping[str, Ink], width: int, *, colour: bool) -> Iterator[Text]:
     """Indented lines like `█ weights 7.6  █ gradients 15.2`, or with letters; broken between parts only.
 
     Args:
@@ -171,6 +180,230 @@ def legend(parts: Sequence[tuple[str, str]], inks: Inks, width: int, *, colour: 
             line = Text()
         line.append_text(entry)
     yield line
+
+
+def _stretch(start: float, length: float, css: str, words: str | None = None) -> Html:
+    """A part of a bar or a lane that says what it is."""
+    title = () if words is None else (tag("title", words),)
+    return tag("rect", *title, x=percent(start), y="0", width=percent(length), height="100%", class_=css)
+
+
+_FINEST: Final = 1500
+"""Stretches that a lane is divided into; what is shorter joins its neighbour."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """The events on one line; names are phases or anything else."""
+
+    label: str
+    intervals: Sequence[Interval]
+    rank: str = ""
+    """Written in front of the label in a page, which shows several ranks."""
+    begins: bool = False
+    """True where another rank begins with it."""
+
+    @property
+    def words(self) -> str:
+        return f"{self.rank}: {self.label}" if self.rank else self.label
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lanes(Picture):
+    """Lanes on one axis of time."""
+
+    title: str
+    rows: Sequence[Lane]
+    start_s: float = 0.0
+    end_s: float
+
+    def parts(self, screen: Screen) -> Iterator[Text]:
+        width = screen.width - _GUTTER
+        for number, row in enumerate(self.rows):
+            drawn = lane(row.intervals, self.start_s, self.end_s, width, colour=screen.colour)
+            head = "" if number else self.title
+            yield Text.assemble("  ", (f"{head:<10}", "bold"), f"{row.label[:10]:<10} ", drawn)
+        left, right = step_time(self.start_s) if self.start_s else "0", step_time(self.end_s)
+        middle = f"{step_time(self.end_s - self.start_s)} shown"
+        line = f"{left}{middle:^{max(0, width - len(left) - len(right))}}{right}"
+        yield Text(" " * _GUTTER + line[:width], style="dim")
+
+    def html(self) -> Html:
+        shown = []
+        for row in self.rows:
+            rects = map(self._rect, _joined(row.intervals, self.start_s, self.end_s))
+            drawn = tag("svg", *rects, class_="lane", role="img", aria_label=row.words)
+            look = "lane-row new" if row.begins else "lane-row"
+            shown.append(tag("div", tag("span", row.words, class_="bar-label"), drawn, class_=look))
+        seen = {one.name for row in self.rows for one in row.intervals if one.end_s > self.start_s}
+        keys = (key(ink.css, ink.name) for name, ink in PHASES.items() if name in seen)
+        ends = tag("span", tag("span", "0"), tag("span", step_time(self.end_s - self.start_s)))
+        axis = tag("div", tag("span"), ends, class_="lane-row axis")
+        return tag("figure", *shown, axis, tag("figcaption", *keys, class_="keys"), class_="bars")
+
+    def _rect(self, one: Interval) -> Html:
+        ink, whole = PHASES.get(one.name), self.end_s - self.start_s
+        start, length = one.start_s - self.start_s, one.end_s - one.start_s
+        words = f"{one.name if ink is None else ink.name}: {step_time(length)} from {step_time(start)}"
+        return _stretch(start / whole, length / whole, "p-other" if ink is None else ink.css, words)
+
+
+def planned_lanes(events: Sequence[SimulatedEvent]) -> list[Lane]:
+    """The streams of simulated ranks."""
+    return [
+        Lane(label=STREAMS[stream], intervals=intervals, rank=f"rank {rank}", begins=stream == "compute")
+        for rank, stream, intervals in streams_of(events)
+    ]
+
+
+def lane(intervals: Iterable[Interval], start: float, end: float, width: int, *, colour: bool) -> Text:
+    """A character for each `width`-th of the time: the phase that fills most of it,
+    faint if less than half."""
+    drawn = Text(no_wrap=True)
+    step = (end - start) / width
+    first = 0
+    ordered = sorted(intervals, key=lambda one: one.start_s)
+    for place in range(width):
+        left, right = start + place * step, start + (place + 1) * step
+        while first < len(ordered) and ordered[first].end_s <= left:
+            first += 1
+        share: dict[str, float] = {}
+        for one in ordered[first:]:
+            if one.start_s >= right:
+                break
+            covered = min(one.end_s, right) - max(one.start_s, left)
+            share[one.name] = share.get(one.name, 0.0) + covered
+        phase = max(share, key=lambda name: share[name], default=None)
+        if phase is None:
+            drawn.append("·", style="dim")
+            continue
+        look, faint = PHASES[phase], sum(share.values()) < step / 2
+        if colour:
+            drawn.append("▒" if faint else "█", style=look.style)
+        else:
+            drawn.append(look.letter.lower() if faint else look.letter)
+    return drawn
+
+
+def _joined(intervals: Iterable[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
+    """Joins intervals to as many as a screen can show: equal neighbours are joined,
+    the shortest are left out."""
+    finest = (end_s - start_s) / _FINEST
+    last: Interval | None = None
+    for one in sorted(intervals, key=lambda interval: interval.start_s):
+        begin, end = max(start_s, one.start_s), min(end_s, one.end_s)
+        if end <= begin:
+            continue
+        if last is not None and last.name == one.name and begin - last.end_s <= finest:
+            last = Interval(name=last.name, start_s=last.start_s, end_s=max(end, last.end_s))
+            continue
+        if last is not None:
+            if end - begin < finest and begin - last.end_s < finest:
+                continue
+            yield last
+        last = Interval(name=one.name, start_s=begin, end_s=end)
+    if last is not None:
+        yield last
+
+
+HEAT_LIMITS: Final = (0.5, 0.9, 1.1, 1.5)
+"""Loads over the mean up to which a map has one colour."""
+_HEAT_STYLES: Final = ("dodger_blue2", "sky_blue2", "green3", "gold3", "red3")
+_MOST_ROWS: Final = 16
+_WIDEST_CELL: Final = 4
+_MOST_WRITTEN: Final = 16
+"""Owners up to which each cell of a page has its number."""
+_BETWEEN: Final = 2
+"""Characters between two maps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadMap:
+    """The load of every rank with one strategy."""
+
+    title: str
+    loads: Sequence[float]
+    """Seconds by cell, `owner * hosts + host`."""
+
+    @property
+    def balance(self) -> float | None:
+        """The largest load over the mean; None where there is none."""
+        whole = sum(self.loads)
+        return max(self.loads) * len(self.loads) / whole if whole > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadMaps(Picture):
+    """Maps next to each other: columns are owners (DP), rows hosts (TP)."""
+
+    maps: Sequence[LoadMap]
+    hosts: int
+    """The number of TP ranks."""
+
+    @property
+    def owners(self) -> int:
+        return len(self.maps[0].loads) // self.hosts
+
+    @property
+    def _axes(self) -> str:
+        return f"columns are owners (DP 0 to {self.owners - 1}), rows hosts (TP 0 to {self.hosts - 1})"
+
+    def parts(self, screen: Screen) -> Iterator[Text | Page]:
+        width = (screen.width - 2 - _BETWEEN * (len(self.maps) - 1)) // len(self.maps)
+        width = min(width, max(4 * self.owners, 24))
+        blocks = [
+            [
+                Text(f"{one.title} {one.balance or 1.0:.2f}", style="bold"),
+                Text(f"slowest {step_time(max(one.loads))}", style="dim"),
+                *heat_map(one.loads, self.hosts, width),
+            ]
+            for one in self.maps
+        ]
+        for row in zip(*blocks, strict=True):
+            line = Text("  ", no_wrap=True)
+            for cell in row:
+                cell.truncate(width, pad=True)
+                line.append_text(cell).append(" " * _BETWEEN)
+            line.rstrip()
+            yield line
+        together = owners_a_column(self.owners, width)
+        several = f"; up to {together} owners a column" if together > 1 else ""
+        yield note(f"{self._axes}; a full block is the slowest{several}")
+
+    def html(self) -> Html:
+        words = (*(f"up to {limit:g}" for limit in HEAT_LIMITS), "above that, of the mean")
+        keys = (key(f"h{level}", text) for level, text in enumerate(words))
+        pictures = tag("div", *map(self._map, self.maps), tag("p", *keys, class_="keys wide"), class_="grid-of-charts")
+        return joined([pictures, folded("the numbers", *map(self._numbers, self.maps))])
+
+    def _numbers(self, one: LoadMap) -> Html:
+        """A row for each owner."""
+        rows = list(itertools.batched(map(milliseconds, one.loads), self.hosts))
+        groups = columns([f"TP {host}" for host in range(self.hosts)], rows)
+        labels = [f"DP {owner}" for owner in range(self.owners)]
+        return table_html(GroupedTable(head=f"{one.title}, ms", labels=labels, groups=groups))
+
+    def _map(self, one: LoadMap) -> Html:
+        cells: list[Html] = []
+        mean = sum(one.loads) / len(one.loads)
+        width = 1 / self.owners
+        for cell, load in enumerate(one.loads):
+            owner, host = divmod(cell, self.hosts)
+            share = f", {load / mean:.2f} of the mean" if mean > 0 else ""
+            words = tag("title", f"DP {owner}, TP {host}: {step_time(load)}{share}")
+            look = f"cell h{heat_level(load, mean)}"
+            place = {"x": percent(owner * width), "y": host * 26, "width": percent(width), "height": 24}
+            cells.append(tag("rect", words, **place, class_=look))
+            if self.owners <= _MOST_WRITTEN:
+                middle = {"x": percent((owner + 0.5) * width), "y": host * 26 + 16}
+                cells.append(tag("text", milliseconds(load), **middle, class_="cell-text"))
+        balance = "no updates"
+        if one.balance is not None:
+            balance = f"max / mean {one.balance:.3f}, slowest {step_time(max(one.loads))}"
+        words = f"{one.title}: {self.owners} owners x {self.hosts} hosts, {balance}"
+        picture = tag("svg", *cells, class_="map", height=26 * self.hosts, role="img", aria_label=words)
+        caption = tag("figcaption", tag("b", one.title), tag("span", balance))
+        return tag("figure", caption, picture, tag("p", f"{self._axes}, ms", class_="note"))
 
 
 def heat_map(loads: Sequence[float], hosts: int, width: int) -> Iterator[Text]:
@@ -214,7 +447,7 @@ def _bins(count: int, most: int) -> list[tuple[int, int]]:
 def _heat_mark(share: float) -> str:
     if share <= 0:
         return "·"
-    return _BLOCKS[max(1, min(len(_BLOCKS) - 1, round(share * (len(_BLOCKS) - 1))))]
+    return BLOCKS[max(1, min(len(BLOCKS) - 1, round(share * (len(BLOCKS) - 1))))]
 
 
 def heat_level(load: float, mean: float) -> int:

@@ -20,7 +20,7 @@ from canzona_cli.config.schema import Layout
 from canzona_cli.errors import Problem
 from canzona_cli.report.header import describe_layout, header_rows, optimizer_words
 from canzona_cli.report.page import Page, Screen, labelled, note, wrapped
-from canzona_cli.report.tables import Cell, GroupedTable, Table, columns
+from canzona_cli.report.tables import Cell, Table, rows_table
 from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.records import Evaluation
 from canzona_cli.run.words import (
@@ -61,10 +61,8 @@ class Listing(Page):
         if not self.chosen.checkpoints:
             yield Text("there are none yet")
             return
-        rows = [_cells(checkpoint) for checkpoint in self.chosen.checkpoints]
-        heads = ("age", "size", "ranks", "layout", "optimizer", "state")
-        labels = [checkpoint.name for checkpoint in self.chosen.checkpoints]
-        yield GroupedTable(head="checkpoint", labels=labels, groups=columns(heads, rows))
+        rows = ((checkpoint.name, _cells(checkpoint)) for checkpoint in self.chosen.checkpoints)
+        yield rows_table(("age", "size", "ranks", "layout", "optimizer", "state"), rows, head="checkpoint")
         for problem in (problem for checkpoint in self.chosen.checkpoints for problem in checkpoint.problems):
             yield wrapped(clean(f"{problem.key}: {problem.reason}"), "red", rest="  ")
         if all(checkpoint.sound for checkpoint in self.chosen.checkpoints):

@@ -8,12 +8,15 @@ from functools import partial
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.report.page import Page, Screen, remarks, wrapped
+from canzona_cli.report.charts import phase_bar, step_bars
+from canzona_cli.report.curves import Curve, Curves, SideBySide, loss_curve
+from canzona_cli.report.document import Document, sections
+from canzona_cli.report.page import Page, Screen, headed, remarks, wrapped
 from canzona_cli.report.tables import GroupedTable, Table, columns
-from canzona_cli.run.compare import Compared, Pair, Several, ratio, run_figures
+from canzona_cli.run.compare import Compared, Pair, Several, compared, ratio, run_figures
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.summary import RunSummary
-from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, size, step_time
+from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, real, size, step_time
 
 _LONGEST_VALUE = 36
 _Row = tuple[str, str, str, str]
@@ -159,3 +162,62 @@ def run_names(runs: Sequence[RunSummary]) -> list[str]:
     paths = [run.run_dir.absolute() for run in runs]
     common = os.path.commonpath([path.parent for path in paths])
     return [clean(path.relative_to(common)) for path in paths]
+
+
+def several_page(several: Several) -> Document:
+    """Their figures, losses over each other, steps below each other; of two runs, every difference."""
+    return Document(
+        kind="canzona report --compare",
+        title=plural(len(several.runs), "run"),
+        sections=sections(_page_parts(several)),
+    )
+
+
+def _page_parts(several: Several) -> Iterator[RenderableType]:
+    runs = dict(zip(run_names(several.runs), several.runs, strict=True))
+    yield headed("Runs", ", the best one stands out")
+    yield SeveralView(several=several)
+    training = [Curve(name=name, points=run.losses) for name, run in runs.items()]
+    validation = [loss_curve(name, run.validations) for name, run in runs.items()]
+    for title, curves in (("Training loss", training), ("Validation loss", validation)):
+        yield headed(title, ", nats per token")
+        yield Curves(title=title.lower(), curves=curves, numbers=partial(number, spec=".4f"))
+    yield headed("Loss by setting", ", each setting in which the runs differ")
+    yield SideBySide(*(_losses_by(key, values, several) for key, values in _numeric(several).items()))
+    steps = [
+        phase_bar(name, run.breakdown.means, run.breakdown.step.mean_s)
+        for name, run in runs.items()
+        if run.breakdown is not None
+    ]
+    if steps:
+        yield headed("Step", ", measured, mean over ranks, on one scale")
+        yield step_bars(steps)
+    if len(runs) == 2:
+        yield headed("Differences", ", B / A is above 1 where run B takes more; A is the first run")
+        yield ComparedView(compared=compared(several))
+
+
+def _numeric(several: Several) -> dict[str, list[float]]:
+    """The settings in which the runs differ by a number, and each run's value."""
+    numeric = {
+        key: [number for value in values if (number := real(value)) is not None]
+        for key, values in several.settings.items()
+    }
+    return {key: values for key, values in numeric.items() if len(values) == len(several.runs)}
+
+
+def _losses_by(key: str, values: list[float], several: Several) -> Curves:
+    """Draws the loss that each value of a setting came to."""
+    figures = [run_figures(run) for run in several.runs]
+    curves = [
+        Curve(
+            name=name,
+            points=sorted(
+                (value, loss) for value, run in zip(values, figures, strict=True) if (loss := run[figure]) is not None
+            ),
+            dots=True,
+        )
+        for name, figure in (("lowest validation loss", "best_validation"), ("last training loss", "loss"))
+    ]
+    spread = min(values) > 0 and max(values) / min(values) > 5
+    return Curves(title=f"loss by {key}", curves=curves, axes="log x" if spread else "linear", x=key)

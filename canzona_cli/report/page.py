@@ -19,6 +19,8 @@ class Screen:
     width: int
     """The width in characters."""
     colour: bool
+    page: bool = False
+    """True for a page in a browser, which has room for more pictures."""
 
 
 class Page(ABC):

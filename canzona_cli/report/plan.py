@@ -12,13 +12,13 @@ from canzona_cli.config.schema import Gathering, Reduction
 from canzona_cli.costs.memory import GIB
 from canzona_cli.costs.update import RULES
 from canzona_cli.planner.measures import UpdateKind, kinds
-from canzona_cli.report.charts import MEMORY, heat_map, legend, owners_a_column, stacked
+from canzona_cli.report.charts import MEMORY, Bar, Bars, Lanes, LoadMap, LoadMaps, phase_bar, planned_lanes
+from canzona_cli.report.curves import Curve, Curves
 from canzona_cli.report.header import describe_batch, describe_layout, outlook_rows, rank_word
-from canzona_cli.report.page import Page, Screen, Wrapped, headed, items, labelled, note, wrapped
-from canzona_cli.report.tables import GroupedTable, column, columns
-from canzona_cli.run.breakdown import SimulatedEvent
+from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
+from canzona_cli.report.tables import GroupedTable, column, rows_table
 from canzona_cli.run.corpus import PreparedCorpus, supply
-from canzona_cli.run.phases import LABELS, PHASES, STREAMS
+from canzona_cli.run.phases import LABELS
 from canzona_cli.run.words import MISSING, clean, count, milliseconds, overhead, plural, size, step_time, traffic
 from canzona_cli.simulate.compare import STRATEGIES, Study, Variant
 from canzona_cli.simulate.step import StrategyResult
@@ -215,14 +215,9 @@ def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Every strategy's times, what the planned one gains over it, and its memory."""
     yield headed("Strategies", ", simulated on the same layout and batch")
     planned = study.strategy
-    yield GroupedTable(
-        labels=STRATEGIES,
-        groups=columns(
-            ("iteration", "optimizer", "+ AdamW", "opt. /", "iter. /", "GiB"),
-            (_strategy_cells(study, name) for name in STRATEGIES),
-        ),
-        styles=["bold" if name == planned else "" for name in STRATEGIES],
-    )
+    heads = ("iteration", "optimizer", "+ AdamW", "opt. /", "iter. /", "GiB")
+    rows = ((name, _strategy_cells(study, name)) for name in STRATEGIES)
+    yield rows_table(heads, rows, bold=STRATEGIES.index(planned))
     yield note(
         "optimizer: what the iteration waits for; + AdamW: overhead over its iteration in this layout; /: divided by "
         f"{planned}'s; GiB: on the fullest rank"
@@ -271,13 +266,8 @@ def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """The same run planned with other settings."""
     title = f" to this plan, strategy {study.strategy}; bytes: of each bucket's busiest owner, over an even share"
     yield headed("Alternatives", title)
-    yield GroupedTable(
-        labels=[variant.name for variant in study.variants],
-        groups=columns(
-            ("balance", "bound", "bytes", "padding", "optimizer", "iteration", "GiB", "reduced", "exchanged"),
-            map(_variant_cells, study.variants),
-        ),
-    )
+    heads = ("balance", "bound", "bytes", "padding", "optimizer", "iteration", "GiB", "reduced", "exchanged")
+    yield rows_table(heads, ((variant.name, _variant_cells(variant)) for variant in study.variants))
 
 
 def _variant_cells(variant: Variant) -> tuple[str, ...]:
@@ -295,45 +285,29 @@ def _variant_cells(variant: Variant) -> tuple[str, ...]:
     )
 
 
-CUT = 1.6
+_CUT = 1.6
 """sc can take several times as long as the others: its bar is cut at this many times the longest of theirs."""
-_GUTTER = 23
-_GAP = 2
 
 
-def load_map(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
-    """Update time by rank: a row for each host, a column for each owner, the strategies side by side."""
+def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
+    """Update time by rank, the strategies side by side."""
     mesh = study.plan.subject.layout
-    shown = [(name, study.strategies[name].loads) for name in study.mapped]
-    maps = [(name, loads) for name, loads in shown if loads is not None]
-    width = (screen.width - 2 - _GAP * (len(maps) - 1)) // len(maps)
-    width = min(width, max(4 * mesh.owners, 24))
-    together = owners_a_column(mesh.owners, width)
-    several = f" (of up to {together} owners a column)" if together > 1 else ""
-    stage = f"; pipeline stage {study.balance.slowest.stage}" if mesh.pp > 1 else ""
-    yield headed(
-        "Update time of every rank",
-        f": columns are owners (DP 0 to {mesh.owners - 1}), rows hosts (TP 0 to {mesh.tp - 1}), "
-        f"a full block is the slowest{several}{stage}",
-    )
-    blocks = [
-        [
-            Text(f"{name} {max(loads) * len(loads) / sum(loads):.2f}", style="bold"),
-            Text(f"slowest {step_time(max(loads))}", style="dim"),
-            *heat_map(loads, mesh.tp, width),
-        ]
-        for name, loads in maps
-    ]
-    for row in zip(*blocks, strict=True):
-        line = Text("  ", no_wrap=True)
-        for cell in row:
-            cell.truncate(width, pad=True)
-            line.append_text(cell).append(" " * _GAP)
-        line.rstrip()
-        yield line
+    shown = ((name, study.strategies[name].loads) for name in study.mapped)
+    maps = [LoadMap(title=name, loads=loads) for name, loads in shown if loads is not None]
+    stage = f", pipeline stage {study.balance.slowest.stage}" if mesh.pp > 1 else ""
+    yield headed("Update time of every rank", f", colour: a rank's time over the mean of its strategy{stage}")
+    yield LoadMaps(maps=maps, hosts=mesh.tp)
+    if screen.page:
+        # A flat curve is a perfect balance.
+        curves = [Curve(name=one.title, points=[*enumerate(sorted(one.loads, reverse=True), 1)]) for one in maps]
+        bound = study.plan.lower_bounds[study.balance.slowest.stage]
+        ends = [(1, bound), (len(maps[0].loads), bound)]
+        curves.append(Curve(name=f"lower bound {step_time(bound)}", points=ends))
+        title = "ms of updates, busiest rank first"
+        yield Curves(title=title, curves=curves, height=140, show=milliseconds, x="rank")
 
 
-def memory(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
+def memory(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """One bar: what fills the memory of the rank that needs most, and what stays free."""
     account, mesh = study.memory, study.plan.subject.layout
     unit = rank_word(study.config.cluster.device)
@@ -344,86 +318,29 @@ def memory(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
         f"{account.capacity / GIB:.1f} GiB, {free / GIB:.1f} free",
     )
     parts = [(name, float(account.parts[name])) for name in MEMORY if account.parts.get(name)]
-    width = screen.width - 4
-    drawn = stacked(parts, max(account.capacity, account.total), width, MEMORY, colour=screen.colour)
-    drawn.append("·" * (width - drawn.cell_len), style="dim")
-    yield Text.assemble("  ", drawn)
-    labels = [(name, f"{name.replace('_', ' ')} {_gib(amount)}") for name, amount in parts]
-    yield from legend(labels, MEMORY, screen.width, colour=screen.colour)
+    row = Bar(label="fullest", parts=parts, value=size(account.total), limit=account.capacity)
+    scale = max(account.capacity, account.total)
+    yield Bars(rows=[row], scale=scale, inks=MEMORY, show=size, amounts=True)
 
 
-def _gib(amount: float) -> str:
-    return f"{amount / GIB:.1f}" if amount >= GIB / 20 else size(amount)
-
-
-def iterations(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
+def iterations(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """One bar per strategy on one scale: what the slowest rank's iteration is spent on."""
-    times = {name: study.strategies[name].result.iteration_s for name in STRATEGIES}
-    scale = min(max(times.values()), CUT * max(time for name, time in times.items() if name != "sc"))
+    results = {name: study.strategies[name].result for name in STRATEGIES}
+    longest = max(result.iteration_s for name, result in results.items() if name != "sc")
+    scale = min(max(result.iteration_s for result in results.values()), _CUT * longest)
     yield headed("Iteration", f", exposed time of each phase; the full width is {step_time(scale)}")
-    for name in STRATEGIES:
-        phases = study.strategies[name].result.phases
-        parts = [(phase, phases[phase]) for phase in PHASES if phases.get(phase)]
-        drawn = stacked(parts, scale, screen.width - _GUTTER - 2, PHASES, colour=screen.colour)
-        if times[name] > scale * 1.001:
-            drawn.append(" ▶", style="bold")
-        yield Text.assemble("  ", f"{name:<10} {step_time(times[name]):>9} ", drawn)
+    rows = [phase_bar(name, result.phases, result.iteration_s) for name, result in results.items()]
+    yield Bars(rows=rows, scale=scale)
 
 
-def streams(study: Study, screen: Screen) -> Iterator[Wrapped | Text]:
-    """Draws what the plan's slowest rank does on each stream: the whole iteration, then its end enlarged."""
+def streams(study: Study, screen: Screen) -> Iterator[RenderableType]:
+    """The streams of the slowest rank, whole; enlarged from the last reduced gradient on, in a page also
+    those of the rank with least to update."""
     result = study.planned.result
-    events = [event for event in result.events if event.rank == result.slowest_rank]
-    width = screen.width - _GUTTER
-    begin = min((event.start_s for event in events if event.phase == "norm_clip"), default=0.0)
-    end = max(event.end_s for event in events)
-    yield headed("Timeline", f" of {study.strategy} on its slowest rank, {result.slowest_rank}")
-    for label, start in (("iteration", 0.0), ("its end", begin)):
-        seen = [event for event in events if event.end_s > start]
-        for stream, name in STREAMS.items():
-            lane = [event for event in seen if event.stream == stream]
-            if not lane or (stream == "exchange" and start == 0):
-                continue
-            head = f"{label:<10}" if stream == "compute" else " " * 10
-            yield Text.assemble("  ", (head, "bold"), f"{name[:10]:<10} ", _lane(lane, start, end, width, screen))
-        yield _axis(start, end, width)
-    results = [compared.result for compared in study.strategies.values()]
-    phases = {phase for result in results for phase, seconds in result.phases.items() if seconds}
-    labels = [(phase, look.name) for phase, look in PHASES.items() if phase in phases]
-    yield from legend(labels, PHASES, screen.width, colour=screen.colour)
-
-
-def _lane(events: Sequence[SimulatedEvent], start: float, end: float, width: int, screen: Screen) -> Text:
-    """A character for each `width`-th of the time: the phase that fills most of it,
-    faint if less than half."""
-    drawn = Text(no_wrap=True)
-    step = (end - start) / width
-    first = 0
-    ordered = sorted(events, key=lambda event: event.start_s)
-    for place in range(width):
-        left, right = start + place * step, start + (place + 1) * step
-        while first < len(ordered) and ordered[first].end_s <= left:
-            first += 1
-        share: dict[str, float] = {}
-        for event in ordered[first:]:
-            if event.start_s >= right:
-                break
-            covered = min(event.end_s, right) - max(event.start_s, left)
-            share[event.phase] = share.get(event.phase, 0.0) + covered
-        phase = max(share, key=lambda name: share[name], default=None)
-        if phase is None:
-            drawn.append("·", style="dim")
-            continue
-        look, faint = PHASES[phase], sum(share.values()) < step / 2
-        if screen.colour:
-            drawn.append("▒" if faint else "█", style=look.style)
-        else:
-            drawn.append(look.letter.lower() if faint else look.letter)
-    return drawn
-
-
-def _axis(start: float, end: float, width: int) -> Text:
-    left, right = step_time(start) if start else "0", step_time(end)
-    middle = f"{step_time(end - start)} shown"
-    line = f"{left}{middle:^{max(0, width - len(left) - len(right))}}{right}"
-    return Text(" " * _GUTTER + line[:width], style="dim")
+    slowest, end = result.slowest_rank, max(event.end_s for event in result.events)
+    begin = min((event.start_s for event in result.events if event.phase == "norm_clip"), default=0.0)
+    yield headed("Timeline", f" of {study.strategy} on its slowest rank, {slowest}")
+    mine = planned_lanes([event for event in result.events if event.rank == slowest])
+    yield Lanes(title="iteration", rows=mine, end_s=end)
+    rows = planned_lanes([event for event in result.events if event.end_s > begin]) if screen.page else mine
+    yield Lanes(title="its end", rows=rows, start_s=begin, end_s=end)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.report.charts import bar, line_chart
+from canzona_cli.report.charts import Bars, phase_bar, step_bars
+from canzona_cli.report.curves import Curve, Curves
 from canzona_cli.report.header import batch_factors, describe_layout, optimizer_words, rank_word
 from canzona_cli.report.page import Page, Screen, Wrapped, headed, labelled, remarks, wrapped
 from canzona_cli.report.tables import Table
@@ -34,14 +35,10 @@ class RunView(Page):
         if summary.errors and summary.status != "diverged":  # of all ranks together; the status says it
             yield from self._error()
             yield Text()
-        yield from labelled(self.rows(), 11)
-        if summary.go_on is not None:
-            label = Text(f"  {'continue':<11}", style="dim")
-            yield Wrapped(Text(clean(summary.go_on)), label, " " * label.cell_len, whole=True)
+        yield from self.figures()
         if len(summary.losses) > 1:
             yield Text()
-            for row in line_chart(summary.losses, min(screen.width, 100) - 4, 9):
-                yield Text(f"  {row}", style="cyan", no_wrap=True)
+            yield Curves(title="loss", curves=[Curve(name="training", points=summary.losses)])
         if summary.breakdown is not None:
             yield Text()
             yield BreakdownView(breakdown=summary.breakdown)
@@ -73,8 +70,14 @@ class RunView(Page):
             parts = [f"{spent.share:.1%} of {duration(spent.wall_s)} in steps that count"]
             yield "goodput", ", ".join([*parts, *(f"{duration(s)} {what}" for what, s in costs.items() if s >= 1)])
 
-    def rows(self) -> Iterator[tuple[str, Text | str]]:
-        """(label, value) of the figures."""
+    def figures(self) -> Iterator[Wrapped]:
+        """The labelled figures, and the command that continues the run."""
+        yield from labelled(self._rows(), 11)
+        if self.summary.go_on is not None:
+            label = Text(f"  {'continue':<11}", style="dim")
+            yield Wrapped(Text(clean(self.summary.go_on)), label, " " * label.cell_len, whole=True)
+
+    def _rows(self) -> Iterator[tuple[str, Text | str]]:
         summary = self.summary
         name = f"{clean(summary.name)}, " if summary.name else ""
         yield "run", f"{name}{clean(summary.run_dir)}"
@@ -116,46 +119,44 @@ class BreakdownView(Page):
         optimizer = optimizer_words(breakdown.optimizer, breakdown.strategy)
         yield headed("Step-time breakdown", f": {optimizer}, {layout}")
         yield Text()
-        yield self._table(screen)
+        yield self._bars()
+        yield Text()
+        yield self._table(screen.width)
         yield Text()
         yield from labelled(self._foot())
 
-    def _table(self, screen: Screen) -> Table:
-        columns = self._columns(screen.width)
+    def _bars(self) -> Bars:
+        """The step as measured, and as planned."""
+        breakdown, planned = self.breakdown, self.breakdown.planned
+        rows = [phase_bar("measured", breakdown.means, breakdown.step.mean_s)]
+        if planned is not None:
+            rows.append(phase_bar("planned", planned.phases, planned.iteration_s, faint=True))
+        return step_bars(rows)
+
+    def _table(self, width: int) -> Table:
+        planned = self.breakdown.planned
+        short = planned is not None and width < 110  # so that both times fit on a terminal of 80 columns
+        columns = ["min", "mean", "max", *(["planned"] if planned is not None else [])]
+        columns += [*(["error"] if self._comparable else []), *(["slowest"] if width >= 110 else []), "share"]
         table = Table()
         table.add_column("phase, ms", no_wrap=True)
-        table.add_numbers(*(name for name in columns[1:] if name != "bar"))
-        if "bar" in columns:
-            table.add_column("", no_wrap=True)
-        slowest, planned = _slowest_ranks(self.breakdown), self.breakdown.planned
+        table.add_numbers(*columns)
+        slowest = _slowest_ranks(self.breakdown)
         for name, label, phase in _rows(self.breakdown):
             share = MISSING if phase is None else f"{number(100 * phase.share, '.1f')}%"
-            cells = self._cells(phase, None if planned is None else planned.phases.get(name)) | {
-                "phase": label.split(", exposed")[0] if self._short_labels(screen.width) else label,
-                "slowest": slowest.get(name, MISSING),
-                "share": share if phase is None or phase.in_step else f"({share})",
-            }
             in_step = phase.in_step if phase is not None else not name.endswith("_total")
-            if phase is not None and in_step:
-                width = self._bar_width(screen.width, columns)
-                cells["bar"] = bar(phase.share, width)
-            table.add_row(*(cells.get(name, "") for name in columns), style="" if in_step and phase else "dim")
+            cells = self._cells(phase, None if planned is None else planned.phases.get(name)) | {
+                "slowest": slowest.get(name, MISSING),
+                "share": share if phase is None or in_step else f"({share})",
+            }
+            style = "" if in_step and phase else "dim"
+            head = label.split(", exposed")[0] if short else label
+            table.add_row(head, *(cells[column] for column in columns), style=style)
         table.add_section()
         cells = self._cells(self.breakdown.step, None if planned is None else planned.iteration_s)
-        cells |= {"phase": "step", "share": f"{number(100 * self.breakdown.in_step_share, '.1f')}%"}
-        table.add_row(*(cells.get(name, "") for name in columns), style="bold")
+        cells |= {"slowest": "", "share": f"{number(100 * self.breakdown.in_step_share, '.1f')}%"}
+        table.add_row("step", *(cells[column] for column in columns), style="bold")
         return table
-
-    def _columns(self, width: int) -> list[str]:
-        """Returns as many columns as fit, in this order."""
-        planned = self.breakdown.planned is not None
-        heads = ["phase", "min", "mean", "max"]
-        if planned:
-            heads += ["planned", "error"] if self._comparable else ["planned"]
-        if width >= 110 and self.breakdown.ranks:
-            heads.append("slowest")
-        heads.append("share")
-        return [*heads, "bar"] if self._bar_width(width, heads) >= 10 else heads
 
     @property
     def _comparable(self) -> bool:
@@ -165,16 +166,6 @@ class BreakdownView(Page):
         if planned is None or planned.mismatches:
             return False
         return planned.calibrated or self.breakdown.device == "cuda"
-
-    def _bar_width(self, width: int, columns: list[str]) -> int:
-        """Returns the width that the other columns leave for bars;
-        theirs is enough for times of six digits."""
-        widths = {"phase": 23 if self._short_labels(width) else 29, "slowest": 11, "share": 9, "bar": 0}
-        return min(40, width - sum(widths.get(column, 8) for column in columns))
-
-    def _short_labels(self, width: int) -> bool:
-        """Returns labels without the word `exposed`, so that planned and measured fit on a terminal of 80 columns."""
-        return self.breakdown.planned is not None and width < 110
 
     def _cells(self, times: OverRanks | None, planned: float | None) -> dict[str, str]:
         """The times of a phase or of the step; a plan says nothing about a phase that it gives no time."""

@@ -11,11 +11,12 @@ that sum. Planned ranks are processes behind the measured ones; their step begin
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.run.breakdown import Prediction, load_prediction
+from canzona_cli.run.breakdown import Prediction, load_prediction, streams_of
 from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.files import RunFiles, write_text_atomic
 from canzona_cli.run.phases import COMMUNICATION, PHASES, STREAMS, Interval
@@ -79,20 +80,15 @@ def trace_events(
     if planned is None:
         return
     behind = max(rank.rank for rank in ranks) + 1
-    for rank_number in dict.fromkeys(event.rank for event in planned.events):
+    for rank_number, streams in groupby(streams_of(planned.events), key=lambda stream: stream[0]):
         process = _Process(
             number=behind + rank_number + 1,
             name=f"planned: rank {rank_number} ({planned.strategy}, profile {planned.profile})",
             order=behind + rank_number,
         )
         yield from process.names()
-        for stream, name in STREAMS.items():
-            events = [
-                Interval(name=event.phase, start_s=event.start_s, end_s=event.end_s)
-                for event in planned.events
-                if event.rank == rank_number and event.stream == stream
-            ]
-            yield from process.tracks(name, events, 0.0, "planned")
+        for _, stream, intervals in streams:
+            yield from process.tracks(STREAMS[stream], intervals, 0.0, "planned")
 
 
 def lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:

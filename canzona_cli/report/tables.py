@@ -152,5 +152,20 @@ class GroupedTable:
         return table
 
 
+def rows_table(
+    heads: Sequence[str], rows: Iterable[tuple[Cell, Sequence[Cell]]], *, head: str = "", bold: int | None = None
+) -> GroupedTable:
+    """A table without groups.
+
+    Args:
+        rows: the label of each, and a cell for each head.
+        head: the head of the labels.
+        bold: the number of the row that stands out.
+    """
+    labels, cells = zip(*rows, strict=True)
+    styles = ["bold" if number == bold else "" for number in range(len(labels))]
+    return GroupedTable(head=head, labels=labels, groups=columns(heads, cells), styles=styles)
+
+
 def _text[Shown](cell: str | Shown) -> Text | Shown:
     return Text(cell) if isinstance(cell, str) else cell

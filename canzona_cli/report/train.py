@@ -17,7 +17,7 @@ from rich.text import Text
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.launch.view import Earlier, TrainView
 from canzona_cli.planner.plan_file import Obtained
-from canzona_cli.report.charts import bar, line_chart, sparkline
+from canzona_cli.report.curves import bar, line_chart, sparkline
 from canzona_cli.report.header import header_rows
 from canzona_cli.report.page import labelled, wrapped
 from canzona_cli.report.train_state import REPEATED_STAGES, Clock, TrainState, relative_change, set_losses

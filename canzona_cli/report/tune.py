@@ -11,7 +11,7 @@ from canzona_cli.bench.layouts import APART, LEAST_SHARE, Accuracy, Errors, Layo
 from canzona_cli.report.bench import error_text, percent, quartiles
 from canzona_cli.report.header import layout_name, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
-from canzona_cli.report.tables import Cell, GroupedTable, columns
+from canzona_cli.report.tables import Cell, rows_table
 from canzona_cli.run.phases import PHASES
 from canzona_cli.run.words import clean, layout_code, milliseconds, number, plural
 
@@ -30,13 +30,9 @@ class TuneView(Page):
         yield from labelled(self._facts(), 11)
         yield Text()
         names = sorted(result.layouts, key=result.slower)
-        rows = [self._cells(name, result.layouts[name]) for name in names]
+        rows = [(layout_code(result.layouts[name].layout), self._cells(name, result.layouts[name])) for name in names]
         heads = ("batch", "recompute", "ms a step", "plan", "error", "slower", "")
-        yield GroupedTable(
-            labels=[layout_code(result.layouts[name].layout) for name in names],
-            groups=columns(heads, rows),
-            styles=["bold" if name == result.best else "" for name in names],
-        )
+        yield rows_table(heads, rows, bold=names.index(result.best))
         yield note(
             "batch: micro-batch x accumulation x DP; plan: predicted; error: predicted over measured; slower: per "
             "sequence, than the fastest measured"
@@ -108,11 +104,7 @@ def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
     yield headed("Errors of the predictions", f":{which or ' all layouts'}")
     rows = {"step": accuracy.step, **{PHASES[name].name: errors for name, errors in accuracy.phases.items()}}
     heads = ("layouts", "of the step", "MAPE", "mean", "worst", "at")
-    yield GroupedTable(
-        labels=list(rows),
-        groups=columns(heads, map(_error_cells, rows.values())),
-        styles=["bold", *[""] * (len(rows) - 1)],
-    )
+    yield rows_table(heads, ((name, _error_cells(errors)) for name, errors in rows.items()), bold=0)
     yield note(f"phases: of layouts that spend {LEAST_SHARE:.0%} of their step there; mean: with signs")
     yield wrapped(
         f"{plural(accuracy.pairs, 'pair')} of layouts measured more than {APART:.0%} apart, {accuracy.in_order} "

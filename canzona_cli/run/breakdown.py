@@ -7,7 +7,7 @@ earlier versions lack it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -16,7 +16,7 @@ from canzona_cli.config.schema import Device, Layout
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.run.codec import load, plain
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.phases import COMMUNICATION, IN_STEP, PHASES, Stream
+from canzona_cli.run.phases import COMMUNICATION, IN_STEP, PHASES, STREAMS, Interval, Stream
 from canzona_cli.run.statistics import OverRanks
 from canzona_cli.run.words import milliseconds
 
@@ -30,6 +30,15 @@ class SimulatedEvent:
     phase: str
     start_s: float
     end_s: float
+
+
+def streams_of(events: Sequence[SimulatedEvent]) -> Iterator[tuple[int, Stream, list[Interval]]]:
+    """The events of each rank on each of its streams, where there are any."""
+    for rank in dict.fromkeys(event.rank for event in events):
+        for stream in STREAMS:
+            mine = [event for event in events if (event.rank, event.stream) == (rank, stream)]
+            if mine:
+                yield rank, stream, [Interval(name=one.phase, start_s=one.start_s, end_s=one.end_s) for one in mine]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +202,11 @@ class MeasuredBreakdown:
     load_balance: Mapping[str, float | None] | None = None
     """The max over mean of the ranks' work, by phase; 1.0 is perfect."""
     peak_memory_bytes: PeakMemory | None = None
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Mean seconds over ranks of the phases that there are."""
+        return {name: phase.mean_s for name, phase in self.phases.items() if phase is not None}
 
     @property
     def in_step_share(self) -> float:

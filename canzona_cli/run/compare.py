@@ -188,10 +188,7 @@ def _differences(configs: Sequence[RunConfig | None]) -> dict[str, tuple[object,
 
 
 def _means(breakdown: Breakdown | None) -> dict[str, float]:
-    if breakdown is None:
-        return {}
-    seconds = {name: phase.mean_s for name, phase in breakdown.phases.items() if phase is not None}
-    return {**seconds, "step": breakdown.step.mean_s}
+    return {} if breakdown is None else {**breakdown.means, "step": breakdown.step.mean_s}
 
 
 def _figures(breakdown: Breakdown | None) -> dict[str, float | None]:

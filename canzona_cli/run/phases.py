@@ -45,21 +45,23 @@ class Ink:
     """Its colour in a terminal, in rich's words."""
     colour: str
     """The colour in pages."""
+    css: str
+    """The class of that colour."""
+    name: str
+    """The name in tables and legends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseLook(Ink):
     """The words and the look of a phase."""
 
-    name: str
-    """The name in tables."""
     subject: str
     """The subject of a sentence: `the matrix update` took 3 ms."""
 
 
 PHASES: Final[Mapping[str, PhaseLook]] = MappingProxyType(
     {
-        name: PhaseLook(name=text, subject=subject, colour=colour, letter=letter, style=style)
+        name: PhaseLook(name=text, subject=subject, colour=colour, css=f"p-{name}", letter=letter, style=style)
         for name, text, subject, colour, letter, style in (
             ("data", "data", "reading batches", "#8c8c8c", "D", "grey50"),
             ("forward", "forward", "forward", "#4c72b0", "F", "dodger_blue2"),

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from published import published_page
 
 from canzona_cli.bench.published import (
     ROWS,
@@ -20,7 +21,6 @@ from canzona_cli.bench.published import (
     run_of,
 )
 from canzona_cli.errors import ConfigError
-from canzona_cli.report.html.bench import published_page
 
 REPOSITORY = Path(__file__).parents[2]
 

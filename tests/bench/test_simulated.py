@@ -16,8 +16,8 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.costs.memory import estimate
 from canzona_cli.errors import ConfigError
-from canzona_cli.report.bench_sweep import SimulatedSweepView, SimulationView
-from canzona_cli.report.html.bench import simulation_page
+from canzona_cli.report.bench_simulated import SimulatedSweepView, SimulationView
+from canzona_cli.report.document import document
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import MISSING, json_text, layout_code
 from canzona_cli.simulate.compare import Study, assumptions, study_run
@@ -232,19 +232,19 @@ def test_json_holds_every_cell(muon: Simulation) -> None:
 
 
 def test_a_page_draws_iteration_optimizer_and_overhead_of_every_size(muon: Simulation) -> None:
-    page = read_page(simulation_page(SimulationView(muon)).text())
+    page = read_page(document("canzona bench --simulate", SimulationView(muon)).text())
     assert len(page.all("svg", class_="plot")) == 3 * len(muon.recipes)
     steps = page.curves("optimizer step, ms")["canzona"]
     assert [gpus for gpus, _ in steps] == [cell.gpus for cell in muon.of(muon.recipes[0]) if cell.study is not None]
     assert page.all("circle", class_="hollow"), "what does not fit into memory"
-    nothing = simulation_page(SimulationView(run_simulation(["recipe=32b"], (1,))))
+    nothing = document("canzona bench --simulate", SimulationView(run_simulation(["recipe=32b"], (1,))))
     assert not read_page(nothing.text()).all("svg", class_="plot")
 
 
 def test_simulating_needs_no_torch() -> None:
     code = (
         "import sys, canzona_cli.bench.simulated, canzona_cli.report.bench, canzona_cli.report.bench_sweep, "
-        "canzona_cli.report.bench_sweep; "
+        "canzona_cli.report.bench_simulated; "
         "print([name for name in ('torch', 'megatron', 'jinja2', 'numpy') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

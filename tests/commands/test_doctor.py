@@ -15,7 +15,7 @@ from rich.console import Console
 
 from canzona_cli.cluster.doctor import Diagnosis, Finding, package, packages
 from canzona_cli.cluster.machine import admits
-from canzona_cli.report.doctor import DiagnosisView
+from canzona_cli.report.machines import DiagnosisView
 from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 from canzona_cli.bench.options import SweepKind
 from canzona_cli.bench.results import BenchResult
 from canzona_cli.report.bench_sweep import SweepView
-from canzona_cli.report.html.bench import sweep_page
+from canzona_cli.report.document import document
 from tests.bench.benches import bench
 from tests.report.html_page import read_page
 from tests.report.test_bench import line_of, shown
@@ -34,7 +34,7 @@ def test_no_line_is_wider_than_the_terminal_and_every_value_has_a_row(kind: Swee
 def test_a_page_draws_every_sweep_measured_beside_predicted(kind: SweepKind) -> None:
     """Curves over numbers; bars where the values are names."""
     results = SWEEPS[kind]
-    page = read_page(sweep_page(SweepView(kind, results)).text())
+    page = read_page(document("canzona bench --sweep", SweepView(kind, results)).text())
     if kind == "optimizer":
         assert len(page.all("svg", class_="bar")) == 2 * sum(len(result.strategies) for result in results.values())
         return

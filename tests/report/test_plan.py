@@ -5,14 +5,11 @@ import io
 import pytest
 from rich.console import Console
 
-from canzona_cli.report.charts import heat_map, legend, owners_a_column, stacked
-from canzona_cli.report.page import Screen
-from canzona_cli.report.plan import _lane
-from canzona_cli.run.breakdown import SimulatedEvent
-from canzona_cli.run.phases import Ink
+from canzona_cli.report.charts import heat_map, lane, legend, owners_a_column, stacked
+from canzona_cli.run.phases import Ink, Interval
 
 INKS = {
-    name: Ink(letter=name.upper(), style=style, colour="#000000")
+    name: Ink(letter=name.upper(), style=style, colour="#000000", css=name, name=name)
     for name, style in (("a", "red"), ("b", "blue"), ("c", "green"))
 }
 
@@ -63,21 +60,18 @@ def test_a_legend_breaks_between_its_parts_only() -> None:
     assert lines == ["  A one two  B three", "  C four"]
 
 
-def lane(*spans: tuple[str, float, float]) -> str:
-    events = [
-        SimulatedEvent(rank=0, stream="compute", phase=phase, start_s=start, end_s=end)  # in seconds, a column is one
-        for phase, start, end in spans
-    ]
-    return _lane(events, 10.0, 16.0, 6, Screen(width=80, colour=False)).plain
+def drawn(*spans: tuple[str, float, float]) -> str:
+    """Seconds 10 to 16, a column each."""
+    return lane([Interval(*span) for span in spans], 10.0, 16.0, 6, colour=False).plain
 
 
 def test_a_lane_shows_what_fills_most_of_each_moment() -> None:
-    assert lane(("forward", 10.0, 12.0), ("backward", 12.0, 15.0)) == "FFBBB·"
-    assert lane(("forward", 9.0, 11.0), ("exchange", 11.0, 11.2), ("backward", 11.2, 12.0)) == "FB····"
+    assert drawn(("forward", 10.0, 12.0), ("backward", 12.0, 15.0)) == "FFBBB·"
+    assert drawn(("forward", 9.0, 11.0), ("exchange", 11.0, 11.2), ("backward", 11.2, 12.0)) == "FB····"
 
 
 def test_a_lane_shows_little_as_faint() -> None:
-    assert lane(("grad_reduce", 12.1, 12.4)) == "··r···"
+    assert drawn(("grad_reduce", 12.1, 12.4)) == "··r···"
 
 
 def test_the_report_of_a_study_fits_its_terminal() -> None:

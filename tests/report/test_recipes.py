@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from canzona_cli.cluster import fit
-from canzona_cli.report.recipes import GPU_COUNTS, layouts
+from canzona_cli.report.layouts import GPU_COUNTS, layouts
 from canzona_cli.run.words import layout_code
 from tests.sizes import Size, run
 

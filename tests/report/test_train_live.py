@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from canzona_cli.launch.view import Earlier, TrainView
-from canzona_cli.report.charts import bar, line_chart, sparkline
+from canzona_cli.report.curves import bar, line_chart, sparkline
 from canzona_cli.report.train import ConsoleView, LiveView, PlainView, make_view
 from canzona_cli.report.train_state import History, TrainState
 from canzona_cli.run.records import Note, StageEvent, StepMetrics, ValidationLoss

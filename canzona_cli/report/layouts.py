@@ -1,24 +1,25 @@
-"""The screens of `canzona plan` without a plan: every built-in size,
-and with `--layouts` the fastest layouts."""
+"""The screens of layouts: a plan of every size and the fastest layouts (`canzona plan`), and each size on each
+number of GPUs (`canzona recipes layouts`)."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.bench.simulated import SIZES
-from canzona_cli.cluster.fit import resolve
-from canzona_cli.cluster.search import LayoutSearch, Tried, search
+from canzona_cli.cluster import fit
+from canzona_cli.cluster.search import Candidate, LayoutSearch, Tried, candidates, search
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.costs.memory import GIB, capacity
-from canzona_cli.errors import DoesNotFit
+from canzona_cli.errors import ConfigError, DoesNotFit, Problem
+from canzona_cli.model.families import family_of, parameter_count
 from canzona_cli.planner.make import make_plan, plannable
 from canzona_cli.report.header import layout_name, optimizer_words, rank_word
 from canzona_cli.report.page import Page, Screen, headed, note, wrapped
-from canzona_cli.report.tables import GroupedTable, Table, columns
+from canzona_cli.report.tables import Table, rows_table
 from canzona_cli.run.words import clean, count, layout_code, number, overhead, plural, step_time
 from canzona_cli.simulate.compare import Study, study_run
 from canzona_cli.simulate.predict import LABELS, Outlook, outlook
@@ -109,7 +110,7 @@ def overview(overrides: Sequence[str], recipes_dirs: Iterable[Path]) -> Overview
 def _planned(overrides: Sequence[str], dirs: Sequence[Path]) -> SizePlan:
     config, _ = plannable(compose_run(overrides, recipes_dirs=dirs, training=False).config)
     try:
-        config, layout = resolve(config)
+        config, layout = fit.resolve(config)
         return SizePlan(config=config, study=study_run(config, layout))
     except DoesNotFit:
         return SizePlan(config=config, study=None)
@@ -154,11 +155,7 @@ class FastestLayouts(Page):
         unit = rank_word(config.cluster.device)
         yield headed(clean(config.name), f" on {plural(config.gpus, unit)}, {clean(config.cluster.name)}, {optimizer}")
         heads = ("batch", "recompute", "iteration", "slower", f"tokens/s/{unit}", "MFU", "GiB", "limited by")
-        yield GroupedTable(
-            labels=[layout_code(one.layout) for one in best],
-            groups=columns(heads, map(self._cells, best)),
-            styles=["bold", *[""] * (len(best) - 1)],
-        )
+        yield rows_table(heads, ((layout_code(one.layout), self._cells(one)) for one in best), bold=0)
         yield note(
             "batch: micro-batch x accumulation x DP; slower: per sequence, than the first; GiB: on the fullest "
             f"rank, of {capacity(config) / GIB:.1f}; limited by: share of the iteration"
@@ -246,7 +243,7 @@ def layouts_of(config: RunConfig) -> FastestLayouts:
     """
     result = search(config, SHOWN)
     if not result.best:
-        make_plan(*resolve(config))  # says what does not fit
+        make_plan(*fit.resolve(config))  # says what does not fit
     return FastestLayouts(config=config, search=result)
 
 
@@ -256,3 +253,113 @@ def _shares(one: Tried) -> list[tuple[str, float]]:
 
 def _sign(by: float) -> str:
     return "less" if by > 0 else "more"
+
+
+GPU_COUNTS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutRow:
+    """One number of GPUs."""
+
+    gpus: int
+    candidate: Candidate | None
+    """The layout chosen, or the one that needs least memory where none fits; None where there is none."""
+    note: str
+    """The note on what would make it fit, or why there is no layout."""
+
+    @property
+    def fits(self) -> bool:
+        return self.candidate is not None and self.candidate.fits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts(Page):
+    """All rows of one recipe, readable from 80 columns."""
+
+    config: RunConfig
+    rows: tuple[LayoutRow, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """Its part of `canzona recipes layouts --json`."""
+        rows = [
+            {
+                "gpus": row.gpus,
+                "fits": row.fits,
+                "layout": None if row.candidate is None else asdict(row.candidate.layout),
+                "memory_bytes": None if row.candidate is None else row.candidate.memory.total,
+                "note": row.note,
+            }
+            for row in self.rows
+        ]
+        return {"recipe": self.config.name, "capacity_bytes": capacity(self.config), "rows": rows}
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        model, cluster = self.config.model, self.config.cluster
+        parameters_of = parameter_count(model)
+        optimizer = optimizer_words(self.config.optimizer.name, self.config.engine.strategy)
+        job = f" on {cluster.name}, {optimizer}, sequences of {self.config.train.seq_length} tokens"
+        yield headed(self.config.name, job)
+        parameters = f"{_billions(parameters_of.total)} parameters"
+        published = family_of(model).published
+        if model.name in published:
+            total, body = published[model.name]
+            parameters += f" (published {total}), {_billions(parameters_of.non_embedding)} without embeddings ({body})"
+        yield wrapped(parameters, "dim")
+        yield wrapped("batch: sequences a step = micro-batch x accumulation x DP", "dim")
+        ranks = "GPUs" if cluster.device == "cuda" else "ranks"
+        table = Table()
+        table.add_numbers(ranks)
+        table.add_column("layout", min_width=14, no_wrap=True)
+        table.add_numbers("batch")
+        table.add_column("recompute", no_wrap=True)
+        # The title may fold on a narrow terminal, so that no number is cut.
+        table.add_column(f"GiB of {capacity(self.config) / GIB:.1f}", justify="right")
+        for row in self.rows:
+            table.add_row(*_layout_cells(row), style="" if row.fits else "yellow")
+        yield table
+        for row in self.rows:
+            if row.note:
+                yield wrapped(row.note, "yellow", first=f"{row.gpus:>{len(ranks)}}: ")
+
+
+def layouts(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -> Layouts:
+    """Fit `config` to each number of GPUs, whatever its own."""
+    free = replace(config, cluster=replace(config.cluster, nodes=None))
+    return Layouts(config=free, rows=tuple(_row(replace(free, gpus=gpus)) for gpus in gpu_counts))
+
+
+def _row(config: RunConfig) -> LayoutRow:
+    try:
+        best = fit.choose(config)
+    except ConfigError as error:
+        return LayoutRow(gpus=config.gpus, candidate=None, note="; ".join(map(_reason, error.problems)))
+    if best is not None:
+        return LayoutRow(gpus=config.gpus, candidate=best, note="")
+    least = min(candidates(config), key=lambda candidate: candidate.memory.total)
+    ways = [override for override, _ in fit.suggestions(config)]
+    return LayoutRow(gpus=config.gpus, candidate=least, note=f"would fit with {' or '.join(ways)}" if ways else "")
+
+
+def _layout_cells(row: LayoutRow) -> tuple[str, ...]:
+    if row.candidate is None:
+        return f"{row.gpus}", "not possible", "", "", ""
+    layout, memory = row.candidate.layout, row.candidate.memory
+    needs = f"{memory.total / GIB:.1f}" if memory.total >= GIB else f"{memory.total / GIB:.2f}"
+    if not row.fits:
+        return f"{row.gpus}", "does not fit", "", "", needs
+    return (
+        f"{row.gpus}",
+        layout_code(layout),
+        f"{layout.global_batch_size} = {layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
+        layout.recompute,
+        needs,
+    )
+
+
+def _reason(problem: Problem) -> str:
+    return f"{problem.key}={problem.value} {problem.reason}"
+
+
+def _billions(parameters: int) -> str:
+    return f"{parameters / 1e9:.3f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"

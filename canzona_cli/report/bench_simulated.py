@@ -1,0 +1,209 @@
+"""The screens of `canzona bench --simulate`: sizes over numbers of GPUs, or a setting at several values."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from canzona_cli.bench.options import AFFECTED, SweepKind
+from canzona_cli.bench.simulated import YARDSTICKS, SimulatedCell, Simulation
+from canzona_cli.cluster.search import Tried
+from canzona_cli.report.bench_sweep import HEADS, TITLES
+from canzona_cli.report.curves import Curve, Curves, SideBySide
+from canzona_cli.report.page import Page, Screen, headed, items, wrapped
+from canzona_cli.report.tables import Columns, GroupedTable
+from canzona_cli.run.phases import STRATEGIES
+from canzona_cli.run.words import MISSING, clean, layout_code, milliseconds, number, overhead
+from canzona_cli.simulate.compare import Study
+
+_MATRIX = tuple(name for name in STRATEGIES if name != "adamw")
+_OTHERS = tuple(name for name in _MATRIX if name != "canzona")
+
+
+@dataclass(frozen=True)
+class SimulationView(Page):
+    """A table for each size."""
+
+    simulation: Simulation
+
+    widest = 150
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        simulation = self.simulation
+        unit = "GPUs" if simulation.device == "cuda" else "CPU ranks"
+        trust = "(calibrated)" if simulation.calibrated else "(by hand, not calibrated)"
+        yield headed(
+            "Simulated",
+            f", not measured: {clean(simulation.optimizer)} on {min(simulation.gpus):,} to {max(simulation.gpus):,} "
+            f"{unit}, profile {clean(simulation.profile)} {trust}",
+        )
+        if simulation.overrides:
+            yield wrapped(" ".join(map(clean, simulation.overrides)), "dim")
+        for recipe in simulation.recipes:
+            yield Text()
+            yield Text(clean(recipe), style="bold")
+            if screen.page:
+                yield _scaling(self.simulation.of(recipe))
+            yield from self._size(recipe)
+        yield Text()
+        for text in self._legend():
+            yield wrapped(text, "dim")
+        yield from items("Assumptions", simulation.assumptions, "dim")
+
+    def _size(self, recipe: str) -> Iterator[RenderableType]:
+        cells = self.simulation.of(recipe)
+        groups = [
+            _layouts(cells),
+            *_steps(cells, STRATEGIES),
+            _group(cells, "iteration over AdamW's", _MATRIX, lambda one, name: overhead(one.overhead(name))),
+            _group(cells, "optimizer, times canzona's", _OTHERS, _times_canzona),
+            _balance(cells, _MATRIX),
+            _yardsticks(cells, "fastest layout of its own", lambda best, _: layout_code(best.layout)),
+            _yardsticks(cells, "iteration there, ms", lambda best, _: milliseconds(best.iteration_s)),
+            _yardsticks(cells, "canzona's over that", lambda _, share: overhead(share)),
+        ]
+        yield GroupedTable(head="GPUs", labels=[f"{cell.gpus:,}" for cell in cells], groups=groups)
+        for cell in cells:
+            if cell.reason:
+                yield wrapped(f"{cell.gpus:,}: no layout: {clean(cell.reason)}", "yellow", first="  ", rest="    ")
+
+    def _legend(self) -> Iterator[str]:
+        yield (
+            "The layout is the one `canzona train` would choose for that many GPUs; all strategies use the same one. "
+            "AdamW and layerwise are also compared, by sequence, each in its own fastest layout; -: does not fit. "
+            "optimizer step: from reduced gradients to the next forward, without what hides under other work."
+        )
+        studies = [cell.study for cell in self.simulation.cells if cell.study is not None]
+        if any(not strategy.fits for study in studies for strategy in study.strategies.values()):
+            yield "! does not fit into memory with that layout: timed as if it did, and nothing is compared with it"
+        if self.simulation.optimizer != "muon":
+            yield (
+                "layerwise: Megatron offers it for muon only; this is what the same method would take with "
+                f"{clean(self.simulation.optimizer)}"
+            )
+
+
+@dataclass(frozen=True)
+class SimulatedSweepView(Page):
+    """A table for each size and number of GPUs, its rows the values of one setting."""
+
+    kind: SweepKind
+    simulations: Mapping[str, Simulation]
+    """The simulation of each value, in the order of the values."""
+
+    widest = 150
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        first = next(iter(self.simulations.values()))
+        yield headed("Simulated", f", not measured: sweep of {HEADS[self.kind]}, profile {clean(first.profile)}")
+        yield wrapped(TITLES[self.kind], "dim")
+        for place, cell in enumerate(first.cells):
+            cells = [simulation.cells[place] for simulation in self.simulations.values()]
+            groups, layouts = self._groups(cells), _layouts(cells)
+            if len(set(layouts.rows)) == 1:
+                where = f": {layouts.rows[0][0]}"
+            else:
+                where, groups = "", [layouts, *groups]
+            yield Text()
+            yield Text(f"{clean(cell.recipe)} on {cell.gpus:,}{where}", style="bold")
+            yield GroupedTable(
+                head=HEADS[self.kind], labels=[clean(value) for value in self.simulations], groups=groups
+            )
+            for value, other in zip(self.simulations, cells, strict=True):
+                if other.reason:
+                    yield wrapped(f"{clean(value)}: {clean(other.reason)}", "yellow", first="  ", rest="    ")
+
+    def _groups(self, cells: Sequence[SimulatedCell]) -> list[Columns]:
+        names = AFFECTED.get(self.kind, _MATRIX)
+
+        def phase(title: str, *phases: str) -> Columns:
+            def shown(study: Study, name: str) -> str:
+                return milliseconds(sum(study.result(name).phases.get(one, 0.0) for one in phases))
+
+            return _group(cells, title, names, shown)
+
+        groups = [*_steps(cells, names), _balance(cells, names)]
+        if self.kind == "alpha":
+            groups.append(phase("DP traffic in all, ms", "grad_reduce_total", "param_gather_total"))
+        if self.kind == "c_max":
+            groups.append(phase("exposed exchange, ms", "exchange"))
+        return groups
+
+
+def _layouts(cells: Sequence[SimulatedCell]) -> Columns:
+    rows = tuple((MISSING if cell.study is None else layout_code(cell.study.layout),) for cell in cells)
+    return Columns(title="layout", heads=("",), rows=rows)
+
+
+def _group(
+    cells: Sequence[SimulatedCell], title: str, names: Sequence[str], show: Callable[[Study, str], str]
+) -> Columns:
+    rows = (() if cell.study is None else tuple(show(cell.study, name) for name in names) for cell in cells)
+    return Columns(title=title, heads=tuple(names), rows=tuple(rows))
+
+
+def _yardsticks(cells: Sequence[SimulatedCell], title: str, show: Callable[[Tried, float | None], str]) -> Columns:
+    """A column for each strategy that is simulated in its own fastest layout;
+    `show` has it and canzona's overhead."""
+    rows = (
+        tuple(MISSING if best is None else show(best, cell.overhead(name)) for name, best in cell.yardsticks.items())
+        for cell in cells
+    )
+    return Columns(title=title, heads=YARDSTICKS, rows=tuple(rows))
+
+
+def _steps(cells: Sequence[SimulatedCell], names: Sequence[str]) -> Iterator[Columns]:
+    """Milliseconds of an iteration, marked where it does not fit, and of the optimizer step in it."""
+
+    def iteration(study: Study, name: str) -> str:
+        return milliseconds(study.result(name).iteration_s) + (" " if study.strategies[name].fits else "!")
+
+    yield _group(cells, "iteration, ms", names, iteration)
+    yield _group(cells, "optimizer step, ms", names, lambda one, name: milliseconds(one.result(name).optimizer_s))
+
+
+def _balance(cells: Sequence[SimulatedCell], names: Sequence[str]) -> Columns:
+    return _group(cells, "load balance", names, lambda one, name: f"{one.result(name).update_balance:.2f}")
+
+
+def _times_canzona(study: Study, name: str) -> str:
+    ratio = study.optimizer_speedup(name)
+    if ratio is None:
+        return MISSING
+    return f"{ratio:.0f}x" if ratio >= 99.5 else f"{ratio:.1f}x"
+
+
+def _scaling(cells: Sequence[SimulatedCell]) -> SideBySide:
+    """Curves of a page over the number of GPUs, a strategy each."""
+    studies = {cell.gpus: cell.study for cell in cells if cell.study is not None}
+
+    def chart(
+        title: str, value: Callable[[Study, str], float | None], *names: str, axes: Literal["log x", "log"] = "log"
+    ) -> Curves:
+        curves = [
+            Curve(
+                name=name,
+                points=[(gpus, y) for gpus, study in studies.items() if (y := value(study, name)) is not None],
+                dots=True,
+                hollow=[gpus for gpus, study in studies.items() if not study.strategies[name].fits],
+            )
+            for name in names
+        ]
+        return Curves(title=title, curves=curves, height=160, axes=axes, x="GPUs", show=_rounded)
+
+    return SideBySide(
+        chart("iteration, s (hollow: does not fit)", lambda study, name: study.result(name).iteration_s, *STRATEGIES),
+        chart("optimizer step, ms", lambda study, name: 1e3 * study.result(name).optimizer_s, *STRATEGIES),
+        chart("iteration, times AdamW's", _times_adamw, *_MATRIX, axes="log x"),
+    )
+
+
+def _rounded(value: float) -> str:
+    return number(value, ",.0f" if value >= 100 else ".3g")
+
+
+def _times_adamw(study: Study, name: str) -> float | None:
+    share = study.overhead(name)
+    return None if share is None else 1 + share

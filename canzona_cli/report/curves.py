@@ -1,0 +1,324 @@
+"""Curves, each drawn in two ways: with dots of Braille at a terminal, as SVG in a page.
+
+In a page, lines keep their width on any screen and text keeps its size; its script says the values under the pointer.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from rich.text import Text
+
+from canzona_cli.report.charts import BLOCKS, Picture
+from canzona_cli.report.markup import NOTHING, Html, folded, joined, key, percent, table_html, tag
+from canzona_cli.report.page import Screen
+from canzona_cli.report.tables import GroupedTable, column
+from canzona_cli.run.words import number, real
+
+_EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
+_BRAILLE: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""Bits of the 2 x 4 dots of a character."""
+
+
+def sparkline(values: Iterable[object], width: int) -> str:
+    """A line of at most `width` characters whose heights follow the finite values."""
+    finite = [value for value in map(real, values) if value is not None]
+    if not finite or width < 1:
+        return ""
+    blocks = BLOCKS[1:]
+    points = _resample(finite, width)
+    low, high = min(points), max(points)
+    if high <= low:
+        return blocks[len(blocks) // 2] * len(points)
+    return "".join(blocks[round((value - low) / (high - low) * (len(blocks) - 1))] for value in points)
+
+
+def _resample(values: Sequence[float], width: int) -> list[float]:
+    """Returns at most `width` values, each the mean of its slice, so that a long history keeps its shape."""
+    if len(values) <= width:
+        return list(values)
+    edges = [index * len(values) // width for index in range(width + 1)]
+    return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+
+
+def bar(share: object, width: int) -> str:
+    """A horizontal bar, `share` (0 to 1) of `width` characters, in eighths of a character."""
+    value = real(share)
+    if value is None or width < 1:
+        return ""
+    eighths = round(min(1.0, max(0.0, value)) * width * 8)
+    return ("█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else ""))[:width]
+
+
+def line_chart(points: Sequence[tuple[float, float]], width: int, height: int) -> list[str]:
+    """Draw (step, value) points as `height` rows of `width` characters: a labelled y axis,
+    the curve, the step axis.
+
+    Args:
+        points: finite and in step order; those that fall into one column of dots are averaged.
+        width: characters of a row, labels included; nothing is drawn below 20.
+        height: rows, the step axis included; nothing is drawn below 3.
+    """
+    if not points or width < 20 or height < 3:
+        return []
+    low, high = min(v for _, v in points), max(v for _, v in points)
+    if high - low < 1e-12 * max(1.0, abs(high)):
+        low, high = low - 0.5, high + 0.5
+    rows = height - 1
+    labels = [_axis_label(high - (high - low) * row / (rows - 1)) for row in range(rows)]
+    gutter = max(map(len, labels)) + 2
+    columns = width - gutter
+    x_dots, y_dots = 2, 4
+    heights = _dot_columns(points, columns * x_dots)
+    grid = [[0] * columns for _ in range(rows)]
+    scale = (rows * y_dots - 1) / (high - low)
+    for (x0, v0), (x1, v1) in itertools.pairwise(heights) if len(heights) > 1 else [(heights[0], heights[0])]:
+        y0, y1 = (round((high - v) * scale) for v in (v0, v1))
+        for x, y in _segment(x0, y0, x1, y1):
+            grid[y // y_dots][x // x_dots] |= _BRAILLE[x % x_dots][y % y_dots]
+    lines = []
+    for row, cells in enumerate(grid):
+        # A label on every other row is enough to read a value, and quieter.
+        label = labels[row] if row % 2 == 0 or row == rows - 1 else ""
+        drawn = "".join(chr(0x2800 + cell) if cell else " " for cell in cells)
+        lines.append(f"{label:>{gutter - 2}} ┤{drawn}".rstrip())
+    first, last = f"{points[0][0]:,.0f}", f"step {points[-1][0]:,.0f}"
+    lines.append(f"{'':{gutter}}{first}{last:>{max(1, columns - len(first))}}"[:width])
+    return lines
+
+
+def _axis_label(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 1000 else f"{value:.3g}"
+
+
+def _dot_columns(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[int, float]]:
+    """(column, mean value) of the points in each column of dots; the axis runs linearly over steps."""
+    first, last = points[0][0], points[-1][0]
+    scale = (columns - 1) / (last - first) if last > first else 0.0
+    bins: dict[int, list[float]] = {}
+    for step, value in points:
+        bins.setdefault(round((step - first) * scale), []).append(value)
+    return [(column, math.fsum(values) / len(values)) for column, values in sorted(bins.items())]
+
+
+def _segment(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int]]:
+    steps = max(abs(x1 - x0), abs(y1 - y0))
+    if steps == 0:
+        return [(x0, y0)]
+    return [(round(x0 + (x1 - x0) * i / steps), round(y0 + (y1 - y0) * i / steps)) for i in range(steps + 1)]
+
+
+_WIDE: Final = 1000
+"""Units of the drawing from left to right; it is stretched to the width there is."""
+_MOST_POINTS: Final = 600
+"""The most points of a curve. More are drawn as the lowest and highest of each stretch,
+so that no spike is lost."""
+_COLOURS: Final = 8
+"""There are classes for as many curves; further ones repeat them, dashed."""
+_MOST_NUMBERS: Final = 25
+"""The most rows of the table below a chart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Finite values in the order of their steps."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    dots: bool = False
+    """True where there are so few points that each is marked."""
+    dashed: bool = False
+    """True for the prediction beside the curve before it, whose colour it has."""
+    hollow: Collection[float] = ()
+    """The steps whose dots are not filled."""
+
+
+def loss_curve(name: str, points: Sequence[tuple[int, float | None]]) -> Curve:
+    """The validation losses that are finite."""
+    finite = [(step, loss) for step, loss in points if loss is not None]
+    return Curve(name=name, points=finite, dots=len(finite) < 100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves(Picture):
+    """Curves over one axis of steps; a terminal shows the first."""
+
+    title: str
+    curves: Sequence[Curve]
+    height: int = 220
+    """Pixels of the plot in a page."""
+    axes: Literal["linear", "log x", "log"] = "linear"
+    """The axes that are logarithmic; every step of a logarithmic axis is written."""
+    show: Callable[[float], str] = lambda value: number(value, ".4g")
+    """Writes a value."""
+    x: str = "step"
+    """The name of the steps."""
+    numbers: Callable[[float], str] | None = None
+    """Writes a value of the table below the chart in a page; None for no table."""
+
+    def parts(self, screen: Screen) -> Iterator[Text]:
+        points = self.curves[0].points
+        for row in line_chart(points, min(screen.width, 100) - 4, 9) if len(points) > 1 else ():
+            yield Text(f"  {row}", style="cyan", no_wrap=True)
+
+    def html(self) -> Html:
+        drawn = [curve for curve in self.curves if curve.points]
+        if not drawn:
+            return NOTHING
+        chart = _Chart(self, drawn).html()
+        return chart if self.numbers is None else joined([chart, folded("the numbers", self._table(drawn))])
+
+    def _table(self, curves: Sequence[Curve]) -> Html:
+        """The numbers of the picture: steps down, curves across, rows spread over all steps."""
+        assert self.numbers is not None
+        steps = sorted({step for curve in curves for step, _ in curve.points})
+        if len(steps) > _MOST_NUMBERS:
+            places = (round(place * (len(steps) - 1) / (_MOST_NUMBERS - 1)) for place in range(_MOST_NUMBERS))
+            steps = [steps[place] for place in places]
+        values = [dict(curve.points) for curve in curves]
+        groups = [
+            column(curve.name, [self.numbers(points[step]) if step in points else "" for step in steps])
+            for curve, points in zip(curves, values, strict=True)
+        ]
+        return table_html(GroupedTable(head=self.x, labels=list(map(_step, steps)), groups=groups))
+
+
+class SideBySide(Picture):
+    """Small charts of a page, as many in a row as there is room for; a terminal shows none."""
+
+    def __init__(self, *pictures: Picture) -> None:
+        self._pictures = pictures
+
+    def parts(self, screen: Screen) -> Iterator[Text]:
+        return iter(())
+
+    def html(self) -> Html:
+        shown = [drawn for picture in self._pictures if (drawn := picture.html())]
+        return tag("div", *shown, class_="grid-of-charts") if shown else NOTHING
+
+
+class _Chart:
+    """Curves with at least one point each, as SVG."""
+
+    def __init__(self, picture: Curves, curves: Sequence[Curve]) -> None:
+        self._picture, self._curves = picture, curves
+        self._every = picture.axes != "linear"
+        self._scale: Callable[[float], float] = math.log2 if self._every else float
+        self._rise: Callable[[float], float] = math.log10 if picture.axes == "log" else float
+        self._steps = sorted({step for curve in curves for step, _ in curve.points})
+        values = [value for curve in curves for _, value in curve.points]
+        self._left, self._right = self._scale(self._steps[0]), self._scale(self._steps[-1])
+        axis = _log_axis if picture.axes == "log" else _axis
+        self._low, self._high, self._ticks = axis(min(values), max(values))
+
+    def html(self) -> Html:
+        picture, looks, height = self._picture, self._looks(), self._picture.height
+        shown: list[dict[str, object]] = []
+        paths: list[Html] = []
+        dots: list[Html] = []
+        for curve, look in zip(self._curves, looks, strict=True):
+            few = _thinned(curve.points)
+            spots = [(round(_WIDE * self._across(step), 1), round(self._down(value), 1)) for step, value in few]
+            paths.append(tag("path", d="M" + "L".join(f"{a},{b}" for a, b in spots), class_=f"curve {look}"))
+            if curve.dots or len(few) == 1:
+                for (a, b), (step, _) in zip(spots, few, strict=True):
+                    css = f"dot {look}{' hollow' if step in curve.hollow else ''}"
+                    dots.append(tag("circle", cx=percent(a / _WIDE), cy=b, r=3, class_=css))
+            points = [[a, step, picture.show(value)] for (a, _), (step, value) in zip(spots, few, strict=True)]
+            shown.append({"name": curve.name, "points": points})
+        size = {"width": "100%", "height": height}
+        stretched = tag("svg", *paths, viewBox=f"0 0 {_WIDE} {height}", preserveAspectRatio="none", **size)
+        cursor = tag("line", y1="0", y2=height, x1="0", x2="0", class_="cursor")
+        words = {"role": "img", "aria_label": f"{picture.title}: {self._description()}"}
+        inside = (*self._axes(), *dots, stretched, cursor)
+        drawing = tag("svg", *inside, class_="plot", height=height + 26, **words)
+        keys = (key(look, curve.name) for curve, look in zip(self._curves, looks, strict=True))
+        caption = (tag("b", picture.title), *(keys if len(looks) > 1 else ()), tag("output", class_="readout"))
+        drawn = (tag("figcaption", *caption), drawing)
+        return tag("figure", *drawn, class_="chart", data_curves=json.dumps(shown), data_x=picture.x)
+
+    def _across(self, step: float) -> float:
+        left, right = self._left, self._right
+        return (self._scale(step) - left) / (right - left) if right > left else 0.5
+
+    def _down(self, value: float) -> float:
+        low, high = self._rise(self._low), self._rise(self._high)
+        return self._picture.height * (high - self._rise(value)) / (high - low)
+
+    def _axes(self) -> Iterator[Html]:
+        for tick in self._ticks:
+            y = f"{self._down(tick):.1f}"
+            yield tag("line", x1="0", x2="100%", y1=y, y2=y, class_="grid")
+            yield tag("text", self._picture.show(tick), x="-8", y=y, class_="tick value")
+        for step in dict.fromkeys(self._written_steps()):
+            place = self._across(step)
+            css = "tick begin" if place < 0.02 else "tick end" if place > 0.98 else "tick"
+            yield tag("text", _step(step), x=percent(place), y=self._picture.height + 18, class_=css)
+
+    def _written_steps(self) -> list[float]:
+        """Those below the axis: the first, the last, and round ones between them; or each."""
+        if self._every or len(self._steps) < 3:
+            return self._steps
+        first, last = self._steps[0], self._steps[-1]
+        _, _, ticks = _axis(first, last)
+        room = (last - first) / 8
+        return [first, *(tick for tick in ticks if first + room < tick < last - room), last]
+
+    def _looks(self) -> list[str]:
+        """Each curve's classes: a colour of its own, or for a prediction that of the curve before it."""
+        looks: list[str] = []
+        place = -1
+        for curve in self._curves:
+            place += not curve.dashed or not looks
+            again = curve.dashed or place >= _COLOURS
+            looks.append(f"c{place % _COLOURS}{' again' if again else ''}")
+        return looks
+
+    def _description(self) -> str:
+        """Describes the picture in words, for readers who do not see it."""
+        show = self._picture.show
+        return "; ".join(
+            f"{curve.name} from {show(curve.points[0][1])} at {_step(curve.points[0][0])} to "
+            f"{show(curve.points[-1][1])} at {_step(curve.points[-1][0])}"
+            for curve in self._curves
+        )
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    stretches = _MOST_POINTS // 2
+    extremes: list[tuple[float, float]] = []
+    for place in range(stretches):
+        some = points[place * len(points) // stretches : (place + 1) * len(points) // stretches]
+        extremes += sorted({min(some, key=lambda p: p[1]), max(some, key=lambda p: p[1])})
+    return [points[0], *(point for point in extremes if points[0][0] < point[0] < points[-1][0]), points[-1]]
+
+
+def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
+    """Round bounds around the values, and the round numbers to write between them."""
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        pad = abs(high) / 2 or 1.0
+        low, high = low - pad, high + pad
+    rough = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return first * step, last * step, [count * step for count in range(first, last + 1)]
+
+
+def _log_axis(low: float, high: float) -> tuple[float, float, list[float]]:
+    """The powers of ten, their doubles and halves between which positive values lie, and those to write."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+    first = max((tick for tick in ticks if tick <= low), default=ticks[0])
+    last = min((tick for tick in ticks if tick >= high and tick > first), default=10 * ticks[-3])
+    between = [tick for tick in ticks if first <= tick <= last]
+    return first, last, between if len(between) < 8 else [t for t in between if f"{t:e}"[0] == "1"]
+
+
+def _step(step: float) -> str:
+    return f"{step:,.0f}" if step == round(step) else f"{step:g}"

@@ -1,0 +1,172 @@
+"""Pages for a browser: what the terminal says, in the same words, with pictures instead of its characters.
+
+A page is one file: no network, no other file, light or dark as its reader's system is, from 400 pixels on. The
+page around the markup is `page.html`, a template.
+"""
+
+import base64
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+import rich.table
+from rich.console import RenderableType
+from rich.text import Text
+
+from canzona_cli.errors import unwritable
+from canzona_cli.report.charts import MEMORY, Picture
+from canzona_cli.report.markup import NOTHING, Html, facts, joined, styled, table_html, tag
+from canzona_cli.report.page import Page, Screen, Wrapped
+from canzona_cli.report.tables import GroupedTable
+from canzona_cli.run.files import write_text_atomic
+from canzona_cli.run.phases import PHASES
+from canzona_cli.run.words import clean
+
+SCREEN = Screen(width=120, colour=True, page=True)
+Mood = Literal["good", "bad", "odd"]
+"""The mood of a status: done; failed; anything else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A titled part of a page."""
+
+    title: str
+    lead: str = ""
+    """The line under the title: units, what is compared with what."""
+    body: Html
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A page."""
+
+    kind: str
+    """The command: `canzona report`."""
+    title: str
+    status: str = ""
+    mood: Mood = "odd"
+    top: Html = NOTHING
+    """The content before all sections."""
+    sections: Sequence[Section]
+
+    def text(self) -> str:
+        """The whole file. Its own style and script are all that a browser is allowed to use."""
+        from jinja2 import Environment
+
+        template, css, script = (
+            files(__package__).joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js")
+        )
+        inks = (*PHASES.values(), *MEMORY.values())
+        style = "".join(f".{ink.css} {{ color: {ink.colour}; }}\n" for ink in inks) + css
+        environment = Environment(autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
+        return environment.from_string(template).render(
+            page=self, style=Html(style), style_hash=_hash(style), script=Html(script), script_hash=_hash(script)
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the file.
+
+        Raises:
+            EnvironmentProblem: it cannot be written.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text_atomic(path, self.text())
+        except OSError as error:
+            raise unwritable("--html", path, error, fix="name another place with --html FILE.html") from None
+
+
+def _shown(value: object) -> object:
+    """A value as the template writes it: markup as it is, anything else without control characters."""
+    return value if isinstance(value, Html) else clean(value)
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def document(kind: str, view: Page) -> Document:
+    """A terminal's view as a page; its first line is the title.
+
+    Args:
+        kind: the command.
+    """
+    heading, *parts = _flat(view.parts(SCREEN))
+    title = " ".join(str(_text(heading)).split())
+    top, *rest = sections(parts)
+    if top.title:
+        return Document(kind=kind, title=title, sections=[top, *rest])
+    return Document(kind=kind, title=title, top=top.body, sections=rest)
+
+
+def sections(parts: Iterable[RenderableType]) -> list[Section]:
+    """The parts of a view; a paragraph that begins with a bold title begins a section."""
+    closed: list[Section] = []
+    title, lead, body = "", "", list[RenderableType]()
+
+    def close() -> None:
+        if inner := elements(body):
+            closed.append(Section(title=title, lead=lead, body=inner))
+
+    for part in _flat(parts):
+        text = _text(part)
+        if text is not None and (head := _title(text)):
+            close()
+            title, lead, body = head, text.plain[len(head) :].strip().lstrip(",:").strip(), []
+        else:
+            body.append(part)
+    close()
+    return closed
+
+
+def elements(parts: Iterable[RenderableType]) -> Html:
+    """Tables, pictures, labelled lines, remarks."""
+    shown: list[Html] = []
+    rows: list[tuple[str, str]] = []
+    for part in _flat(parts):
+        if isinstance(part, Wrapped) and (label := part.first.plain.strip()) and label not in "-!":
+            rows.append((label, styled(part.text)))
+        else:
+            shown += [facts(rows), _element(part)]
+            rows = []
+    return joined([*shown, facts(rows)])
+
+
+def _element(part: RenderableType) -> Html:
+    if isinstance(part, Wrapped):
+        warning = part.first.plain.strip() == "!"
+        dim = "dim" in str(part.text.style)
+        return tag("p", styled(part.text), class_="warning" if warning else "note" if dim else None)
+    if isinstance(part, Html):
+        return part
+    if isinstance(part, Picture):
+        return part.html()
+    if isinstance(part, GroupedTable | rich.table.Table):
+        return table_html(part)
+    return tag("p", styled(part)) if isinstance(part, Text) and part.plain.strip() else NOTHING
+
+
+def _flat(parts: Iterable[RenderableType]) -> Iterator[RenderableType]:
+    for part in parts:
+        if isinstance(part, Page) and not isinstance(part, Picture):
+            yield from _flat(part.parts(SCREEN))
+        else:
+            yield part
+
+
+def _text(part: RenderableType) -> Text | None:
+    if isinstance(part, Wrapped):
+        return part.text if not part.first.plain.strip() else None
+    return part if isinstance(part, Text) else None
+
+
+def _title(text: Text) -> str:
+    """The bold words it begins with, or all of a bold line; empty where there are none."""
+    if str(text.style) == "bold":
+        return text.plain.strip()
+    begins = [span.end for span in text.spans if span.start == 0 and str(span.style) == "bold"]
+    return text.plain[: begins[0]] if begins else ""

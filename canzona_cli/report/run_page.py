@@ -1,0 +1,242 @@
+"""The page of `canzona report --html`: everything that can be seen of a run, from whatever it left."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import groupby
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.settings import leaves
+from canzona_cli.costs.memory import GIB, estimate
+from canzona_cli.errors import ConfigError
+from canzona_cli.planner.memory import plan_memory
+from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.plan_file import read_plan
+from canzona_cli.report.charts import MEMORY, Bar, Bars, Lane, Lanes, LoadMap, LoadMaps, planned_lanes
+from canzona_cli.report.compare import COLUMNS
+from canzona_cli.report.curves import Curve, Curves, SideBySide, loss_curve
+from canzona_cli.report.document import Document, Mood, sections
+from canzona_cli.report.markup import Html, facts, folded, table_html, tag
+from canzona_cli.report.page import headed, note, remarks
+from canzona_cli.report.run import BreakdownView, RunView
+from canzona_cli.report.run_trace import clock_shifts, lanes, place_of
+from canzona_cli.report.tables import Cell, Table
+from canzona_cli.run.breakdown import Breakdown, Prediction
+from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.compare import run_figures
+from canzona_cli.run.files import RunFiles, read_json
+from canzona_cli.run.phases import Interval
+from canzona_cli.run.records import Event, RankTimeline, StageEvent, describe, load_timelines
+from canzona_cli.run.summary import RunSummary
+from canzona_cli.run.words import duration, json_text, number, plural, size
+
+_MOST_RANKS = 8
+"""The most ranks whose timelines are drawn."""
+_MOST_EVENTS = 500
+_MOODS: Mapping[str, Mood] = {"done": "good", "failed": "bad", "diverged": "bad"}
+
+
+def run_page(summary: RunSummary) -> Document:
+    """Everything that can be seen of a run."""
+    files, config, breakdown = RunFiles(summary.run_dir), summary.config, summary.breakdown
+    layout = load_if_sound(files.layout, Layout)
+    try:
+        plan = read_plan(files.plan) if files.plan.exists() else None
+    except ConfigError:  # the measurement stands without it
+        plan = None
+    parts = [
+        *_faults(summary),
+        headed("Summary", ""),
+        *RunView(summary=summary).figures(),
+        *remarks(summary.notes),
+        *_curves(summary),
+        *([] if breakdown is None else [BreakdownView(breakdown=breakdown)]),
+        *_loads(breakdown, plan),
+        *_memory(config, layout, plan, breakdown),
+        *_timeline(files, layout, None if breakdown is None else breakdown.planned),
+        *_events(summary.events),
+        *_settings(files, config),
+    ]
+    code = "" if summary.exit_code is None else f", exit code {summary.exit_code}"
+    return Document(
+        kind="canzona report",
+        title=f"{summary.name or 'run'}: {summary.run_dir}",
+        status=f"{summary.status}{code}",
+        mood=_MOODS.get(summary.status, "odd"),
+        top=_tiles(summary),
+        sections=sections(parts),
+    )
+
+
+def _tiles(summary: RunSummary) -> Html:
+    """The figures of a run that everybody asks for first."""
+    figures = run_figures(summary)
+    steps = f"{summary.step:,}" + ("" if summary.steps_planned is None else f" of {summary.steps_planned:,}")
+    rows = [("steps", steps), *((head, show(figures[name])) for name, (head, show) in COLUMNS.items())]
+    return facts(rows, class_="tiles")
+
+
+def _faults(summary: RunSummary) -> Iterator[RenderableType]:
+    """Errors of ranks, then warnings; nothing where there were none."""
+    yield headed("Faults", ", errors in the order in which they happened, then warnings")
+    for result in summary.errors:
+        if (error := result.error) is not None:
+            heading = tag("p", tag("b", f"rank {result.rank}: {error.type}: "), error.message)
+            more = [folded("traceback", tag("pre", error.traceback))] if error.traceback else []
+            yield tag("div", heading, *more, class_="error")
+    if summary.warnings:
+        yield tag("ul", *(tag("li", text) for text in summary.warnings))
+
+
+def _curves(summary: RunSummary) -> Iterator[RenderableType]:
+    sets = {f"validation on {name}": points for name, points in summary.set_validations.items()}
+    validations = {"validation": summary.validations, **sets}
+    curves = [
+        Curve(name="training", points=summary.losses),
+        *(loss_curve(name, points) for name, points in validations.items()),
+    ]
+    small = (
+        Curves(title=title, curves=[Curve(name=title, points=points)], height=110, show=partial(number, spec=spec))
+        for title, name, spec in (
+            ("gradient norm before clipping", "grad_norm", ".4g"),
+            ("learning rate", "lr", ".3g"),
+            ("tokens/s, all ranks", "tokens_per_s", ",.0f"),
+        )
+        if (points := [(line.step, value) for line in summary.metrics if (value := getattr(line, name)) is not None])
+    )
+    yield headed("Loss", ", nats per token, mean over the global batch; validation always on the same samples")
+    yield Curves(title="loss", curves=curves, numbers=partial(number, spec=".4f"))
+    yield SideBySide(*small)
+
+
+def _loads(breakdown: Breakdown | None, plan: Plan | None) -> Iterator[RenderableType]:
+    """Seconds of matrix updates of each rank, of the pipeline stage that takes longest."""
+    measured: dict[int, float] = {}
+    if breakdown is not None:
+        measured = {times.rank: times.phases.get("matrix_update", 0.0) for times in breakdown.ranks}
+    layout = None if breakdown is None else breakdown.layout
+    hosts, cells = (1, 0) if layout is None else (layout.tp, layout.tp * layout.owners)
+    stages = range(0 if layout is None else layout.pp)
+    whole = cells > 0 and len(measured) == len(stages) * cells and any(measured.values())
+    by_stage = {stage: [measured[stage * cells + cell] for cell in range(cells)] for stage in stages} if whole else {}
+    if plan is not None:
+        hosts, stages = plan.subject.layout.tp, range(plan.subject.layout.pp)
+    planned = {stage: plan.loads(stage) for stage in stages} if plan is not None else {}
+    slowest = max(by_stage or planned, key=lambda stage: max((by_stage or planned)[stage]), default=None)
+    if slowest is None:
+        return
+    maps = [
+        LoadMap(title=title, loads=loads[slowest])
+        for title, loads in (("measured", by_stage), ("planned", planned))
+        if loads
+    ]
+    stage = f", pipeline stage {slowest}" if len(stages) > 1 else ""
+    lead = f", matrix updates of every rank in one step{stage}; colour: a rank's time over the mean"
+    yield headed("Load map", lead)
+    yield LoadMaps(maps=maps, hosts=hosts)
+
+
+def _memory(
+    config: RunConfig | None, layout: Layout | None, plan: Plan | None, breakdown: Breakdown | None
+) -> Iterator[RenderableType]:
+    if config is None or layout is None:
+        return
+    account = estimate(config, layout) if plan is None else plan_memory(config, layout, plan)
+    parts = [(name, float(account.parts[name])) for name in MEMORY if account.parts.get(name)]
+    # Of much more room, everything would be a line at the left end.
+    limit = account.capacity if account.capacity <= 4 * account.total else None
+    total = f"{size(account.total)} of {size(account.capacity)}"
+    rows = [Bar(label="planned", parts=parts, value=total, limit=limit)]
+    peak = None if breakdown is None else breakdown.peak_memory_bytes
+    if peak is not None:
+        rows.append(Bar(label="measured", parts=[("measured_peak", peak.max)], value=f"{size(peak.max)} at the peak"))
+    scale = max(limit or 0.0, *(sum(amount for _, amount in row.parts) for row in rows))
+    yield headed("Memory", f", of the fullest rank; it may use {account.capacity / GIB:.1f} GiB")
+    yield Bars(rows=rows, scale=scale, inks=MEMORY, show=size, amounts=True)
+    if peak is not None and breakdown is not None and breakdown.device == "cpu":
+        yield note("On CPU ranks the measured peak is the whole process, Python and torch included.")
+
+
+def _timeline(files: RunFiles, layout: Layout | None, planned: Prediction | None) -> Iterator[RenderableType]:
+    """The last step of the first ranks, moment by moment, and the planned one below it."""
+    try:
+        ranks = load_timelines(files)
+    except ConfigError as error:
+        yield headed("Timeline", "")
+        yield from remarks(problem.reason for problem in error.problems)
+        return
+    shown = [rank for rank in ranks if rank.steps][:_MOST_RANKS]
+    if not shown:
+        return
+    more = f"; {len(ranks) - len(shown)} more ranks are in `canzona report --trace`" if len(ranks) > len(shown) else ""
+    yield headed("Timeline", f", what each rank does when; each axis has its own length{more}")
+    yield tag("h3", f"measured, step {shown[0].steps[-1].number}")
+    yield _measured_lanes(shown, layout)
+    if planned is not None and planned.events:
+        yield tag("h3", f"planned, profile {planned.profile}")
+        end = max(event.end_s for event in planned.events)
+        yield Lanes(title="planned", rows=planned_lanes(planned.events), end_s=end)
+
+
+def _measured_lanes(ranks: Sequence[RankTimeline], layout: Layout | None) -> Lanes:
+    shifts = clock_shifts(ranks)
+    begin = min(rank.steps[-1].start_s + shifts[rank.clock] for rank in ranks)
+    rows: list[Lane] = []
+    for rank in ranks:
+        step, shift = rank.steps[-1], shifts[rank.clock] - begin
+        place = "" if layout is None else f" ({place_of(rank.rank, layout)})"
+        rows.append(Lane(label=f"rank {rank.rank}{place}", intervals=_shifted(step.phases, shift), begins=True))
+        flying = lanes(step.transfers)
+        rows += [Lane(label="in flight", intervals=_shifted(lane, shift)) for lane in flying[:2]]
+    end = max(rank.steps[-1].end_s + shifts[rank.clock] for rank in ranks)
+    return Lanes(title="measured", rows=rows, end_s=end - begin)
+
+
+def _shifted(intervals: Iterable[Interval], by_s: float) -> list[Interval]:
+    return [Interval(name=one.name, start_s=one.start_s + by_s, end_s=one.end_s + by_s) for one in intervals]
+
+
+def _events(events: Sequence[Event]) -> Iterator[RenderableType]:
+    timed = sorted((event for event in events if event.time is not None), key=lambda event: event.time or 0.0)
+    rows = []
+    for event in timed:
+        note = describe(event)
+        what = event.stage if isinstance(event, StageEvent) else event.event
+        text = note.text if note is not None else getattr(event, "detail", "")
+        mark = Text(what, style="yellow" if note is not None and note.warning else "")
+        rows.append((duration((event.time or 0.0) - (timed[0].time or 0.0)), mark, text))
+    if rows:
+        left_out = len(rows) - _MOST_EVENTS
+        more = f"; {plural(left_out, 'earlier event')} in events.jsonl" if left_out > 0 else ""
+        yield headed("Events", f", of all launches in this directory{more}")
+        yield _folded_table(plural(len(rows), "event"), ("after", "what", "detail"), rows[-_MOST_EVENTS:])
+
+
+def _settings(files: RunFiles, config: RunConfig | None) -> Iterator[RenderableType]:
+    yield headed("Settings", ", resolved; `recipe=RUN/config.yaml` repeats the run")
+    if config is not None:
+        flat = dict(leaves(asdict(config)))
+        for section, keys in groupby(sorted(flat, key=lambda key: "." in key), key=lambda key: key.rpartition(".")[0]):
+            rows = [(key, _setting(flat[key])) for key in keys]
+            yield _folded_table(section or "run", ("setting", "value"), rows)
+    about = read_json(files.environment) or {}
+    rows = [(key, _setting(value)) for key, value in about.items() if key != "time"]
+    if rows:
+        yield _folded_table("machine and versions", ("fact", "value"), rows)
+
+
+def _setting(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return json_text(value) if isinstance(value, dict | list | tuple) else f"{value}"
+
+
+def _folded_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Html:
+    """A table of text that is shown on request; a row's first cell names it."""
+    table = Table(*heads)
+    for row in rows:
+        table.add_row(*row)
+    return folded(title, table_html(table))
