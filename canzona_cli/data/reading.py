@@ -284,8 +284,9 @@ def package_problem(label: str) -> Problem:
 
 def open_source(source: Source) -> io.BufferedReader:
     """The bytes of a source as they are on disk. Closing it leaves standard input open."""
-    if source.path is None:
-        return _buffered(_Pipe(0, closefd=False))
+    if source.size is None:
+        return _buffered(_Pipe(source.path or 0, closefd=source.path is not None))
+    assert source.path is not None
     return open(source.path, "rb")
 
 

@@ -139,6 +139,7 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
     for directive in options.more:
         option, _, value = directive.removeprefix("--").partition("=")
         directives[option] = shlex.quote(value) if value else ""
+        removed.discard(option)
     text = _with_directives(template_text(), directives, removed)
     for line, replacement in (
         ('overrides=("$@")', _overrides(arguments)),

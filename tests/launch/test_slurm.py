@@ -171,7 +171,9 @@ def test_further_directives_are_added_as_they_are_and_only_as_one_each() -> None
     asked = directives(render(two_nodes(), JobOptions(more=more), []))
     assert {"--constraint='h100&ib'", "--reservation='a b'", "--hold"} <= set(asked)
     assert set(directives(render(two_nodes(), JobOptions(), []))) < set(asked), "nothing else has changed"
-    check(JobOptions(more=("--mem=64G",), cpus_per_task=4))
+    shared = JobOptions(more=("--mem=64G",), cpus_per_task=4)
+    check(shared)
+    assert "--mem=64G" in directives(render(two_nodes(), shared, []))
 
 
 @pytest.mark.parametrize(
