@@ -14,24 +14,22 @@ from canzona_cli.config.tree import composed, list_recipes
 from canzona_cli.errors import ConfigError
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_each_line_agrees_with_the_composed_recipe(own: bool, tmp_path: Path) -> None:
+def test_each_line_agrees_with_the_composed_recipe(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text(
         "# @package _global_\ndefaults:\n  - qwen3-8b\n  - override /optimizer: adamw\nmodel: {num_layers: 3}\n"
     )
-    dirs = (tmp_path,) if own else ()
-    recipes = list_recipes(dirs)
-    assert len(recipes) == (9 if own else 8)
+    recipes = list_recipes((tmp_path,))
+    assert len(recipes) == 9
     for info in recipes:
-        config = compose_run([f"recipe={info.name}"], recipes_dirs=dirs).config
+        config = compose_run([f"recipe={info.name}"], recipes_dirs=(tmp_path,)).config
         assert info.model == config.model
         assert (info.gpus, info.cluster) == (config.gpus, config.cluster.name)
         assert (info.optimizer, info.description) == (config.optimizer.name, config.description)
         assert not info.error
 
 
-@pytest.mark.parametrize("text", ["a: [", "- 1\n", "", "\x00"])
+@pytest.mark.parametrize("text", ["a: [", ""])
 def test_a_file_that_cannot_be_read_is_listed_with_the_reason(text: str, tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "broken.yaml").write_text(text)
