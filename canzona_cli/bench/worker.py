@@ -24,7 +24,7 @@ from canzona_cli.config.secrets import redacted
 from canzona_cli.errors import CanzonaError, ExitCode
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.orphan import AGENT_VARIABLE, die_with_parent
-from canzona_cli.run.records import Ending
+from canzona_cli.run.records import Ending, read_layout
 from canzona_cli.run.words import plural
 from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
 from canzona_cli.training.records import Journal, RankRecord
@@ -133,7 +133,8 @@ def _take_turns(
 
     inputs, journal = BenchFiles(files.root.parent), Journal(files, writes=rank == 0 and not turn)
     configs = {name: load_resolved(inputs.config(name)) for name in turns.names}
-    first, layout = resolve(configs[turns.names[0]])
+    first = configs[turns.names[0]]
+    layout = resolve(first)[1] if turn else read_layout(files.layout)
     world = join(first, layout, alive=record.heart.progress, turn=turn)
     data = build_datasets(first, read_corpus(files), cache=cache_root(first) / "indices").train
     running: dict[str, RunningStrategy] = {}

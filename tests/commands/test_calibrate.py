@@ -13,7 +13,7 @@ from tests.commands.support import canzona
         (["recipe=tiny", "gpus=1"], 2, ["gpus = 1", "gpus=4"]),
         (["recipe=tiny", "gpsu=2", "train.steps=many"], 2, ["2 problems", "did you mean", "train.steps"]),
         (["recipe=tiny", "cluster=./abacus.yaml"], 2, ["cluster = ./abacus.yaml", "canzona calibrate"]),
-        (["recipe=tiny", "--out", "there.yaml"], 2, ["is there already", "--force"]),
+        (["recipe=tiny", "--out", "there.yaml"], 2, ["already exists", "--force"]),
         (["recipe=tiny", "--out", "there.yaml/x.yaml"], 3, ["cannot be written"]),
         (["recipe=8b", "gpus=1"], 3, ["no GPU is visible here"]),
     ],
