@@ -132,6 +132,7 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
 
 def _free_stream(taken: list[torch.cuda.Stream | None]) -> torch.cuda.Stream:
     for _ in range(STREAMS):
-        if (stream := torch.cuda.Stream()) not in taken:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        if stream not in taken:
             return stream
     raise RuntimeError(f"each of the {STREAMS} streams already has a graph")
