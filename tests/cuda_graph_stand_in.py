@@ -242,13 +242,17 @@ def _new_pool() -> int:
     return _device().handles
 
 
-@contextmanager
-def _stream(stream: StandInStream) -> Iterator[None]:
-    before, _device().current = _device().current, stream.number
-    try:
-        yield
-    finally:
-        _device().current = before
+class StandInStreamContext:
+    """`torch.cuda.stream`."""
+
+    def __init__(self, stream: StandInStream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before, _device().current = _device().current, self._stream.number
+
+    def __exit__(self, *error: object) -> None:
+        _device().current = self._before
 
 
 @contextmanager
@@ -261,7 +265,7 @@ def cuda_graphs(version: Version = "2.11") -> Iterator[Device]:
         "CUDAGraph": StandInGraph,
         "Stream": StandInStream,
         "graph": StandInCapture,
-        "stream": _stream,
+        "stream": StandInStreamContext,
         "current_stream": lambda: StandInStream(device.current),
         "current_device": lambda: 0,
         "graph_pool_handle": _new_pool,

@@ -329,8 +329,8 @@ class _Functions(TorchFunctionMode):
                 self._read(name, args[0])
         elif name in READS and isinstance(args[0], torch.Tensor):
             self._read(name, args[0])
-        elif name == "__setitem__" and isinstance(args[2], int | float) and (place := _caller()):
-            _active().set_number(args[0].untyped_storage().data_ptr(), f"number set at {place}")
+        elif name == "__setitem__" and isinstance(args[2], int | float) and not _is_mask(args[1]) and _caller():
+            _active().set_number(args[0].untyped_storage().data_ptr(), f"number set at {_caller()}")
         result = func(*args, **kwargs)
         if pinned:
             _active().record.pinned += 1
@@ -387,6 +387,11 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)
+
+
+def _is_mask(index: object) -> bool:
+    """Whether a number that is set there is filled in, by the device."""
+    return any(tensor.dtype is torch.bool for tensor in tensors_in(index))
 
 
 def _is_cuda(device: object) -> bool:

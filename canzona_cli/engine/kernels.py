@@ -176,7 +176,8 @@ class _Case:
         self._scalars = self._out if in_place else add, beta, alpha
 
     def run(self, kernel: Kernel) -> None:
-        kernel(*self._given, self._out, *self._scalars)
+        a, b = self._given
+        kernel(a, b, self._out, *self._scalars)
 
     def wrong(self, kernel: Kernel) -> bool:
         """Tells whether an element is off by more than two roundings to its type, or by more than sums of

@@ -1,10 +1,15 @@
 """CUDA graphs of a step that is made again and again.
 
-torch 2.11 and later can do this, in this way. Graphs that share a memory pool, or were captured on one stream,
-are not independent there: until 2.14 cuBLAS keeps a workspace for each stream. A capture that needs one first
-puts it into its own pool, which then cannot be freed and fails an assertion when it is captured into again (2.11);
-or one graph that is dropped takes the workspace from all others of its stream (2.12 to 2.14, pytorch#193402). So
-every graph has a pool and a stream of its own, and multiplies once on that stream before it is captured.
+Each graph has a memory pool and a stream of its own, and one product is made on that stream before the capture.
+torch 2.11, the oldest that canzona admits, to 2.14 need all three. There cuBLAS has a workspace for each stream,
+made by the first product on it:
+
+- made during a capture, it lies in that graph's pool, which then is never freed, and which torch 2.11 fails an
+  assertion on when something else is captured into it;
+- torch 2.12 to 2.14 free it when a graph of that stream is dropped, also for other graphs that were captured there
+  (pytorch#193402).
+
+From 2.15 on a workspace lives as long as its product.
 """
 
 import logging
@@ -116,17 +121,18 @@ _abandoned: list[torch.cuda.CUDAGraph] = []
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
-    """Ends a capture that failed. Where it cannot be ended in order, torch 2.11 would have its allocator wait for that
-    for ever (pytorch#180395): no memory that several streams use would be free again."""
+    """Ends a capture that failed. If that fails too, the allocator of torch 2.11 would believe for ever that a capture
+    is under way (pytorch#180395), and no longer free memory that several streams have used."""
     with suppress(RuntimeError):
         graph.capture_end()
-    with suppress(RuntimeError):  # it has ended
+    with suppress(RuntimeError):  # raised where the allocator knows already
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     _abandoned.append(graph)
 
 
 def _free_stream(taken: list[torch.cuda.Stream | None]) -> torch.cuda.Stream:
     for _ in range(STREAMS):
-        if (stream := torch.cuda.Stream()) not in taken:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        if stream not in taken:
             return stream
     raise RuntimeError(f"each of the {STREAMS} streams already has a graph")

@@ -12,7 +12,7 @@ import torch
 from canzona_cli.optimizers import Muon, NorMuon, graphs
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.optimizers.graphs import Replayed
-from tests.cuda_graph_stand_in import Device, Version, cuda_graphs
+from tests.cuda_graph_stand_in import Device, StandInStream, Version, cuda_graphs
 
 from . import reference as reference
 
@@ -191,9 +191,9 @@ def test_a_graph_more_than_there_are_streams_is_not_captured(caplog: pytest.LogC
 def test_the_stand_in_sees_what_older_torch_does_to_graphs(fault: str, version: Version, on_cuda: Device) -> None:
     """Two graphs, of which the first is dropped when the second is there, or, if they share a pool, before."""
     x = torch.eye(3)
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    pool, streams = torch.cuda.graph_pool_handle(), [StandInStream() for _ in range(2)]
 
-    def captured(stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    def captured(stream: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             if fault == "shared stream":
@@ -205,13 +205,13 @@ def test_the_stand_in_sees_what_older_torch_does_to_graphs(fault: str, version: 
             graph.capture_end()
         return graph
 
-    first = captured(stream)
+    first = captured(streams[0])
     if fault == "shared pool":
         del first
         with pytest.raises(RuntimeError, match="use_count > 0"):
-            captured(torch.cuda.Stream())
+            captured(streams[1])
         return
-    second = captured(stream)
+    second = captured(streams[0])
     del first
     if version == "2.12":
         with pytest.raises(AssertionError, match="illegal address"):
