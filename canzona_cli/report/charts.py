@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.report.markup import Html, folded, joined, key, percent, table_html, tag
@@ -348,7 +349,7 @@ class LoadMaps(Picture):
     def _axes(self) -> str:
         return f"columns are owners (DP 0 to {self.owners - 1}), rows hosts (TP 0 to {self.hosts - 1})"
 
-    def parts(self, screen: Screen) -> Iterator[Text | Page]:
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
         width = (screen.width - 2 - _BETWEEN * (len(self.maps) - 1)) // len(self.maps)
         width = min(width, max(4 * self.owners, 24))
         blocks = [
@@ -400,8 +401,8 @@ class LoadMaps(Picture):
         balance = "no updates"
         if one.balance is not None:
             balance = f"max / mean {one.balance:.3f}, slowest {step_time(max(one.loads))}"
-        words = f"{one.title}: {self.owners} owners x {self.hosts} hosts, {balance}"
-        picture = tag("svg", *cells, class_="map", height=26 * self.hosts, role="img", aria_label=words)
+        description = f"{one.title}: {self.owners} owners x {self.hosts} hosts, {balance}"
+        picture = tag("svg", *cells, class_="map", height=26 * self.hosts, role="img", aria_label=description)
         caption = tag("figcaption", tag("b", one.title), tag("span", balance))
         return tag("figure", caption, picture, tag("p", f"{self._axes}, ms", class_="note"))
 
