@@ -23,8 +23,8 @@ from canzona_cli.report.bench import (
     times,
     with_error,
 )
-from canzona_cli.report.charts import Picture
 from canzona_cli.report.curves import Curve, Curves, SideBySide
+from canzona_cli.report.markup import Picture
 from canzona_cli.report.page import Page, Screen, items, note, wrapped
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.statistics import Speedup

@@ -5,7 +5,6 @@ page, text keeps its size on any screen, and a pointed-at part says its value.
 """
 
 import itertools
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,8 +13,8 @@ from typing import Final
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.report.markup import Html, folded, joined, key, percent, table_html, tag
-from canzona_cli.report.page import Page, Screen, note
+from canzona_cli.report.markup import Html, Picture, folded, joined, key, percent, table_html, tag
+from canzona_cli.report.page import Screen, note
 from canzona_cli.report.tables import GroupedTable, columns
 from canzona_cli.run.breakdown import SimulatedEvent, streams_of
 from canzona_cli.run.phases import PHASES, STREAMS, Ink, Interval
@@ -24,14 +23,6 @@ from canzona_cli.run.words import milliseconds, step_time
 BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _GUTTER: Final = 23
 """The characters in front of a bar or a lane."""
-
-
-class Picture(Page):
-    """Base of the charts: a page shows markup instead of the parts that a terminal shows."""
-
-    @abstractmethod
-    def html(self) -> Html:
-        """The chart as a page has it."""
 
 
 MEMORY: Final[Mapping[str, Ink]] = MappingProxyType(
