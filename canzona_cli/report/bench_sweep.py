@@ -23,8 +23,8 @@ from canzona_cli.report.bench import (
     times,
     with_error,
 )
-from canzona_cli.report.charts import Picture
 from canzona_cli.report.curves import Curve, Curves, SideBySide
+from canzona_cli.report.markup import Picture
 from canzona_cli.report.page import Page, Screen, items, note, wrapped
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.statistics import Speedup
@@ -147,7 +147,7 @@ _ITERATION = _Quantity(title="iteration, ms", pair=lambda row: row.iteration)
 _BALANCE = _Quantity(title="load balance", pair=lambda row: row.balance, show=ratio, unit=1.0)
 _EXCHANGE = _phase("exposed exchange, ms", "exchange")
 _EFFICIENCY = _Quantity(
-    title="efficiency", pair=lambda row: row.efficiency, show=lambda share: number(share, ".0%"), unit=1.0
+    title="efficiency, %", pair=lambda row: row.efficiency, show=lambda share: number(share, ".0%"), unit=0.01
 )
 _SUBJECTS: Mapping[SweepKind, _Quantity] = {"alpha": _BALANCE, "c_max": _EXCHANGE, "gpus": _EFFICIENCY}
 """The quantity that a setting of numbers is about."""

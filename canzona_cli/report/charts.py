@@ -5,16 +5,16 @@ page, text keeps its size on any screen, and a pointed-at part says its value.
 """
 
 import itertools
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.report.markup import Html, folded, joined, key, percent, table_html, tag
-from canzona_cli.report.page import Page, Screen, note
+from canzona_cli.report.markup import Html, Picture, folded, joined, key, percent, table_html, tag
+from canzona_cli.report.page import Screen, note
 from canzona_cli.report.tables import GroupedTable, columns
 from canzona_cli.run.breakdown import SimulatedEvent, streams_of
 from canzona_cli.run.phases import PHASES, STREAMS, Ink, Interval
@@ -23,14 +23,6 @@ from canzona_cli.run.words import milliseconds, step_time
 BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _GUTTER: Final = 23
 """The characters in front of a bar or a lane."""
-
-
-class Picture(Page):
-    """Base of the charts: a page shows markup instead of the parts that a terminal shows."""
-
-    @abstractmethod
-    def html(self) -> Html:
-        """The chart as a page has it."""
 
 
 MEMORY: Final[Mapping[str, Ink]] = MappingProxyType(
@@ -348,7 +340,7 @@ class LoadMaps(Picture):
     def _axes(self) -> str:
         return f"columns are owners (DP 0 to {self.owners - 1}), rows hosts (TP 0 to {self.hosts - 1})"
 
-    def parts(self, screen: Screen) -> Iterator[Text | Page]:
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
         width = (screen.width - 2 - _BETWEEN * (len(self.maps) - 1)) // len(self.maps)
         width = min(width, max(4 * self.owners, 24))
         blocks = [
@@ -400,8 +392,8 @@ class LoadMaps(Picture):
         balance = "no updates"
         if one.balance is not None:
             balance = f"max / mean {one.balance:.3f}, slowest {step_time(max(one.loads))}"
-        words = f"{one.title}: {self.owners} owners x {self.hosts} hosts, {balance}"
-        picture = tag("svg", *cells, class_="map", height=26 * self.hosts, role="img", aria_label=words)
+        description = f"{one.title}: {self.owners} owners x {self.hosts} hosts, {balance}"
+        picture = tag("svg", *cells, class_="map", height=26 * self.hosts, role="img", aria_label=description)
         caption = tag("figcaption", tag("b", one.title), tag("span", balance))
         return tag("figure", caption, picture, tag("p", f"{self._axes}, ms", class_="note"))
 

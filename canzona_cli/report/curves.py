@@ -12,8 +12,8 @@ from typing import Final, Literal
 
 from rich.text import Text
 
-from canzona_cli.report.charts import BLOCKS, Picture
-from canzona_cli.report.markup import NOTHING, Html, folded, joined, key, percent, table_html, tag
+from canzona_cli.report.charts import BLOCKS
+from canzona_cli.report.markup import NOTHING, Html, Picture, folded, joined, key, percent, table_html, tag
 from canzona_cli.report.page import Screen
 from canzona_cli.report.tables import GroupedTable, column
 from canzona_cli.run.words import number, real

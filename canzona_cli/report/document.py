@@ -17,8 +17,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.errors import unwritable
-from canzona_cli.report.charts import MEMORY, Picture
-from canzona_cli.report.markup import NOTHING, Html, facts, joined, styled, table_html, tag
+from canzona_cli.report.charts import MEMORY
+from canzona_cli.report.markup import NOTHING, Html, Picture, facts, joined, styled, table_html, tag
 from canzona_cli.report.page import Page, Screen, Wrapped
 from canzona_cli.report.tables import GroupedTable
 from canzona_cli.run.files import write_text_atomic

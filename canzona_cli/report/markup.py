@@ -1,5 +1,6 @@
 """Markup of pages: elements in which every text is escaped, and tables as they are described for the terminal."""
 
+from abc import abstractmethod
 from collections.abc import Iterable
 from html import escape
 from itertools import pairwise
@@ -7,6 +8,7 @@ from itertools import pairwise
 import rich.table
 from rich.text import Text
 
+from canzona_cli.report.page import Page
 from canzona_cli.report.tables import Cell, Columns, GroupedTable, column
 from canzona_cli.run.words import clean
 
@@ -25,6 +27,14 @@ class Html(str):
 
 
 NOTHING = Html()
+
+
+class Picture(Page):
+    """Base of the charts: a page shows markup instead of the parts that a terminal shows."""
+
+    @abstractmethod
+    def html(self) -> Html:
+        """The chart as a page has it."""
 
 
 def tag(name: str, *content: str, **attributes: object) -> Html:
