@@ -234,7 +234,11 @@ def test_a_kernel_that_overwrites_what_it_adds_is_refused_in_gram_form() -> None
         if add is not None:
             out.add_(add, alpha=beta)
 
-    for shape, call in (((24, 40, torch.float16), "wide"), ((24, 24, torch.float16), "square")):
+    gram: tuple[tuple[tuple[int, int, torch.dtype], Call], ...] = (
+        ((24, 40, torch.float16), "wide"),
+        ((24, 24, torch.float16), "square"),
+    )
+    for shape, call in gram:
         assert all(case.wrong(late) for case in kernels._cases(shape, [call], torch.device("cpu"))), call
         assert not any(case.wrong(plain) for case in kernels._cases(shape, [call], torch.device("cpu"))), call
     standard = kernels._cases((24, 24, torch.bfloat16), ["square"], torch.device("cpu"))

@@ -110,7 +110,7 @@ def test_an_update_that_is_left_out_is_left_out_of_a_replay(
     """The Gram form's own verdict is on the device, and stays readable. A doubt costs no capture: the group runs kernel
     by kernel while one of its matrices is in standard form, and then replays the graph it had."""
     monkeypatch.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", standard)
-    monkeypatch.setattr(f"{__name__}.RATES", [(lr, 0.1) for lr, _ in RATES])
+    monkeypatch.setattr(f"{__name__}.RATES", [(lr, 0.1) for lr, _ in [*RATES, *RATES[:2]]])
     doubts = torch.zeros(3, dtype=torch.bool)
 
     def doubtful(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +124,7 @@ def test_an_update_that_is_left_out_is_left_out_of_a_replay(
 
     def run(graph: bool) -> list[torch.Tensor]:
         def between(step: int, optimizer: Muon) -> None:
-            doubts[0] = step == 3
+            doubts[0], doubts[1] = step == 3, step == 5
             standards[graph] = sum(optimizer.excluded(p) for p in optimizer.param_groups[0]["params"])
             doubted = optimizer.doubted()
             left_out = 0 if doubted is None else int(doubted)
@@ -138,12 +138,13 @@ def test_an_update_that_is_left_out_is_left_out_of_a_replay(
 
     assert_equal(run(True), run(False))
     assert verdicts[True] == verdicts[False]
-    assert standards == dict.fromkeys((True, False), 2 if standard > 1 else 0), "before the last step"
-    assert [left_out for left_out, _ in verdicts[True]] == [0, 0, 0, 0, 2, 0], "the first of each shape"
+    assert standards == dict.fromkeys((True, False), 4 if standard > 1 else 0), "before the last step"
+    # The first of each shape, then the second of those in Gram form: in a replay, or a step as it is.
+    assert [left_out for left_out, _ in verdicts[True]] == [0, 0, 0, 0, 2, 0, 2, 0]
     assert all(left_out == settled for left_out, settled in verdicts[True])
     assert captures == {True: 1, False: 0}
-    # The first step makes state; step 4 is in standard form, and where that is all, the last one is a replay again.
-    assert [graph.replays for graph in on_cuda.made] == [3 if standard > 1 else 4]
+    # The first step makes state; steps 4 and 6 are in standard form, and where that is all, the others are replays.
+    assert [graph.replays for graph in on_cuda.made] == [3 if standard > 1 else 5]
 
 
 @EVERY_VERSION
