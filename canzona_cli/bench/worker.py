@@ -145,7 +145,7 @@ def _take_turns(
 
     # As in training: what is timed runs on the kernels that a run would choose here.
     ours = next((config for config in configs.values() if execution_of(config).ours), first)
-    choose_kernels(ours, world.device, alive=record.heart.progress)
+    choose_kernels(ours, world.device, begin=lambda shape: record.heart.progress())
 
     def tell(name: str, loss: float) -> None:
         record.step, record.loss = len(running[name].losses), loss

@@ -140,8 +140,12 @@ def _heated(team: Team, seconds: float) -> float:
     side = PRODUCT if team.device.type == "cuda" else 256
     a, b, out = (torch.randn(side, side, device=team.device).bfloat16() for _ in range(3))
     end, rate = time.perf_counter() + seconds, 0.0
+
+    def multiply() -> None:
+        torch.mm(a, b, out=out)
+
     while time.perf_counter() < end:
-        times = Quartiles.of(team.samples(lambda: torch.mm(a, b, out=out), 1.0))
+        times = Quartiles.of(team.samples(multiply, 1.0))
         rate = 2 * side**3 / times.median / 1e12
     return rate
 

@@ -73,4 +73,4 @@ def seconds(work: Callable[[], object], device: str) -> float:
 
 if __name__ == "__main__":
     device, ranks, file = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    torch.multiprocessing.spawn(rank, args=(ranks, device, file), nprocs=ranks)  # type: ignore[attr-defined]
+    torch.multiprocessing.spawn(rank, args=(ranks, device, file), nprocs=ranks)  # type: ignore[attr-defined,no-untyped-call]

@@ -1,4 +1,4 @@
-"""What the attacks share: a run to attack, and one table of them all, which stands at the end of the output."""
+"""A run to attack."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -12,11 +12,8 @@ from canzona_cli.launch import torchrun
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.files import RunFiles
-from tests.attacks.table import AttackRow, RecordAttack, table_lines
 from tests.attacks.victim import TINY, Attack, Streams, Victim, attacked
 from tests.run.runs import CORPUS
-
-_ROWS: pytest.StashKey[list[AttackRow]] = pytest.StashKey()
 
 
 @pytest.fixture
@@ -55,22 +52,3 @@ def train(tmp_path: Path, files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> I
     yield start
     for victim in started:
         victim.kill()
-
-
-@pytest.fixture
-def record_attack(request: pytest.FixtureRequest) -> RecordAttack:
-    """Call with what was done and what came of it, after the assertions."""
-
-    def record(*, attack: str, answer: str, exit_code: int | None) -> None:
-        row = AttackRow(attack=attack, answer=answer, exit_code=exit_code)
-        request.config.stash.setdefault(_ROWS, []).append(row)
-
-    return record
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    rows = config.stash.get(_ROWS, [])
-    if rows:
-        terminalreporter.section("attacks")
-        for line in table_lines(rows):
-            terminalreporter.write_line(line)

@@ -18,7 +18,6 @@ from canzona_cli.planner.plan_file import obtain_plan, read_plan
 from canzona_cli.run.codec import load_if_sound, read_lines
 from canzona_cli.run.records import RunResult, StepMetrics, read_layout
 from tests.attacks.cases import mostly
-from tests.attacks.table import RecordAttack
 from tests.commands.support import canzona
 
 RUN = compose_run(["recipe=tiny", "gpus=4", "parallel.tp=2"]).config
@@ -158,31 +157,21 @@ def test_an_odd_yaml_file_is_refused_in_words(kind: str, tmp_path: Path) -> None
         assert said in mine.error
 
 
-def test_a_bomb_ends_a_command_with_exit_code_2(tmp_path: Path, record_attack: RecordAttack) -> None:
+def test_a_bomb_ends_a_command_with_exit_code_2(tmp_path: Path) -> None:
     path = tmp_path / "bomb.yaml"
     path.write_text(LAUGHS)
     assert len(LAUGHS) < 700
     done = canzona("validate", f"recipe={path}")
     assert (done.returncode, "stands for more than" in done.stderr) == (2, True)
     assert "Traceback" not in done.stderr
-    record_attack(
-        attack="a recipe of 531 bytes that stands for 1e11 values; 500 levels, itself, integers of 10,000 digits",
-        answer="refused at once, with what it is",
-        exit_code=done.returncode,
-    )
 
 
-def test_odd_files_in_plans_do_not_end_a_command(tmp_path: Path, record_attack: RecordAttack) -> None:
+def test_odd_files_in_plans_do_not_end_a_command(tmp_path: Path) -> None:
     (tmp_path / "plans").mkdir()
     for number, make in enumerate({**NO_FILES, **NO_JSON}.values()):
         make(tmp_path / "plans" / f"qwen3-tiny-2gpus-{number}.json")
     done = canzona("validate", "recipe=tiny", "engine=canzona", cwd=tmp_path)
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "OK")
-    record_attack(
-        attack=f"{len(NO_FILES) + len(NO_JSON)} odd files in ./plans: pipes, links, NaN, a million levels",
-        answer="passed over",
-        exit_code=done.returncode,
-    )
 
 
 @pytest.mark.parametrize(

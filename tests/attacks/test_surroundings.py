@@ -16,7 +16,6 @@ import pytest
 
 from canzona_cli.cluster.doctor import network
 from canzona_cli.run.files import RunFiles, read_json
-from tests.attacks.table import RecordAttack
 from tests.attacks.victim import TINY, Attack, Streams, Victim, attacked
 
 LONG = "x" * 300
@@ -78,7 +77,6 @@ def test_odd_environments_train_as_ever(
     train: Attack,
     files: RunFiles,
     heard: Heard,
-    record_attack: RecordAttack,
     attack: str,
     environment: dict[str, str | None],
     before: Callable[[], None],
@@ -88,7 +86,6 @@ def test_odd_environments_train_as_ever(
     for path in (files.root, *files.root.rglob("*")):
         assert not path.stat().st_mode & 0o002, f"everybody may write {path}"
     assert "done, 3 steps" in heard.text
-    record_attack(attack=attack, answer="trained; nothing is for everybody to write", exit_code=0)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +101,6 @@ def test_odd_environments_train_as_ever(
 def test_what_cannot_work_is_told_in_a_sentence(
     train: Attack,
     heard: Heard,
-    record_attack: RecordAttack,
     attack: str,
     overrides: tuple[str, ...],
     before: Callable[[], None] | None,
@@ -112,7 +108,6 @@ def test_what_cannot_work_is_told_in_a_sentence(
     words: tuple[str, ...],
 ) -> None:
     refused(heard, train(heard.streams, *overrides, before=before or (lambda: None)), code, *words)
-    record_attack(attack=attack, answer="refused in a sentence", exit_code=code)
 
 
 EVERYWHERE: Sequence[Sequence[str]] = (
@@ -129,7 +124,7 @@ EVERYWHERE: Sequence[Sequence[str]] = (
 
 @pytest.mark.parametrize(("attack", "name"), [("a name of 300 bytes", LONG), ("a name that is not UTF-8", NOT_UTF8)])
 def test_no_command_takes_an_odd_name_for_a_mistake_of_its_own(
-    tmp_path: Path, heard: Heard, record_attack: RecordAttack, attack: str, name: str
+    tmp_path: Path, heard: Heard, attack: str, name: str
 ) -> None:
     codes = []
     for words in EVERYWHERE:
@@ -138,16 +133,9 @@ def test_no_command_takes_an_odd_name_for_a_mistake_of_its_own(
         assert codes[-1] in (0, 2, 3, 5), heard.text
         assert "This is a bug" not in heard.text, words
     each = ", ".join(map(str, codes))
-    record_attack(
-        attack=f"{attack}, given to {len(EVERYWHERE)} commands",
-        answer=f"refused or shown: {each}",
-        exit_code=max(codes),
-    )
 
 
-def test_in_a_deleted_working_directory_each_command_says_so(
-    tmp_path: Path, heard: Heard, record_attack: RecordAttack
-) -> None:
+def test_in_a_deleted_working_directory_each_command_says_so(tmp_path: Path, heard: Heard) -> None:
     def before() -> None:
         shutil.rmtree(tmp_path / "gone")
 
@@ -155,7 +143,6 @@ def test_in_a_deleted_working_directory_each_command_says_so(
         (tmp_path / "gone").mkdir()
         victim = attacked(*words, streams=heard.streams, cwd=tmp_path / "gone", before=before)
         refused(heard, victim, 3, "working directory")
-    record_attack(attack="the working directory is deleted", answer="refused in a sentence", exit_code=3)
 
 
 def without_network() -> None:
@@ -186,7 +173,7 @@ def may_unshare() -> bool:
 @pytest.mark.skipif(not may_unshare(), reason="needs a network of its own, which this system does not allow")
 @pytest.mark.parametrize(("attack", "before"), [("no loopback", without_network), ("no free port", without_ports)])
 def test_ranks_that_cannot_meet_are_found_before_they_start(
-    train: Attack, files: RunFiles, heard: Heard, record_attack: RecordAttack, attack: str, before: Callable[[], None]
+    train: Attack, files: RunFiles, heard: Heard, attack: str, before: Callable[[], None]
 ) -> None:
     refused(heard, train(heard.streams, before=before), 3, "network = 127.0.0.1", "its ranks cannot meet there")
     assert not files.root.exists()
@@ -200,16 +187,12 @@ def test_ranks_that_cannot_meet_are_found_before_they_start(
     heard.path.write_text("")
     attacked("doctor", streams=heard.streams, cwd=heard.path.parent, before=doctor).finish()
     assert json.loads(heard.path.read_text()) == "fail"
-    record_attack(attack=attack, answer="refused before the start, and by doctor", exit_code=3)
 
 
-def test_in_a_directory_whose_name_is_not_utf8_a_run_trains(
-    train: Attack, tmp_path: Path, heard: Heard, record_attack: RecordAttack
-) -> None:
+def test_in_a_directory_whose_name_is_not_utf8_a_run_trains(train: Attack, tmp_path: Path, heard: Heard) -> None:
     here = tmp_path / NOT_UTF8
     here.mkdir()
     assert train(heard.streams, "run.dir=run", ending="done", cwd=here).finish() == 0, heard.text
     result = read_json(RunFiles(here / "run").result)
     assert result is not None
     assert result["status"] == "done"
-    record_attack(attack="a working directory whose name is not UTF-8", answer="trained", exit_code=0)

@@ -52,7 +52,7 @@ def running(lined: LineUp, chosen: Configs, world: World) -> dict[str, RunningSt
     data = RandomTokens(samples=samples, seq_length=first.train.seq_length, vocab_size=4)
     plans = {strategy.name: strategy.plan for strategy in lined.strategies}
     return {
-        name: RunningStrategy(trainee=assemble(config, world, plans[name]), batches=BatchStream(data, world))  # type: ignore[index]
+        name: RunningStrategy(trainee=assemble(config, world, plans[name]), batches=BatchStream(data, world))
         for name, config in chosen.items()
     }
 

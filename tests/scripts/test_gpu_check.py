@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gpu_check
 import pytest
@@ -42,7 +43,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _parts(path: Path) -> dict[str, dict[str, object]]:
+def _parts(path: Path) -> dict[str, dict[str, Any]]:
     return {part["part"]: part for part in json.loads(path.read_text(encoding="utf-8"))["parts"]}
 
 
