@@ -84,9 +84,8 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     with part("model"):
         measure_model(everybody, shortened(config), world, effort, recorder)
     with part("updates"):
-        choose_kernels(
-            config, device, begin=lambda shape: record.heart.progress()
-        )  # those that training would choose here
+        # The kernels that training would choose here.
+        choose_kernels(config, device, begin=lambda shape: record.heart.progress())
         if workers.member:
             measure_updates(workers, config, effort, recorder, lambda: time.monotonic() - begun)
     parallel.shutdown()

@@ -132,7 +132,6 @@ def test_no_command_takes_an_odd_name_for_a_mistake_of_its_own(
         codes.append(victim.finish())
         assert codes[-1] in (0, 2, 3, 5), heard.text
         assert "This is a bug" not in heard.text, words
-    each = ", ".join(map(str, codes))
 
 
 def test_in_a_deleted_working_directory_each_command_says_so(tmp_path: Path, heard: Heard) -> None:

@@ -4,6 +4,7 @@ found out by its losses.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
@@ -12,6 +13,7 @@ from canzona_cli.bench.results import BenchResult, StrategyBench, disagreements
 from canzona_cli.bench.sitting import Samples, Turns, measured
 from canzona_cli.bench.turns import RunningStrategy, gather_samples, take_turns
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.megatron.parallel import World
 from canzona_cli.run.phases import IN_STEP
@@ -83,7 +85,7 @@ def losses_alone(lined: LineUp, strategy: str) -> tuple[float, ...]:
 
 def result_of(lined: LineUp, found: Mapping[str, Samples]) -> BenchResult:
     """These measurements in a result."""
-    result = bench(tuple(strategy.name for strategy in lined.strategies))
+    result = bench([cast(AnyStrategy, strategy.name) for strategy in lined.strategies])
     strategies: dict[str, StrategyBench] = {
         strategy.name: replace(
             result.strategies[strategy.name],
