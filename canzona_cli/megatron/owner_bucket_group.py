@@ -67,6 +67,8 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         """This rank's ranges of the bucket."""
         self._bucket, self._group, self._config, self._names = bucket, group, ddp_config, names
         self.reducing, self.gathering = reducing(planned, group), gathering(planned, group)
+        self.all_groups: Sequence[_ParamAndGradBucketGroup] = (self,)
+        """All bucket groups of the rank, to tell one without gradients from a step without a backward pass."""
         self._check_plan()
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -127,8 +129,9 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         if not self._config.overlap_grad_reduce or self.grad_reduce_finished or self.grad_reduce_handle is not None:
             return
         missing = [param for param in self._bucket.params_list if param not in self.per_param_grad_ready_counts]
-        # Without any backward pass, somebody else filled the buffer; Megatron allows that in a first step.
-        if not missing or (self.is_first_batch and len(missing) == len(self._bucket.params_list)):
+        # Without any backward pass, somebody else filled the buffers; Megatron allows that in a first step.
+        filled = self.is_first_batch and not any(group.per_param_grad_ready_counts for group in self.all_groups)
+        if filled or not missing:
             return
         names = ", ".join(self._names[param] for param in missing)
         raise WorkerCrashed(
@@ -176,6 +179,8 @@ def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -
         )
         for param in built.params_list:
             ddp.param_to_bucket_group[param] = groups[place]
+    for group in matrix_groups(chunks):
+        group.all_groups = bucket_groups(chunks)
     for group in bucket_groups(chunks):
         group.next_param_gather_bucket_group = group.previous_grad_reduce_bucket_group = None
     if chunks[0].ddp_config.overlap_param_gather:
