@@ -111,7 +111,7 @@ def test_an_update_that_is_left_out_is_left_out_of_a_replay(
     by kernel while one of its matrices is in standard form, and then replays the graph it had."""
     monkeypatch.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", standard)
     monkeypatch.setattr(f"{__name__}.RATES", [(lr, 0.1) for lr, _ in [*RATES, *RATES[:2]]])
-    doubts = torch.zeros(3, dtype=torch.bool)
+    doubts = torch.zeros(4, dtype=torch.bool)
 
     def doubtful(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         result, trusted = gram_newton_schulz(x, *given)
@@ -133,7 +133,7 @@ def test_an_update_that_is_left_out_is_left_out_of_a_replay(
 
         doubts.zero_()
         return train(
-            partial(Muon, stack=True, form="gram"), graph=graph, between=between, shapes=[(12, 40), (40, 12)] * 3
+            partial(Muon, stack=True, form="gram"), graph=graph, between=between, shapes=[(12, 40), (40, 12)] * 4
         )
 
     assert_equal(run(True), run(False))
