@@ -35,6 +35,7 @@ from canzona_cli.cluster.machine import (
     interface_problem,
     loopback_problem,
     processor_name,
+    torch_lacks,
 )
 from canzona_cli.errors import ExitCode, Problem
 from canzona_cli.run.machine import cores, existing_folder, tool_output
@@ -202,6 +203,10 @@ def _torch(probed: Mapping[str, object] | str) -> Iterator[Finding]:
     nccl = probed.get("nccl")
     value = str(nccl or "not in this build")
     yield _judged("torch", "NCCL", bool(nccl), value, "the backend of GPU ranks", otherwise="info")
+    lacking = torch_lacks()
+    meaning = "training is right without" if lacking else "all that canzona uses on GPUs"
+    value = f"without {', '.join(lacking)}" if lacking else "complete"
+    yield _judged("torch", "features", not lacking, value, meaning, otherwise="info")
 
 
 def gpus(usable: bool, visible: Sequence[GpuInfo], installed: int) -> Iterator[Finding]:

@@ -286,6 +286,22 @@ def torch_cuda() -> Release | None:
     return version and (int(version[1] or 0), int(version[2] or 0))
 
 
+def torch_lacks() -> list[str]:
+    """Lists the features that canzona uses where torch has them, and that the torch installed here lacks.
+
+    Training is right with every torch that canzona admits. Imports no torch.
+    """
+    spec, version = importlib.util.find_spec("torch"), installed_version("torch")
+    if version is None or spec is None or spec.origin is None:
+        return []
+    lacking = []
+    if not Path(spec.origin).with_name("_vendor").joinpath("quack").is_dir():
+        lacking.append("a copy of QuACK's symmetric products (from 2.15; cuBLAS multiplies instead)")
+    if Version(version) < _COVERS_COALESCED:
+        lacking.append("an NCCL backend nccl2 that waits for all reductions of a bucket (from 2.15; the other is used)")
+    return lacking
+
+
 def backend_problem(chosen: str | None) -> Problem | None:
     """A TORCH_DIST_USE_NCCL2 that asks for an NCCL backend which would let gradients be used before they arrive.
 

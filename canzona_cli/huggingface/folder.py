@@ -20,7 +20,6 @@ from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.reading import Absent, Unreadable, parse_json, read_plain
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.tree import list_recipes
-from canzona_cli.data.sidecar import saved_tokenizer_path
 from canzona_cli.data.tokenizers import BYTE_VALUES, END_OF_TEXT
 from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.huggingface.foreign import FILE, read_model, tensor_names
@@ -292,6 +291,8 @@ def _of_the_text(run: RunFiles) -> Beside:
 def _settings_of(text: str, eod: int | None) -> str:
     """Writes `tokenizer_config.json`: the class that reads any tokenizer.json,
     and the token that ends a document."""
+    from canzona_cli.data.sidecar import saved_tokenizer_path  # imports numpy, which `validate` does without
+
     from tokenizers import Tokenizer
 
     settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

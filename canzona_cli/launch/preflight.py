@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import suppress
 
 import psutil
 
@@ -47,24 +48,50 @@ def check_nodes(config: RunConfig) -> None:
     problems = []
     if cluster.rdzv_endpoint is None:
         reason = f"the run spans {nodes} machines, and no address is set where they meet"
-        fix = "cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all can reach, the same on each"
+        fix = (
+            "cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all can reach, the same on each; "
+            f"or gpus={min(config.gpus, cluster.gpus_per_node)} cluster.nodes=1 for this machine alone"
+        )
         problems.append(Problem(key="cluster.rdzv_endpoint", reason=reason, fix=fix))
-    if cluster.node_rank is None or not 0 <= cluster.node_rank < nodes:
+    if cluster.node_rank is None:
+        reason = f"the run spans {nodes} machines, and the number of this one is not set"
+        fix = "in a Slurm job, srun --ntasks-per-node=1 sets it; by hand: cluster.node_rank=0 here, " + (
+            "1 on the other" if nodes == 2 else f"1 to {nodes - 1} on the others"
+        )
+        problems.append(Problem(key="cluster.node_rank", reason=reason, fix=fix))
+    elif not 0 <= cluster.node_rank < nodes:
         reason = f"the machines of this run are numbered 0 to {nodes - 1}"
-        fix = "in a Slurm job, srun --ntasks-per-node=1 sets it; by hand: each machine's own number in that range"
+        fix = "give each machine its own number in that range"
         problems.append(problem_with(config, "cluster.node_rank", reason, fix))
     if config.run.dir is None:
         reason = f"the {nodes} machines of the run would each create their own directory"
         problems.append(Problem(key="run.dir", reason=reason, fix="run.dir=DIR, a directory that every machine shares"))
     refuse(problems)
     if cluster.node_rank == 0 and cluster.rdzv_endpoint is not None:
-        host, _, port = cluster.rdzv_endpoint.rpartition(":")
-        local = host if on_one_machine(config) else ""  # from elsewhere, torchrun is reached on every interface
-        # What is no address at all, torchrun refuses; a port in use only with a traceback, while the others wait.
-        if port.isdecimal() and int(port) <= 65535 and taken(local, int(port)):
-            reason = "another program on this machine uses this port"
-            fix = f"choose another port, the same on every machine: cluster.rdzv_endpoint={host}:PORT"
-            raise EnvironmentProblem(problem_with(config, "cluster.rdzv_endpoint", reason, fix))
+        problems.extend(_port_problems(config, cluster.rdzv_endpoint))
+    refuse(problems, EnvironmentProblem)
+
+
+def _port_problems(config: RunConfig, endpoint: str) -> Iterator[Problem]:
+    """Finds a port in use before torchrun does, which would print a traceback while the other machines wait."""
+    host, _, port = endpoint.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        return  # what is no address at all, torchrun refuses
+    local = host if on_one_machine(config) else ""  # from elsewhere, torchrun is reached on every interface
+    if taken(local, int(port)):
+        reason = "another program on this machine uses this port" + _holder(int(port))
+        fix = f"choose another port, the same on every machine: cluster.rdzv_endpoint={host}:PORT"
+        yield Problem(key="cluster.rdzv_endpoint", value=endpoint, reason=reason, fix=fix)
+
+
+def _holder(port: int) -> str:
+    """Names the program that uses a port, if the system lets us know."""
+    with suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            listening = connection.status == psutil.CONN_LISTEN and getattr(connection.laddr, "port", None) == port
+            if listening and connection.pid:
+                return f": {psutil.Process(connection.pid).name()}, process {connection.pid}"
+    return ""
 
 
 def machine_problems(config: RunConfig, layout: Layout, *, training: bool = True) -> Iterator[Problem]:
@@ -91,12 +118,13 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
         return
     per_machine = "" if node_count(config) == 1 else f" on each of {node_count(config)} machines"
     visible = {0: "no GPU is visible here", 1: "one GPU is visible here"}.get(here, f"{here} GPUs are visible here")
-    ways = (
-        *((f"gpus={here} asks for what is here",) if here else ()),
+    ways = [
         "the same command with --dry-run shows layout, memory and torchrun command without them",
         "`canzona slurm --submit` with the same arguments gives it to Slurm",
         "`canzona train recipe=qwen3-tiny` trains on this machine's CPU",
-    )
+    ]
+    if here:
+        ways.insert(0, f"gpus={here} asks for what is here")
     reason = f"{config.name} needs {needed} GPUs{per_machine}, and {visible}"
     yield problem_with(config, "gpus", reason, ";\n".join(ways))
 
@@ -104,9 +132,14 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
 def _beside_gpus(config: RunConfig) -> Iterator[Problem]:
     """Lists what keeps ranks off the GPUs that are here."""
     environment = worker_environment(config)
-    interfaces, backend = environment.get("NCCL_SOCKET_IFNAME"), environment.get("TORCH_DIST_USE_NCCL2")
-    problems = driver_problem(), interface_problem(interfaces, alone=on_one_machine(config)), backend_problem(backend)
-    yield from filter(None, problems)
+    yield from filter(
+        None,
+        (
+            driver_problem(),
+            interface_problem(environment.get("NCCL_SOCKET_IFNAME"), alone=on_one_machine(config)),
+            backend_problem(environment.get("TORCH_DIST_USE_NCCL2")),
+        ),
+    )
 
 
 def _host_memory(config: RunConfig, rank_bytes: int) -> Iterator[Problem]:

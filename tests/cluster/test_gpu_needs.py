@@ -25,6 +25,7 @@ from canzona_cli.cluster.machine import (
     interface_problem,
     named,
     torch_cuda,
+    torch_lacks,
 )
 from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.compose import compose_run
@@ -143,6 +144,18 @@ def test_a_backend_that_may_not_wait_for_reductions_is_refused(monkeypatch: pyte
         monkeypatch.setattr(machine, "installed_version", lambda package, found=torch_here: found)
         assert (backend_problem("1") is not None) is refused
         assert backend_problem("0") is None is backend_problem(None)
+
+
+def test_the_doctor_knows_what_an_older_torch_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It asks the installed files, and imports nothing."""
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(machine, "installed_version", lambda package: "2.11.0+cu130")
+    lacking = torch_lacks()
+    assert [("QuACK" in text, "nccl2" in text) for text in lacking] == [(True, False), (False, True)]
+    (tmp_path / "_vendor" / "quack").mkdir(parents=True)
+    monkeypatch.setattr(machine, "installed_version", lambda package: "2.15.0")
+    assert torch_lacks() == []
 
 
 @pytest.mark.parametrize(
