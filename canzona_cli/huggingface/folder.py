@@ -20,7 +20,6 @@ from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.reading import Absent, Unreadable, parse_json, read_plain
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.tree import list_recipes
-from canzona_cli.data.tokenizers import BYTE_VALUES, END_OF_TEXT
 from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.huggingface.foreign import FILE, read_model, tensor_names
 from canzona_cli.model.families import family_of, parameter_count
@@ -274,6 +273,8 @@ def _of_the_text(run: RunFiles) -> Beside:
         corpus = read_corpus(run)
     except FileNotFoundError:
         return Beside(texts={GENERATION: _generation(None)})
+    from canzona_cli.data.sidecar import saved_tokenizer_path  # loads numpy, which reading a folder does not need
+
     path, eod = saved_tokenizer_path(corpus.prefix), corpus.eod
     if corpus.tokenizer == "byte":
         text = byte_tokenizer()
@@ -291,8 +292,6 @@ def _of_the_text(run: RunFiles) -> Beside:
 def _settings_of(text: str, eod: int | None) -> str:
     """Writes `tokenizer_config.json`: the class that reads any tokenizer.json,
     and the token that ends a document."""
-    from canzona_cli.data.sidecar import saved_tokenizer_path  # imports numpy, which `validate` does without
-
     from tokenizers import Tokenizer
 
     settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -311,6 +310,8 @@ def byte_tokenizer() -> str:
     In such files a byte is a printable character: itself, or one from 256 on (GPT-2's `bytes_to_unicode`).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from canzona_cli.data.tokenizers import BYTE_VALUES, END_OF_TEXT
 
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(BYTE_VALUES, 2 * BYTE_VALUES))
