@@ -30,7 +30,7 @@ from pathlib import Path
 
 from gpu_parts.outcome import Outcome, PartResult, Setup, content, table
 
-from canzona_cli.cluster.machine import GpuInfo, gpu_inventory
+from canzona_cli.cluster.gpus import GpuInfo, gpu_inventory
 from canzona_cli.config.schema import Device
 from canzona_cli.errors import EnvironmentProblem, Problem, WorkerCrashed
 from canzona_cli.report.errors import show_failure

@@ -20,17 +20,15 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from canzona_cli.cluster.gpus import GpuInfo, gpu_inventory, installed_gpus
 from canzona_cli.cluster.machine import (
     LOOPBACK,
     LOOPBACK_FIX,
-    GpuInfo,
     admits,
     compiling_lacks,
     driver_problem,
     fused_layers_problem,
-    gpu_inventory,
     install_fused_layers,
-    installed_gpus,
     installed_version,
     interface_problem,
     loopback_problem,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from canzona_cli.cluster.machine import with_layers_here
+from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.cluster.search import Candidate, any_fits, candidates, fill, search
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import Execution, execution_of

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.recipes import (
     builtin_recipes_dir,
@@ -80,11 +81,15 @@ def profile_warnings(cluster: ClusterConfig, *, training: bool = True) -> tuple[
             f"cluster profile {cluster.name} is incomplete, its calibration was interrupted: "
             f"{', '.join(cluster.not_measured)} come from profile {cluster.measured_on.get('base', 'it started from')}"
         )
-    from canzona_cli.cluster.machine import install_fused_layers, profile_mismatches, with_layers_here
-
     if cluster.fused_layers and not with_layers_here(cluster).transformer_engine:
+        from canzona_cli.cluster.machine import install_fused_layers
+
         warnings.append(
             "Transformer Engine is not installed here: layers are Megatron's own, which train the same, with "
             f"{WITHOUT_FUSED_LAYERS} in simulations; to install it: {install_fused_layers()}"
         )
-    return (*warnings, *(profile_mismatches(cluster) if training else ()))
+    if training:
+        from canzona_cli.cluster.machine import profile_mismatches  # here, for plans do without
+
+        warnings += profile_mismatches(cluster)
+    return tuple(warnings)

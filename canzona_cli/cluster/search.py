@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import canzona_cli
-from canzona_cli.cluster.machine import with_layers_here
+from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.config.caches import cache_root
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
 from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp

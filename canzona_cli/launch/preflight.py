@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import psutil
 
+from canzona_cli.cluster.gpus import visible_gpus
 from canzona_cli.cluster.machine import (
     LOOPBACK,
     LOOPBACK_FIX,
@@ -14,7 +15,6 @@ from canzona_cli.cluster.machine import (
     fused_layers_problem,
     interface_problem,
     loopback_problem,
-    visible_gpus,
 )
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with

@@ -13,10 +13,10 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from canzona_cli.cluster import doctor, machine
+from canzona_cli.cluster import doctor, gpus, machine
 from canzona_cli.cluster.fit import resolve
+from canzona_cli.cluster.gpus import GpuInfo
 from canzona_cli.cluster.machine import (
-    GpuInfo,
     backend_problem,
     driver_cuda,
     driver_problem,
@@ -181,8 +181,8 @@ def test_a_transformer_engine_is_one_that_megatron_was_written_for(
 
 def test_layers_come_from_what_a_machine_with_gpus_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere a plan for GPUs assumes Transformer Engine; what is typed stays, and is refused where it is missing."""
-    for gpus, installed, fused in ((0, False, True), (8, False, False), (8, True, True)):
-        monkeypatch.setattr(machine, "visible_gpus", lambda gpus=gpus: gpus)
+    for count, installed, fused in ((0, False, True), (8, False, False), (8, True, True)):
+        monkeypatch.setattr(gpus, "visible_gpus", lambda count=count: count)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, installed=installed: installed or None)
         planned = ["recipe=0.6b", "gpus=8", "parallel.tp=2"]
         composed = compose_run(planned)
@@ -223,13 +223,13 @@ def test_a_run_is_refused_with_all_that_is_missing(driver: Driver, monkeypatch: 
 
 
 def test_the_doctor_says_the_same(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = (GpuInfo(name="H100", memory_bytes=80 << 30, driver="570.86.15"),)
+    visible = (GpuInfo(name="H100", memory_bytes=80 << 30, driver="570.86.15"),)
     monkeypatch.setattr(machine, "torch_cuda", lambda: (13, 2))
     monkeypatch.setattr(doctor, "installed_version", lambda package: None)
     monkeypatch.setattr(doctor, "fused_layers_problem", lambda: Problem(key="", reason="", fix="without"))
     for release, status in ((12080, "warn"), (13000, "ok")):
         driver(release)
-        found = {finding.name: finding for finding in doctor.gpus(True, gpus, 1)}
+        found = {finding.name: finding for finding in doctor.gpus(True, visible, 1)}
         assert (found["driver"].status, found["driver"].value) == (status, "570.86.15")
         assert ("580 or later" in found["driver"].fix) == (status == "warn")
         assert (found["Transformer Engine"].status, found["Transformer Engine"].fix) == ("warn", "without")

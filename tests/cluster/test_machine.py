@@ -7,14 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from canzona_cli.cluster.gpus import GpuInfo, installed_gpus, read_proc, read_smi, select
 from canzona_cli.cluster.machine import (
-    GpuInfo,
-    installed_gpus,
     machine_facts,
     profile_mismatches,
-    read_proc,
-    read_smi,
-    select,
 )
 from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.schema import ClusterConfig
@@ -113,7 +109,5 @@ def test_this_machine_agrees_with_its_driver() -> None:
 
 
 def test_counting_does_not_import_torch() -> None:
-    code = (
-        "import sys, canzona_cli.cluster.machine as machine; machine.visible_gpus(); assert 'torch' not in sys.modules"
-    )
+    code = "import sys, canzona_cli.cluster.gpus as gpus; gpus.visible_gpus(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
