@@ -63,7 +63,7 @@ class StrategyResult:
 
     @cached_property
     def events(self) -> tuple[SimulatedEvent, ...]:
-        """The timelines of the slowest rank and, if there is an earlier one, of the rank that finishes its updates first."""
+        """The timelines of the slowest rank and, unless it is the same, of the rank that finishes its updates first."""
         return self.drawn()
 
 
