@@ -191,7 +191,7 @@ def _probe() -> dict[str, object] | str:
 def _torch(probed: Mapping[str, object] | str) -> Iterator[Finding]:
     """Checks torch's build and backends from the results of `_probe`."""
     if isinstance(probed, str):
-        fix = f"see the whole error: {sys.executable} -c 'import torch'; then reinstall torch"
+        fix = f"see the full error: {sys.executable} -c 'import torch'; then reinstall torch"
         yield _finding("torch", "import", False, probed, "no worker can start", fix, otherwise="fail")
         return
     cuda = probed.get("cuda_build")
@@ -227,7 +227,7 @@ def gpus(usable: bool, visible: Sequence[GpuInfo], installed: int) -> Iterator[F
         for gpu, count in kinds
     )
     value += f" of {installed} in the machine" if installed > len(visible) else ""
-    meaning = f"a run on this machine takes up to gpus={len(visible)}" if usable else "torch cannot use these GPUs"
+    meaning = f"a run on this machine can use up to gpus={len(visible)}" if usable else "torch cannot use these GPUs"
     fix = "install the torch build for this driver (pytorch.org/get-started), or update the driver"
     yield _finding("gpu", "GPUs", usable, value, meaning, fix)
     lacks = compiling_lacks()
@@ -235,7 +235,7 @@ def gpus(usable: bool, visible: Sequence[GpuInfo], installed: int) -> Iterator[F
     version, meaning = installed_version("transformer-engine"), "fused layers, used if installed"
     yield _needed("Transformer Engine", version or "not installed", fused_layers_problem(), meaning)
     value = f"{lacks} is missing" if lacks else "a C compiler, Python's header files and Triton"
-    meaning = "SwiGLU and the loss run unfused, on all machines of a run" if lacks else "torch.compile can fuse kernels"
+    meaning = "SwiGLU and the loss run unfused on every machine of a run" if lacks else "torch.compile can fuse kernels"
     fix = "install gcc and your Python's development package (python3-dev), or set CC"
     yield _finding("gpu", "compiler", lacks is None, value, meaning, fix)
 

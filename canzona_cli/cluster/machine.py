@@ -71,8 +71,8 @@ def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
     if not mismatches:
         return ()
     return (
-        f"cluster profile {cluster.name} was measured on another machine ({'; '.join(mismatches)}): its times may not "
-        "hold here; measure this one with `canzona calibrate`",
+        f"cluster profile {cluster.name} was measured on another machine ({'; '.join(mismatches)}): its times may be "
+        "wrong here; measure this machine with `canzona calibrate`",
     )
 
 

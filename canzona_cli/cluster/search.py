@@ -175,7 +175,7 @@ def _no_batch(config: RunConfig) -> Problem:
     micro = train.micro_batch_size or 1
     steps = sorted({_least_batch(pp, vpp, dp, micro) for _, pp, vpp, _, dp in _meshes(config)})
     if not steps:
-        reason = "no tensor and pipeline sizes that the model and the other settings allow divide it"
+        reason = "no combination of parallel sizes that the model and the other settings allow divides this number"
         return problem_with(config, "gpus", reason, "leave parallel.* null, or use another number of GPUs")
     if train.global_batch_size is not None:
         above = min(-(-train.global_batch_size // step) * step for step in steps)
@@ -184,8 +184,8 @@ def _no_batch(config: RunConfig) -> Problem:
     target = train.batch_tokens / train.seq_length
     nearest = min((max(1, round(target / step)) * step for step in steps), key=lambda batch: abs(batch - target))
     reason = (
-        f"is {target:g} sequences of {train.seq_length} tokens: {config.gpus} GPUs cannot divide a batch within "
-        f"{BATCH_TOLERANCE:.1%} of that (nearest: {nearest})"
+        f"is {target:g} sequences of {train.seq_length} tokens, and {config.gpus} GPUs cannot divide any batch within "
+        f"{BATCH_TOLERANCE:.1%} of this number (nearest: {nearest})"
     )
     fix = f"use train.batch_tokens={nearest * train.seq_length}, train.global_batch_size={nearest}, or fewer GPUs"
     return problem_with(config, "train.batch_tokens", reason, fix)

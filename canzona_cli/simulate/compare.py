@@ -285,7 +285,7 @@ def _variants(
         runs = {f"alpha {alpha:g}": replace(config, engine=replace(engine, alpha=alpha)) for alpha in ALPHAS}
     elif compare == "form":
         if not isinstance(optimizer, MomentumConfig):
-            reason = f"optimizer={optimizer.name} does not iterate by Newton-Schulz"
+            reason = f"optimizer={optimizer.name} does not use Newton-Schulz"
             raise ConfigError(Problem(key="--compare", value="form", reason=reason, fix="use optimizer=muon"))
         runs = {form: replace(config, optimizer=replace(optimizer, form=form)) for form in FORMS}
     for name, run in runs.items():
