@@ -95,7 +95,7 @@ class Attention:
     queries: int
     keys: int
     normalised: bool
-    """True if queries and keys are normalized per head."""
+    """True if queries and keys are normalised per head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -331,7 +331,7 @@ def assumptions() -> tuple[str, ...]:
         f"model chunk while matrices are updated. The other buckets are gathered {GATHERED_AHEAD} at a time, the "
         "first of them after the last update, while gradients are set to zero for the next step.",
         "Matrices are split the same way in every strategy. layerwise and sc repeat updates on every "
-        "tensor-parallel rank after a blocking gather in fp32. Megatron's strategies orthogonalize in standard form "
+        "tensor-parallel rank after a blocking gather in fp32. Megatron's strategies orthogonalise in standard form "
         "with full products; strategies with a plan follow optimizer.form and cluster.symmetric_factor. Use "
         "optimizer.form=standard to compare the same arithmetic.",
         "Two micro-groups are in flight; gradients are sent in engine.exchange_dtype, weights in the model's dtype. Of "
