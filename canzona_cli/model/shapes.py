@@ -144,24 +144,24 @@ class _Reader:
     def model(self, tree: Mapping[object, object]) -> ModelShapes:
         parts = tree.get("blocks")
         if parts is None:
-            self._known(tree, _TOP, "")
+            self._check_keys(tree, _TOP, "")
             parts = [tree]
         else:
-            self._known(tree, ("blocks", *(key for key in _TOP if key not in ("layers", "other", "matrices"))), "")
+            self._check_keys(tree, ("blocks", *(key for key in _TOP if key not in ("layers", "other", "matrices"))), "")
         hidden = self._number(tree, "hidden_size", "", least=1)
         head_dim = self._number(tree, "head_dim", "", least=1, default=_HEAD_DIM)
         heads = self._number(tree, "heads", "", least=1, default=max(1, hidden // head_dim))
         blocks, others = [], []
         if not isinstance(parts, list) or not parts:
-            self._wrong("blocks", parts, "is not a list of blocks of layers")
+            self._report("blocks", parts, "is not a list of blocks of layers")
             parts = []
         for place, part in enumerate(parts):
             prefix = "" if part is tree else f"blocks.{place}."
             if not isinstance(part, Mapping):
-                self._wrong(prefix.rstrip("."), part, "is not a block of layers with its matrices")
+                self._report(prefix.rstrip("."), part, "is not a block of layers with its matrices")
                 continue
             if part is not tree:
-                self._known(part, ("layers", "other", "matrices"), prefix)
+                self._check_keys(part, ("layers", "other", "matrices"), prefix)
             count = self._number(part, "layers", prefix, least=1, most=_MOST)
             others.append(self._number(part, "other", prefix, least=0, most=_LARGEST, default=0))
             blocks.append(
@@ -171,7 +171,7 @@ class _Reader:
                 )
             )
             if (total := sum(block.layers * len(block.matrices) for block in blocks)) > _MOST_MATRICES:
-                self._wrong(f"{prefix}matrices", total, f"must be at most {_MOST_MATRICES:,} in all layers")
+                self._report(f"{prefix}matrices", total, f"must be at most {_MOST_MATRICES:,} in all layers")
                 break
         return ModelShapes(
             name=self._text(tree, "name", "", default="shapes"),
@@ -187,23 +187,23 @@ class _Reader:
 
     def _matrices(self, entries: object, prefix: str) -> Iterator[LayerMatrix]:
         if not isinstance(entries, list) or not entries:
-            self._wrong(f"{prefix}matrices", entries, "is not a list of matrices")
+            self._report(f"{prefix}matrices", entries, "is not a list of matrices")
             return
         units: dict[str, int] = {}
         names: set[str] = set()
         for place, entry in enumerate(entries):
             at = f"{prefix}matrices.{place}."
             if not isinstance(entry, Mapping):
-                self._wrong(at.rstrip("."), entry, "is not a matrix: {name: ..., rows: ..., cols: ..., shard: ...}")
+                self._report(at.rstrip("."), entry, "is not a matrix: {name: ..., rows: ..., cols: ..., shard: ...}")
                 continue
-            self._known(entry, _MATRIX, at)
+            self._check_keys(entry, _MATRIX, at)
             name = self._text(entry, "name", at)
             if name in names:
-                self._wrong(f"{at}name", name, "is the name of two matrices in one layer")
+                self._report(f"{at}name", name, "is the name of two matrices in one layer")
             names.add(name)
             shard = self._text(entry, "shard", at)
             if shard and shard not in _SHARDS:
-                self._wrong(f"{at}shard", shard, "must be rows, cols or none")
+                self._report(f"{at}shard", shard, "must be rows, cols or none")
             rows, cols = self._number(entry, "rows", at, least=1), self._number(entry, "cols", at, least=1)
             copies = self._number(entry, "count", at, least=1, most=_MOST, default=1)
             for copy in range(copies):
@@ -231,13 +231,13 @@ class _Reader:
     ) -> int:
         value = tree.get(key, default)
         if value is None:
-            self._wrong(at + key, None, "has no value")
+            self._report(at + key, None, "has no value")
         elif isinstance(value, bool) or not isinstance(value, int):
-            self._wrong(at + key, value, "is not a whole number")
+            self._report(at + key, value, "is not a whole number")
         elif value < least:
-            self._wrong(at + key, value, f"must be at least {least}")
+            self._report(at + key, value, f"must be at least {least}")
         elif value > most:
-            self._wrong(at + key, value, f"must be at most {most}")
+            self._report(at + key, value, f"must be at most {most}")
         else:
             return value
         return max(least, 1)
@@ -246,15 +246,15 @@ class _Reader:
         value = tree.get(key, default)
         if isinstance(value, str) and value:
             return value
-        self._wrong(at + key, value, "has no value" if value is None else "is not text")
+        self._report(at + key, value, "has no value" if value is None else "is not text")
         return ""
 
-    def _known(self, tree: Mapping[object, object], keys: Sequence[str], at: str) -> None:
+    def _check_keys(self, tree: Mapping[object, object], keys: Sequence[str], at: str) -> None:
         for key in tree:
             if key not in keys:
-                self._wrong(f"{at}{key}", None, f"is not one of {', '.join(keys)}")
+                self._report(f"{at}{key}", None, f"is not one of {', '.join(keys)}")
 
-    def _wrong(self, key: str, value: object, reason: str) -> None:
+    def _report(self, key: str, value: object, reason: str) -> None:
         self.problems.append(Problem(key=key, value=value, reason=f"{reason} (in {self._where})"))
 
 

@@ -304,7 +304,7 @@ def assumptions() -> tuple[str, ...]:
     return (
         "Achieved rates and bandwidths are the cluster profile's. Large collectives reach 80% of an intra-node link "
         "and 90% of an inter-node link; each hop adds the profile's latency.",
-        "Every rank has a device of its own, or an even share of the machine's cores where the profile counts them. "
+        "Every rank has a separate device, or an even share of the machine's cores if the profile gives their number. "
         "Forward and backward run at the speed of the slowest GPU that cluster.speed_spread predicts for this number "
         "of GPUs; updates run at one speed on all GPUs. Jitter and data loading are left out. Kernel launches on "
         "the host cost what a calibration measured in forward and backward, and cluster.pass_us for each pass through "
