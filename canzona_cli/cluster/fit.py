@@ -1,7 +1,6 @@
-"""Fit a model to a number of GPUs: the fastest layout that fits, or what would make one fit.
+"""The choice of a layout for a model on a number of GPUs, and suggestions where no layout fits.
 
-What the user set is a hard constraint; everything null is searched, exhaustively and the same way on every
-machine.
+The user's settings are hard constraints. Every null is searched, with the same result on every machine.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,17 +22,18 @@ from canzona_cli.model.matrices import routing
 from canzona_cli.run.words import plural
 
 H200_GIB = 140.4
-"""Memory of the next larger GPU, for `suggestions`; the built-in h200 profile has it."""
+"""The memory of the next larger GPU, for `suggestions`; the same as in the built-in h200 profile."""
 SHORTEST_SUGGESTED_SEQUENCE = 512
 
 
 def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """Choose every null of `config` and return it filled in, with its layout.
-    Resolving the result changes nothing.
+    """Chooses a value for every null of `config`; returns the completed configuration and its layout.
+
+    Resolving the result again changes nothing.
 
     Raises:
-        ConfigError: the settings are impossible, or leaves a matrix optimizer no matrix; carries every
-        problem. DoesNotFit: no possible layout fits the profile's memory; says what would.
+        ConfigError: the settings are impossible, or leave a matrix optimizer no matrix; carries every problem.
+        DoesNotFit: no possible layout fits the profile's memory; carries changes that would make one fit.
     """
     routing(config)
     config = replace(config, cluster=with_layers_here(config.cluster))
@@ -44,9 +44,9 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
 
 
 def choose(config: RunConfig) -> Candidate | None:
-    """The candidate with the shortest simulated step per sequence of those that fit; None when none fits.
+    """Returns the layout with the shortest simulated time per sequence; None if no layout fits.
 
-    What an earlier search found is asked for before anything is simulated.
+    If every layout setting is given, or no plan fits, it returns the layout that needs the least memory instead.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -57,38 +57,38 @@ def choose(config: RunConfig) -> Candidate | None:
     fastest = () if typed else search(config).best
     if fastest:
         return Candidate(layout=fastest[0].layout, memory=estimate(config, fastest[0].layout))
-    # There is nothing to choose from; or no plan fits, which planning says in more detail than a search
-    # could.
+    # Either there is nothing to search, or no plan fits, which planning will report in more detail.
     fitting = [candidate for candidate in candidates(config) if candidate.fits]
-    return min(fitting, key=lambda one: one.memory.total, default=None)
+    return min(fitting, key=lambda candidate: candidate.memory.total, default=None)
 
 
 def _does_not_fit(config: RunConfig) -> Problem:
     least = min(candidates(config), key=lambda candidate: candidate.memory.total)
     memory, layout = least.memory, least.layout
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts.items() if size >= GIB / 20)
-    ways = [override for override, _ in suggestions(config)]
-    # A narrow miss must not read as "needs 73.6 and has 73.6".
+    changes = [override for override, _ in suggestions(config)]
+    # Enough digits that a narrow miss does not read as "needs 73.6 and has 73.6".
     digits = next(d for d in range(1, 11) if f"{memory.total / GIB:.{d}f}" != f"{memory.capacity / GIB:.{d}f}")
     chunks = f" vpp={layout.vpp}" if layout.vpp > 1 else ""
     needs, has = (f"{size / GIB:.{digits}f} GiB" for size in (memory.total, memory.capacity))
     reason = (
         f"{config.model.name} needs at least {needs} on {memory.worst_rank}, and {config.cluster.name} offers "
-        f"{has}; that is with tp={layout.tp} pp={layout.pp}{chunks} dp={layout.dp}, micro-batch "
-        f"{layout.micro_batch_size}, recompute {layout.recompute} (GiB: {parts})"
+        f"{has}; the layout that needs the least memory is tp={layout.tp} pp={layout.pp}{chunks} dp={layout.dp}, "
+        f"micro-batch {layout.micro_batch_size}, recompute {layout.recompute} (GiB: {parts})"
     )
     fix = (
-        ("any one of these makes it fit: " if len(ways) > 1 else "use ") + "; ".join(ways)
-        if ways
+        ("each of these changes makes it fit: " if len(changes) > 1 else "use ") + "; ".join(changes)
+        if changes
         else "use a smaller model, or a cluster profile with more memory"
     )
     return problem_with(config, "gpus", reason, fix)
 
 
 def suggestions(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yields single changes that make `config` fit, as overrides and as what they make of it, each tried out.
+    """Yields single changes that make `config` fit, each as overrides and as the changed configuration.
 
-    What changes the job least comes first; of several GPU counts, or sequence lengths, only the nearest that fits.
+    The change that alters the job least comes first. Of GPU counts and of sequence lengths only the nearest that
+    fits is yielded.
     """
     for ladder in _changes(config):
         for override, changed in ladder:
@@ -102,7 +102,7 @@ def suggestions(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def _changes(config: RunConfig) -> Iterator[Iterable[tuple[str, RunConfig]]]:
-    """Ladders of changes; the first rung of each that fits is suggested."""
+    """Yields lists of changes, from small to large; `suggestions` takes the first of each list that fits."""
     parallel, train, cluster = config.parallel, config.train, config.cluster
     pinned = [f"parallel.{name}=null" for name in ("tp", "pp", "vpp", "cp") if getattr(parallel, name) is not None]
     if pinned:
@@ -112,7 +112,7 @@ def _changes(config: RunConfig) -> Iterator[Iterable[tuple[str, RunConfig]]]:
     if train.recompute not in (None, "full"):
         yield [("train.recompute=full", replace(config, train=replace(train, recompute="full")))]
     if execution_of(config).everywhere:
-        # Megatron's layerwise has Muon only.
+        # Megatron's layerwise supports Muon only.
         sharded: Strategy = "layerwise" if execution_of(config) is Execution.MEGATRON_SC else "canzona"
         yield [(f"engine.strategy={sharded}", replace(config, engine=replace(config.engine, strategy=sharded)))]
     if train.grad_reduce_dtype == "fp32" and train.precision == "bf16":
@@ -132,7 +132,7 @@ def _changes(config: RunConfig) -> Iterator[Iterable[tuple[str, RunConfig]]]:
 
 
 def _more_gpus(gpus: int, per_node: int) -> Iterator[int]:
-    """Counts above `gpus`, ascending: one by one up to a machine, then 1, 2, 3, 4, 6, 8, 12, ... machines."""
+    """Yields larger numbers of GPUs: each number up to one node, then 1, 2, 3, 4, 6, 8, 12, ... nodes."""
     yield from range(gpus + 1, per_node + 1)
     for power in range(10):
         for machines in (1 << power, 3 << power >> 1) if power else (1,):
@@ -145,7 +145,7 @@ MIN_LR_RATIO = "optimizer.min_lr_ratio"
 
 @dataclass(frozen=True, kw_only=True)
 class SweptRun:
-    """One run of a sweep, composed and fitted to the machine."""
+    """One run of a sweep, with its resolved configuration and layout."""
 
     combination: Combination
     config: RunConfig
@@ -153,52 +153,54 @@ class SweptRun:
 
 
 def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[SweptRun, ...]:
-    """Compose every run of a sweep, so that none of them is refused hours later.
+    """Composes and resolves every run of a sweep, so that none is refused hours later.
 
     Raises:
-        CanzonaError: any of them is wrong; of a mistake that not all have, with the values that
-        have it.
+        CanzonaError: at least one run is wrong; a problem that only some runs have names their values.
     """
     runs: list[SweptRun] = []
     failed: list[tuple[Combination, CanzonaError]] = []
-    asked = combinations(arguments)
+    requested = combinations(arguments)
     recipe_of = cache(lambda others: compose_run(others, recipes_dirs=recipes_dirs).config.optimizer)
-    for plain in asked:
-        one = plain
+    for combination in requested:
         try:
-            one = _with_own_minimum(plain, recipe_of)
-            config, layout = resolve(compose_run(one.overrides, recipes_dirs=recipes_dirs).config)
+            combination = _with_scaled_minimum(combination, recipe_of)
+            config, layout = resolve(compose_run(combination.overrides, recipes_dirs=recipes_dirs).config)
         except CanzonaError as error:
-            failed.append((one, error))
+            failed.append((combination, error))
         else:
-            runs.append(SweptRun(combination=one, config=config, layout=layout))
+            runs.append(SweptRun(combination=combination, config=config, layout=layout))
     if not failed:
         return tuple(runs)
     reported: dict[tuple[str, str], list[tuple[Problem, str]]] = {}
-    for one, failure in failed:
+    for combination, failure in failed:
         for problem in failure.problems:
-            reported.setdefault((problem.key, problem.reason), []).append((problem, one.words))
-    raise type(failed[0][1])(*(_once(having, len(asked)) for having in reported.values()))
+            reported.setdefault((problem.key, problem.reason), []).append((problem, combination.words))
+    _, first_failure = failed[0]
+    raise type(first_failure)(*(_merged(same, len(requested)) for same in reported.values()))
 
 
-def _with_own_minimum(one: Combination, recipe_of: Callable[[tuple[str, ...]], OptimizerConfig]) -> Combination:
-    """Keeps the recipe's ratio of the minimum to swept learning rates, so that all curves have one form.
+def _with_scaled_minimum(
+    combination: Combination, recipe_of: Callable[[tuple[str, ...]], OptimizerConfig]
+) -> Combination:
+    """Keeps the recipe's ratio of minimum to peak for swept learning rates, so that all schedules have the same shape.
 
-    Said as an override: a run of the sweep is repeated by what is printed.
+    The ratio is added as an override, so that the printed overrides repeat the run.
     """
-    typed = {key_of(override) for override in one.overrides}
-    if "optimizer.lr" not in one.values or typed & {"optimizer.min_lr", MIN_LR_RATIO}:
-        return one
-    recipe = recipe_of(tuple(override for override in one.overrides if key_of(override) != "optimizer.lr"))
+    overrides = combination.overrides
+    typed = {key_of(override) for override in overrides}
+    if "optimizer.lr" not in combination.values or typed & {"optimizer.min_lr", MIN_LR_RATIO}:
+        return combination
+    recipe = recipe_of(tuple(override for override in overrides if key_of(override) != "optimizer.lr"))
     if recipe.min_lr_ratio is not None or recipe.min_lr == 0:
-        return one
-    return replace(one, overrides=(*one.overrides, f"{MIN_LR_RATIO}={recipe.min_lr / recipe.lr:.6g}"))
+        return combination
+    return replace(combination, overrides=(*overrides, f"{MIN_LR_RATIO}={recipe.min_lr / recipe.lr:.6g}"))
 
 
-def _once(having: Sequence[tuple[Problem, str]], runs: int) -> Problem:
-    """A problem that some of the runs have, or all."""
-    (problem, words), *more = having
-    if len(having) == runs:
+def _merged(same: Sequence[tuple[Problem, str]], runs: int) -> Problem:
+    """Returns a problem that several runs share, with the first run's values unless all `runs` have the problem."""
+    (problem, words), *more = same
+    if len(same) == runs:
         return problem
     others = f" and {plural(len(more), 'other')}" if more else ""
     return replace(problem, reason=f"{problem.reason}, in the run with {words}{others}")

@@ -1,7 +1,7 @@
-"""The GPUs of this machine, and what a plan asks about them. Imports nothing that takes long: plans do.
+"""The GPUs of this machine, and what a plan asks about them. Imports only fast modules, because plans load it.
 
-GPUs are read by nvidia-smi, which comes with the driver, else from /proc. CUDA_VISIBLE_DEVICES is honoured as
-CUDA reads it: the first entry that names no device hides all that follow it.
+GPUs come from nvidia-smi, which is part of the driver, otherwise from /proc. CUDA_VISIBLE_DEVICES is applied as CUDA
+does: the first entry that names no device hides all entries after it.
 """
 
 import importlib.util
@@ -19,9 +19,9 @@ _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def with_layers_here(cluster: ClusterConfig) -> ClusterConfig:
-    """Decides whether layers come from Transformer Engine, where that is left open.
+    """Fills in `transformer_engine` if it is null: True if the profile has fused layers and they are installed here.
 
-    They do if it is installed. A machine without GPUs can only plan for others, which are assumed to have it.
+    A machine without GPUs can only plan for other machines, which are assumed to have Transformer Engine.
     """
     if cluster.transformer_engine is not None:
         return cluster
@@ -31,42 +31,44 @@ def with_layers_here(cluster: ClusterConfig) -> ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuInfo:
-    """One GPU as the driver reports it."""
+    """A GPU as the driver reports it."""
 
     name: str
     memory_bytes: int
-    """0 where nothing tells (only /proc is there)."""
+    """0 if unknown: /proc does not report it."""
     uuid: str = ""
-    """`GPU-...`; empty where nothing tells."""
+    """`GPU-...`; empty if unknown."""
     driver: str = ""
-    """Version of the driver; empty where nothing tells."""
+    """The driver's version; empty if unknown."""
 
 
 def visible_gpus() -> int:
-    """Counts the GPUs that a process started from here can use; 0 when there is no driver."""
+    """Counts the GPUs that a process started from here can use; 0 without a driver."""
     return len(gpu_inventory())
 
 
 def gpu_inventory() -> tuple[GpuInfo, ...]:
-    """The GPUs CUDA would show a process started from here, in its order."""
+    """Lists the GPUs that CUDA would show to a process started from here, in CUDA's order."""
     return select(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 @cache
 def installed_gpus() -> tuple[GpuInfo, ...]:
-    """All GPUs of the machine, in PCI order; empty without an NVIDIA driver. Asked once:
-    it may take a second."""
+    """Lists all GPUs of the machine in PCI order; empty without an NVIDIA driver.
+
+    The result is cached, because the query may take a second.
+    """
     fields = ",".join(_SMI_FIELDS)
     gpus = read_smi(tool_output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", timeout_s=30))
     return read_proc(_PROC_GPUS) if gpus is None else gpus
 
 
 def select(gpus: tuple[GpuInfo, ...], visible: str | None) -> tuple[GpuInfo, ...]:
-    """Returns those of `gpus` that a CUDA_VISIBLE_DEVICES value leaves.
+    """Returns the GPUs that a value of CUDA_VISIBLE_DEVICES makes visible.
 
-    None shows all, an empty value none. Entries are indices or the start of a UUID that fits one GPU; the
-    first other entry (-1 by custom) ends the list, and a GPU named twice makes CUDA show none. MIG entries
-    count as one device of the size of their GPU.
+    None shows all GPUs, an empty value none. An entry is an index, or the start of a UUID that fits exactly one GPU.
+    Any other entry, such as -1, ends the list, and a GPU named twice makes CUDA show none. A MIG entry counts as a
+    device of the size of its GPU.
     """
     if visible is None:
         return gpus
@@ -76,7 +78,7 @@ def select(gpus: tuple[GpuInfo, ...], visible: str | None) -> tuple[GpuInfo, ...
         index = _index(gpus, entry)
         if index is None:
             break
-        # One GPU may carry several MIG devices; the same whole GPU twice is an error to CUDA.
+        # A GPU may have several MIG devices, but CUDA does not accept the same GPU twice.
         key = entry if entry.startswith("MIG-") else index
         if key in seen:
             return ()
@@ -86,11 +88,12 @@ def select(gpus: tuple[GpuInfo, ...], visible: str | None) -> tuple[GpuInfo, ...
 
 
 def _index(gpus: tuple[GpuInfo, ...], entry: str) -> int | None:
+    """Returns the index of the GPU that an entry of CUDA_VISIBLE_DEVICES names; None if it names none."""
     if entry.isdecimal():
         return int(entry) if int(entry) < len(gpus) else None
     if entry.startswith("MIG-"):
-        owner = re.match(r"MIG-(GPU-[^/]+)/", entry)  # the newer MIG-<uuid> does not say whose it is
-        return (_index(gpus, owner[1]) if owner else 0) if gpus else None
+        parent = re.match(r"MIG-(GPU-[^/]+)/", entry)  # the newer MIG-<uuid> does not name its GPU
+        return (_index(gpus, parent[1]) if parent else 0) if gpus else None
     if entry.startswith("GPU-"):
         matches = [index for index, gpu in enumerate(gpus) if gpu.uuid.startswith(entry)]
         return matches[0] if len(matches) == 1 else None
@@ -98,7 +101,7 @@ def _index(gpus: tuple[GpuInfo, ...], entry: str) -> int | None:
 
 
 def read_smi(listing: str | None) -> tuple[GpuInfo, ...] | None:
-    """Returns what `nvidia-smi` lists, a line for each GPU; None without it."""
+    """Parses the output of nvidia-smi, one line per GPU; None if there is none."""
     if listing is None:
         return None
     rows = [[field.strip() for field in line.split(",")] for line in listing.splitlines()]
@@ -110,7 +113,7 @@ def read_smi(listing: str | None) -> tuple[GpuInfo, ...] | None:
 
 
 def read_proc(root: Path) -> tuple[GpuInfo, ...]:
-    """One `<pci address>/information` file a GPU, with its `Model` and `GPU UUID`."""
+    """Reads the files `<pci address>/information`, one per GPU, with its `Model` and `GPU UUID`."""
     gpus = []
     for information in sorted(root.glob("*/information")):
         fields = dict(line.split(":", 1) for line in information.read_text().splitlines() if ":" in line)

@@ -1,5 +1,5 @@
-"""This machine without torch: its processor, what ranks on GPUs need besides GPUs, and whether a calibrated profile was
-measured on another one."""
+"""Facts about this machine, collected without torch: its processor, the requirements of GPU ranks, and differences
+from the machine on which a profile was measured."""
 
 import ctypes
 import importlib.util
@@ -25,17 +25,16 @@ from canzona_cli.run.machine import cores
 
 _CPU_INFO = Path("/proc/cpuinfo")
 LOOPBACK = "127.0.0.1"
-"""The address at which the ranks of one machine meet."""
+"""The address on which the ranks of one machine connect."""
 LOOPBACK_FIX = (
-    "bring the interface up (ip link set lo up), let this user listen there (sandbox, firewall, container network), "
-    "or free ports: net.ipv4.ip_local_port_range says which there are"
+    "bring the interface up (ip link set lo up), allow this user to listen on it (sandbox, firewall, container "
+    "network), or free ports in the range net.ipv4.ip_local_port_range"
 )
-_ANSWER_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
 
 
 def machine_facts(device: Device) -> dict[str, str | int | float]:
-    """Processor, cores, memory and torch, and the GPU for a profile of GPUs.
-    Nothing that names the machine."""
+    """Returns processor, cores, memory, torch, and for a GPU profile the GPU; nothing that identifies the machine."""
     facts: dict[str, str | int | float] = {
         "device": device,
         "processor": processor_name(),
@@ -49,45 +48,46 @@ def machine_facts(device: Device) -> dict[str, str | int | float]:
 
 
 def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
-    """Says how the machine a profile was measured on differs from this one; empty for a profile written by hand."""
+    """Returns a warning if a profile was measured on a different machine; empty if not, or if the profile was not
+    measured."""
     here: dict[str, str | int] = {"processor": processor_name(), "cores": cores(), "torch": torch_version()}
     if cluster.device == "cuda":
-        # The GPU does the work; the processor that feeds it does not make a profile another machine's.
+        # Times depend on the GPU, so a different host processor is not a mismatch.
         here = {"gpu": gpu_name(), "torch": torch_version()}
     measured = cluster.measured_on if cluster.calibrated else {}
     mismatches = [
         f"{name} {measured[name]} there, {value} here"
         for name, value in here.items()
-        # torch's version says how it was built (2.13.0+cu130), its package's may not.
+        # torch.__version__ has its build (2.13.0+cu130), the version of the package may not.
         if name in measured and str(measured[name]).partition("+")[0] != str(value).partition("+")[0]
     ]
     if not mismatches:
         return ()
     return (
-        f"cluster profile {cluster.name} was measured on another machine ({'; '.join(mismatches)}): its times may not "
-        "hold here; measure this one with `canzona calibrate`",
+        f"cluster profile {cluster.name} was measured on another machine ({'; '.join(mismatches)}): its times may be "
+        "wrong here; measure this machine with `canzona calibrate`",
     )
 
 
 def processor_name() -> str:
-    """Returns the processor's name as the system gives it; the bare architecture if it does not."""
+    """Returns the name of the processor, or its architecture if the system does not report a name."""
     lines = _CPU_INFO.read_text("utf-8", errors="replace").splitlines() if _CPU_INFO.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
 
 
 def gpu_name() -> str:
-    """The first visible GPU's; "none" without one."""
+    """Returns the name of the first visible GPU; "none" without a GPU."""
     return next((gpu.name for gpu in gpu_inventory()), "none")
 
 
 def torch_version() -> str:
-    """Returns the version of the installed torch, without importing it."""
+    """Returns the version of the installed torch without importing it; "none" if torch is not installed."""
     return installed_version("torch") or "none"
 
 
 def installed_version(package: str) -> str | None:
-    """Returns the version of a package, without importing it; None if it is not installed."""
+    """Returns the version of an installed package without importing it; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -95,54 +95,55 @@ def installed_version(package: str) -> str | None:
 
 
 def requirement(package: str) -> Requirement | None:
-    """Returns canzona's requirement of a package, optional ones too; None without one,
-    or if not installed itself."""
+    """Returns canzona's requirement for a package, required or optional; None without one, or if canzona is not
+    installed as a package."""
     try:
-        asked = map(Requirement, metadata.requires("canzona") or ())
+        requirements = map(Requirement, metadata.requires("canzona") or ())
     except metadata.PackageNotFoundError:
         return None
-    return next((needed for needed in asked if needed.name == package), None)
+    return next((requirement for requirement in requirements if requirement.name == package), None)
 
 
 def admits(requirement: Requirement, version: str) -> bool:
-    """Returns True if a version satisfies a requirement;
-    a pre-release counts as its release (2.10.0a0 is a 2.10)."""
+    """Returns True if a version satisfies a requirement; a pre-release counts as its release (2.10.0a0 as 2.10.0)."""
     return requirement.specifier.contains(Version(version).base_version)
 
 
 def loopback_problem(ranks: int) -> str | None:
-    """Says why so many ranks, each with a port of its own, could not meet on this machine;
-    None if they could."""
+    """Returns the error if this many ranks cannot each open a port and connect on the loopback interface; None if they
+    can."""
     try:
         with ExitStack() as sockets:
-            for _ in range(ranks + 1):  # torchrun's store has one, too
+            for _ in range(ranks + 1):  # one more for torchrun's store
                 server = sockets.enter_context(socket.create_server((LOOPBACK, 0)))
-                sockets.enter_context(socket.create_connection(server.getsockname(), timeout=_ANSWER_S))
+                sockets.enter_context(socket.create_connection(server.getsockname(), timeout=_CONNECT_TIMEOUT_S))
     except OSError as error:
         return error.strerror or str(error)
     return None
 
 
 _DRIVERS: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
-"""The first driver for each major release of CUDA; it runs all its minor ones.
+"""The first driver that runs each major release of CUDA, with all minor releases.
 https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"""
 _GET_TORCH = "install a torch that is built for it (pytorch.org/get-started)"
 
 _COVERS_COALESCED = Version("2.15")
-"""The first torch whose nccl2 backend waits for all collectives of a coalesced group (`ProcessGroupNCCL.hpp` there)."""
+"""The first torch whose nccl2 backend waits for all collectives of a coalesced group (its `ProcessGroupNCCL.hpp`)."""
 
 Release = tuple[int, int]
-"""A release of CUDA: (13, 2)."""
+"""A release of CUDA, such as (13, 2)."""
 
 
 def driver_problem() -> Problem | None:
-    """A driver that cannot run torch's CUDA, or a torch without CUDA; None where it can,
-    or where nothing tells."""
+    """Returns the problem of a driver that cannot run torch's CUDA, or of a torch without CUDA.
+
+    None if the driver can run it, or if either version is unknown.
+    """
     needed, here = torch_cuda(), driver_cuda()
     if here is None or needed is None:
         return None
     if needed == (0, 0):
-        reason = "it is built without CUDA and cannot use the GPUs here"
+        reason = "this torch is built without CUDA and cannot use the GPUs here"
         return Problem(key="torch", value=torch_version(), reason=reason, fix=_GET_TORCH)
     if here[0] >= needed[0]:
         return None
@@ -150,13 +151,16 @@ def driver_problem() -> Problem | None:
     return Problem(
         key="NVIDIA driver",
         value=f"for CUDA {_dotted(here)}",
-        reason=f"it is too old for torch {torch_version()} here, which is built for CUDA {_dotted(needed)}",
+        reason=f"is too old for torch {torch_version()} here, which is built for CUDA {_dotted(needed)}",
         fix=f"update the driver{newer}, or {_GET_TORCH}",
     )
 
 
 def driver_cuda() -> Release | None:
-    """The newest CUDA that the driver runs, with NVIDIA's compatibility package if that is on the library path."""
+    """Returns the newest CUDA that the driver runs, or None.
+
+    If NVIDIA's compatibility package is on the library path, the result is that package's release.
+    """
     version = ctypes.c_int()
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) != 0:
@@ -167,8 +171,8 @@ def driver_cuda() -> Release | None:
 
 
 def torch_cuda() -> Release | None:
-    """Returns the CUDA release that the installed torch is built for, (0, 0) for none;
-    None if it does not say."""
+    """Returns the CUDA release that the installed torch is built for; (0, 0) for a build without CUDA, None if
+    unknown."""
     spec = importlib.util.find_spec("torch")
     try:
         text = Path(spec.origin).with_name("version.py").read_text("utf-8") if spec and spec.origin else ""
@@ -179,7 +183,7 @@ def torch_cuda() -> Release | None:
 
 
 def torch_lacks() -> list[str]:
-    """Lists the features that canzona uses where torch has them, and that the torch installed here lacks.
+    """Lists the features that canzona uses if torch has them, and that the torch installed here lacks.
 
     Training is right with every torch that canzona admits. Imports no torch.
     """
@@ -195,53 +199,52 @@ def torch_lacks() -> list[str]:
 
 
 def backend_problem(chosen: str | None) -> Problem | None:
-    """A TORCH_DIST_USE_NCCL2 that asks for an NCCL backend which would let gradients be used before they arrive.
+    """Returns the problem of a TORCH_DIST_USE_NCCL2 that selects a backend which may use gradients before they arrive.
 
-    Before 2.15 what ends a coalesced group there waits for its sends and receives, and none of its reductions
-    is said to be waited for.
+    Before torch 2.15 the end of a coalesced group in that backend waits for sends and receives, but is not documented
+    to wait for reductions.
     """
     version = installed_version("torch")
     if chosen in (None, "0") or version is None or Version(version) >= _COVERS_COALESCED:
         return None
-    reason = f"torch {version} may not wait for all reductions of a bucket in the NCCL backend that this asks for"
+    reason = f"selects an NCCL backend that may not wait for all reductions of a bucket in torch {version}"
     return Problem(key="TORCH_DIST_USE_NCCL2", value=chosen, reason=reason, fix="unset it, or install torch 2.15")
 
 
 def fused_layers_problem() -> Problem | None:
-    """A Transformer Engine that is missing, or that megatron-core was not written for;
-    None where it will do."""
-    version, asked = installed_version("transformer-engine"), requirement("transformer-engine")
+    """Returns the problem of a Transformer Engine that is missing or untested with megatron-core; else None."""
+    version, needed = installed_version("transformer-engine"), requirement("transformer-engine")
     key, without = "cluster.transformer_engine", "cluster.transformer_engine=false, which trains the same without"
     fix = f"{install_fused_layers()}, or {without}"
     if importlib.util.find_spec("transformer_engine") is None:
         return Problem(key=key, value=True, reason="Transformer Engine is not installed here", fix=fix)
-    if version is None or asked is None or admits(asked, version):
+    if version is None or needed is None or admits(needed, version):
         return None
-    reason = f"Transformer Engine {version} is not one that megatron-core was checked with ({_sorted(asked)})"
+    reason = f"megatron-core was not checked with Transformer Engine {version}, only with {_sorted(needed)}"
     return Problem(key=key, value=True, reason=reason, fix=fix)
 
 
 def install_fused_layers() -> str:
-    """Returns the command that installs Transformer Engine, and what it needs.
+    """Returns the command that installs Transformer Engine, with a note of what the command needs.
 
-    Its extension for PyTorch comes as source: isolated, the build finds no torch (NVIDIA's installation guide).
+    The PyTorch extension comes as source, and an isolated build would not find torch (NVIDIA's installation guide).
     """
-    asked = requirement("transformer-engine")
-    name = f"transformer-engine[core_cu13,pytorch]{'' if asked is None else _sorted(asked)}"
+    needed = requirement("transformer-engine")
+    name = f"transformer-engine[core_cu13,pytorch]{'' if needed is None else _sorted(needed)}"
     return f"pip install --no-build-isolation '{name}' (compiles for minutes; needs nvcc and cuDNN's headers)"
 
 
 def _sorted(requirement: Requirement) -> str:
-    """The bounds of a requirement, the least version first."""
+    """Returns the version bounds of a requirement as text, the lower bound first."""
     return ",".join(sorted(map(str, requirement.specifier), reverse=True))
 
 
 def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:
-    """An NCCL_SOCKET_IFNAME by which NCCL finds no network interface, or none that leads to another machine.
+    """Returns the problem of an NCCL_SOCKET_IFNAME that matches no usable network interface; None if one matches.
 
     Args:
-        chosen: beginnings of names, `=` before them: whole names, `^` before that: all but those.
-        alone: the run is on this machine.
+        chosen: the value: prefixes of names; full names after a leading `=`; all but those after a leading `^`.
+        alone: True if the run uses this machine only, so that the loopback interface is usable.
     """
     if not chosen:
         return None
@@ -250,30 +253,30 @@ def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:
     if named(chosen, usable):
         return None
     others = ", ".join(sorted(usable)) or "none"
-    where = "" if alone else " that leads to other machines"
+    where = "" if alone else " and leads to other machines"
     return Problem(
         key="NCCL_SOCKET_IFNAME",
         value=chosen,
-        reason=f"NCCL finds no network interface by it{where}",
-        fix=f"unset it, or name one that is up here: {others}",
+        reason=f"matches no network interface that is up{where}",
+        fix=f"unset it, or use an interface that is up here: {others}",
     )
 
 
 def named(chosen: str, interfaces: Set[str]) -> set[str]:
-    """Returns the interfaces that NCCL takes (its src/misc/socket.cc)."""
-    without = chosen.removeprefix("^")
-    whole = without.startswith("=")
-    names = [name.partition(":")[0] for name in without.removeprefix("=").split(",") if name]
-    fits = {
+    """Returns the interfaces that match a value of NCCL_SOCKET_IFNAME, as in NCCL's src/misc/socket.cc."""
+    patterns = chosen.removeprefix("^")
+    exact = patterns.startswith("=")
+    names = [name.partition(":")[0] for name in patterns.removeprefix("=").split(",") if name]
+    matches = {
         interface
         for interface in interfaces
-        if any(interface == name if whole else interface.startswith(name) for name in names)
+        if any(interface == name if exact else interface.startswith(name) for name in names)
     }
-    return set(interfaces - fits) if chosen.startswith("^") else fits
+    return set(interfaces - matches) if chosen.startswith("^") else matches
 
 
 def _interfaces() -> set[str]:
-    """Those that are up and have an address."""
+    """Returns the network interfaces that are up and have an IP address."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     addresses = psutil.net_if_addrs().items()
     return {
@@ -288,10 +291,10 @@ def _dotted(release: Release) -> str:
 
 
 def compiling_lacks() -> str | None:
-    """Says what is missing for it; None if nothing is.
+    """Returns what torch.compile lacks on this machine; None if nothing is missing.
 
-    torch.compile writes Triton, which builds what launches its kernels in C on every machine, once: with $CC,
-    gcc or clang, against Python's headers (`triton.runtime.build`).
+    torch.compile generates Triton kernels. Triton builds the C code that launches them once on every machine, with
+    $CC, gcc or clang and Python's headers (`triton.runtime.build`).
     """
     if importlib.util.find_spec("triton") is None:
         return "Triton"

@@ -1,7 +1,8 @@
-"""The layouts of a run and the fastest of them.
+"""The possible layouts of a run, and the search for the fastest.
 
-Every layout that keeps what the user set is compared by a plain estimate. In that order they are simulated one by one,
-until the estimates of all others are longer than what was simulated: all are compared, few are simulated.
+Every layout that keeps the user's settings gets a quick estimate. Layouts are then simulated in the order of their
+estimates, until the estimates of all remaining layouts are longer than the shortest simulated steps. So all layouts
+are compared, but only a few are simulated.
 """
 
 import hashlib
@@ -31,8 +32,8 @@ from canzona_cli.simulate.predict import Spent, estimated_step_seconds, simulate
 from canzona_cli.simulate.step import StrategyResult
 
 BATCH_TOLERANCE = 0.125
-"""The share by which a chosen batch may differ from `train.batch_tokens`:
-no GPU count changes the job silently."""
+"""The largest relative difference between a chosen batch and `train.batch_tokens`, so that the number of GPUs does not
+silently change the training job."""
 MICRO_BATCHES = (8, 4, 2, 1)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -50,7 +51,7 @@ class Candidate:
 
 
 def candidates(config: RunConfig) -> list[Candidate]:
-    """Lists every possible layout of a run with its memory, in no particular order; at least one.
+    """Lists every possible layout of a run with its memory; at least one, in no particular order.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -59,17 +60,17 @@ def candidates(config: RunConfig) -> list[Candidate]:
 
 
 def any_fits(config: RunConfig) -> bool:
-    """Returns True if one of the possible layouts fits.
+    """Returns True if at least one possible layout fits.
 
     Raises:
         ConfigError: the settings are impossible.
     """
-    # Those that need least memory come last.
+    # Layouts that need the least memory come last.
     return any(estimate(config, layout).fits for layout in reversed(possible_layouts(config)))
 
 
 def possible_layouts(config: RunConfig) -> list[Layout]:
-    """Lists every layout that keeps what is set, whatever memory it needs; at least one.
+    """Lists every layout that keeps the user's settings, regardless of memory; at least one.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -82,7 +83,7 @@ def possible_layouts(config: RunConfig) -> list[Layout]:
 
 
 def fill(config: RunConfig, layout: Layout) -> RunConfig:
-    """Returns `config` with the values of `layout` in place of every null."""
+    """Returns `config` with the layout filled in, and with the schedule and the number of nodes completed."""
     mesh = {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "sequence_parallel")}
     batch = {name: getattr(layout, name) for name in ("micro_batch_size", "global_batch_size", "recompute")}
     return replace(
@@ -122,13 +123,15 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
 
 
 def _least_batch(pp: int, vpp: int, dp: int, micro: int) -> int:
-    """Returns the divisor of a global batch. Model chunks take turns in groups of `pp` micro-batches."""
+    """Returns the number that a global batch must be a multiple of.
+
+    Interleaved schedules need micro-batches in groups of `pp`.
+    """
     return dp * micro * (pp if vpp > 1 else 1)
 
 
 def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
-    """(tp, pp, vpp, cp, dp), whose ranks multiply to the GPUs.
-    tp * cp crosses machines only when the user says so."""
+    """Yields every (tp, pp, vpp, cp, dp) for the number of GPUs; tp * cp exceeds a node only if the user sets it so."""
     parallel, model, sequence = config.parallel, config.model, config.train.seq_length
     per_node = min(config.cluster.gpus_per_node, config.gpus)
     tps = tuple(tp for tp in possible_tp(model) if tp <= per_node) if parallel.tp is None else (parallel.tp,)
@@ -136,7 +139,7 @@ def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
     for tp in tps:
         cps: tuple[int, ...] = (parallel.cp or 1,)
         if parallel.cp is None:
-            # A rank takes two slices of each sequence.
+            # A rank has two slices of each sequence, so 2 * cp has to divide its length.
             cps = tuple(cp for cp in range(1, per_node // tp + 1) if cp == 1 or sequence % (2 * cp) == 0) or (1,)
         for cp in cps:
             if parallel.sequence_parallel and (tp == 1 or sequence % (tp * cp)):
@@ -154,8 +157,7 @@ def _model_chunks(config: RunConfig, pp: int) -> tuple[int, ...]:
 
 
 def _global_batch(config: RunConfig, step: int) -> int | None:
-    """Sequences of an optimizer step in multiples of `step`;
-    None where that is too far from what was asked."""
+    """Returns the sequences of an optimizer step, a multiple of `step`; None if no multiple matches the settings."""
     train = config.train
     if train.global_batch_size is not None:
         return train.global_batch_size if train.global_batch_size % step == 0 else None
@@ -165,12 +167,15 @@ def _global_batch(config: RunConfig, step: int) -> int | None:
 
 
 def _no_batch(config: RunConfig) -> Problem:
-    """Explains why no layout can share out the batch: the only thing left once the rules hold."""
+    """Returns the problem of a run without any layout: nothing divides the GPUs, or no layout divides the batch.
+
+    All other problems have been refused before (`layout_problems`).
+    """
     train = config.train
     micro = train.micro_batch_size or 1
     steps = sorted({_least_batch(pp, vpp, dp, micro) for _, pp, vpp, _, dp in _meshes(config)})
     if not steps:
-        reason = "no tensor and pipeline sizes that the model and the other settings allow divide it"
+        reason = "no combination of parallel sizes that the model and the other settings allow divides this number"
         return problem_with(config, "gpus", reason, "leave parallel.* null, or use another number of GPUs")
     if train.global_batch_size is not None:
         above = min(-(-train.global_batch_size // step) * step for step in steps)
@@ -179,42 +184,41 @@ def _no_batch(config: RunConfig) -> Problem:
     target = train.batch_tokens / train.seq_length
     nearest = min((max(1, round(target / step)) * step for step in steps), key=lambda batch: abs(batch - target))
     reason = (
-        f"is {target:g} sequences of {train.seq_length} tokens: {config.gpus} GPUs cannot divide a batch within "
-        f"{BATCH_TOLERANCE:.1%} of that (nearest: {nearest})"
+        f"is {target:g} sequences of {train.seq_length} tokens, and {config.gpus} GPUs cannot divide any batch within "
+        f"{BATCH_TOLERANCE:.1%} of this number (nearest: {nearest})"
     )
     fix = f"use train.batch_tokens={nearest * train.seq_length}, train.global_batch_size={nearest}, or fewer GPUs"
     return problem_with(config, "train.batch_tokens", reason, fix)
 
 
 ALIKE = 1e-5
-"""Share of a step by which layouts that differ take the same time."""
+"""The relative difference up to which two step times count as equal."""
 
 MARGIN = 1.005
-"""Layouts are simulated up to this many times the shortest simulated step:
-estimates are hardly ever longer."""
+"""The factor over the slowest of the best simulated steps up to which estimated layouts are simulated; estimates hardly
+ever exceed the simulation by more."""
 EXHAUSTIVE_RANKS = 1024
-"""Ranks up to which every layout within `MARGIN` is simulated."""
+"""The largest number of ranks for which every layout within `MARGIN` is simulated."""
 MOST_BEYOND = 10
-"""Simulations with more ranks, of the layouts that may be the fastest:
-there one takes a second and proves little."""
+"""The largest number of simulations with more ranks, where a simulation takes a second; more if more layouts are asked
+for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A layout, planned and simulated on devices of their own:
-    which cores this machine has must not decide."""
+    """A layout that was planned and simulated. The result does not depend on this machine's number of cores."""
 
     layout: Layout
     iteration_s: float
     optimizer_s: float
     memory_bytes: int
-    """The bytes of the fullest rank."""
+    """The bytes on the fullest rank."""
     spent: Spent
-    """The parts of the iteration on its slowest rank."""
+    """The parts of the slowest rank's iteration."""
 
     @property
     def per_sequence_s(self) -> float:
-        """The seconds that layouts are compared by, because their batches may differ."""
+        """The seconds per sequence, by which layouts with different batches are compared."""
         return self.iteration_s / self.layout.global_batch_size
 
 
@@ -223,16 +227,16 @@ class LayoutSearch:
     """The result of a search."""
 
     best: tuple[Tried, ...]
-    """The fastest that were asked for, the fastest first, of those that take the same time the plainest; none
-    where no plan fits."""
+    """The fastest layouts, the fastest first, as many as asked for. Of layouts with equal times only the simplest is
+    listed. Empty if no plan fits."""
     legal: int
-    """The number of layouts that were compared."""
+    """The number of layouts that fit and were compared."""
     simulated: int
-    """The number of these that took a simulation."""
+    """The number of layouts that were simulated."""
 
 
 def search(config: RunConfig, count: int = 1) -> LayoutSearch:
-    """Returns the `count` fastest of all legal layouts that fit, by the simulator; remembered in the cache folder.
+    """Returns the `count` fastest possible layouts that fit, by simulation. Results are kept in the cache folder.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -247,9 +251,9 @@ def search(config: RunConfig, count: int = 1) -> LayoutSearch:
 
 
 def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> Tried | None:
-    """The run under another strategy, in the layout that is fastest for that one; None where none fits.
+    """Returns the fastest layout of the run under another strategy; None if no layout fits.
 
-    The layout that was planned takes part too: a search that is cut short may miss it.
+    The planned layout is always tried too, because a search with limited simulations may miss it.
     """
     other = with_strategy(config, strategy)
     here = _try(other, planned) if estimate(other, planned).fits else None
@@ -264,15 +268,16 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
     best: dict[float, _Simulated] = {}
     known: set[tuple[Layout, float, float]] = set()
     repeating: dict[Layout, float] = {}
-    """The time of a layout that repeats less of its forward passes: one that repeats more takes no less."""
+    """The seconds per sequence of simulated layouts, by layout without recomputation. The same layout with more
+    recomputation is never faster, so it can be skipped."""
     simulated = 0
     for estimated_s, layout in waiting:
         slowest = max(sorted(best)[:count]) * (1 + ALIKE) if len(best) >= count else math.inf
         enough = config.gpus > EXHAUSTIVE_RANKS and best and simulated >= max(count, MOST_BEYOND)
         if estimated_s > MARGIN * slowest or enough:
             break
-        # Slicing sequences and putting more of them into a micro-batch leaves tokens, messages and owners as
-        # they were: where attention takes no longer for it, nothing does.
+        # k times as many slices of sequences with k times the micro-batch leave tokens, messages and owners the same.
+        # If the estimate is the same, too, attention takes as long, and a simulation would give the same result.
         unsliced = replace(layout, cp=1, dp=layout.owners, micro_batch_size=1)
         same = (unsliced, layout.micro_batch_size / layout.cp, estimated_s)
         plain = replace(layout, recompute="none")
@@ -282,7 +287,7 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
         result = _try(config, layout)
         if result is not None:
             known.add(same)
-            # Times that differ by the order of sums alone are the same.
+            # Rounded, because equal times may differ by the order of summation.
             seconds = repeating[plain] = float(f"{result.result.iteration_s / layout.global_batch_size:.5e}")
             best[seconds] = min(result, best.get(seconds, result), key=lambda either: _plainness(either.layout))
     fastest = tuple(best[seconds].tried() for seconds in sorted(best)[:count])
@@ -301,11 +306,11 @@ class _Simulated:
     """The configuration with the layout filled in."""
     layout: Layout
     plan: Plan | None
-    """The plan, for strategies that have one."""
+    """The plan; None for strategies without one."""
     result: StrategyResult
 
     def tried(self) -> Tried:
-        """Adds the figures that only the fastest are asked for."""
+        """Adds memory and the parts of the step, which are needed for the fastest layouts only."""
         run, layout, plan = self.run, self.layout, self.plan
         return Tried(
             layout=layout,
@@ -317,7 +322,7 @@ class _Simulated:
 
 
 def _try(config: RunConfig, layout: Layout) -> _Simulated | None:
-    """Simulates a layout; None without a plan that fits."""
+    """Simulates a layout; returns None if no plan fits or the settings are refused."""
     run = fill(config, layout)
     try:
         plan = make_plan(run, layout) if execution_of(run) is Execution.PLANNED else None
@@ -327,35 +332,37 @@ def _try(config: RunConfig, layout: Layout) -> _Simulated | None:
 
 
 def _plainness(layout: Layout) -> tuple[int, ...]:
-    """Orders layouts that take the same time: the plainest first."""
+    """Returns a sort key that puts the simplest layout first."""
     again = RECOMPUTE.index(layout.recompute)
     return layout.pp, layout.vpp, layout.cp, layout.tp, again, -layout.micro_batch_size
 
 
 ASKED: Final = ("gpus", "model", "train", "optimizer", "engine", "cluster", "parallel")
-"""The parts of a run that a layout may depend on."""
+"""The sections of a run's settings that a search may depend on."""
 CODE: Final = ("config", "optimizers", "model", "costs", "planner", "simulate", "cluster")
-"""The folders whose code may."""
+"""The folders with code that a search may depend on."""
 KEPT: Final = 500
-"""The number of remembered searches; the oldest go."""
+"""The most search results in the cache folder; the oldest are deleted."""
 
 
 def _holds(config: RunConfig, remembered: LayoutSearch) -> bool:
-    """Checks remembered layouts against the run: everything that is set is as it is set, and they fit. A file
-    may be another run's, or from before a rule changed, and the run trains what it says."""
+    """Returns True if remembered layouts are possible for the run and fit.
+
+    A file may be from another run, or from before a rule changed, and the run would train in its layout.
+    """
     layouts = {tried.layout for tried in remembered.best}
     return layouts <= set(possible_layouts(config)) and all(estimate(config, layout).fits for layout in layouts)
 
 
 def _cache_file(config: RunConfig, count: int) -> Path:
-    """Returns the place for the result of one search, named after all that it depends on."""
+    """Returns the file for the result of one search, named by a hash of everything that the result depends on."""
     parts = asdict(config)
     key = json.dumps([_code(), count, {name: parts[name] for name in ASKED}], sort_keys=True, default=str)
     return cache_root(config) / "layouts" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
 def _remember(file: Path, result: LayoutSearch) -> None:
-    """Writes a result, if that is possible."""
+    """Writes a result and deletes the oldest ones; does nothing if the folder cannot be written."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         save(file, result, indented=False)
@@ -366,7 +373,7 @@ def _remember(file: Path, result: LayoutSearch) -> None:
 
 @cache
 def _code() -> str:
-    """Returns a hash of the sources that decide."""
+    """Returns a hash of the sources in the `CODE` folders."""
     root, digest = Path(canzona_cli.__file__).parent, hashlib.sha256()
     for folder in CODE:
         for file in sorted((root / folder).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""The families there are, and the counts that follow from any of them."""
+"""The known model families, and parameter and FLOP counts of their models."""
 
 from dataclasses import dataclass
 
@@ -13,42 +13,40 @@ FAMILIES = (QWEN3,)
 
 
 def family_of(model: ModelConfig) -> Family:
-    """Returns the family of a model: Qwen3's, for a recipe's model section describes no other."""
+    """Returns the family of a model; always Qwen3, because a recipe's model section describes no other family."""
     return QWEN3
 
 
 def foreign_family(model_type: object) -> Family:
-    """Returns the family that Hugging Face calls `model_type`, or Qwen3's,
-    whose reader then refuses the folder."""
+    """Returns the family with Hugging Face's `model_type`; Qwen3 for an unknown type, which its reader then refuses."""
     return next((family for family in FAMILIES if family.foreign.model_type == model_type), QWEN3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCount:
-    """Parameters of a whole model, by use."""
+    """The parameter counts of a model, by use."""
 
     embedding: int
     output: int
-    """The output layer's own weight; 0 when it is the embedding's."""
+    """The output layer's weight; 0 if it is tied to the embedding."""
     layer_matrices: int
-    """Every 2-D weight but the embedding and the output layer:
-    the weights that a matrix optimizer updates."""
+    """All 2-D weights except the embedding and the output layer; a matrix optimizer updates these."""
     norms: int
-    """Weights of all layers' norms and of the final one."""
+    """The weights of all layers' norms and of the final norm."""
 
     @property
     def non_embedding(self) -> int:
-        """Parameters without the embedding and the output layer, as the model cards count them."""
+        """The parameters without embedding and output layer, as model cards count them."""
         return self.layer_matrices + self.norms
 
     @property
     def total(self) -> int:
-        """Every weight once; a tied output layer is not counted again."""
+        """All parameters; a tied output layer is counted once, with the embedding."""
         return self.non_embedding + self.embedding + self.output
 
 
 def parameter_count(model: ModelConfig) -> ParameterCount:
-    """Counts every weight of the model."""
+    """Counts the parameters of a model."""
     vocabulary = model.vocab_size * model.hidden_size
     return ParameterCount(
         embedding=vocabulary,
@@ -64,18 +62,16 @@ def norm_parameters(model: ModelConfig) -> int:
 
 
 def matrix_copies(model: ModelConfig) -> Copies:
-    """Returns the group that reduces the gradients of all matrices:
-    there is one buffer of them, and one plan."""
+    """Returns the group that reduces the matrices' gradients, the same for all: they share one buffer and one plan."""
     [copies] = {weight.copies for weight in family_of(model).weights(model)}
     return copies
 
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:
-    """Model FLOPs of one token's forward and backward pass: the numerator of model FLOP utilisation.
+    """Returns the model FLOPs of one token's forward and backward pass, the numerator of model FLOP utilisation.
 
-    Three times the forward's: the backward multiplies once for the input's and once for the weight's
-    gradient. Work repeated by activation recomputation does not count. Convention of PaLM (arXiv 2204.02311,
-    appendix B) with the causal half and the output layer included, as Megatron-LM's
-    `num_floating_point_operations` has it.
+    They are three times the forward's, because the backward computes the gradients of inputs and of weights.
+    Recomputation of activations does not count. The convention is PaLM's (arXiv 2204.02311, appendix B) with
+    the causal half of attention and with the output layer, as in Megatron-LM's `num_floating_point_operations`.
     """
     return 3.0 * family_of(model).forward_flops(model, seq_length)

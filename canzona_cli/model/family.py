@@ -1,9 +1,8 @@
-"""A model family: the facts that planner, simulator, Megatron,
-checkpoints and Hugging Face ask about a kind of model.
+"""A model family: everything that planner, simulator, Megatron layers, checkpoints and Hugging Face formats need to
+know about a kind of model.
 
-Each family is one `Family` value, as in `canzona_cli.model.qwen3`. Its Megatron layers need torch and are
-therefore in `canzona_cli.megatron`, under the family's name. Names of parameters are Megatron's, below their
-layer.
+Each family is one `Family` value, as in `canzona_cli.model.qwen3`. Its Megatron layers need torch, so they are in
+`canzona_cli.megatron`, under the family's name. Parameters have Megatron's names, without the prefix of the layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,21 +12,21 @@ from typing import Literal
 from canzona_cli.config.schema import ModelConfig
 
 Kind = Literal["q", "k", "v", "qkv", "gate", "up", "fc1", "proj", "down", "other"]
-"""The kind of a matrix; other for a user's own and a vocabulary."""
+"""The kind of a matrix; `other` for user-defined matrices and for those of the vocabulary."""
 Part = Literal["embedding", "qkv", "proj", "fc1", "fc2", "output"]
-"""A module of the model that has one 2-D weight."""
+"""A module of the model, with one 2-D weight."""
 Copies = Literal["data", "tp"]
-"""A group whose ranks hold copies of one tensor and add up its gradients (`canzona_cli.costs.links.Groups`)."""
+"""A group of ranks that hold copies of a tensor and sum its gradients (`canzona_cli.costs.links.Groups`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Rows of a parameter that belong to one unit."""
+    """Consecutive rows of a parameter that belong to one unit (see `model.geometry`)."""
 
     kind: Kind
-    """Kind of that unit; other for a vocabulary, whose unit has the parameter's name."""
+    """The kind of the unit; `other` for the vocabulary, whose unit is named after the parameter."""
     rows: int
-    """Rows in one repeat, over all TP ranks."""
+    """The number of rows in one repeat, over all TP ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +34,18 @@ class Weight:
     """A 2-D parameter."""
 
     name: str
-    """Megatron's name, below the layer in `Family.weights`."""
+    """Megatron's name; in `Family.weights` without the prefix of the layer."""
     kind: Kind
-    """Kind of the matrix that all parts are together."""
+    """The kind of the matrix that all parts form together."""
     parts: tuple[Band, ...]
+    """The parts of one repeat, from top to bottom."""
     cols: int
     repeats: int = 1
+    """The number of times that the parts repeat from top to bottom."""
     cut: Literal["repeats", "parts", "cols"]
-    """The unit that tensor parallelism deals out: consecutive repeats, rows of every part, or columns."""
+    """The way tensor parallelism divides the weight: by consecutive repeats, by rows of each part, or by columns."""
     copies: Copies = "data"
-    """The group that holds copies of each fragment."""
+    """The group whose ranks hold copies of each fragment."""
 
     @property
     def rows(self) -> int:
@@ -52,7 +53,7 @@ class Weight:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Kinds of all matrices that it can be split into, its own first."""
+        """The weight's kind, followed by the kinds of the matrices that it can be split into."""
         return self.kind, *(part.kind for part in self.parts)
 
     @property
@@ -64,7 +65,7 @@ class Weight:
         return 1 if self.cut == "cols" else 0
 
     def stored(self, tp: int) -> "Weight":
-        """The weight as each TP rank stores it."""
+        """Returns the weight as each TP rank stores it."""
         match self.cut:
             case "repeats":
                 return replace(self, repeats=self.repeats // tp)
@@ -76,25 +77,25 @@ class Weight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """A norm's weight, which every TP rank has all of."""
+    """The weight of a norm; every TP rank has a copy."""
 
     name: str
     fused: str | None = None
-    """Its name where Transformer Engine keeps it in the linear layer that follows."""
+    """The name if Transformer Engine fuses the norm into the following linear layer; None if it never does."""
     elements: int
     part: Part
-    """The module that needs it."""
+    """The module that uses the norm's output."""
     copies: tuple[Copies, ...] = ("data", "tp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Core attention: elements of one token's queries and of its keys, over all TP ranks."""
+    """The size of core attention: elements of one token's queries and keys, over all TP ranks."""
 
     queries: int
     keys: int
     normalised: bool
-    """True where queries and keys are normalised head by head."""
+    """True if queries and keys are normalised per head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,43 +106,43 @@ class Work:
     weight: Weight
     """The weight that a token is multiplied by."""
     stream: int
-    """Passes over the residual stream through memory."""
+    """The number of times that memory traffic passes over the residual stream."""
     elements: int = 0
-    """Further elements of a token through memory, over all TP ranks."""
+    """The further elements per token that are read or written, over all TP ranks."""
     attention: Attention | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Elements of one token that a layer keeps for its backward pass."""
+    """The elements per token that a layer keeps for its backward pass."""
 
     stream: int
-    """Copies of the residual stream."""
+    """The number of copies of the residual stream."""
     cut: int
-    """Elements that tensor parallelism cuts, over all TP ranks."""
+    """The elements that tensor parallelism divides, over all TP ranks."""
     largest: int
-    """Elements of the gradients that are alive at once in the backward pass, over all TP ranks."""
+    """The most elements of gradients that are alive at once in the backward pass, over all TP ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """The family in transformers' words."""
+    """The family's names and settings in Hugging Face transformers."""
 
     architecture: str
     model_type: str
     config: str
-    """The class of its settings."""
+    """The name of the configuration class."""
     defaults: Mapping[str, object]
-    """Keys that a `config.json` may leave out."""
+    """The values of keys that a `config.json` may leave out."""
     must_be: Mapping[str, tuple[object, ...]]
-    """Keys whose value the family fixes; the first value is its own."""
+    """The accepted values of keys that the family fixes; the first is the family's value."""
     fixed: Mapping[str, object]
-    """Settings of a recipe's model section that this form cannot express otherwise."""
+    """The settings of a recipe's model section that are constant in this format."""
     embedding: str
     output: str
     final_norm: str
     layer: Mapping[str, str]
-    """Names in a layer by unit, in the order of the model."""
+    """The names within a layer by unit, in the order of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,16 +151,15 @@ class Family:
 
     name: str
     weights: Callable[[ModelConfig], tuple[Weight, ...]]
-    """2-D parameters of a layer in the order modules are created,
-    which is that of Megatron's gradient buffers."""
+    """The 2-D parameters of a layer, in the order in which Megatron creates modules and fills gradient buffers."""
     norms: Callable[[ModelConfig], tuple[Norm, ...]]
     """The norms of a layer in the same order."""
     work: Callable[[ModelConfig], tuple[Work, ...]]
     """The modules of a layer in forward order."""
     activations: Callable[[ModelConfig, bool], Activations]
-    """Activations of a layer; the flag says whether elementwise work is fused."""
+    """The activations of a layer; the flag is True if elementwise work is fused."""
     forward_flops: Callable[[ModelConfig, int], float]
-    """Matrix-multiply FLOPs of one token's forward pass, averaged over a sequence of so many tokens."""
+    """The matrix-multiply FLOPs of one token's forward pass, averaged over a sequence of the given length."""
     foreign: Foreign
     published: Mapping[str, tuple[str, str]]
-    """Parameters in all and without embeddings as the model cards round them, by recipe."""
+    """The published parameter counts by recipe: total, and without embeddings, as the model cards round them."""

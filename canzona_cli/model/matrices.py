@@ -1,9 +1,9 @@
-"""The matrices of a model: what a matrix optimizer updates, from shapes and layout alone; and the routing of
-all parameters, to that optimizer or to AdamW.
+"""The matrices that a matrix optimizer updates, from shapes and layout alone, and the routing of all parameters to
+that optimizer or to AdamW.
 
-Every 2-D weight of a layer is one; embedding, output layer, norms, biases and routers are AdamW's. Order,
-names and shapes are canonical: they do not depend on the tensor-parallel size, and neither does which element
-is which (q, k, v and gate, up as the published checkpoints store them, rows being outputs).
+The 2-D weights of layers are matrices or consist of several matrices; AdamW updates embedding, output layer, norms,
+biases and routers. Order, names, shapes and the position of each element do not depend on the tensor-parallel size
+(q, k, v, gate and up are as in published checkpoints, with outputs as rows).
 """
 
 import re
@@ -25,29 +25,29 @@ from canzona_cli.model.family import Kind
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A logical, full 2-D weight that the optimizer treats as one."""
+    """A full 2-D weight that the optimizer updates as one matrix."""
 
     index: CountOrZero
-    """Position in the plan's list."""
+    """The position in the plan's list of matrices."""
     name: str
-    """The name, as layers.3.gate; layers are numbered over the whole model."""
+    """The name, such as layers.3.gate; layers are numbered over the model."""
     kind: Kind
     layer: CountOrZero
     stage: CountOrZero
-    """Pipeline stage."""
+    """The pipeline stage."""
     chunk: CountOrZero = 0
-    """Model chunk of its stage, the one with the first layers being 0 (`Layout.vpp`)."""
+    """The model chunk within the stage (`Layout.vpp`); chunk 0 has the first layers."""
     rows: Side
     cols: Side
     shard_dim: Literal[0, 1] | None
-    """Dimension that tensor parallelism cuts; None where every TP rank holds it whole."""
+    """The dimension that tensor parallelism divides; None if TP ranks do not have fragments."""
     parameter: str
-    """The Megatron parameter it is part of: decoder.layers.3.mlp.linear_fc1.weight."""
+    """The Megatron parameter that holds the matrix: decoder.layers.3.mlp.linear_fc1.weight."""
     unit: CountOrZero
-    """Matrices of one unit must have the same owner: q,
-    k and v lie interleaved in one range of the buffer."""
+    """The number of the matrix's unit. Matrices of a unit must have the same owner: q, k and v, for example, are
+    interleaved in one range of the buffer."""
     home: CountOrZero | None = None
-    """The one TP rank that stores it, whole (a head's matrix); None for every other kind of matrix."""
+    """The only TP rank that stores the matrix, for per-head matrices; None for other matrices."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,38 +59,38 @@ class Matrix:
 
     @property
     def replicated(self) -> bool:
-        """True where every TP rank holds the whole of it."""
+        """True if every TP rank stores the whole matrix."""
         return self.shard_dim is None and self.home is None
 
     @property
     def cut_long(self) -> bool:
-        """True where tensor parallelism cuts its long side (of a square either), so that fragments have all
-        of the other."""
+        """True if tensor parallelism divides the long side (either side of a square), so that fragments have the full
+        short side."""
         return self.shard_dim is not None and self.shape[self.shard_dim] >= self.shape[1 - self.shard_dim]
 
     def holders(self, tp: int) -> range:
-        """TP ranks that store a part of it: all of them, or its home alone."""
+        """Returns the TP ranks that store the matrix or a fragment: only its home if it has one, otherwise all."""
         return range(tp) if self.home is None else range(self.home, self.home + 1)
 
     def held_elements(self, tp: int) -> int:
-        """Elements on each of its `holders`."""
+        """Returns the number of elements on each of the matrix's `holders`."""
         return self.elements if self.shard_dim is None or self.home is not None else self.elements // tp
 
     def fragment_shape(self, tp: int) -> tuple[int, int]:
-        """Rows and columns on each of its `holders`, in whatever order those of the cut dimension come."""
+        """Returns (rows, columns) on each of the matrix's `holders`; the order of rows may differ from the matrix's."""
         if self.shard_dim is None:
             return self.shape
         return (self.rows // tp, self.cols) if self.shard_dim == 0 else (self.rows, self.cols // tp)
 
     def fragment_elements(self, tp: int) -> int:
-        """Elements on one TP rank; with a home, its share on average:
-        the heads of a unit are dealt out evenly."""
+        """Returns the number of elements on one TP rank; with a home, the average over TP ranks, each of which stores
+        the same number of heads."""
         return self.elements if self.replicated else self.elements // tp
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMatrix:
-    """One matrix of one layer, before it is numbered."""
+    """One matrix of a layer, before matrices are numbered over the model."""
 
     name: str
     """The matrix's name in its layer: gate, or q.3 for the fourth head's."""
@@ -98,37 +98,40 @@ class LayerMatrix:
     rows: int
     cols: int
     shard_dim: Literal[0, 1] | None
-    """Dimension that tensor parallelism cuts; None where every TP rank holds it whole."""
+    """The dimension that tensor parallelism divides; None if every TP rank stores the whole matrix."""
     parameter: str
-    """The Megatron parameter it is part of, below its layer: mlp.linear_fc1.weight."""
+    """The Megatron parameter that holds the matrix, without the prefix of the layer: mlp.linear_fc1.weight."""
     unit: int
-    """Number within the layer; matrices of one unit must have the same owner."""
+    """The number of the unit within the layer; matrices of a unit must have the same owner."""
     slices: int = 0
-    """Heads its parameter has of this kind, of which this is number `slice`:
-    TP deals them out whole. 0: no head."""
+    """The number of heads of this kind in the parameter, for a per-head matrix; otherwise 0. TP divides them by
+    heads."""
     slice: int = 0
+    """The number of the head among `slices`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBlock:
-    """Consecutive layers of one shape."""
+    """Consecutive layers with the same matrices."""
 
     layers: int
     matrices: tuple[LayerMatrix, ...]
 
 
 def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[Matrix, ...]:
-    """Lists all matrices of a model in registration order: layer by layer, proj, qkv, fc1,
-    fc2 as Megatron makes them.
+    """Lists all matrices of a model in registration order: layer by layer, proj, qkv, fc1, fc2 as Megatron makes them.
 
-    split: q, k and v share a unit, because a TP rank's fragment of qkv is interleaved by query group; gate
-    and up are units of their own, because its fragment of fc1 is `[gate_r; up_r]`, two ranges. per_head:
-    every head of q, k and v is a matrix, which lives whole on one TP rank (`Matrix.home`); proj stays one.
-    fused: as Megatron stores them. qkv:
-    q, k and v as in split, fc1 as in fused, which is what Megatron's own Muon updates.
+    Args:
+        splitting: the matrices of a parameter.
+            fused: each parameter is one matrix.
+            qkv: q, k and v are matrices, fc1 is one, as in Megatron's Muon.
+            split: q, k, v, gate and up are matrices. q, k and v share a unit, because a TP rank's fragment of qkv is
+            interleaved by query group; gate and up are two units, because its fragment of fc1, `[gate_r; up_r]`, is
+            two ranges.
+            per_head: as split, and every head of q, k and v is a matrix, stored on one TP rank (`Matrix.home`).
 
     Raises:
-        ConfigError: a dimension that tensor parallelism does not cut evenly, or layers that stages do not.
+        ConfigError: tensor parallelism does not divide a dimension evenly, or stages do not divide the layers.
     """
     return _matrices(model, replace(layout.bare, dp=1, global_batch_size=1), splitting)
 
@@ -139,8 +142,7 @@ def _matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple
 
 
 def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
-    """The matrices of consecutive blocks, indexed in order, each with its pipeline stage,
-    model chunk and unit.
+    """Numbers the matrices of consecutive blocks, and gives each its pipeline stage, model chunk, unit and home.
 
     Raises:
         ConfigError: as `matrices`.
@@ -183,7 +185,7 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
 
 @lru_cache(maxsize=64)
 def layer_shapes(model: ModelConfig, splitting: Splitting) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of one layer's matrices, in registration order."""
+    """Returns (rows, columns) of one layer's matrices, in registration order."""
     return tuple((matrix.rows, matrix.cols) for matrix in layer_matrices(model, splitting))
 
 
@@ -198,11 +200,11 @@ _SPLIT: Mapping[Splitting, Container[Kind]] = {
     "split": ("qkv", "fc1"),
     "per_head": ("qkv", "fc1"),
 }
-"""Parameters whose parts are matrices of their own; the others are one matrix each."""
+"""The parameters whose parts are separate matrices, by splitting; every other parameter is one matrix."""
 
 
 def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatrix, ...]:
-    """One layer's, in registration order."""
+    """Lists the matrices of one layer, in registration order."""
     matrices: list[LayerMatrix] = []
     unit = 0
     for parameter in family_of(model).weights(model):
@@ -224,14 +226,14 @@ def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatri
                         slice=head,
                     )
                 )
-            # Parts that repeat lie interleaved in one range of the buffer, so they share a unit.
+            # Parts that repeat are interleaved in one range of the buffer, so they share a unit.
             unit += parameter.cut != "repeats"
         unit += parameter.cut == "repeats"
     return tuple(matrices)
 
 
 def _cut_by_tp(matrices: Iterable[LayerMatrix]) -> Iterator[tuple[int, str]]:
-    """Counts what tensor parallelism deals out evenly: rows, columns, or whole heads."""
+    """Yields (number, name) of what tensor parallelism divides evenly: rows, columns, or heads."""
     for matrix in matrices:
         name = matrix.name.partition(".")[0]
         if matrix.slices:
@@ -242,33 +244,34 @@ def _cut_by_tp(matrices: Iterable[LayerMatrix]) -> Iterator[tuple[int, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Routed:
-    """Parameters or matrices whose names differ only in their numbers."""
+    """A group of parameters or matrices whose names differ only in numbers."""
 
     pattern: str
-    """The name of matrices, layers.*.q, or layers.*.q.* where each head is one;
-    else Megatron's name of a parameter."""
+    """The name with `*` for numbers: layers.*.q or, per head, layers.*.q.* for matrices; Megatron's name for
+    parameters."""
     count: int
     elements: int
-    """Elements of all together."""
+    """The elements of all of them together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The routing of a whole model."""
+    """The parameters of a model by the optimizer that updates them."""
 
     VERSION: ClassVar[int] = 1
     optimizer: OptimizerName
     matrices: tuple[Routed, ...]
-    """Matrices that `optimizer` updates whole; none where that is AdamW."""
+    """The matrices that `optimizer` updates; none if that is AdamW."""
     adamw: tuple[Routed, ...]
-    """Parameters that AdamW updates element by element."""
+    """The parameters that AdamW updates."""
 
 
 def routing(config: RunConfig) -> Routing:
-    """Routes a run's parameters; `tests/dist/test_initial_weights.py` compares it with Megatron's model.
+    """Routes a run's parameters to its optimizer and AdamW; `tests/dist/test_initial_weights.py` compares the result
+    with Megatron's model.
 
     Raises:
-        ConfigError: a matrix optimizer would have no matrix.
+        ConfigError: the matrix optimizer would have no matrix to update.
     """
     model, layers = config.model, config.model.num_layers
     alone = execution_of(config) is Execution.ADAMW
@@ -293,7 +296,7 @@ def _routed(config: RunConfig) -> tuple[Routed, ...]:
     if isinstance(chosen, KroneckerConfig):
         longest, shortest = chosen.max_preconditioner_dim, min(map(min, layer_shapes(model, splitting)))
         if shortest > longest:
-            reason = f"no side of any matrix is as short as that, so {chosen.name} would treat nothing as a matrix"
+            reason = f"every matrix has longer sides, so {chosen.name} would update no matrix"
             fix = f"use at least optimizer.max_preconditioner_dim={shortest}, or optimizer=adamw"
             raise ConfigError(problem_with(config, "optimizer.max_preconditioner_dim", reason, fix))
     counts, elements = Counter[str](), Counter[str]()

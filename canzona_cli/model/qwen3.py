@@ -1,4 +1,4 @@
-"""The Qwen3 family (dense), and what has its shape but for QK-norm, as Llama 3.
+"""The dense Qwen3 family. Models that differ from it only in QK-norm, such as Llama 3, are described by it too.
 
 Source: Qwen3 Technical Report, arXiv 2505.09388, the published `config.json` files, and `Qwen3ForCausalLM`
 and `Qwen3Config` of transformers 4.51 and later.
@@ -44,7 +44,7 @@ def _weights(model: ModelConfig) -> tuple[Weight, ...]:
 
 @lru_cache(maxsize=64)
 def _norms(model: ModelConfig) -> tuple[Norm, ...]:
-    """The norms of a layer; those of queries and keys have one weight per head dimension."""
+    """Lists the norms of a layer; the norms of queries and keys have one weight per head dimension."""
     of_heads = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight") if model.qk_norm else ()
     return (
         Norm(
@@ -65,8 +65,11 @@ def _norms(model: ModelConfig) -> tuple[Norm, ...]:
 
 @lru_cache(maxsize=64)
 def _work(model: ModelConfig) -> tuple[Work, ...]:
-    """A norm passes the residual stream twice, a residual addition three times,
-    SwiGLU its width three times."""
+    """Lists the modules of a layer with their memory traffic.
+
+    A norm passes over the residual stream twice, a residual addition three times. SwiGLU passes over the MLP's
+    width three times.
+    """
     proj, qkv, fc1, fc2 = _weights(model)
     return (
         Work(part="qkv", weight=qkv, stream=2, attention=_attention(model)),
@@ -85,11 +88,11 @@ def _attention(model: ModelConfig) -> Attention:
 
 
 def _activations(model: ModelConfig, fused: bool) -> Activations:
-    """The activations of a layer, with h hidden, a heads and g groups of d, and f the MLP's width:
-    - residual stream: two norm inputs and the two linear inputs they become, 4 h;
-    - attention: fused qkv (a + 2g) d (it lives on in v), the queries gathered from it a d, rotated q and k (a
-      + g) d, context a d;
-    - SwiGLU: gate and up 2 f, their product f; not fused, also silu(gate) and a copy of up.
+    """Counts the activations of a layer with hidden size h, a heads and g query groups of width d, MLP width f:
+    - residual stream: the inputs of two norms and of the two linear layers after them, 4 h;
+    - attention: fused qkv (a + 2g) d, which v keeps alive; queries copied from it, a d; rotated q and k,
+      (a + g) d; context, a d;
+    - SwiGLU: gate and up, 2 f; their product, f; if not fused, also silu(gate) and a copy of up.
     """
     core = _attention(model)
     queries, keys, ffn = core.queries, core.keys, model.ffn_hidden_size
@@ -99,10 +102,11 @@ def _activations(model: ModelConfig, fused: bool) -> Activations:
 
 
 def _forward_flops(model: ModelConfig, seq_length: int) -> float:
-    """Counts two FLOPs per weight and token in the layers and in the output layer (tied or not; the embedding
-    is a look-up), plus q k^T and the weighted sum over v, 2 * 2 * seq_length * heads * head_dim each layer,
-    halved because a causal token attends to half of the sequence on average. Norms, rotary embedding and
-    softmax are left out.
+    """Counts the matrix-multiply FLOPs of one token's forward pass.
+
+    There are two per weight in the layers and in the output layer, tied or not; the embedding is a look-up. In
+    each layer q k^T and the weighted sum over v add 2 * 2 * seq_length * heads * head_dim, halved because a
+    causal token attends to half of the sequence on average. Norms, rotary embedding and softmax are left out.
     """
     matrices = model.num_layers * sum(weight.elements for weight in _weights(model))
     output_layer = model.vocab_size * model.hidden_size

@@ -1,21 +1,21 @@
-"""A user's own decoder-only model, as a YAML file of matrix shapes.
+"""The file format for user-defined decoder-only models: YAML with the shapes of their matrices.
 
     name: my-model
     hidden_size: 4096          # width of the residual stream
     embedding: 524288000       # elements
     output: 524288000          # elements of the output layer; 0 where it shares the embedding
     layers: 32
-    other: 8192                # elements of a layer outside of its matrices: norms, biases, routers
-    matrices:                  # of one layer, in the order the model registers them
+    other: 8192                # elements of a layer that are not in matrices: norms, biases, routers
+    matrices:                  # matrices of one layer, in the order in which the model registers them
       - {name: proj, rows: 4096, cols: 4096, shard: cols}
       - {name: q, rows: 4096, cols: 4096, shard: rows, unit: qkv, parameter: qkv.weight}
       - {name: k, rows: 1024, cols: 4096, shard: rows, unit: qkv, parameter: qkv.weight}
       - ...
 
-`shard` is what tensor parallelism cuts: rows, cols or none. Matrices of one `unit` keep one owner (by default
-each has its own); `count: 8` stands for eight matrices of one shape. Where layers differ, `blocks:` is a list
-of consecutive ones, each with its own layers, other and matrices. `heads`, `kv_heads` and `head_dim` may
-describe its attention.
+`shard` is the dimension that tensor parallelism divides: rows, cols or none. Matrices of the same `unit` have the
+same owner; by default each matrix is a unit. `count: 8` stands for eight matrices of one shape. If layers differ,
+`blocks:` is a list of consecutive blocks of layers, each with its `layers`, `other` and `matrices`. `heads`,
+`kv_heads` and `head_dim` optionally describe attention.
 """
 
 import hashlib
@@ -36,13 +36,13 @@ _SHARDS: Mapping[str, Literal[0, 1] | None] = {"rows": 0, "cols": 1, "none": Non
 _TOP = ("name", "hidden_size", "embedding", "output", "heads", "kv_heads", "head_dim", "layers", "other", "matrices")
 _MATRIX = ("name", "rows", "cols", "shard", "unit", "parameter", "count")
 _LONGEST = 1 << 24
-"""Rows or columns of one weight."""
+"""The most rows or columns of a matrix."""
 _LARGEST = 10**12
-"""Elements of one."""
+"""The most elements of the embedding, of the output layer, or of `other`."""
 _MOST = 2048
-"""Layers, and matrices of one shape in a layer."""
+"""The most layers in a block, and the largest `count`."""
 _MOST_MATRICES = 500_000
-"""A plan of so many takes a minute."""
+"""The most matrices in a model; a plan of this size takes a minute."""
 _HEAD_DIM = 128
 """The width of a head in a model that does not give one."""
 
@@ -55,13 +55,13 @@ class ModelShapes:
     hidden_size: int
     embedding: int
     output: int
-    """Elements of the output layer; 0 where it shares the embedding's."""
+    """The elements of the output layer; 0 if it is tied to the embedding."""
     heads: int
     kv_heads: int
     head_dim: int
     blocks: tuple[LayerBlock, ...]
     others: tuple[int, ...]
-    """Elements of one layer that AdamW updates, by block."""
+    """The elements of one layer that AdamW updates, by block."""
 
     @property
     def layers(self) -> int:
@@ -69,12 +69,12 @@ class ModelShapes:
 
     @property
     def layer_matrices(self) -> int:
-        """Elements of all matrices."""
+        """The elements of all matrices."""
         return sum(block.layers * sum(m.rows * m.cols for m in block.matrices) for block in self.blocks)
 
     @property
     def digest(self) -> str:
-        """SHA-256 over everything that planning depends on: all but the name."""
+        """The SHA-256 of everything that planning depends on, which is all but the name."""
         return hashlib.sha256(json.dumps(asdict(replace(self, name="")), sort_keys=True).encode()).hexdigest()
 
     def matrices(self, layout: Layout) -> tuple[Matrix, ...]:
@@ -86,10 +86,11 @@ class ModelShapes:
         return number(self.blocks, layout)
 
     def stand_in(self, base: ModelConfig) -> ModelConfig:
-        """A Qwen3 shape of as many layers and as many elements, within 128 feed-forward rows a layer.
+        """Returns a Qwen3 model with the same number of layers and nearly the same number of elements.
 
-        For what does not look at single matrices: memory of activations and the time of forward and backward.
-        Every token is taken to pass every matrix.
+        The feed-forward width is rounded to a multiple of 128. The model stands for the shapes where single matrices
+        do not matter: memory of activations, and the time of forward and backward. Every token is assumed to pass
+        through every matrix.
         """
         attention = 2 * self.hidden_size * self.head_dim * (self.heads + self.kv_heads)
         rest = self.layer_matrices // self.layers - attention
@@ -112,7 +113,7 @@ def load_shapes(path: Path) -> ModelShapes:
     """Reads a file of shapes.
 
     Raises:
-        ConfigError: it cannot be read, or what it says is incomplete or impossible; carries every problem.
+        ConfigError: the file cannot be read, or its values are incomplete or impossible; carries every problem.
     """
     try:
         tree = parse_yaml(read_plain(path, most=LARGEST_YAML))
@@ -134,7 +135,7 @@ def load_shapes(path: Path) -> ModelShapes:
 
 
 class _Reader:
-    """Takes values out of the tree and notes what is wrong with them; what is wrong gets a harmless value."""
+    """A reader of values that collects every problem, and returns a harmless value in place of a wrong one."""
 
     def __init__(self, where: str) -> None:
         self.problems: list[Problem] = []
@@ -143,24 +144,24 @@ class _Reader:
     def model(self, tree: Mapping[object, object]) -> ModelShapes:
         parts = tree.get("blocks")
         if parts is None:
-            self._known(tree, _TOP, "")
+            self._check_keys(tree, _TOP, "")
             parts = [tree]
         else:
-            self._known(tree, ("blocks", *(key for key in _TOP if key not in ("layers", "other", "matrices"))), "")
+            self._check_keys(tree, ("blocks", *(key for key in _TOP if key not in ("layers", "other", "matrices"))), "")
         hidden = self._number(tree, "hidden_size", "", least=1)
         head_dim = self._number(tree, "head_dim", "", least=1, default=_HEAD_DIM)
         heads = self._number(tree, "heads", "", least=1, default=max(1, hidden // head_dim))
         blocks, others = [], []
         if not isinstance(parts, list) or not parts:
-            self._wrong("blocks", parts, "is not a list of blocks of layers")
+            self._report("blocks", parts, "is not a list of blocks of layers")
             parts = []
         for place, part in enumerate(parts):
             prefix = "" if part is tree else f"blocks.{place}."
             if not isinstance(part, Mapping):
-                self._wrong(prefix.rstrip("."), part, "is not a block of layers with its matrices")
+                self._report(prefix.rstrip("."), part, "is not a block of layers with its matrices")
                 continue
             if part is not tree:
-                self._known(part, ("layers", "other", "matrices"), prefix)
+                self._check_keys(part, ("layers", "other", "matrices"), prefix)
             count = self._number(part, "layers", prefix, least=1, most=_MOST)
             others.append(self._number(part, "other", prefix, least=0, most=_LARGEST, default=0))
             blocks.append(
@@ -169,8 +170,8 @@ class _Reader:
                     matrices=tuple(islice(self._matrices(part.get("matrices"), prefix), _MOST_MATRICES + 1)),
                 )
             )
-            if (there := sum(block.layers * len(block.matrices) for block in blocks)) > _MOST_MATRICES:
-                self._wrong(f"{prefix}matrices", there, f"must be at most {_MOST_MATRICES:,} in all layers")
+            if (total := sum(block.layers * len(block.matrices) for block in blocks)) > _MOST_MATRICES:
+                self._report(f"{prefix}matrices", total, f"must be at most {_MOST_MATRICES:,} in all layers")
                 break
         return ModelShapes(
             name=self._text(tree, "name", "", default="shapes"),
@@ -186,23 +187,23 @@ class _Reader:
 
     def _matrices(self, entries: object, prefix: str) -> Iterator[LayerMatrix]:
         if not isinstance(entries, list) or not entries:
-            self._wrong(f"{prefix}matrices", entries, "is not a list of matrices")
+            self._report(f"{prefix}matrices", entries, "is not a list of matrices")
             return
         units: dict[str, int] = {}
         names: set[str] = set()
         for place, entry in enumerate(entries):
             at = f"{prefix}matrices.{place}."
             if not isinstance(entry, Mapping):
-                self._wrong(at.rstrip("."), entry, "is not a matrix: {name: ..., rows: ..., cols: ..., shard: ...}")
+                self._report(at.rstrip("."), entry, "is not a matrix: {name: ..., rows: ..., cols: ..., shard: ...}")
                 continue
-            self._known(entry, _MATRIX, at)
+            self._check_keys(entry, _MATRIX, at)
             name = self._text(entry, "name", at)
             if name in names:
-                self._wrong(f"{at}name", name, "is the name of two matrices in one layer")
+                self._report(f"{at}name", name, "is the name of two matrices in one layer")
             names.add(name)
             shard = self._text(entry, "shard", at)
             if shard and shard not in _SHARDS:
-                self._wrong(f"{at}shard", shard, "must be rows, cols or none")
+                self._report(f"{at}shard", shard, "must be rows, cols or none")
             rows, cols = self._number(entry, "rows", at, least=1), self._number(entry, "cols", at, least=1)
             copies = self._number(entry, "count", at, least=1, most=_MOST, default=1)
             for copy in range(copies):
@@ -230,13 +231,13 @@ class _Reader:
     ) -> int:
         value = tree.get(key, default)
         if value is None:
-            self._wrong(at + key, None, "has no value")
+            self._report(at + key, None, "has no value")
         elif isinstance(value, bool) or not isinstance(value, int):
-            self._wrong(at + key, value, "is not a whole number")
+            self._report(at + key, value, "is not a whole number")
         elif value < least:
-            self._wrong(at + key, value, f"must be at least {least}")
+            self._report(at + key, value, f"must be at least {least}")
         elif value > most:
-            self._wrong(at + key, value, f"must be at most {most}")
+            self._report(at + key, value, f"must be at most {most}")
         else:
             return value
         return max(least, 1)
@@ -245,15 +246,15 @@ class _Reader:
         value = tree.get(key, default)
         if isinstance(value, str) and value:
             return value
-        self._wrong(at + key, value, "has no value" if value is None else "is not text")
+        self._report(at + key, value, "has no value" if value is None else "is not text")
         return ""
 
-    def _known(self, tree: Mapping[object, object], keys: Sequence[str], at: str) -> None:
+    def _check_keys(self, tree: Mapping[object, object], keys: Sequence[str], at: str) -> None:
         for key in tree:
             if key not in keys:
-                self._wrong(f"{at}{key}", None, f"is not one of {', '.join(keys)}")
+                self._report(f"{at}{key}", None, f"is not one of {', '.join(keys)}")
 
-    def _wrong(self, key: str, value: object, reason: str) -> None:
+    def _report(self, key: str, value: object, reason: str) -> None:
         self.problems.append(Problem(key=key, value=value, reason=f"{reason} (in {self._where})"))
 
 

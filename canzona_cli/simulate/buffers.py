@@ -1,9 +1,8 @@
-"""The traffic of data parallelism: the chunks of a stage's gradient buffers,
-as Megatron fills and sends them.
+"""The data-parallel traffic of a pipeline stage: the buckets of its gradient buffers, in Megatron's order.
 
-A chunk is a bucket as the simulator needs it: how long its reduction and its gathering take, and which module
-of the stage completes its gradients (the first one of the forward pass that has a parameter in it) and needs
-its parameters.
+A `Chunk` is a bucket as the simulator needs it: the time of its reduction and of its gathering, and the module
+of the stage that completes its gradients in the backward pass. That module is the first of the forward pass with
+a parameter in the bucket, so it is also the first that needs the gathered parameters.
 """
 
 from collections import Counter
@@ -23,17 +22,21 @@ from canzona_cli.planner.reduction import ReductionModel
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """One bucket on its way."""
+    """A bucket with its two transfers."""
 
     module: int
-    """Number of the stage's module that completes it in the backward pass and needs it first in the forward pass."""
+    """The number, within the stage, of the module that completes the bucket's gradients in the backward pass and is
+    the first to need its parameters in the forward pass."""
     reduce: Transfer
     gather: Transfer
 
 
 def after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
-    """Seconds of what follows it, synchronous: norms' gradients over TP under sequence parallelism, a tied
-    embedding's over its two stages."""
+    """Returns the seconds of the blocking all-reduces that follow a stage's gradient reduction.
+
+    With sequence parallelism the gradients of norms are summed over TP; a tied embedding's gradients are summed
+    over the first and the last stage.
+    """
     model, cluster = config.model, config.cluster
     links, (_, grad) = Links(cluster=cluster), element_bytes(config)
     total = 0.0
@@ -49,7 +52,7 @@ def after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
 
 
 class Buffers:
-    """Builds a stage's chunks."""
+    """The builder of a stage's chunks."""
 
     def __init__(self, config: RunConfig, layout: Layout, stage: int, time: StageTime) -> None:
         self._config, self._layout, self._stage, self._places = config, layout, stage, time.places
@@ -60,20 +63,26 @@ class Buffers:
         self._limit = bucket_elements(config, layout) if stage == 0 else None
         layer = family_of(config.model).work(config.model)
         self._part_of = {kind: work.part for work in layer for kind in work.weight.kinds}
-        # The part that is ready last and needed first: the cautious guess for matrices of a user's own kinds.
+        # For matrices of kinds that only a user's shapes have, assume the part whose gradients are ready last and
+        # whose weights are needed first: this never makes a step too short.
         self._first = layer[0].part
         self._number = {(module.part, module.layer): number for number, module in enumerate(modules)}
 
     def everything(self, *, sharded: bool) -> list[Chunk]:
-        """One buffer for all parameters: AdamW's (`DistributedOptimizer`), or, all-reduced, that of `sc`."""
+        """Builds the chunks of a buffer of all parameters.
+
+        Args:
+            sharded: True for AdamW's `DistributedOptimizer`; False for `sc`, which all-reduces gradients and
+                gathers nothing.
+        """
         return [self._even(size, module, sharded=sharded) for size, module in self._cut(self._parameters(layers=True))]
 
     def others(self) -> list[Chunk]:
-        """The buffer of what AdamW updates besides the matrices: embedding, norms, output layer."""
+        """Builds the chunks of the buffer that AdamW updates beside the matrices: embedding, norms and output layer."""
         return [self._even(size, module, sharded=True) for size, module in self._cut(self._parameters(layers=False))]
 
     def matrices(self, buckets: Iterable[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:
-        """The matrices' buckets, in the order they fill."""
+        """Builds the chunks of the matrices' buckets, in the order in which buckets fill."""
         of_stage = [bucket for bucket in buckets if bucket.stage == self._stage]
         return [
             Chunk(
@@ -95,7 +104,11 @@ class Buffers:
         )
 
     def _parameters(self, *, layers: bool) -> list[tuple[int, int]]:
-        """(elements, module) in registration order; norms count to the module behind them."""
+        """Lists (elements, module) in registration order; a norm counts to the module that uses its output.
+
+        Args:
+            layers: False to leave out the matrices of the layers.
+        """
         model, parameters = self._config.model, []
         family, norms = family_of(model), Counter[Part]()
         for norm in family.norms(model):
@@ -112,8 +125,10 @@ class Buffers:
         return [(size, number) for size, number in parameters if size]
 
     def _cut(self, parameters: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """(elements, module) of each bucket: last registered first, closed once it holds enough,
-        or all of a chunk."""
+        """Cuts parameters into buckets and returns (elements, first module) of each, last registered parameters first.
+
+        A bucket ends once it has `_limit` elements, and at the end of a model chunk.
+        """
         ranges: list[tuple[int, int]] = []
         for places in reversed(self._places):
             filled, first = 0, places.stop

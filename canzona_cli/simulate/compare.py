@@ -1,7 +1,6 @@
-"""A plan next to its alternatives: every strategy on the same layout,
-and the same run planned with other settings.
+"""A plan next to its alternatives: every strategy on the same layout, and the same run planned with other settings.
 
-A `Study` is everything `canzona plan` says about a plan, as one value: the reports only lay it out.
+A `Study` has everything that `canzona plan` prints about a plan; the reports only format it.
 """
 
 import re
@@ -35,12 +34,12 @@ from canzona_cli.simulate.predict import Outlook, layerwise, outlook, simulate_p
 from canzona_cli.simulate.step import StrategyResult
 
 STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
-"""The yardstick is shown first."""
+"""The strategies in the order of the tables: AdamW, which the others are compared with, comes first."""
 Comparison = Literal["strategies", "alpha", "form"]
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 FORMS: tuple[Literal["auto"] | Form, ...] = ("standard", "gram", "auto")
 VERSION = 3
-"""The version of what `--json` prints; additions keep it."""
+"""The version of the output of `--json`. Adding a key does not change the version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +48,11 @@ class Compared:
 
     result: StrategyResult
     memory_bytes: int
-    """The bytes on the fullest rank; a strategy that does not fit is simulated all the same, but nothing is
-    compared with it."""
+    """The bytes on the fullest rank. A strategy that does not fit is simulated, but gets no speed-up or overhead."""
     fits: bool
     loads: tuple[float, ...] | None
-    """Seconds of update per cell of the slowest stage, where the strategy has a grid."""
+    """The seconds of matrix updates on each cell of the stage that is slowest in the plan; None for strategies
+    without owners."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A plan, what it comes to, and what the alternatives do."""
+    """A plan with its load balance, communication, memory and simulated times, and the same of its alternatives."""
 
     config: RunConfig
     layout: Layout
@@ -81,16 +80,16 @@ class Study:
     assumptions: tuple[str, ...]
     planning_s: float
     variants: tuple[Variant, ...] = ()
-    """The plans that `--compare` alpha or form tried."""
+    """The plans of `--compare alpha` or `--compare form`."""
 
     @property
     def strategy(self) -> str:
-        """The planned one."""
+        """The strategy of the plan."""
         return self.plan.subject.settings.strategy
 
     @property
     def mapped(self) -> tuple[str, str, str]:
-        """The strategies whose loads are drawn beside each other."""
+        """The strategies whose loads are drawn side by side."""
         return "canzona", "paper" if self.strategy == "paper" else "asc", "layerwise"
 
     @property
@@ -101,17 +100,17 @@ class Study:
         return self.strategies[strategy].result
 
     def optimizer_speedup(self, over: str) -> float | None:
-        """Returns how many times shorter the planned strategy's optimizer step is than that of `over`; None
-        unless that fits into memory in this layout."""
+        """Returns the optimizer time of strategy `over` divided by the planned strategy's; None unless both strategies
+        fit into memory in this layout."""
         return self._ratio(over, self.strategy, lambda result: result.optimizer_s)
 
     def iteration_speedup(self, over: str) -> float | None:
-        """Returns the same of the whole iteration."""
+        """Returns the iteration time of strategy `over` divided by the planned strategy's; None unless both fit."""
         return self._ratio(over, self.strategy, lambda result: result.iteration_s)
 
     def overhead(self, of: str) -> float | None:
-        """Returns how much longer the iteration of a strategy is than AdamW's in this layout; 0.01 is one per
-        cent. None unless both fit into memory."""
+        """Returns how much longer a strategy's iteration is than AdamW's in this layout (0.01 is 1%); None unless both
+        fit into memory."""
         ratio = self._ratio(of, "adamw", lambda result: result.iteration_s)
         return None if ratio is None else ratio - 1
 
@@ -122,19 +121,19 @@ class Study:
 
     @property
     def outlook(self) -> Outlook:
-        """The planned iteration over the whole run."""
+        """The outlook of the run at the planned iteration time."""
         return outlook(self.config, self.layout, self.planned.result.iteration_s)
 
     @cached_property
     def refreshes(self) -> Refreshes | None:
-        """The refreshes of the planned strategy, with an optimizer that has any."""
+        """The refreshes under the plan; None for optimizers that do not refresh."""
         plan, chosen = self.plan, self.config.optimizer
         if not isinstance(chosen, KroneckerConfig):
             return None
         return refreshes(self.config, chosen, by_rank(plan.matrices, plan.assignment.cells))
 
     def figures(self, strategy: str) -> dict[str, object]:
-        """A strategy's row of `--json`."""
+        """Returns a strategy's entry of `--json`."""
         compared = self.strategies[strategy]
         return {
             "iteration_s": compared.result.iteration_s,
@@ -145,7 +144,7 @@ class Study:
         }
 
     def as_json(self) -> dict[str, object]:
-        """Returns what `--json` prints."""
+        """Returns the output of `--json`."""
         mesh, buffers, others = self.plan.subject.layout, self.memory.buffers, ("sc", "layerwise", "asc", "paper")
         balanced = {name: value for name, value in vars(self.balance).items() if name != "slowest"}
         return {
@@ -204,8 +203,10 @@ class Study:
 
 
 def with_shapes(config: RunConfig, shapes: ModelShapes) -> RunConfig:
-    """`config` under the name of the user's own shapes,
-    with a model like them for memory and forward and backward."""
+    """Returns `config` with the name of the user's shapes and a model of similar size.
+
+    That model stands for the shapes in the estimates of memory, forward and backward.
+    """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", shapes.name).strip("-._") or "shapes"
     return replace(config, name=name, model=shapes.stand_in(config.model))
 
@@ -213,16 +214,17 @@ def with_shapes(config: RunConfig, shapes: ModelShapes) -> RunConfig:
 def study_run(
     config: RunConfig, layout: Layout, compare: Comparison | None = None, shapes: ModelShapes | None = None
 ) -> Study:
-    """Plan and simulate a run.
+    """Plans a run and simulates the plan and its alternatives.
 
     Args:
-        config: resolved (`cluster.fit.resolve`), of a strategy that is planned (`planner.plannable`).
-        layout: its resolved layout.
-        compare: the further comparisons; strategies are always compared.
-        shapes: the user's own, planned instead of `config.model`; `config` is `with_shapes` of them.
+        config: the resolved configuration (`cluster.fit.resolve`), with a strategy that has a plan
+            (`planner.plannable`).
+        layout: the resolved layout.
+        compare: the plans to compare besides the strategies, which are always compared.
+        shapes: the user's shapes, planned instead of `config.model`; `config` then comes from `with_shapes`.
 
     Raises:
-        ConfigError: the engine settings are impossible, or forms are compared of an optimizer that has none.
+        ConfigError: the engine settings are impossible, or `compare` is form and the optimizer has no forms.
         DoesNotFit: no plan fits the profile's memory.
     """
     start = time.perf_counter()
@@ -283,7 +285,7 @@ def _variants(
         runs = {f"alpha {alpha:g}": replace(config, engine=replace(engine, alpha=alpha)) for alpha in ALPHAS}
     elif compare == "form":
         if not isinstance(optimizer, MomentumConfig):
-            reason = f"optimizer={optimizer.name} does not iterate by Newton-Schulz"
+            reason = f"optimizer={optimizer.name} does not use Newton-Schulz"
             raise ConfigError(Problem(key="--compare", value="form", reason=reason, fix="use optimizer=muon"))
         runs = {form: replace(config, optimizer=replace(optimizer, form=form)) for form in FORMS}
     for name, run in runs.items():
@@ -298,43 +300,45 @@ def _variants(
 
 
 def assumptions() -> tuple[str, ...]:
-    """Lists what the simulated times rest on, one sentence each."""
+    """Lists the assumptions of the simulation, in sentences for the user."""
     return (
-        "Achieved rates and bandwidths are the cluster profile's; large collectives reach 80% of the link inside a "
-        "machine and 90% between machines, each hop adds the profile's latency.",
-        "Every rank has a device of its own, or an even share of the machine's cores where the profile counts them. "
-        "Forward and backward go at the pace of the slowest GPU that cluster.speed_spread expects among so many; "
-        "updates at the same pace on all. No jitter, no data loading, no host-bound launches but what a calibration "
-        "found of them in forward and backward, and cluster.pass_us for each pass through a model chunk.",
-        "Data-parallel collectives take cluster.collective_units of a GPU from forward and backward under them; "
-        "everything else that overlaps runs at full speed on both sides.",
-        "Transfers at the same time on one rank's link share it evenly; the network between machines has full "
-        "bisection bandwidth.",
-        "Where a bucket's gradients travel all-to-all, each owner adds the copies up before the next bucket travels.",
-        "Rings and per-owner chains send each byte once through every rank; a chain fills with a latency and a "
-        "chunk of 512 KiB a channel on each of them, under the one before as far as its owner follows that one's; an "
-        "all-to-all takes as long as its busiest sender or receiver.",
-        "Tensor-parallel collectives of forward and backward are not hidden, but with cluster.tp_overlap all but one "
-        "piece of them is, as far as their product is long enough.",
-        "Gradients are reduced per bucket under the last micro-batch's backward. AdamW and layerwise gather parameters "
-        "one bucket ahead of the next forward, or whole model chunks ahead where a stage has several, as Megatron-LM "
-        "0.19 does (strategies with a plan: below).",
-        "The pipeline schedule is 1F1B, interleaved where a stage has several model chunks. What a stage sends travels "
-        "once the next one asks for it, a pass ahead, and it waits until that is there, but for backward transfers "
-        "between model chunks while both directions take turns.",
-        "Gradients of an owner's first two micro-groups set out before their norm, unless those have shared matrices.",
+        "Achieved rates and bandwidths are the cluster profile's. Large collectives reach 80% of an intra-node link "
+        "and 90% of an inter-node link; each hop adds the profile's latency.",
+        "Every rank has a separate device, or an even share of the machine's cores if the profile gives their number. "
+        "Forward and backward run at the speed of the slowest GPU that cluster.speed_spread predicts for this number "
+        "of GPUs; updates run at one speed on all GPUs. Jitter and data loading are left out. Kernel launches on "
+        "the host cost what a calibration measured in forward and backward, and cluster.pass_us for each pass through "
+        "a model chunk.",
+        "Data-parallel collectives take cluster.collective_units of a GPU from the forward and backward they overlap "
+        "with; everything else that overlaps runs at full speed.",
+        "Simultaneous transfers on one rank's link share it evenly; the inter-node network has full bisection "
+        "bandwidth.",
+        "Where a bucket's gradients are sent all-to-all, each owner sums the copies before the next bucket is sent.",
+        "Rings and per-owner chains send each byte once through every rank. Filling a chain costs a latency and the "
+        "time of a 512 KiB chunk per channel on each rank, and overlaps with the previous chain if its owner is the "
+        "same rank or a later one. An all-to-all takes as long as its busiest sender or receiver.",
+        "Tensor-parallel collectives of forward and backward are not overlapped. With cluster.tp_overlap all but one "
+        "piece of each is overlapped with its matrix product, as far as the product is long enough.",
+        "Gradients are reduced bucket by bucket, overlapped with the last micro-batch's backward. AdamW and layerwise "
+        "gather parameters one bucket before the next forward needs them, or one model chunk before on stages with "
+        "several, as in Megatron-LM 0.19 (for strategies with a plan, see below).",
+        "The pipeline schedule is 1F1B, interleaved where a stage has several model chunks. A transfer between stages "
+        "starts once the receiver has posted its receive, one pass early, and the sender waits until it has arrived. "
+        "Backward transfers of interleaved schedules are not waited for while both directions alternate.",
+        "Gradients of an owner's first two micro-groups are sent before the gradient norm is known, unless the groups "
+        "have shared matrices.",
         "Strategies with a plan update AdamW's parameters before the matrices, and gather those of a stage's first "
-        f"model chunk under the matrix updates. Of the other buckets {GATHERED_AHEAD} are gathered at a time: the "
-        "first ones from the last update on, while gradients are set to zero for the next step.",
-        "Matrices are split the same way under every strategy; layerwise and sc repeat updates on every "
-        "tensor-parallel rank after a synchronous gather in fp32. Megatron's own orthogonalise in standard form and "
-        "full products, those with a plan as optimizer.form and cluster.symmetric_factor say: optimizer.form=standard "
-        "compares the same arithmetic.",
-        "Two micro-groups are in flight; gradients travel in engine.exchange_dtype, weights in the model's type. Of "
-        "shared matrices squares travel, in the narrower of both to their hosts, which add them up one by one.",
-        "Shampoo and SOAP: all updates are stretched alike to what the steps of a refresh period take on average, each "
-        "as long as on its slowest rank.",
+        f"model chunk while matrices are updated. The other buckets are gathered {GATHERED_AHEAD} at a time, the "
+        "first of them after the last update, while gradients are set to zero for the next step.",
+        "Matrices are split the same way in every strategy. layerwise and sc repeat updates on every "
+        "tensor-parallel rank after a blocking gather in fp32. Megatron's strategies orthogonalise in standard form "
+        "with full products; strategies with a plan follow optimizer.form and cluster.symmetric_factor. Use "
+        "optimizer.form=standard to compare the same arithmetic.",
+        "Two micro-groups are in flight; gradients are sent in engine.exchange_dtype, weights in the model's dtype. Of "
+        "shared matrices only square products are sent, in the model's dtype.",
+        "With Shampoo and SOAP, update times are scaled to the mean, over a refresh period, of the slowest rank's time "
+        "in each step.",
         "Gradients are clipped in every step.",
-        "Memory: scratch that optimizers keep counts as lasting; communicators' buffers are within the profile's "
-        "reserved_gib, 0.25 GiB for each that data goes through.",
+        "Memory includes the scratch buffers that optimizers keep. Buffers of communicators are part of the profile's "
+        "reserved_gib, 0.25 GiB for each communicator that sends data.",
     )

@@ -1,9 +1,11 @@
-"""Forward, backward, and the data-parallel traffic under them:
-one iteration up to reduced gradients, on a timeline.
+"""One iteration up to reduced gradients on a timeline: forward, backward, and the data-parallel traffic that
+overlaps with them.
 
-One rank stands for each pipeline stage. The first forward pass waits module by module for gathered
-parameters, the last backward pass hands gradients over module by module; micro-batches in between run
-undisturbed. With several model chunks on a rank, that is so for each of them.
+One rank stands for each pipeline stage. The first forward pass waits for gathered parameters module by module,
+and the last backward pass starts gradient reductions module by module. Micro-batches in between are not
+interrupted. With several model chunks on a rank, this holds for each of them.
+
+A chunk is a bucket (`simulate.buffers.Chunk`), in contrast to a model chunk.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -24,21 +26,21 @@ _PHASES = ("data", "forward", "backward", "pipeline", "grad_reduce", "param_gath
 
 
 _Message = tuple[Direction, int, int]
-"""Direction, the part of the model that it leaves, micro-batch."""
+"""(direction, number of the sending part of the model, micro-batch); parts are numbered over the model, one for
+each model chunk of each stage."""
 
 
 class _Pass(NamedTuple):
-    """A micro-batch through a model chunk."""
+    """The forward or backward pass of one micro-batch through one model chunk."""
 
     direction: Direction
     chunk: int
     micro: int
     waits: bool = True
-    """True where the rank goes on only once what it has computed has arrived. Megatron's p2p communication
-    does, but for the backward transfers between model chunks while both directions take turns: one behind the
-    next pass."""
+    """True if the rank continues only once the output of this pass has arrived, as with Megatron's p2p
+    communication. False for backward passes of interleaved schedules while both directions alternate."""
     gathers: int | None = None
-    """The model chunk that an aligned gathering starts with right before this pass."""
+    """The model chunk whose gathering starts right before this pass (`StageWork.aligned`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,26 +55,25 @@ class StageWork:
     tail_s: float
     """The seconds after the gradient reduction until its result is complete."""
     early: Sequence[int] = ()
-    """Chunks that the last step has started gathering, in this order."""
+    """The chunks whose gathering the previous step has started, in this order."""
     chain: Sequence[int] | None = None
-    """The order in which others follow: after one that was waited for, the one `ahead` places later here;
-    None for all, the last one first."""
+    """The order in which gatherings start each other: once the forward has waited for a chunk, the gathering of the
+    chunk `ahead` places later starts. None for all chunks in reverse order."""
     aligned: bool = False
-    """True where gatherings start by whole model chunks instead, as Megatron-LM's `align_param_gather` has
-    them: the first two before the first pass, each other one when the chunk before it begins on the first
-    stage."""
+    """True if gatherings start by model chunks instead (Megatron-LM's `align_param_gather`): those of the first two
+    before the first pass, those of each later model chunk when the first stage starts the model chunk before."""
     meets: bool = False
-    """True where it waits in there for the other stage with a copy of a tied embedding,
-    to sum their gradients."""
+    """True if the stage sums the gradients of a tied embedding with the other stage that has a copy, so that both
+    wait for the later one."""
 
 
 class IterationTimeline:
-    """Simulates on construction.
+    """The simulation of one iteration up to reduced gradients; the constructor runs it.
 
     Args:
-        timeline: empty; its cores, if it has any, are shared by all ranks.
+        timeline: an empty timeline; if it has cores, all ranks share them.
         ahead: see `StageWork.chain`.
-        units: share of a rank's computing units that its data-parallel collectives take from forward and
+        units: the share of a rank's computing units that its data-parallel collectives take from forward and
             backward.
     """
 
@@ -91,10 +92,11 @@ class IterationTimeline:
         self._overlap_reduce, self._overlap_gather = overlap_reduce, overlap_gather
         self._ahead, self._timeline = ahead, timeline
         self._last = [0] * len(stages)
+        """The last task added to each stage's compute stream."""
         self._gathered: list[dict[int, int]] = [{} for _ in stages]
-        """The tasks that gather a chunk of a stage's buffers, by stage."""
+        """The task that gathers each chunk whose gathering has started, by stage."""
         self._reducing: list[list[int]] = [[] for _ in stages]
-        """The tasks that reduce chunks, by stage."""
+        """The tasks that end the reductions of chunks, by stage."""
         for stage, work in enumerate(stages):
             self._compute_task(stage, "other", work.begin_s)
             for number in work.early:
@@ -103,10 +105,11 @@ class IterationTimeline:
                 for model_chunk in (0, 1):
                     self._gather_chunk(stage, model_chunk)
         self._sent: dict[_Message, int] = {}
-        self._asked: dict[_Message, int] = {}
-        """The task behind which the rank that a message is for asks for it."""
+        """The task that sends each message."""
+        self._posted: dict[_Message, int] = {}
+        """The task after which the receiver of each message has posted its receive."""
         self._leaving: list[int | None] = [None] * len(stages)
-        """The message that a stage's rank has not waited for, by stage."""
+        """The task that sends a message the rank has not waited for, by stage."""
         self._build()
         ran = self._timeline.run()
         if units:
@@ -125,8 +128,10 @@ class IterationTimeline:
         """The time at which a stage's gradients are reduced, by stage."""
 
     def phases(self, stage: int) -> dict[str, float]:
-        """Seconds of the stage's rank up to reduced gradients,
-        waits under what was waited for; and totals."""
+        """Returns the seconds of each phase on the stage's rank up to reduced gradients.
+
+        A wait counts to the phase that ended it; the `_total`s include what overlaps with computation.
+        """
         seconds = dict.fromkeys(_PHASES, 0.0)
         moved = {"grad_reduce": 0.0, "param_gather": 0.0}
         for _, phase, start, end in self._compute(stage):
@@ -139,7 +144,7 @@ class IterationTimeline:
         return seconds
 
     def segments(self, stage: int) -> Iterator[tuple[Literal["compute", "data"], str, float, float]]:
-        """(stream, phase, start, end) of what the stage's rank does; waiting is left out."""
+        """Yields (stream, phase, start, end) of everything on the stage's rank except waits."""
         for waiting, phase, start, end in self._compute(stage):
             if not waiting:
                 yield "compute", phase, start, end
@@ -147,24 +152,22 @@ class IterationTimeline:
             yield "data", phase, ran.start, ran.end
 
     def _build(self) -> None:
-        """Add every stage's passes in the order of its 1F1B schedule,
-        each once what it waits for is there."""
+        """Adds every stage's passes in the order of its 1F1B schedule, each after the pass whose output it needs."""
         schedules = [_one_f_one_b(self._layout, stage) for stage in range(self._layout.pp)]
-        asking = [_asking(steps, together=self._layout.vpp > 1) for steps in schedules]
-        for stage, asked in enumerate(asking):
-            self._ask(stage, asked.get((-1, True), ()))
+        receives = [_receives(steps, together=self._layout.vpp > 1) for steps in schedules]
+        for stage, of_stage in enumerate(receives):
+            self._post_receives(stage, of_stage.get((-1, True), ()))
         done = [0] * len(schedules)
         while any(count < len(steps) for count, steps in zip(done, schedules, strict=True)):
-            for stage, (steps, asked) in enumerate(zip(schedules, asking, strict=True)):
+            for stage, (steps, of_stage) in enumerate(zip(schedules, receives, strict=True)):
                 while done[stage] < len(steps) and self._arrived(stage, steps[done[stage]]):
                     number = done[stage]
-                    self._pass(stage, steps[number], asked.get((number, False), ()))
-                    self._ask(stage, asked.get((number, True), ()))
+                    self._pass(stage, steps[number], of_stage.get((number, False), ()))
+                    self._post_receives(stage, of_stage.get((number, True), ()))
                     done[stage] += 1
 
     def _slow_down(self, ran: Sequence[Ran], units: float) -> None:
-        """Lengthen what computes while the stage's data-parallel collectives travel,
-        by `units` of the time shared."""
+        """Lengthens compute tasks by `units` times their overlap with the stage's data-parallel collectives."""
         on: dict[Hashable, list[tuple[int, Ran]]] = {}
         for number, (task, when) in enumerate(zip(self._timeline.tasks, ran, strict=True)):
             if when.end > when.start:
@@ -184,24 +187,27 @@ class IterationTimeline:
         source = self._source(stage, step)
         return source is None or (step.direction, source, step.micro) in self._sent
 
-    def _ask(self, stage: int, steps: Sequence[_Pass]) -> None:
-        """Lets the rank receive, from now on, what these passes start from:
-        a message travels once both ends wait."""
+    def _post_receives(self, stage: int, steps: Sequence[_Pass]) -> None:
+        """Posts the rank's receives for the inputs of these passes; a message is sent only after its receive."""
         for step in steps:
             source = self._source(stage, step)
             if source is not None:
                 message = step.direction, source, step.micro
-                self._asked[message] = self._last[stage]
+                self._posted[message] = self._last[stage]
                 if message in self._sent:
                     self._timeline.also_after(self._sent[message], self._last[stage])
 
     def _source(self, stage: int, step: _Pass) -> int | None:
-        """The part of the model whose output a pass starts from."""
+        """Returns the part of the model whose output a pass starts from; None at the ends of the model."""
         part = step.chunk * self._layout.pp + stage + (-1 if step.direction == "forward" else 1)
         return part if 0 <= part < self._layout.pp * self._layout.vpp else None
 
-    def _pass(self, stage: int, step: _Pass, asked: Sequence[_Pass]) -> None:
-        """`asked`: passes whose messages are asked for as what this pass computes is sent."""
+    def _pass(self, stage: int, step: _Pass, receiving: Sequence[_Pass]) -> None:
+        """Adds the tasks of a pass: receive, gatherings, computation, send.
+
+        Args:
+            receiving: the passes whose receives are posted together with the send of this pass.
+        """
         time, layout, direction = self._stages[stage].time, self._layout, step.direction
         first = direction == "forward" and step.micro == 0
         last = direction == "backward" and step.micro == layout.num_microbatches - 1
@@ -222,11 +228,11 @@ class IterationTimeline:
                 self._work(stage, direction, time.computed[step.chunk][way], time.moves[step.chunk][way])
             else:
                 self._compute_task(stage, direction, time.passes[step.chunk][way])
-        self._ask(stage, asked)
+        self._post_receives(stage, receiving)
         part = step.chunk * layout.pp + stage
         if part != (layout.pp * layout.vpp - 1 if direction == "forward" else 0):
             message = direction, part, step.micro
-            asking = [self._asked[message]] if message in self._asked else []
+            posted = [self._posted[message]] if message in self._posted else []
             send = self._timeline.add(
                 "pipeline",
                 ("send", stage, direction),
@@ -234,7 +240,7 @@ class IterationTimeline:
                 link=(stage, time.hop.link),
                 link_s=time.hop.link_s,
                 cores=time.hop.cores * self._layout.owners * layout.tp,
-                after=[self._last[stage], *asking],
+                after=[self._last[stage], *posted],
             )
             self._sent[message] = send
             awaited = send if step.waits else self._leaving[stage]
@@ -243,10 +249,10 @@ class IterationTimeline:
             self._leaving[stage] = None if step.waits else send
 
     def _first_forward(self, stage: int, model_chunk: int) -> None:
-        """Module by module, starting gatherings as Megatron chains them.
+        """Adds the first forward pass module by module, with gatherings chained as in Megatron.
 
-        A module waits for its own buckets, starts those nobody has started, and behind each one that has
-        landed, one that comes later in the chain.
+        A module starts the gatherings of its buckets that have not started, and waits for all of its buckets.
+        After each of them, the gathering of a later bucket starts (`StageWork.chain`).
         """
         work = self._stages[stage]
         time, chunks = work.time, work.chunks
@@ -265,19 +271,21 @@ class IterationTimeline:
             self._module(stage, "forward", time.modules[place], awaited[1:])
 
     def _gather_chunk(self, stage: int, model_chunk: int) -> None:
-        """Start gathering everything of a model chunk, in the order of its buffers."""
+        """Starts gathering all buckets of a model chunk, in the order of the buffers."""
         places = self._stages[stage].time.places[model_chunk]
         for number, chunk in enumerate(self._stages[stage].chunks):
             if chunk.module in places:
                 self._gather(stage, number, [self._last[stage]])
 
     def _gather(self, stage: int, number: int, after: Sequence[int]) -> None:
-        """Start gathering a chunk, unless somebody has."""
+        """Starts gathering a chunk, unless its gathering has already started."""
         if number not in self._gathered[stage]:
             transfer = self._stages[stage].chunks[number].gather
             self._gathered[stage][number] = self._transfer(stage, "param_gather", transfer, after)
 
     def _last_backward(self, stage: int, model_chunk: int) -> None:
+        """Adds the last backward pass module by module; a bucket's reduction starts after the module that completes
+        the bucket, or at the end of the backward where reductions do not overlap."""
         time = self._stages[stage].time
         ready: dict[int, list[Transfer]] = {}
         for chunk in self._stages[stage].chunks:
@@ -294,9 +302,9 @@ class IterationTimeline:
     def _work(
         self, stage: int, direction: Direction, seconds: float, moves: Transfer, after: Sequence[int] = ()
     ) -> None:
-        """Compute for `seconds`, then take part in the collectives."""
+        """Adds `seconds` of computation followed by the collectives `moves`."""
         if self._timeline.shares_cores:
-            # Apart, for computing keeps other cores busy than communicating does.
+            # Two tasks, because computing and communicating keep different numbers of cores busy.
             self._compute_task(stage, direction, seconds, after)
             seconds, after = 0.0, ()
         self._last[stage] = self._timeline.add(
@@ -319,6 +327,7 @@ class IterationTimeline:
         )
 
     def _transfer(self, stage: int, phase: str, transfer: Transfer, after: Sequence[int]) -> int:
+        """Adds a transfer to the stage's data stream; returns the task at whose end it has arrived."""
         number = self._timeline.add(
             phase,
             ("data", stage),
@@ -330,48 +339,53 @@ class IterationTimeline:
         )
         if not transfer.fill_s:
             return number
-        # The next chain starts on the first ranks while the last ones still wait for this one.
+        # The next chain starts on the first ranks while this one still reaches the last ranks, so the time to fill
+        # the chain does not occupy the data stream.
         return self._timeline.add(phase, ("chain", stage, number), seconds=transfer.fill_s, after=[number])
 
     def _reduced(self, stage: int, ran: Sequence[Ran]) -> float:
-        """End of the stage's last reduction; of its backward where there is none after it."""
+        """Returns the end of the stage's last reduction, or of its backward if that is later."""
         return max([self._computed[stage], *(ran[number].end for number in self._reducing[stage])])
 
     def _on(self, stream: Hashable) -> Iterator[tuple[str, Ran]]:
         return ((phase, ran) for phase, ran, _ in self._streams.get(stream, ()))
 
     def _compute(self, stage: int) -> Iterator[tuple[bool, str, float, float]]:
-        """(whether it is waiting, phase, start, end) without gaps."""
+        """Yields (True for a wait, phase, start, end) of the compute stream, without gaps.
+
+        The phase of a wait is that of the task which ended it.
+        """
         for phase, ran, held_by in self._streams["compute", stage]:
             if held_by is not None:
                 yield True, held_by, ran.ready, ran.start
             yield False, phase, ran.start, ran.end
 
 
-def _asking(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool], list[_Pass]]:
-    """Tells after which pass a rank asks for what its passes start from,
-    and whether also after what that one sends.
+def _receives(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool], list[_Pass]]:
+    """Lists the passes for whose input the rank posts a receive, by the pass after which it does so.
 
-    It asks one pass early. A call of Megatron's sends to one neighbour and receives from it, `together` from
-    the other one instead: then next to the previous pass of the same direction.
+    Keys are (number of the earlier pass, True if the receive also follows its send). A receive is posted one pass
+    early. One call of Megatron's sends to a neighbour and receives from the same neighbour; with several model
+    chunks (`together`) it receives from the other neighbour, next to the send of the previous pass of the same
+    direction.
     """
     passes: dict[tuple[int, bool], list[_Pass]] = {}
     last: dict[Direction, int] = {}
     for number, step in enumerate(steps):
         if together:
-            behind = (last[step.direction], False) if step.direction in last else (number - 1, True)
+            earlier = (last[step.direction], False) if step.direction in last else (number - 1, True)
         else:
-            behind = (number - 1, number == 0 or steps[number - 1].direction == step.direction)
-        passes.setdefault(behind, []).append(step)
+            earlier = (number - 1, number == 0 or steps[number - 1].direction == step.direction)
+        passes.setdefault(earlier, []).append(step)
         last[step.direction] = number
     return passes
 
 
 def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:
-    """Narayanan et al. 2021 (arXiv 2104.04473): forwards to fill the pipeline, then in turns, then the rest.
+    """Lists a stage's passes in the 1F1B order of Narayanan et al. 2021 (arXiv 2104.04473).
 
-    Model chunks take turns after as many micro-batches as there are stages, as Megatron's
-    `get_schedule_table` has it.
+    Forwards fill the pipeline, then forwards and backwards alternate, then the remaining backwards follow. The
+    model chunk changes after every `pp` micro-batches, as in Megatron's `get_schedule_table`.
     """
     pp, vpp, count = layout.pp, layout.vpp, layout.num_microbatches
     turns = [
@@ -380,8 +394,8 @@ def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:
         for chunk in range(vpp)
         for micro in range(first, min(first + pp, count))
     ]
-    # A stage gathers as many passes earlier as its number, so that all stages start to at about the same
-    # time.
+    # Stage n starts a gathering n passes earlier in its order than stage 0, so that all stages start at about the
+    # same time.
     gathers = [chunk + 1 if 0 < chunk < vpp - 1 and micro == 0 else None for chunk, micro in turns[stage:]]
     forwards = [
         _Pass("forward", chunk, micro, gathers=number) for (chunk, micro), number in zip_longest(turns, gathers)

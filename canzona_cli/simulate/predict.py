@@ -1,4 +1,4 @@
-"""The prediction of a run's step: the entry to the simulator for everyone who has a run."""
+"""The prediction of a run's step; the entry point of the simulator for a resolved run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -28,10 +28,10 @@ from canzona_cli.simulate.update import UpdateModel, Workload
 
 
 def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
-    """The step of a resolved run on its cluster profile.
+    """Predicts the step of a resolved run on its cluster profile.
 
     Args:
-        plan: the plan that canzona, paper and asc execute; None for the others.
+        plan: the plan that canzona, paper and asc execute; None for other strategies.
     """
     config = with_cores(config)
     result = simulate_run(config, layout, plan)
@@ -51,7 +51,7 @@ def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
 
 
 def simulate_run(config: RunConfig, layout: Layout, plan: Plan | None) -> StrategyResult:
-    """One iteration of a resolved run, on as many cores as its profile says."""
+    """Simulates one iteration of a resolved run, with a plan or without (see `predict`)."""
     if plan is not None:
         return simulate_plan(config, layout, plan)
     strategy = strategy_of(config)
@@ -61,7 +61,7 @@ def simulate_run(config: RunConfig, layout: Layout, plan: Plan | None) -> Strate
 
 
 def simulate_plan(config: RunConfig, layout: Layout, plan: Plan) -> StrategyResult:
-    """One iteration under a plan."""
+    """Simulates one iteration under a plan."""
     workload = Workload(
         strategy=plan.subject.settings.strategy,
         matrices=plan.matrices,
@@ -76,10 +76,10 @@ def simulate_plan(config: RunConfig, layout: Layout, plan: Plan) -> StrategyResu
 def simulate_strategy(
     config: RunConfig, layout: Layout, strategy: AnyStrategy, matrices: Sequence[Matrix]
 ) -> StrategyResult:
-    """One iteration of a strategy that needs no plan.
+    """Simulates one iteration of a strategy without a plan: layerwise, sc or adamw.
 
     Args:
-        matrices: the matrices that it updates; adamw, which has none, leaves them alone.
+        matrices: the matrices that the strategy updates; ignored for adamw.
     """
     if strategy == "adamw":
         return simulate(config, layout, Workload(strategy=strategy))
@@ -95,13 +95,13 @@ def simulate_strategy(
 def layerwise(
     matrices: Sequence[Matrix], layout: Layout, bucket_elements: int | None = None
 ) -> tuple[Assignment, tuple[Bucket, ...]]:
-    """Places matrices and buckets as `LayerWiseDistributedOptimizer` of megatron-core 0.19 does.
+    """Returns the owners and buckets of `LayerWiseDistributedOptimizer` in megatron-core 0.19.
 
-    Whole parameters are packed into equal padded shards by elements (`lay_out`). Hosts mean nothing: every TP
-    rank of an owner updates its matrices.
+    Parameters are packed undivided into equal padded shards by elements (`lay_out`). All hosts are 0 and have no
+    meaning: every TP rank of an owner updates its matrices.
 
     Args:
-        bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
+        bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket.
     """
     shards = layout.owners
     owner_of = [0] * len(matrices)
@@ -123,9 +123,9 @@ def layerwise(
 
 
 def with_cores(config: RunConfig) -> RunConfig:
-    """CPU ranks of a profile that does not say how many cores they share have those of this machine.
+    """Returns `config` with this machine's core count where a CPU profile does not give one.
 
-    For predictions; no plan and no layout depends on it.
+    Only predictions use the result; no plan and no layout depends on this machine's cores.
     """
     cluster = config.cluster
     if cluster.device != "cpu" or cluster.cores is not None:
@@ -135,25 +135,24 @@ def with_cores(config: RunConfig) -> RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """The outlook of a run without pauses."""
+    """Throughput, duration and checkpoint sizes of a run that is never interrupted."""
 
     tokens_per_s: float
     tokens_per_s_per_gpu: float
     mfu: float
-    """Model FLOPs over the profile's bf16 peak, as runs measure it."""
+    """Model FLOP utilisation: model FLOPs over the profile's bf16 peak, as measured in runs."""
     training_s: float
-    """All steps; without start, saves and validation."""
+    """The seconds of all steps, without start-up, saves and validation."""
     checkpoint_bytes: int
     """The bytes of one checkpoint."""
     checkpoints_kept: int
-    """The checkpoints kept at the end, where the run is long enough for all that are to be kept."""
+    """The number of checkpoints on disk at the end of a run that is long enough."""
     host_bytes: int
-    """The bytes of each machine's own memory that saves keep from the first one on, on average: copies of
-    what its ranks save."""
+    """The mean bytes of host memory per node for copies of what its ranks save, from the first save on."""
 
 
 def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
-    """Looks ahead at a resolved run whose step takes `iteration_s`."""
+    """Computes the outlook of a resolved run whose step takes `iteration_s`."""
     train, keep = config.train, config.checkpoint
     tokens_per_s = layout.global_batch_size * train.seq_length / iteration_s
     per_gpu, saved = tokens_per_s / layout.world_size, checkpoint_bytes(config)
@@ -179,37 +178,39 @@ LABELS: Final = {
     "update_s": "updates",
     "other_s": "other",
 }
-"""The names of `Spent`'s fields for people."""
+"""The labels of `Spent`'s fields in reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """Seconds of the slowest rank; they add up to the iteration."""
+    """The parts of the slowest rank's iteration, in seconds."""
 
     compute_s: float
-    """Forward and backward."""
+    """Forward and backward, without the next two."""
     recompute_s: float
+    """Forward passes repeated for the backward."""
     tensor_s: float
-    """Tensor-parallel exchanges in forward and backward, and what slices of a sequence tell one another."""
+    """Exchanges of tensor and context parallelism in forward and backward."""
     pipeline_s: float
-    """Waiting for other stages."""
+    """Waits for other stages."""
     reduce_s: float
-    """The reduction of gradients, as far as no backward hides it."""
+    """The exposed part of gradient reduction."""
     gather_s: float
-    """The gathering of parameters, as far as no forward hides it."""
+    """The exposed part of parameter gathering."""
     update_s: float
-    """Norm and clipping, exchange, matrix update and AdamW."""
+    """Norm and clipping, exchanges, matrix updates and AdamW."""
     other_s: float
+    """The rest of the iteration."""
 
     @property
     def limits(self) -> list[tuple[str, float]]:
-        """(label, seconds) of all but compute, the most first."""
+        """The (label, seconds) of every part but compute, the longest first."""
         named = [(LABELS[field.name], getattr(self, field.name)) for field in fields(self)[1:]]
         return sorted(named, key=lambda limit: -limit[1])
 
 
 def spent(config: RunConfig, layout: Layout, result: StrategyResult) -> Spent:
-    """Divides the time of a simulated iteration's slowest rank."""
+    """Divides the slowest rank's time of a simulated iteration into its parts."""
     phases = result.phases
     stage = stage_time(config, layout, result.slowest_rank // (layout.tp * layout.owners))
     count = layout.num_microbatches
@@ -227,7 +228,7 @@ def spent(config: RunConfig, layout: Layout, result: StrategyResult) -> Spent:
 
 
 def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
-    """Estimates a step's seconds in a layout, under the plan it would get."""
+    """Estimates the seconds of a step in a layout without planning or simulating it."""
     execution, parallel = execution_of(config), config.parallel
     times, hop_s = passes(config, layout), hop(config, layout).seconds
     stages = [sum(forward + backward + 2 * hop_s for forward, backward in chunks) for chunks in times]
@@ -248,11 +249,11 @@ def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
 
 
 class _Traffic(NamedTuple):
-    """Seconds of stage 0's data-parallel traffic."""
+    """The seconds of stage 0's data-parallel traffic."""
 
     reduce_s: float
     last_s: float
-    """The embedding's gradients, which are ready last."""
+    """The part of `reduce_s` for the embedding's gradients, which are ready last and so are always exposed."""
     gather_s: float
 
 
@@ -276,18 +277,18 @@ def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
 
 
 def _updates(config: RunConfig, layout: Layout) -> float:
-    """Seconds of matrix updates on the rank of stage 0 that has most of them."""
+    """Estimates the seconds of matrix updates on the busiest rank of stage 0."""
     execution = execution_of(config)
     if execution is Execution.ADAMW:
         return 0.0
     layers, ranks = config.model.num_layers // layout.pp, layout.world_size // layout.tp
     layer = _layer(config, replace(layout.bare, pp=1, vpp=1, dp=ranks, global_batch_size=ranks))
     if execution.everywhere:
-        return layers * layer.whole_s
+        return layers * layer.duplicated_s
     if execution is Execution.LAYERWISE:
-        return layers * layer.whole_s / layout.owners
+        return layers * layer.duplicated_s / layout.owners
     cells = layout.owners * layout.tp
-    return max(layers * layer.all_s / cells, _packed(layer.pieces, layers, cells))
+    return max(layers * layer.planned_s / cells, _packed(layer.pieces, layers, cells))
 
 
 @lru_cache(maxsize=1024)
@@ -296,14 +297,14 @@ def _packed(costs: tuple[float, ...], layers: int, cells: int) -> float:
 
 
 class _Layer(NamedTuple):
-    """Seconds of one layer's updates."""
+    """The seconds of one layer's matrix updates."""
 
-    whole_s: float
-    """The seconds on a rank that does them all, and gathers them first."""
-    all_s: float
-    """The seconds on all ranks together, hosted matrices' packing included."""
+    duplicated_s: float
+    """The seconds on a rank that gathers and updates every matrix; 0 for strategies with a plan."""
+    planned_s: float
+    """The sum over all ranks of a TP group under a plan, with the packing of hosted matrices; 0 otherwise."""
     pieces: tuple[float, ...]
-    """Each matrix, on its host or on a rank of the TP group that shares it."""
+    """The seconds of each matrix under a plan, on its host or on one rank that shares it."""
 
 
 @lru_cache(maxsize=64)

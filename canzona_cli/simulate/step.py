@@ -1,10 +1,11 @@
-"""Simulated steps: how long an iteration takes under each strategy, and what it is spent on.
+"""The simulated step of a strategy: the time of an iteration, and of each of its phases.
 
-One steady-state iteration from the first forward to the last updated weight: parameters of the last step are
-gathered under the forward, gradients are reduced under the last backward, then norm and clip, exchange and
-update, AdamW. One rank stands for each pipeline stage up to the update (collectives keep the others in step
-with it); the update itself is simulated for every rank that has its own. Where ranks share a machine's cores
-(`ClusterConfig.cores`), all that runs at the same time shares them. `compare.assumptions` lists what is left out.
+This is one steady-state iteration from the first forward to the last updated weight. The gathering of the
+previous step's new parameters overlaps with the forward, the reduction of gradients with the last backward. Then
+come gradient norm and clipping, exchanges and matrix updates, and AdamW. Up to the updates one rank stands for each
+pipeline stage, because collectives keep the stage's ranks in step; updates are simulated for every rank whose work
+differs. Where ranks share a machine's cores (`ClusterConfig.cores`), everything that runs at the same time shares
+them. `compare.assumptions` lists what is left out.
 """
 
 import math
@@ -41,37 +42,36 @@ from canzona_cli.simulate.update import CellUpdate, UpdatePhase, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyResult:
-    """One strategy's iteration, in the words of the breakdown."""
+    """One strategy's iteration, in the phases of the breakdown (`run.phases`)."""
 
     strategy: AnyStrategy
     iteration_s: float
     optimizer_s: float
-    """The seconds from reduced gradients to the next forward, as the iteration waits for it: norm and clip,
-    AdamW's update, matrix updates, the exchange that no update hides, and what the forward waits for gathered
-    parameters."""
+    """The seconds that the optimizer adds to the iteration: norm and clipping, AdamW's update, matrix updates, the
+    exchanges that no update hides, and the forward's wait for gathered parameters."""
     phases: Mapping[str, float]
-    """Seconds of the slowest rank: `IN_STEP` adds up to `iteration_s`;
-    the `_total`s ran (partly) under others."""
+    """The seconds of each phase on the slowest rank. The phases of `IN_STEP` add up to `iteration_s`; the `_total`s
+    include what overlaps with other phases."""
     mean_phases: Mapping[str, float]
-    """The phases averaged over all ranks; who is done earlier waits in `other`."""
+    """The phases averaged over all ranks; a rank that finishes early waits in `other`."""
     slowest_rank: int
     update_balance: float
-    """Seconds of matrix updates, max over mean of all ranks; 1.0 is perfect, and where there are none."""
+    """The maximum over ranks of the seconds of matrix updates, over their mean; 1.0 is perfect, and also the value
+    without matrix updates."""
     drawn: Callable[[], tuple[SimulatedEvent, ...]] = field(repr=False, compare=False)
-    """Works out `events`."""
+    """The function that computes `events`."""
 
     @cached_property
     def events(self) -> tuple[SimulatedEvent, ...]:
-        """Timelines of the slowest rank and, where another one differs,
-        of the one that has least to update."""
+        """The timelines of the slowest rank and, unless it is the same, of the rank that finishes its updates first."""
         return self.drawn()
 
 
 def simulate(config: RunConfig, layout: Layout, workload: Workload) -> StrategyResult:
-    """One iteration of the workload's strategy, on as many cores as the profile says.
+    """Simulates one iteration of the workload's strategy, on the number of cores that the profile gives.
 
     Raises:
-        ConfigError: by the profile it would compute faster than the processor can.
+        ConfigError: the profile's factors make the iteration faster than the peak of the processor allows.
     """
     config = with_strategy(config, workload.strategy)
     result = _Simulation(config, layout, _in_a_mean_step(config, workload)).result()
@@ -89,27 +89,27 @@ def simulate(config: RunConfig, layout: Layout, workload: Workload) -> StrategyR
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """The times at which every cell's ranks are done. Seconds from the first forward."""
+    """The times of a simulated step, by cell or by stage, in seconds from the first forward."""
 
     iteration: IterationTimeline
     cells: Sequence[CellUpdate]
     clipped: Sequence[float]
-    """The time at which a cell's gradients are clipped."""
+    """The time at which a cell's gradients are clipped, by cell."""
     gather_s: Sequence[float]
-    """The gathering that starts once a stage's slowest rank is done."""
+    """The seconds, by stage, of the gathering that starts once the stage's slowest rank has updated."""
     early_s: Sequence[float]
-    """The gathering of a stage that ran under the updates."""
+    """The seconds, by stage, of the gathering that overlaps with the updates."""
     agree_s: float
-    """The synchronisation of all ranks at the end."""
+    """The seconds of the agreement of all ranks at the end."""
 
     @cached_property
     def updated(self) -> list[float]:
-        """The time at which a cell's last matrix is updated."""
+        """The time at which a cell's last matrix is updated, by cell."""
         return [end + cell.seconds for end, cell in zip(self.clipped, self.cells, strict=True)]
 
     @cached_property
     def done(self) -> list[float]:
-        """The time, by stage, at which its last rank has finished its updates and what it gathers behind them."""
+        """The time, by stage, at which the slowest rank has finished its updates and the gathering after them."""
         last = [0.0] * len(self.gather_s)
         for cell, end in zip(self.cells, self.updated, strict=True):
             last[cell.team.stage] = max(last[cell.team.stage], end)
@@ -127,8 +127,7 @@ class _Step:
 
     def _phases(self, number: int, before: Mapping[str, float]) -> dict[str, float]:
         cell, phases = self.cells[number], dict(before)
-        # Without overlap the stage gathers once its slowest rank is done; waiting for that one is gathering
-        # too.
+        # Without overlap the stage gathers once its slowest rank is done; the wait for that rank counts as gathering.
         gathered = self.done[cell.team.stage] - self.updated[number] if self.gather_s[cell.team.stage] else 0.0
         packed_s = cell.update.packed_s
         phases["norm_clip"] = self.clipped[number] - self.iteration.reduced_s[cell.team.stage] - packed_s
@@ -144,7 +143,9 @@ class _Step:
     @property
     def slowest(self) -> int:
         """The cell that is done last."""
-        return self._last([end + self.gather_s[c.team.stage] for end, c in zip(self.updated, self.cells, strict=True)])
+        return self._latest(
+            [end + self.gather_s[c.team.stage] for end, c in zip(self.updated, self.cells, strict=True)]
+        )
 
     @property
     def first(self) -> int:
@@ -152,25 +153,26 @@ class _Step:
         return min(range(len(self.cells)), key=lambda number: (self.updated[number], number))
 
     def optimizer_s(self) -> float:
-        """The seconds for which the iteration waits for the optimizer.
+        """Returns the seconds for which the iteration waits for the optimizer.
 
-        Waiting for another stage's backward is measured under norm_clip, where both ends of a pipeline have a
-        tied embedding under grad_reduce, and no part of it. The rank that waits longest in all decides:
-        another stage may gather longer than the one that updates last.
+        A wait for another stage's backward is not part of them, although runs measure it in norm_clip, or in
+        grad_reduce for a tied embedding. The rank with the latest sum of updates and gathering decides, because
+        another stage may gather longer than the stage that updates last.
         """
         waited = [end + phases["param_gather"] for end, phases in zip(self.updated, self.phases, strict=True)]
-        longest = self._last(waited)
+        longest = self._latest(waited)
         return self.updated[longest] - max(self.iteration.reduced_s) + self.phases[longest]["param_gather"]
 
     @staticmethod
-    def _last(ends: Sequence[float]) -> int:
-        """The cell that ends last: the lowest rank of those within rounding,
-        whichever way their sums were added."""
+    def _latest(ends: Sequence[float]) -> int:
+        """Returns the number of the cell that ends last; of cells that are equal up to rounding, the first."""
         latest = (1 - ROUNDING) * max(ends)
         return next(number for number, end in enumerate(ends) if end >= latest)
 
 
 class _Simulation:
+    """The simulation of one strategy's step."""
+
     def __init__(self, config: RunConfig, layout: Layout, workload: Workload) -> None:
         self._config, self._layout, self._workload = config, layout, workload
         self._execution = execution_of(config)
@@ -178,7 +180,7 @@ class _Simulation:
         machines = Groups.of(layout, cluster).world.machines
         self._cores = None if cluster.cores is None else float(cluster.cores * machines)
         self._crowd = 1.0 if self._cores is None else crowded(layout.world_size / self._cores, cluster.crowding)
-        """The factor by which work that all ranks do at the same time takes longer, where cores are few."""
+        """The factor by which work that all ranks do at the same time takes longer for want of cores."""
         self._updates = UpdatePhase(config, layout, workload, cores=self._cores)
 
     def result(self) -> StrategyResult:
@@ -198,7 +200,10 @@ class _Simulation:
         )
 
     def _step(self) -> _Step:
-        """Everything up to reduced gradients on one timeline, then norm and clip, then the updates."""
+        """Simulates the iteration up to reduced gradients and the update phase, and puts norm and clipping between.
+
+        The updates come first, because they decide how much of the gathering is left for the forward.
+        """
         config, layout, planned = self._config, self._layout, self._execution is Execution.PLANNED
         gathers = not self._execution.everywhere
         overlap = config.parallel.overlap_grad_reduce
@@ -208,13 +213,13 @@ class _Simulation:
         orders = [_Order() for _ in chunks]
         if planned and overlap_gather:
             orders = [self._order(stage, of_chunk) for stage, of_chunk in enumerate(chunks)]
-            under = [
-                [of_chunk[number].gather for number in order.under]
+            overlapped = [
+                [of_chunk[number].gather for number in order.overlapped]
                 for of_chunk, order in zip(chunks, orders, strict=True)
             ]
-            cells, windows = self._updates.run(under)
+            cells, windows = self._updates.run(overlapped)
             for stage, (of_chunk, order, window) in enumerate(zip(chunks, orders, windows, strict=True)):
-                chunks[stage], early_s[stage] = _gathered_early(of_chunk, order.under, window)
+                chunks[stage], early_s[stage] = _gathered_early(of_chunk, order.overlapped, window)
         else:
             cells, _ = self._updates.run(None)
         iteration = IterationTimeline(
@@ -225,7 +230,7 @@ class _Simulation:
                     chunks=of_chunk,
                     begin_s=self._zero_s(stage),
                     early=orders[stage].early,
-                    chain=orders[stage].behind if planned else None,
+                    chain=orders[stage].afterwards if planned else None,
                     aligned=aligns_param_gather(config, layout),
                     tail_s=after_reduction(config, layout, stage),
                     meets=config.model.tied_embeddings and stage in (0, layout.pp - 1),
@@ -238,8 +243,9 @@ class _Simulation:
             ahead=GATHERED_AHEAD if planned else 1,
             units=_units(config, layout),
         )
-        how = NormClip.of(config, layout)
-        read_s, scaled_s, agree_s = self._crowd * how.read_s, self._crowd * how.scaled_s, how.agree_s
+        norm_clip = NormClip.of(config, layout)
+        read_s, scaled_s = self._crowd * norm_clip.read_s, self._crowd * norm_clip.scaled_s
+        agree_s = norm_clip.agree_s
         packed = ((iteration.reduced_s[cell.team.stage] + cell.update.packed_s, cell.team.elements) for cell in cells)
         normed = max(end + elements * read_s for end, elements in packed) + agree_s
         return _Step(
@@ -255,8 +261,8 @@ class _Simulation:
         )
 
     def _chunks(self, stage: int) -> list[Chunk]:
-        """Lists chunks in the order of Megatron's buffers: AdamW's own first, for the embedding is the first
-        parameter."""
+        """Lists a stage's chunks in the order of Megatron's buffers. The buffer of AdamW's parameters comes first,
+        because the embedding is the first parameter."""
         buffers = Buffers(self._config, self._layout, stage, stage_time(self._config, self._layout, stage))
         if not self._execution.has_owners:
             buckets = buffers.everything(sharded=not self._execution.everywhere)
@@ -269,16 +275,20 @@ class _Simulation:
         ]
 
     def _order(self, stage: int, chunks: Sequence[Chunk]) -> "_Order":
-        """Orders a stage's chunks, of which those of matrices come last, as the engine gathers them
-        (`megatron.owner_bucket_group.gathering_order`)."""
+        """Returns the order in which the engine gathers a stage's chunks
+        (`megatron.owner_bucket_group.gathering_order`).
+
+        Args:
+            chunks: the chunks of AdamW's parameters, followed by those of matrices.
+        """
         others = len(chunks) - sum(bucket.stage == stage for bucket in self._workload.buckets)
         first, *later = (
             [number for number in reversed(range(len(chunks))) if chunks[number].module in places]
             for places in stage_time(self._config, self._layout, stage).places
         )
         return _Order(
-            under=[number for number in first if number < others],
-            behind=[
+            overlapped=[number for number in first if number < others],
+            afterwards=[
                 *(number for number in first if number >= others),
                 *(number for of_chunk in later for number in sorted(of_chunk, key=lambda number: number >= others)),
             ],
@@ -288,14 +298,14 @@ class _Simulation:
         return step_factor(self._config.cluster, phase, implementation(self._config))
 
     def _zero_s(self, stage: int) -> float:
-        """Gradient buffers are set to zero before the first forward."""
+        """Returns the seconds of setting the gradient buffers to zero, before the first forward."""
         weights = stage_weights(self._config, self._layout, stage)
         _, grad = element_bytes(self._config)
         padding = sum(bucket.padding for bucket in self._workload.buckets if bucket.stage == stage)
         return (weights.matrices + weights.others + padding) * grad / memory_rate(self._config.cluster)
 
     def _rank(self, cell: CellUpdate) -> int:
-        """tp innermost, then cp and dp, then pp."""
+        """Returns the first rank of a cell; tp varies fastest, then cp and dp, then pp."""
         return cell.host + self._layout.tp * (cell.team.owner + self._layout.owners * cell.team.stage)
 
     def _mean(self, phases: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
@@ -309,7 +319,7 @@ class _Simulation:
         segments: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
         reduced = iteration.reduced_s[stage]
         segments.append(("compute", "norm_clip", reduced + cell.update.packed_s, clipped))
-        # AdamW goes first in the engine, so that its parameters travel under the matrix updates.
+        # The engine runs AdamW first, so that gathering its parameters overlaps with the matrix updates.
         first = cell.adamw_s if self._execution is Execution.PLANNED else 0.0
         begin = clipped + first
         for stream, phase, start, end in cell.update.segments:
@@ -330,7 +340,11 @@ class _Simulation:
 
 
 def _in_a_mean_step(config: RunConfig, workload: Workload) -> Workload:
-    """Refreshes make steps differ, by rank too: which one is the slowest changes from step to step."""
+    """Scales update costs from the busiest rank's mean to the mean of each step's slowest rank.
+
+    With refreshes these differ, because the slowest rank changes from step to step. Optimizers without refreshes
+    keep their costs.
+    """
     assignment, optimizer = workload.assignment, config.optimizer
     if not isinstance(optimizer, KroneckerConfig) or not workload.matrices:
         return workload
@@ -341,25 +355,27 @@ def _in_a_mean_step(config: RunConfig, workload: Workload) -> Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class _Order:
-    """The order in which an owner's plan gathers a stage's chunks:
-    what the forward needs first comes first."""
+    """The order in which a stage's chunks are gathered under a plan: in the order in which the forward needs them."""
 
-    under: Sequence[int] = ()
-    """The chunks gathered under the updates: of AdamW's parameters those of the first model chunk."""
-    behind: Sequence[int] = ()
+    overlapped: Sequence[int] = ()
+    """The chunks gathered while matrices are updated: AdamW's parameters of the first model chunk."""
+    afterwards: Sequence[int] = ()
     """The chunks gathered after the updates."""
 
     @property
     def early(self) -> list[int]:
-        """The chunks gathered before the forward asks for any."""
-        return [*self.under, *self.behind[:GATHERED_AHEAD]]
+        """The chunks whose gathering starts before the forward."""
+        return [*self.overlapped, *self.afterwards[:GATHERED_AHEAD]]
 
 
-def _gathered_early(chunks: Sequence[Chunk], under: Sequence[int], window: float) -> tuple[list[Chunk], float]:
-    """Returns what is left to gather in the forward once those `under` the updates have had `window` seconds,
-    in their order, and the seconds they took."""
+def _gathered_early(chunks: Sequence[Chunk], overlapped: Sequence[int], window: float) -> tuple[list[Chunk], float]:
+    """Takes up to `window` seconds off the gathering of the `overlapped` chunks, in this order.
+
+    Returns:
+        All chunks with what is left to gather in the forward, and the seconds taken off.
+    """
     left, spent = list(chunks), 0.0
-    for number in under:
+    for number in overlapped:
         seconds = chunks[number].gather.seconds
         done = min(seconds, window - spent)
         spent += done
@@ -369,8 +385,7 @@ def _gathered_early(chunks: Sequence[Chunk], under: Sequence[int], window: float
 
 
 def _units(config: RunConfig, layout: Layout) -> float:
-    """Share of a GPU that its data-parallel collectives take:
-    they have channels for each network port they use."""
+    """Returns the share of a GPU that its data-parallel collectives take; NCCL runs channels for each network port."""
     cluster, group = config.cluster, Groups.of(layout, config.cluster).data
     ports = 1.0 if group.machines == 1 else group.per_machine / cluster.gpus_per_node
     return cluster.collective_units * ports
@@ -384,7 +399,7 @@ def _balance(cells: Sequence[CellUpdate]) -> float:
 
 
 def _ordered(phases: Mapping[str, float]) -> dict[str, float]:
-    """Puts phases into the breakdown's order, totals behind what they belong to."""
+    """Puts phases into the order of the breakdown, each total after its phase."""
     names = [name for phase in IN_STEP for name in (phase, f"{phase}_total")]
     return {name: phases[name] for name in names if name in phases}
 
@@ -392,7 +407,7 @@ def _ordered(phases: Mapping[str, float]) -> dict[str, float]:
 def _merged(
     segments: Sequence[tuple[Stream, str, float, float]],
 ) -> list[tuple[Stream, str, float, float]]:
-    """Sorts segments by start; neighbours of one stream and phase that touch become one."""
+    """Sorts segments by start and joins adjacent ones of the same stream and phase."""
     merged: list[tuple[Stream, str, float, float]] = []
     last: dict[Stream, int] = {}
     for stream, phase, start, end in sorted(segments, key=lambda s: (s[2], s[3], s[0])):

@@ -1,15 +1,13 @@
-"""A small discrete-event simulator: tasks on streams, some of which share a link,
-or a machine's processor cores.
+"""A small discrete-event simulator: tasks on streams, which may share links or a machine's processor cores.
 
-A stream runs its tasks one after another, in the order they were added. A task starts when the stream is free
-and everything it waits for has ended, takes `seconds` that nothing stretches (computation, latency), then
-`link_s` on its link, where n transfers at a time get an n-th of the rate each.
+A stream runs its tasks one after another, in the order in which they were added. A task starts when its stream is
+free and all tasks it waits for have ended. It takes `seconds` at a fixed rate (computation, latency), then
+`link_s` on its link, where each of n simultaneous transfers gets an n-th of the rate.
 
-On a timeline with `cores` a task that keeps some busy takes `seconds + link_s` while there are enough of
-them; where the running tasks want more cores than there are, all of them slow down alike, as under a fair
-scheduler.
+On a timeline with `cores`, a task that keeps cores busy takes `seconds + link_s` as long as there are enough
+cores. If the running tasks want more cores than there are, all of them slow down alike, as under a fair scheduler.
 
-Deterministic: ties go to the earlier task.
+The result is deterministic: of simultaneous tasks the one added first goes first.
 """
 
 import heapq
@@ -25,46 +23,50 @@ class Task(NamedTuple):
     stream: Hashable
     seconds: float
     link: Hashable
-    """None where it uses none."""
+    """The link that the task uses, or the processor; None if it uses neither."""
     link_s: float
+    """The seconds on the link at its full rate."""
     cores: float
-    """Processor cores it keeps busy; it then uses no link."""
+    """The number of processor cores that the task keeps busy; 0 for tasks on a link."""
     after: tuple[int, ...]
+    """The numbers of the tasks that must end before this one starts."""
 
 
 class Ran(NamedTuple):
-    """The times of a task, and what held it up."""
+    """The times of a task, and the task that it waited for."""
 
     start: float
     end: float
     ready: float
-    """The time at which its stream was free for it; `start - ready` is the wait."""
+    """The time at which its stream was free; `start - ready` is the wait."""
     held_by: int | None
-    """The task of another stream it waited for last; None where it did not wait."""
+    """The task in `after` that ended last; None if the task started as soon as its stream was free."""
 
 
 _PROCESSOR = ("processor",)
-"""The cores that tasks share, in the place of a link."""
+"""The key under which tasks that share cores are kept, in place of a link."""
 
 
 @dataclass
 class _Shared:
-    """A link, or the cores, in use. `served` is the seconds of full rate that each task on it has had so far."""
+    """A link or the processor, with the tasks that share it."""
 
     cores: float | None = None
-    """None for a link."""
+    """The number of cores of a processor; None for a link."""
     crowding: float = 1.0
-    """The number of times longer than even shares tasks take that want twice the cores there are, or more."""
+    """The factor by which tasks take longer than with even shares, once they want twice as many cores as there are."""
     demand: float = 0.0
-    """Cores that active tasks would keep busy."""
+    """The number of cores that the active tasks would keep busy."""
     served: float = 0.0
+    """The seconds at full rate that a task active since time 0 would have had."""
     at: float = 0.0
+    """The time up to which `served` is computed."""
     active: list[tuple[float, int]] = field(default_factory=list)
-    """Heap of (served at which it is done, task)."""
+    """A heap of (value of `served` at which the task is done, task)."""
 
     @property
     def rate(self) -> float:
-        """The rate of each active task, as a share of full."""
+        """The rate of each active task, as a share of the full rate."""
         if self.cores is None:
             return 1.0 / len(self.active)
         return 1.0 if self.demand <= self.cores else 1.0 / crowded(self.demand / self.cores, self.crowding)
@@ -83,18 +85,21 @@ class _Shared:
 
 
 def crowded(load: float, crowding: float) -> float:
-    """Returns how many times longer a task takes than alone where `demand` times the cores are demand that
-    there are."""
+    """Returns the factor by which tasks take longer where they want `load` times as many cores as there are.
+
+    Args:
+        crowding: see `ClusterConfig.crowding`; reached at a load of 2.
+    """
     if load <= 1.0:
         return 1.0
     return load * (1.0 + (crowding - 1.0) * min(1.0, load - 1.0))
 
 
 class Timeline:
-    """Add tasks, then `run`.
+    """A set of tasks: `add` them, then `run`.
 
     Args:
-        cores: the machine's cores; None if tasks share none, and their demand for cores means nothing.
+        cores: the number of cores that tasks share; None if tasks do not share cores, and `Task.cores` is ignored.
         crowding: see `ClusterConfig.crowding`.
     """
 
@@ -117,7 +122,7 @@ class Timeline:
         cores: float = 0.0,
         after: Sequence[int] = (),
     ) -> int:
-        """Append a task to `stream`; returns its number, to be waited for with `after`."""
+        """Appends a task to `stream`; returns its number, for the `after` of other tasks."""
         if self._cores is not None and cores > 0:
             seconds, link, link_s = 0.0, _PROCESSOR, seconds + link_s
         else:
@@ -128,20 +133,20 @@ class Timeline:
         return len(self.tasks) - 1
 
     def also_after(self, number: int, other: int) -> None:
-        """Let a task wait for another one, too, which may have been added behind it."""
+        """Makes a task wait for task `other` too, which may have been added later."""
         task = self.tasks[number]
         self.tasks[number] = task._replace(after=(*task.after, other))
 
     def lengthen(self, number: int, seconds: float) -> None:
-        """Make a task take longer."""
+        """Makes a task take `seconds` longer."""
         task = self.tasks[number]
         self.tasks[number] = task._replace(seconds=task.seconds + seconds)
 
     def run(self) -> list[Ran]:
-        """Start and end of every task.
+        """Simulates the tasks; returns the times of each.
 
         Raises:
-            ValueError: tasks wait for one another in a circle.
+            ValueError: tasks wait for each other in a cycle.
         """
         tasks = self.tasks
         missing = [len(task.after) for task in tasks]
@@ -160,7 +165,8 @@ class Timeline:
 
         start, end = [0.0] * len(tasks), [-1.0] * len(tasks)
         links: dict[Hashable, _Shared] = {}
-        # (time, kind, number): 0 a task's own seconds are over, 1 the link of task `number` may have an end.
+        # (time, kind, number). Kind 0: the `seconds` of task `number` are over. Kind 1: a transfer may have ended on
+        # the link of task `number`.
         events: list[tuple[float, int, int]] = []
         for number, count in enumerate(missing):
             if count == 0:
@@ -188,7 +194,7 @@ class Timeline:
                 link.advance(now)
                 link.join(number, task.link_s, task.cores)
             elif not link.active or now < link.next_end():
-                continue  # another transfer joined meanwhile; its event knows the new end
+                continue  # another transfer has joined since, and its event has the new end
             else:
                 link.advance(now)
                 _, done = heapq.heappop(link.active)
@@ -198,7 +204,7 @@ class Timeline:
                 heapq.heappush(events, (link.next_end(), 1, link.active[0][1]))
 
         if any(moment < 0 for moment in end):
-            raise ValueError("tasks wait for one another in a circle")
+            raise ValueError("tasks wait for each other in a cycle")
         return [self._ran(number, start[number], end, previous[number]) for number in range(len(tasks))]
 
     def _ran(self, number: int, start: float, end: list[float], before: int | None) -> Ran:

@@ -1,14 +1,14 @@
-"""The update phase: all ranks' work from clipped gradients to the last updated weight.
+"""The update phase: the work of all ranks from clipped gradients to the last updated weight.
 
-hosted (canzona, paper, asc): an owner's TP group runs its micro-groups as a pipeline (`planner.pipeline`).
+Hosted (canzona, paper, asc): an owner's TP group runs its micro-groups as a pipeline (`planner.pipeline`).
 
-duplicated (layerwise, sc): every TP rank updates the whole matrix, from an all-gather it waits for.
-Megatron's Muon does what is elementwise on the fragment it stores; canzona's own sc, of other optimizers,
-does all of it whole.
+Duplicated (layerwise, sc): every TP rank updates the whole matrix, after an all-gather that it waits for.
+Megatron's Muon does elementwise work on the fragment that the rank stores; canzona's sc, for other optimizers,
+does all work on the whole matrix.
 
-Both are written once, as instructions to a `Pipeline`: `Alone` works it out rank by rank, for ranks with a
-device each; `Crowded` lays it on a timeline with all other ranks' updates, for ranks that share a machine's
-cores. `UpdatePhase` has either done by all ranks of a strategy.
+Both are written once, as calls of a `Pipeline`. `Alone` adds up the times of ranks that have a device each;
+`Crowded` adds tasks to a timeline, for ranks that share a machine's cores with all other ranks. `UpdatePhase` runs
+one of the two for all ranks of a strategy.
 """
 
 import math
@@ -28,39 +28,39 @@ from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 from canzona_cli.simulate.timeline import Ran, Timeline
 
 Segment = tuple[Literal["compute", "exchange"], str, float, float]
-"""Stream, phase, start, end; seconds from the beginning of the update, for what is ahead of it negative."""
+"""(stream, phase, start, end), in seconds from `RankUpdate.begun_s`; negative for what happens before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The matrices that a strategy updates: who, where and when."""
+    """The matrices that a strategy updates, with their costs, owners and order."""
 
     strategy: AnyStrategy
     matrices: Sequence[Matrix] = ()
     costs: Sequence[float] = ()
-    """Seconds to update each whole matrix on one rank."""
+    """The seconds to update each whole matrix on one rank."""
     assignment: Assignment | None = None
-    """Owners and hosts; layerwise uses owners alone; None for sc and adamw, which have neither."""
+    """The owner and host of each matrix (layerwise has owners only); None for sc and adamw."""
     buckets: Sequence[Bucket] = ()
     """The buckets of the matrices' buffer; layerwise's have equal padded shards. Empty for sc and adamw."""
     groups: Sequence[MicroGroup] = ()
-    """Micro-groups, for canzona, paper and asc."""
+    """The micro-groups of canzona, paper and asc; empty for other strategies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankUpdate:
-    """One rank's part of the update phase."""
+    """The update phase of one rank."""
 
     matrix_update_s: float
     exchange_s: float
-    """Exposed: waiting for an exchange, packing and unpacking."""
+    """The exposed seconds: waits for exchanges, packing and unpacking, without `packed_s`."""
     exchange_total_s: float
-    """The seconds in flight, packing and unpacking included."""
+    """All seconds of exchanges, overlapped ones and packing and unpacking included."""
     segments: tuple[Segment, ...]
     packed_s: float = 0.0
-    """The seconds it packs before the norm: no part of `exchange_s`, but of the total."""
+    """The seconds of packing before the gradient norm; part of `exchange_total_s` only."""
     begun_s: float = 0.0
-    """The seconds from reduced gradients to the beginning."""
+    """The seconds from reduced gradients until norm, clipping and AdamW are done, before the matrix updates."""
 
     @property
     def seconds(self) -> float:
@@ -68,7 +68,7 @@ class RankUpdate:
 
 
 class UpdateModel:
-    """Prices updates and exchanges of a run's matrices."""
+    """The cost model of the updates and exchanges of a run's matrices."""
 
     def __init__(self, config: RunConfig, layout: Layout, matrices: Sequence[Matrix], costs: Sequence[float]) -> None:
         self._matrices, self._costs, self._tp = matrices, costs, layout.tp
@@ -80,19 +80,23 @@ class UpdateModel:
     def hosted(
         self, groups: Sequence[MicroGroup], assignment: Assignment, norm_s: float = 0.0
     ) -> tuple[RankUpdate, ...]:
-        """Has an owner's TP ranks update its micro-groups in order, after `norm_s` of norm, clip and AdamW."""
+        """Returns the updates of an owner's micro-groups, by host.
+
+        Args:
+            norm_s: the seconds of norm, clipping and AdamW.
+        """
         alone = Alone(self._tp, norm_s)
         self.run_hosted(groups, assignment, alone)
         return alone.results()
 
     def duplicated(self, members: Sequence[int]) -> RankUpdate:
-        """Has every rank of a TP group gather and update the matrices `members`, one after another."""
+        """Returns the update of a TP rank that gathers and updates the matrices `members`, one after another."""
         alone = Alone(1)
         self.run_duplicated(members, alone)
         return alone.results()[0]
 
     def run_hosted[Moment](self, groups: Sequence[MicroGroup], assignment: Assignment, ranks: Pipeline[Moment]) -> None:
-        """Has `ranks` work through an owner's micro-groups."""
+        """Runs an owner's micro-groups on `ranks`."""
 
         def job(index: int) -> Job:
             host, share = assignment.cells[index].host, assignment.shares.get(index)
@@ -101,20 +105,20 @@ class UpdateModel:
         self.pipeline.run([[job(index) for index in group.matrices] for group in groups], ranks)
 
     def run_duplicated[Moment](self, members: Sequence[int], rank: Pipeline[Moment]) -> None:
-        """Has `rank`, one of a TP group whose ranks do all the same, work through `members`."""
-        how = self.pipeline
+        """Runs the updates of the matrices `members` on `rank`, which stands for all ranks of its TP group."""
+        pipeline = self.pipeline
         for index in members:
             matrix = self._matrices[index]
             if self._tp > 1 and not matrix.replicated:
-                # Megatron gathers the fp32 update, momentum included; canzona's own sc the fp32 gradient.
-                gather = how.links.all_gather(4.0 * matrix.elements, how.group)
-                rank.wait(0, rank.exchange(gather.times(how.exchanging)))
+                # Megatron gathers the fp32 update with its momentum; canzona's sc gathers the fp32 gradient.
+                gather = pipeline.links.all_gather(4.0 * matrix.elements, pipeline.group)
+                rank.wait(0, rank.exchange(gather.times(pipeline.exchanging)))
                 if self._whole:
-                    packed = matrix.fragment_elements(self._tp) * (how.buffer + FP32)
-                    rank.work(0, "exchange", (packed + 2 * FP32 * matrix.elements) * how.byte_s)
+                    packed = matrix.fragment_elements(self._tp) * (pipeline.buffer + FP32)
+                    rank.work(0, "exchange", (packed + 2 * FP32 * matrix.elements) * pipeline.byte_s)
             on_fragment = 0.0 if self._whole else matrix.elements * self._fragment_bytes / self._rate
             alone = max(0.0, self._costs[index] - (1 - 1 / self._tp) * on_fragment)
-            rank.work(0, "matrix_update", how.updating * alone)
+            rank.work(0, "matrix_update", pipeline.updating * alone)
 
 
 class Alone(Clock):
@@ -122,14 +126,14 @@ class Alone(Clock):
 
     def __init__(self, tp: int, norm_s: float = 0.0) -> None:
         super().__init__(tp, norm_s)
-        self._own: list[list[Segment]] = [[] for _ in range(tp)]
+        self._segments: list[list[Segment]] = [[] for _ in range(tp)]
         self._transfers: list[Segment] = []
 
     def work(self, host: int, phase: Activity, seconds: float) -> None:
         begin = self.now[host]
         super().work(host, phase, seconds)
         if seconds > 0:
-            self._own[host].append(("compute", phase, begin, self.now[host]))
+            self._segments[host].append(("compute", phase, begin, self.now[host]))
 
     def exchange(self, transfer: Transfer) -> float:
         landed = super().exchange(transfer)
@@ -139,21 +143,21 @@ class Alone(Clock):
 
     def results(self) -> tuple[RankUpdate, ...]:
         return tuple(
-            _result(team, self._transfers, self.begun, now) for team, now in zip(self._own, self.now, strict=True)
+            _result(segments, self._transfers, self.begun, now)
+            for segments, now in zip(self._segments, self.now, strict=True)
         )
 
 
 class Crowded:
-    """A TP group on a timeline whose tasks share cores; ask for `results` once that has run.
+    """A TP group on a timeline whose tasks share cores; `results` are available once the timeline has run.
 
     Args:
-        name: the name of the group, unlike any other's on the timeline.
-        copies: the number of TP groups that do the very same at the same time.
-        alike: the number of ranks of each group that one host here stands for: 1, or tp where all do the
-            same.
-        after: by host, the task it begins behind.
-        norm_s: the least seconds of norm and clip.
-        adamw_s: the seconds of AdamW's update after them.
+        name: the name of the group, unique on the timeline.
+        copies: the number of TP groups that do the same at the same time.
+        alike: the number of ranks of each group that one host stands for: 1, or tp where all ranks do the same.
+        after: the task, by host, after which the host starts.
+        norm_s: the least seconds of norm and clipping.
+        adamw_s: the seconds of AdamW's update, which follows norm and clipping.
     """
 
     def __init__(
@@ -170,15 +174,16 @@ class Crowded:
     ) -> None:
         self._timeline, self._name, self._copies, self._alike = timeline, name, copies, alike
         self.begin, self._norm_s, self._adamw_s = list(after), norm_s, adamw_s
-        """The task, by host, that the update begins behind."""
+        """The task, by host, after which the matrix updates begin: AdamW's, once `norm` has been called."""
         self._first, self._last = list(after), list(after)
         self._waits: list[list[int]] = [[number] for number in after]
-        self._own: list[list[int]] = [[] for _ in range(hosts)]
+        self._work: list[list[int]] = [[] for _ in range(hosts)]
+        """The tasks of each host that pack or update."""
         self._transfers: list[int] = []
 
     def work(self, host: int, phase: Activity, seconds: float) -> None:
         if seconds > 0:
-            self._own[host].append(self._task(host, phase, seconds))
+            self._work[host].append(self._task(host, phase, seconds))
 
     def wait(self, host: int, moment: int) -> None:
         self._waits[host].append(moment)
@@ -203,16 +208,16 @@ class Crowded:
             self.begin[host] = self._task(host, "adamw_update", self._adamw_s)
 
     def end(self, host: int) -> int:
-        """A task behind everything a host was given so far."""
+        """Adds a task after all work of a host; returns its number."""
         return self._task(host, "other", 0.0)
 
     def results(self, ran: Sequence[Ran]) -> tuple[RankUpdate, ...]:
-        """Returns results by host, from the end of what it began behind."""
+        """Returns the update of each host, timed from the end of its task in `after`."""
         results = []
-        for team, first, begin, last in zip(self._own, self._first, self.begin, self._last, strict=True):
+        for work, first, begin, last in zip(self._work, self._first, self.begin, self._last, strict=True):
             zero = ran[first].end
             tasks: list[Segment] = [
-                ("compute", self._timeline.tasks[n].phase, ran[n].start - zero, ran[n].end - zero) for n in team
+                ("compute", self._timeline.tasks[n].phase, ran[n].start - zero, ran[n].end - zero) for n in work
             ]
             moved: list[Segment] = [
                 ("exchange", "exchange", ran[n].start - zero, ran[n].end - zero) for n in self._transfers
@@ -233,7 +238,14 @@ class Crowded:
 
 
 def _result(segments: Sequence[Segment], transfers: Sequence[Segment], begun: float, end: float) -> RankUpdate:
-    """`begun`: when norm, clip and AdamW are done, in the time of all others."""
+    """Makes a rank's result from its segments.
+
+    Args:
+        segments: the rank's packing and updates.
+        transfers: the exchanges of its TP group.
+        begun: the time at which norm, clipping and AdamW are done.
+        end: the time at which the rank is done.
+    """
     updating = sum(stop - start for _, phase, start, stop in segments if phase == "matrix_update")
     packing = sum(stop - start for _, phase, start, stop in segments if phase == "exchange")
     packed = sum(stop - start for _, _, start, stop in segments if start < begun)
@@ -253,27 +265,28 @@ def _result(segments: Sequence[Segment], transfers: Sequence[Segment], begun: fl
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """The ranks of a stage that update together: an owner's TP group; for sc and adamw all of the stage."""
+    """The ranks of a stage that update together: an owner's TP group; for sc and adamw all ranks of the stage."""
 
     stage: int
     owner: int
     hosts: int
-    """The number of its ranks that have work of their own; the others do the same as one of them."""
+    """The number of ranks whose work differs: tp with a plan, 1 otherwise."""
     ranks: int
-    """The number of ranks one host stands for, those of later owners that do the same among them."""
+    """The number of ranks that one host stands for, including those of later owners with the same work."""
     elements: int
-    """Gradient elements each holds reduced."""
+    """The number of reduced gradient elements on each rank."""
     clipped: int
-    """Those clipped in a pass of their own: what travels to a host is scaled as it is put together."""
+    """The number of these that are clipped in a separate pass. Gradients sent to a host in fp32 are scaled when the
+    host assembles them."""
     groups: tuple[MicroGroup, ...] = ()
-    """Hosted work, in order."""
+    """The micro-groups, in order, of strategies with hosts."""
     members: tuple[int, ...] = ()
-    """Or matrices that every rank updates."""
+    """The matrices that every rank updates, for strategies without hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellUpdate:
-    """Ranks that behave alike in the update phase: one host of a team."""
+    """The update of the ranks that one host of a team stands for."""
 
     team: Team
     host: int
@@ -287,25 +300,25 @@ class CellUpdate:
 
 
 class UpdatePhase:
-    """The work of a strategy's ranks between clipped gradients and updated weights, by rank.
+    """The work of a strategy's ranks from clipped gradients to updated weights.
 
     Args:
-        cores: that all ranks share; None where each has a device of its own.
+        cores: the number of cores that all ranks share; None where each rank has a device.
     """
 
     def __init__(self, config: RunConfig, layout: Layout, workload: Workload, *, cores: float | None) -> None:
         self._config, self._layout, self._execution = config, layout, execution_of(config)
         self._workload, self._model = workload, UpdateModel(config, layout, workload.matrices, workload.costs)
         self._hosts = workload.assignment if self._execution is Execution.PLANNED else None
-        """The pipeline of strategies that have hosts."""
+        """The assignment of strategies that have hosts; None for others."""
         self._cores, self._norm_clip = cores, NormClip.of(config, layout)
         self._adamw_factor = step_factor(config.cluster, "adamw_update", implementation(config))
 
     def run(self, gathered: Sequence[Sequence[Transfer]] | None) -> tuple[list[CellUpdate], list[float]]:
-        """Returns all cells; and by stage, how long AdamW's parameters were gathered under the updates.
+        """Returns all cells, and by stage the seconds of gathering that fit into the time of the matrix updates.
 
         Args:
-            gathered: those gatherings by stage; None where they do not run under the updates.
+            gathered: the gatherings of AdamW's parameters, by stage; None where they do not overlap with updates.
         """
         stages = range(self._layout.pp)
         teams = [team for stage in stages for team in self._teams(stage)]
@@ -355,22 +368,22 @@ class UpdatePhase:
         ]
 
     def _scaled_on_its_way(self, matrix: Matrix) -> bool:
-        """True where the copies that put a whole gradient together scale it in its own precision (`engine.hosted`)."""
-        travels = self._hosts is not None and self._layout.tp > 1 and not matrix.replicated
+        """Returns True if the host scales the matrix's gradient when it assembles the matrix (`engine.hosted`)."""
+        sent = self._hosts is not None and self._layout.tp > 1 and not matrix.replicated
         shared = self._hosts is not None and matrix.index in self._hosts.shares
-        return travels and not shared and exchange_bytes(self._config)[1] == FP32
+        return sent and not shared and exchange_bytes(self._config)[1] == FP32
 
     def _alike(self, teams: Iterable[Team]) -> list[Team]:
-        """Keeps the first of a stage's teams that do the same, for the ranks of them all: few differ."""
+        """Merges teams of a stage with the same work into the first of them, which then stands for the ranks of all."""
         alike: dict[Hashable, list[Team]] = {}
         for team in teams:
             work = tuple(tuple(map(self._kind, group.matrices)) for group in team.groups)
             key = team.stage, team.elements, team.clipped, work, tuple(map(self._kind, team.members))
             alike.setdefault(key, []).append(team)
-        return [replace(same[0], ranks=sum(team.ranks for team in same)) for same in alike.values()]
+        return [replace(first, ranks=sum(team.ranks for team in (first, *others))) for first, *others in alike.values()]
 
     def _kind(self, index: int) -> Hashable:
-        """All that a matrix's update and its exchange depend on."""
+        """Returns a key of everything that a matrix's update and exchange depend on."""
         matrix, cost = self._workload.matrices[index], self._workload.costs[index]
         host, share = None, None
         if self._hosts is not None:
@@ -378,7 +391,7 @@ class UpdatePhase:
         return cost, matrix.elements, matrix.shard_dim, matrix.home, host, share
 
     def _alone(self, team: Team) -> list[CellUpdate]:
-        """Every rank on a device of its own."""
+        """Returns the cells of a team whose ranks have a device each."""
         adamw = self._adamw_s(team.stage)
         if self._hosts is not None:
             norm_s = self._norm_clip.seconds(team.elements, team.clipped) + adamw
@@ -390,10 +403,10 @@ class UpdatePhase:
     def _crowded(
         self, teams: Sequence[Team], gathered: Sequence[Sequence[Transfer]] | None
     ) -> tuple[list[CellUpdate], list[float]]:
-        """Has all ranks update on the cores they share.
+        """Runs the updates of all ranks on the cores that they share.
 
         Returns:
-            As `run`; gatherings count as long as they take at their full rate, until the last update is done.
+            As `run`; the seconds are at full rate, of the part of the gathering that is done before the last update.
         """
         timeline = Timeline(self._cores, self._config.cluster.crowding)
         adamw: list[list[int]] = []
@@ -439,7 +452,7 @@ class UpdatePhase:
         return cells, windows
 
     def _adamw_s(self, stage: int) -> float:
-        """Returns the seconds of one rank's share of what AdamW updates."""
+        """Returns the seconds of AdamW's update on one rank."""
         weights = stage_weights(self._config, self._layout, stage)
         elements = weights.others + (weights.matrices if self._execution is Execution.ADAMW else 0)
         shares = 1 if self._execution.everywhere else self._layout.owners
