@@ -59,7 +59,7 @@ def check_nodes(config: RunConfig) -> None:
     refuse(problems)
     if cluster.node_rank == 0 and cluster.rdzv_endpoint is not None:
         host, _, port = cluster.rdzv_endpoint.rpartition(":")
-        local = host if on_one_machine(config) else ""  # from elsewhere, torchrun is reached on every interface
+        local = LOOPBACK if on_one_machine(config) else ""  # otherwise torchrun listens on every interface
         # What is no address at all, torchrun refuses; a port in use only with a traceback, while the others wait.
         if port.isdecimal() and int(port) <= 65535 and taken(local, int(port)):
             reason = "another program on this machine uses this port"
