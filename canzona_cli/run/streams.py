@@ -45,7 +45,8 @@ class _Stream(io.FileIO):
         return len(text)
 
     def _has_room(self) -> bool:
-        """Waits until the reader takes data. A reader that once exceeded `patience_s` is not waited for again."""
+        """Waits until the reader takes data. A reader that has exceeded `patience_s` is not waited for again
+        until it reads."""
         wait_s = 0.0 if self._stuck and self.patience_s is not None else self.patience_s
         self._stuck = not select.select([], [self], [], wait_s)[1]
         return not self._stuck
@@ -92,7 +93,6 @@ def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
     # With UTF, file names that are not valid text are shown with escapes. Other encodings show `?` for
     # characters that they lack.
     errors = "backslashreplace" if encoding.lower().startswith("utf") else "replace"
-    buffer = (
-        raw if at_once else io.BufferedWriter(raw)
-    )  # unbuffered, so that a rank's output is written before it may die
+    # Unbuffered if asked for, so that a rank's output is written before the rank may die.
+    buffer = raw if at_once else io.BufferedWriter(raw)
     return io.TextIOWrapper(buffer, encoding, errors, line_buffering=by_line, write_through=at_once)
