@@ -169,7 +169,7 @@ def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[i
         known = _STATES.get(state(culprit.pid), "does not respond: swapped out, or stuck in native code")
         reason = f"{known}, {lasted}, in {_place(culprit)}"
     elif culprit in absent:
-        reason = f"has not started, {lasted}: its process has sent no heartbeat"
+        reason = f"has not started {lasted}: its process has sent no heartbeat"
     elif culprit in busy:
         reason = f"is stuck in {_place(culprit)} {lasted}"
     else:

@@ -145,8 +145,8 @@ class Supervision:
         late = self._asked and time.monotonic() - max(self.requests.first, saves.moved) > self.grace_s
         if self.requests.interrupts >= _INTERRUPTS_TO_KILL + saving or late:
             self._forced = True
-            after = f"no end after {self.grace_s:.0f} s: stopping the workers at once"
-            self._tell("stop", after if late else "at once")
+            after = f"the workers did not end within {self.grace_s:.0f} s: killing them"
+            self._tell("stop", after if late else "killing the workers")
         return self._forced
 
     def _ask(self, reason: StopReason) -> bool:

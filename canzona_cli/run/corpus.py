@@ -152,8 +152,8 @@ def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | No
         yield (
             f"THIS IS A TRIAL RUN. {clean(config.name)} needs {count(read.needed)} tokens, but the demonstration "
             f"corpus (Python's own sources) has about {count(read.there)}: {read.times} epochs, so the model will "
-            "memorize it. For a real run: canzona data prepare FILES --output data/corpus --tokenizer tokenizer.json, then "
-            "data=prepared data.path=data/corpus"
+            "memorize it. For a real run: canzona data prepare FILES --output data/corpus --tokenizer tokenizer.json, "
+            "then data=prepared data.path=data/corpus"
         )
     elif read is not None and read.too_often:
         fewer = int(config.train.steps * MOST_EPOCHS / read.epochs)

@@ -376,7 +376,7 @@ def test_two_launches_in_one_directory_and_none_after_the_first_has_gone(config:
     first = RunDirectory.create(config)
     with pytest.raises(ConfigError) as refused:
         RunDirectory.create(config, resumes=True)
-    assert "is training in it" in refused.value.problems[0].reason
+    assert "is using it" in refused.value.problems[0].reason
     del first
     assert RunDirectory.create(config, resumes=True).path == files_of(config).root
 
