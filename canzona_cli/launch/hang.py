@@ -107,16 +107,16 @@ class HangWatch:
     def look(self) -> HangReport | None:
         """Returns a report if the ranks hang, else None. Call this several times a second."""
         now = self._clock()
-        everyone = self._beats.signs()
-        newest = max(sign.progress for sign in everyone)
+        every_sign = self._beats.signs()
+        newest = max(sign.progress for sign in every_sign)
         passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
         self._silent_s = 0.0 if newest != self._newest else self._silent_s + passed
         self._newest = newest
-        signs = [sign for sign in everyone if not sign.ended]
+        signs = [sign for sign in every_sign if not sign.ended]
         if not signs:
             reason = f"has not exited, though all ranks ended {self._silent_s:.0f} s ago"
             late = self._silent_s > self._timeout_s
-            return HangReport(rank=None, step=everyone[0].step, where="finish", reason=reason) if late else None
+            return HangReport(rank=None, step=every_sign[0].step, where="finish", reason=reason) if late else None
         patient = any(sign.steps <= 1 or not sign.where.startswith(("train", "validate")) for sign in signs)
         limit_s = self._timeout_s * (PATIENCE if patient else 1)
         if self._silent_s <= limit_s:

@@ -155,14 +155,16 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
         return Outcome(status="done", exit_code=ExitCode.OK, message=_unwritten(results))
     saved = next((f", saved as {r.checkpoint}" for r in results if r.checkpoint is not None), "")
     if all(r.status == "preempted" for r in results):
-        return Outcome(status="preempted", exit_code=ExitCode.PREEMPTED, message=f"stopped after a whole step{saved}")
+        return Outcome(
+            status="preempted", exit_code=ExitCode.PREEMPTED, message=f"stopped after a complete step{saved}"
+        )
     deaths = {} if agent_code == 0 else _deaths(workers.files.agent_log(workers.node_rank))
     failed = sorted((r for r in results if r.status in FAILURES), key=lambda r: r.time)
     causes = [r for r in failed if not _lost_another_rank(r)]
     # torchrun sends SIGTERM to the other ranks after one has failed.
     killed = [r for r in results if -deaths.get(r.rank, 0) not in (0, signal.SIGTERM) and deaths[r.rank] < 0]
     if stopping and not causes and not killed:
-        return interrupted(f"stopped after a whole step{saved}")
+        return interrupted(f"stopped after a complete step{saved}")
     if causes or (failed and not killed):
         return _failed(workers, (causes or failed)[0])
     if killed:

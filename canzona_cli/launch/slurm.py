@@ -111,7 +111,7 @@ def adopt(config: RunConfig, step: SlurmStep | None) -> Adopted:
             filled_in.append(f"machine {step.node_rank} of {step.nodes}")
         if cluster.rdzv_endpoint is None:
             cluster = replace(cluster, rdzv_endpoint=_endpoint(step))
-            filled_in.append(f"the meeting point {cluster.rdzv_endpoint}")
+            filled_in.append(f"the rendezvous endpoint {cluster.rdzv_endpoint}")
         if cluster.rdzv_id is None:
             cluster = replace(cluster, rdzv_id=f"slurm-{step.name}")
     notes = (f"from Slurm job {step.name}: {', '.join(filled_in)}",) if filled_in else ()

@@ -144,7 +144,7 @@ def _outlier(phase: str, seconds: Sequence[float]) -> str:
         return ""
     if phase in _WAITS:
         least = min(range(len(seconds)), key=lambda rank: seconds[rank])
-        return f"; rank {least} comes last, the others wait for it" if seconds[least] * _APART < mean else ""
+        return f"; rank {least} arrives last, and the others wait for it" if seconds[least] * _APART < mean else ""
     most = max(range(len(seconds)), key=lambda rank: seconds[rank])
     over = seconds[most] / mean
     return f"; rank {most} took {over:.2g} times the mean" if over > _APART else ""

@@ -59,9 +59,9 @@ class Compared:
     @property
     def phases(self) -> Mapping[str, Pair]:
         """The mean seconds of every phase that at least one of the runs has; `step` is the time of the step."""
-        one, other = _means(self.a.breakdown), _means(self.b.breakdown)
-        names = [*(name for name in LABELS if name in one | other), *sorted(set(one | other) - set(LABELS))]
-        return {name: (one.get(name), other.get(name)) for name in names}
+        a, b = _means(self.a.breakdown), _means(self.b.breakdown)
+        names = [*(name for name in LABELS if name in a | b), *sorted(set(a | b) - set(LABELS))]
+        return {name: (a.get(name), b.get(name)) for name in names}
 
     @property
     def figures(self) -> Mapping[str, Pair]:
@@ -83,7 +83,7 @@ class Compared:
                 }
                 for name, run, plan in runs
             },
-            "settings": {key: {"a": one, "b": other} for key, (one, other) in self.settings.items()},
+            "settings": {key: {"a": a, "b": b} for key, (a, b) in self.settings.items()},
             "loss": {
                 name: None if loss is None else asdict(loss) | {"change": loss.change}
                 for name, loss in (("first", self.first), ("last", self.last))

@@ -235,7 +235,7 @@ def load_summary(run_dir: Path) -> RunSummary:
     try:
         load_prediction(run_dir)
     except ConfigError as error:
-        notes += [f"no plan beside it: {problem.reason}" for problem in error.problems]
+        notes += [f"no prediction: {problem.reason}" for problem in error.problems]
     events = events_of(files)
     everything = [*earlier_events(files), *events]
     return RunSummary(

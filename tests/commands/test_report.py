@@ -261,5 +261,5 @@ def test_a_damaged_prediction_is_noted(tmp_path: Path) -> None:
     files.predicted.write_text("{")
     done = canzona("report", str(files.root))
     assert done.returncode == 0
-    assert "no plan beside it: predicted.json" in " ".join(done.stdout.split())
+    assert "no prediction: predicted.json" in " ".join(done.stdout.split())
     assert "matrix update" in done.stdout
