@@ -45,7 +45,7 @@ kept."""
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """An evaluation that is ready to run. Nothing has been written or started yet."""
+    """An evaluation that is ready to run. It has no run directory yet, and nothing was started."""
 
     config: RunConfig
     layout: Layout

@@ -145,8 +145,8 @@ class Machines:
 
         Args:
             outcome: this machine's outcome.
-            settle: a function by which machine 0 completes the verdict, for example with a restart. A verdict
-                that a machine is gone is not passed to `settle`.
+            settle: a function by which machine 0 completes the verdict, for example with a restart. If a
+                machine is gone, `settle` is not called.
         """
         if self._nodes == 1:
             return settle(outcome)
@@ -208,7 +208,7 @@ class Machines:
 def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
     """Combines the outcomes of the machines into the outcome of the run.
 
-    The first failure counts that is not merely the loss of another rank: a later one may be its consequence
+    The first failure that is not merely the loss of another rank counts. A later failure may be its consequence
     without looking like one. If every reported failure is such a loss, the failure of a missing machine counts.
 
     Args:

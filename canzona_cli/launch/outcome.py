@@ -130,12 +130,12 @@ class Workers:
     """torchrun's exit code; negative when a signal killed it."""
 
     def log(self, rank: int | None) -> Path:
-        """Returns the error log of a rank; torchrun's log if the rank has none, or for None."""
+        """Returns the error log of a rank; torchrun's log if the rank has none or is None."""
         worker = None if rank is None else self.files.worker_log(self.node_rank, self.ranks.index(rank))
         return worker or self.files.agent_log(self.node_rank)
 
     def failure(self, message: str, *, rank: int | None = None, exit_code: int = ExitCode.CRASH) -> Outcome:
-        """Returns the outcome for a failed rank; for None, that of a failure of torchrun."""
+        """Returns the outcome for a failed rank or, if `rank` is None, for a failure of torchrun."""
         return Outcome(
             status="failed", exit_code=int(exit_code), message=message.strip(), rank=rank, log=self.log(rank)
         )
@@ -148,8 +148,8 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
         stopping: True if the workers were asked to stop after their step.
     """
     agent_code, results = workers.agent_code, read_ranks(workers.files, workers.ranks)
-    # A rank on a full disk cannot write that it is done. Its exit code of 0 says so, as torchrun then exits
-    # with 0 as well.
+    # A rank on a full disk cannot write that it is done, so its file still says `running`. torchrun's exit code
+    # of 0 then says that all ranks are done.
     unreported = "running" if agent_code == 0 and not stopping else None
     if all(r.status in ("done", unreported) for r in results):
         return Outcome(status="done", exit_code=ExitCode.OK, message=_unwritten(results))

@@ -54,7 +54,7 @@ class Restarts:
 
         Only crashes and hangs lead to a restart, as a machine may be at fault. A user's mistake or a divergence
         would happen again. So would, most likely, a failure that has now happened twice at the same step with
-        the same message, apart from numbers such as times and addresses.
+        the same message, apart from numbers such as times and addresses. Other outcomes are returned unchanged.
         """
         if self.most == 0 or outcome.status != "failed" or outcome.exit_code not in (ExitCode.CRASH, ExitCode.HANG):
             return outcome

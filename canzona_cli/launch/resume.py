@@ -294,7 +294,6 @@ def set_aside(files: RunFiles, resumption: Resumption | None) -> list[str]:
     numbers = [int(path.name) for path in files.attempts.iterdir() if path.name.isdecimal()]
     folder = files.attempts / str(max(numbers, default=0) + 1)
     folder.mkdir()
-    # The command goes first: other machines take its presence for an invitation.
     left = (
         *(files.command, files.result, files.stop, files.resume, files.config, files.layout, files.plan),
         *(files.environment, files.routing, files.kernels, files.predicted, files.breakdown, files.trace),

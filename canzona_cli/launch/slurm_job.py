@@ -73,7 +73,7 @@ class Submitted:
 
     job_id: str
     log: Path
-    """The path of the job's log; in that of an array, `%a` stands for the task."""
+    """The path of the job's log. For an array, `%a` stands for the task."""
     array: bool = False
 
 

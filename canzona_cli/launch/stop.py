@@ -1,7 +1,7 @@
 """Turns signals into requests to stop a run, and watches saves in progress.
 
 With SIGTERM, SIGUSR1 or SIGUSR2 a batch system announces that it will take the machine away: the run is
-preempted, and the batch system starts it again. SIGINT (Ctrl-C) and SIGHUP come from a person: the run is
+preempted, and is expected to be started again. SIGINT (Ctrl-C) and SIGHUP come from a person: the run is
 interrupted. The run is saved in both cases.
 """
 

@@ -171,7 +171,7 @@ def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | No
 
 
 def _token_ids(config: RunConfig, corpus: PreparedCorpus | None) -> int | None:
-    """Returns the number of ids of the tokenizer; None for a tokenizer file, which is not read here."""
+    """Returns the number of ids of the tokenizer; None if the data or a tokenizer file would have to be read."""
     if corpus is not None:
         return corpus.vocab_size
     if config.data.source == "stdlib":

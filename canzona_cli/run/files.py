@@ -117,7 +117,7 @@ class RunFiles:
         return self.logs / f"node-{node_rank}"
 
     def agent_log(self, node_rank: int) -> Path:
-        """Returns the log of torchrun's own output on one machine."""
+        """Returns the path of the log with torchrun's own output on one machine."""
         return self.logs / f"node-{node_rank}.log"
 
     def worker_log(self, node_rank: int, local_rank: int) -> Path | None:

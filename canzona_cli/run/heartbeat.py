@@ -63,7 +63,8 @@ class Sign:
 
 
 class Heart:
-    """The rank's side. A write takes a fraction of a microsecond; without a launcher, nobody reads it."""
+    """The rank's side of the heartbeat. A write takes a fraction of a microsecond; without a launcher, nobody
+    reads it."""
 
     def __init__(self, rank: int) -> None:
         self._numbers = memoryview(_own_memory(rank)).cast("d")
@@ -99,7 +100,7 @@ class Heart:
             self.waits(False)
 
     def waits(self, now: bool) -> None:
-        """Marks the begin (True) or the end (False) of a wait for other ranks."""
+        """Marks the beginning (True) or end (False) of a wait for other ranks."""
         self._numbers[_WAITING] = now
         self._numbers[_PROGRESS] = time.monotonic()
 
@@ -124,10 +125,12 @@ _PHASE_NUMBER: Final[Mapping[str, int]] = {name: number for number, name in enum
 
 
 class Heartbeats:
-    """The launcher's side: the memory of the ranks of this machine."""
+    """The launcher's side of the heartbeat: the memory of this machine's ranks."""
 
     def __init__(self, ranks: range, *, places: Sequence[str | None] = ("/dev/shm", None)) -> None:
         """
+        Creates the ranks' files in the first folder that can be written.
+
         Args:
             places: folders to try in this order; None is the folder for temporary files.
 
