@@ -1,4 +1,5 @@
-"""`canzona eval`, the launcher's side: which checkpoint, on which documents, in which layout. No torch."""
+"""The launcher's side of `canzona eval`: checks checkpoint, documents and layout, and starts the ranks. Imports
+no torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,24 +27,25 @@ from canzona_cli.run.records import Documents, Evaluation, Note, ResumePoint, St
 
 WORKER_MODULE = "canzona_cli.training.evaluation"
 ROOT = "evals"
-"""The folder for evaluations unless run.root names another: the run's own folder stays as it is."""
-_OPEN = (
+"""The default run.root of evaluations. The directory of the evaluated run is not changed."""
+_LAYOUT_SETTINGS = (
     *("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.sequence_parallel"),
     *("train.micro_batch_size", "cluster.nodes"),
 )
-"""Settings that another number of ranks leaves open."""
-_NOT_THE_RUNS = (
+"""Settings of the saved run that are dropped where `gpus` is given, so that a new layout is chosen."""
+_REPLACED_SETTINGS = (
     *("optimizer=adamw", "checkpoint.resume=auto", "checkpoint.weights_from=null"),
     *("run.dir=null", f"run.root={ROOT}", "run.trackers=[]", "run.restarts=0"),
     *("run.trace_steps=null", "run.profile_steps=null", "train.sample_every=0", "train.recompute=full"),
 )
-"""Settings of a run that an evaluation does not use; some would be in the way: somebody's own optimizer is
-code that nobody has asked for. Recomputation only says here that no activations are kept."""
+"""Settings that replace those of the saved run. An evaluation needs no optimizer, and a custom optimizer would
+be code that nobody asked to run. `train.recompute=full` only tells the memory estimate that no activations are
+kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """An evaluation that is ready to run: nothing has been written or started."""
+    """An evaluation that is ready to run. It has no run directory yet, and nothing was started."""
 
     config: RunConfig
     layout: Layout
@@ -61,52 +63,53 @@ def prepare(
     batches: int | Literal["all"] | None = None,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> Prepared:
-    """Resolve and check everything that can be known before anything is written.
+    """Resolves the configuration, and checks all that can be checked before anything is started.
 
     Args:
-        checkpoint: the checkpoint.
-        overrides: over the settings of the run that saved it.
-        documents: None: what the run held out of its own data, and all of any other.
-        batches: None: `train.eval_batches`. all: as many as the documents make, each once.
+        checkpoint: the checkpoint to evaluate.
+        overrides: overrides of the settings of the run that saved the checkpoint.
+        documents: None reads the held-out documents of the run's own data, but all documents of other data.
+        batches: None is `train.eval_batches`. `all` is as many batches as the documents fill, each read once.
 
     Raises:
-        ConfigError: settings or data are wrong; the model is another one; nothing was held out.
+        ConfigError: settings or data are wrong, the model is not that of the checkpoint, or the run held out no
+            data.
         CheckpointInvalid: the checkpoint cannot be used.
-        DoesNotFit: no layout has the memory.
+        DoesNotFit: no layout fits into memory.
         EnvironmentProblem: this machine lacks something.
     """
     if checkpoint.manifest is None:
         raise CheckpointInvalid(*checkpoint.problems)
     _, saved = saved_run(checkpoint.path)
     given = {key_of(argument) for argument in overrides}
-    still = [setting for setting in _NOT_THE_RUNS if key_of(setting) not in given]
-    freed = [f"{key}=null" for key in _OPEN if "gpus" in given and key not in given]
+    replaced = [setting for setting in _REPLACED_SETTINGS if key_of(setting) not in given]
+    dropped = [f"{key}=null" for key in _LAYOUT_SETTINGS if "gpus" in given and key not in given]
     recipe = f"recipe={text_value(str(checkpoint.path / 'config.yaml'))}"
-    composed = compose_run([recipe, *still, *freed, *overrides], recipes_dirs=recipes_dirs)
+    composed = compose_run([recipe, *replaced, *dropped, *overrides], recipes_dirs=recipes_dirs)
     refuse(shape_problems(saved, composed.config, str(checkpoint.path)))
-    config, layout = _spread(composed.config)
+    config, layout = _with_layout(composed.config)
     if (nodes := torchrun.node_count(config)) > 1:
         per_node = config.cluster.gpus_per_node
-        reason = f"are on {nodes} machines, but an evaluation runs on a single one, with {per_node}"
+        reason = f"needs {nodes} machines, but an evaluation runs on one, which has {per_node}"
         raise ConfigError(Problem(key="gpus", value=config.gpus, reason=reason, fix=f"add gpus={per_node} or fewer"))
     preflight.check_machine(config, layout, training=False)
-    other = any(key == "data" or key.startswith("data.") for key in given - {"data.cache_dir"})
-    corpus = _corpus(config, documents or ("all" if other else "held-out"), on_progress)
+    other_data = any(key == "data" or key.startswith("data.") for key in given - {"data.cache_dir"})
+    corpus = _corpus(config, documents or ("all" if other_data else "held-out"), on_progress)
     config = replace(config, train=replace(config.train, eval_batches=_batches(config, corpus, batches)))
     return Prepared(config=config, layout=layout, corpus=corpus, checkpoint=checkpoint, notes=tuple(composed.warnings))
 
 
 def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Path]:
-    """Launches the ranks; returns what they measured and the directory with their logs.
+    """Launches the ranks; returns their evaluation and its run directory, which has their logs.
 
     Raises:
-        KeyboardInterrupt: somebody stopped it.
-        CanzonaError: a rank failed: the error that it ended with.
+        KeyboardInterrupt: somebody stopped the evaluation.
+        CanzonaError: a rank failed, with the rank's own error.
     """
     checkpoint, config = prepared.checkpoint, prepared.config
     place = str(checkpoint.path)
     point = ResumePoint(checkpoint=place, step=checkpoint.step, validate=True, asked=place, weights_only=True)
-    left = run_ranks(
+    files = run_ranks(
         config,
         prepared.layout,
         prepared.corpus,
@@ -117,19 +120,18 @@ def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Pat
         grace_s=0.0,  # there is nothing to save
         hang_timeout_s=config.run.hang_timeout_s,
     )
-    return read_evaluation(left), left.root
+    return read_evaluation(files), files.root
 
 
-def _spread(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """Chooses a layout that fits the settings and the memory: of several,
-    the one with the most data-parallel ranks."""
+def _with_layout(config: RunConfig) -> tuple[RunConfig, Layout]:
+    """Chooses the layout: of those whose forward pass fits into memory, one with the most data-parallel ranks."""
     config = replace(config, cluster=with_layers_here(config.cluster))
     possible = candidates(config)
     fitting = [candidate for candidate in possible if candidate.memory.forward <= candidate.memory.capacity]
     if not fitting:
         least = min(possible, key=lambda candidate: candidate.memory.forward).memory
         reason = (
-            f"a forward pass of {config.model.name} needs {least.forward / GIB:.1f} GiB a rank at least, and "
+            f"a forward pass of {config.model.name} needs at least {least.forward / GIB:.1f} GiB per rank, but "
             f"{config.cluster.name} offers {least.capacity / GIB:.1f} GiB"
         )
         raise DoesNotFit(problem_with(config, "gpus", reason, "use more ranks, or train.micro_batch_size=1"))
@@ -140,10 +142,10 @@ def _spread(config: RunConfig) -> tuple[RunConfig, Layout]:
 def _corpus(
     config: RunConfig, documents: Documents, on_progress: Callable[[str, float], None] | None
 ) -> PreparedCorpus:
-    """Prepares the data; where all documents are read, none of them are left for training."""
+    """Prepares the data. If all documents are read, all of their tokens count as validation tokens."""
     if documents == "held-out":
         if config.train.eval_interval == 0:
-            reason = "the run held nothing out of its data: it has been trained on all of it"
+            reason = "the run held out no data: it trained on all of it"
             fix = "--documents all, or other data: data=prepared data.path=PREFIX"
             raise ConfigError(problem_with(config, "train.eval_interval", reason, fix))
         return ensure_corpus(config, on_progress)
@@ -158,16 +160,16 @@ def _batches(config: RunConfig, corpus: PreparedCorpus, asked: int | Literal["al
         return asked or config.train.eval_batches
     batch, length = config.train.global_batch_size, config.train.seq_length
     assert batch is not None
-    samples = (min(data.validation_tokens for data in corpus.sets) - 1) // length  # of each set as many
+    samples = (min(data.validation_tokens for data in corpus.sets) - 1) // length  # every set contributes equally
     if samples < batch:
-        reason = f"the documents make {samples} samples of {length} tokens, less than one batch of {batch}"
+        reason = f"the documents contain {samples} samples of {length} tokens, fewer than one batch of {batch}"
         fix = "use a smaller train.global_batch_size, or give --batches a number: samples are then repeated"
         raise ConfigError(Problem(key="--batches", value="all", reason=reason, fix=fix))
     return samples // batch
 
 
 class _Lines(TrainView):
-    """A view that prints a line for each stage."""
+    """A view that prints a line for each stage and each note."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

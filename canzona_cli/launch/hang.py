@@ -1,13 +1,13 @@
-"""Tells a run that hangs from one that is slow, and which of its ranks holds the others up.
+"""Detects that a run hangs, and which rank the others wait for.
 
-A run hangs when none of this machine's ranks makes progress for `run.hang_timeout_s`. Progress is every
-change of phase and both ends of every wait for other ranks, many times per step. Where a single operation may
-take long (start-up, reading data, saving, the first step, which may compile), the limit is `PATIENCE` times
-as long.
+A run hangs if none of this machine's ranks makes progress for `run.hang_timeout_s`. Every change of phase
+counts as progress, and so do both ends of every wait for other ranks: many times per step. Where a single
+operation may take long (start-up, reading data, saving, the first step, which may compile), the limit is
+`PATIENCE` times as long.
 
-The culprit is, in this order: a process that no longer runs (stopped, swapped out, or waiting for a disk),
-whose beat has ceased; a rank that is stuck in its own work while others wait for it; the rank that has waited
-longest.
+The culprit is, in this order: a process whose heartbeat has stopped (stopped, swapped out, or waiting for a
+disk); a rank that never started; a rank that is stuck in its own work while others wait for it; the rank that
+has waited longest.
 """
 
 import os
@@ -24,11 +24,11 @@ from canzona_cli.run.heartbeat import BEAT_S, PATIENCE, STACKS_SIGNAL, VARIABLE,
 from canzona_cli.run.records import Incident
 
 _LONGEST_LOOK_S: Final = 5.0
-"""The most seconds that count between two looks, so that a machine that was suspended does not count as hanging."""
+"""The most seconds that count between two looks, so that a suspended machine is not taken for a hang."""
 _AFTER_OTHERS_S: Final = 5.0
 _NO_BEAT_S: Final = 10 * BEAT_S
 _WRITE_STACKS_S: Final = 1.0
-_TOLD_AFTER_S: Final = 30.0
+_REPORT_AFTER_S: Final = 30.0
 _MOST_OTHERS: Final = 8
 _STATES: Final = {
     psutil.STATUS_STOPPED: "is stopped (SIGSTOP; SIGCONT resumes it)",
@@ -41,16 +41,16 @@ _STATES: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport:
-    """The rank that holds the run up."""
+    """The report of a hang: the rank that the others wait for, and what it does."""
 
     rank: int | None
-    """None: all ranks have ended, and torchrun has not."""
+    """None if all ranks have ended and torchrun has not."""
     step: int
     where: str
     reason: str
-    """The reason without the rank's name: its activity, for how long, and the activity of the others."""
+    """The rank's activity, its duration, and the activity of the other ranks; without the rank's name."""
     elsewhere: bool = False
-    """True if all ranks of this machine wait: for the network, or for a rank of another machine."""
+    """True if all ranks of this machine only wait, for the network or for a rank of another machine."""
 
     @property
     def name(self) -> str:
@@ -58,20 +58,21 @@ class HangReport:
 
     @property
     def incident(self) -> Incident:
-        """The line of events.jsonl."""
+        """The incident to append to events.jsonl."""
         facts = {"rank": self.rank, "step": self.step, "where": self.where}
         return Incident(time=time.time(), event="hang", detail=self.reason, facts=facts)
 
     @property
     def problem(self) -> Problem:
-        """Returns the problem of the error that the command ends with."""
-        fix = "the logs hold the Python stacks of all ranks that still run; run.hang_timeout_s sets the limit"
+        """The problem in the error that the command ends with."""
+        fix = "the logs have the Python stacks of all ranks that still run; run.hang_timeout_s sets the limit"
         return Problem(key=self.name, reason=self.reason, fix=fix)
 
 
 @contextmanager
 def watched(ranks: range, *, timeout_s: float | None) -> Iterator["HangWatch | None"]:
-    """Watches the ranks started inside the block; yields None without a timeout."""
+    """Creates the heartbeats of the ranks that the block starts, and yields their watch; yields None without a
+    timeout."""
     if timeout_s is None:
         yield None
         return
@@ -83,7 +84,7 @@ def watched(ranks: range, *, timeout_s: float | None) -> Iterator["HangWatch | N
 
 
 class HangWatch:
-    """A watch that looks at the ranks of this machine repeatedly, until they hang."""
+    """A watch over the heartbeats of this machine's ranks, which the launcher polls."""
 
     def __init__(
         self,
@@ -96,46 +97,47 @@ class HangWatch:
         self._began = self._looked = clock()
         self._newest = 0.0
         self._silent_s = 0.0
-        self._told = False
+        self._reported = False
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that the ranks need to show signs of life."""
+        """The environment variables by which the ranks find their heartbeats."""
         return {VARIABLE: str(self._beats.folder)}
 
     def look(self) -> HangReport | None:
-        """Returns a report if the ranks hang now; call it several times a second."""
+        """Returns a report if the ranks hang, else None. Call this several times a second."""
         now = self._clock()
-        everyone = self._beats.signs()
-        newest = max(sign.progress for sign in everyone)
+        every_sign = self._beats.signs()
+        newest = max(sign.progress for sign in every_sign)
         passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
         self._silent_s = 0.0 if newest != self._newest else self._silent_s + passed
         self._newest = newest
-        signs = [sign for sign in everyone if not sign.ended]
+        signs = [sign for sign in every_sign if not sign.ended]
         if not signs:
             reason = f"has not exited, though all ranks ended {self._silent_s:.0f} s ago"
             late = self._silent_s > self._timeout_s
-            return HangReport(rank=None, step=everyone[0].step, where="finish", reason=reason) if late else None
+            return HangReport(rank=None, step=every_sign[0].step, where="finish", reason=reason) if late else None
         patient = any(sign.steps <= 1 or not sign.where.startswith(("train", "validate")) for sign in signs)
         limit_s = self._timeout_s * (PATIENCE if patient else 1)
         if self._silent_s <= limit_s:
             return None
         report = blame(signs, now=now, began=self._began, state=_state)
-        # The machine that has the culprit speaks first.
+        # If all ranks here wait, the machine of the culprit gets the time to report first.
         return None if report.elsewhere and self._silent_s <= limit_s + _AFTER_OTHERS_S else report
 
     def waits_for(self) -> str | None:
-        """Says what a start has been waiting for, once after half a minute of each wait; else None."""
+        """Describes what a start-up waits for, once per wait, after 30 seconds without progress; else returns
+        None."""
         signs = self._beats.signs()
-        if self._silent_s < _TOLD_AFTER_S or any(sign.steps for sign in signs):
-            self._told = False
+        if self._silent_s < _REPORT_AFTER_S or any(sign.steps for sign in signs):
+            self._reported = False
             return None
-        mentioned, self._told = self._told, True
-        return None if mentioned else f"nothing has happened for {self._silent_s:.0f} s: {_others(signs)}"
+        already, self._reported = self._reported, True
+        return None if already else f"no progress for {self._silent_s:.0f} s: {_others(signs)}"
 
     def write_stacks(self) -> None:
-        """Makes every rank write its Python stacks to its log, and gives it time to do so."""
-        # Those whose beat goes on: the others could not, and their numbers may be somebody else's by now.
+        """Makes every rank with a heartbeat write its Python stacks to its log, and waits a second for that."""
+        # Ranks without a heartbeat could not write anything, and their process ids may have been reused.
         alive = time.monotonic() - _NO_BEAT_S
         pids = [sign.pid for sign in self._beats.signs() if sign.beat > alive and not sign.ended]
         for pid in pids:
@@ -146,13 +148,13 @@ class HangWatch:
 
 
 def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[int], str]) -> HangReport:
-    """Finds the rank that holds the others up.
+    """Reports the rank that the others wait for.
 
     Args:
-        signs: the signs of life of at least one rank, none of which makes progress.
-        now, began: seconds of the monotonic clock; when the launcher began stands in for a rank that never
-            started.
-        state: the function that tells the state of a process, in psutil's words; empty when it is gone.
+        signs: the signs of life of at least one rank; none of the ranks makes progress.
+        now, began: seconds of the monotonic clock. A rank that never started counts as silent since `began`,
+            the start of the launcher.
+        state: a function that returns the state of a process in psutil's words; empty if the process is gone.
     """
 
     def silent_since(sign: Sign) -> float:
@@ -167,12 +169,12 @@ def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[i
         known = _STATES.get(state(culprit.pid), "does not respond: swapped out, or stuck in native code")
         reason = f"{known}, {lasted}, in {_place(culprit)}"
     elif culprit in absent:
-        reason = f"has not started, {lasted}: no sign of life from its process"
+        reason = f"has not started {lasted}: its process has sent no heartbeat"
     elif culprit in busy:
         reason = f"is stuck in {_place(culprit)} {lasted}"
     else:
-        cause = "look at the network, or at ranks of other machines"
-        reason = f"waits for other ranks in {_place(culprit)} {lasted}, as all ranks here do: {cause}"
+        cause = "check the network and the ranks of other machines"
+        reason = f"waits for other ranks in {_place(culprit)} {lasted}, like all ranks of this machine: {cause}"
     others = _others([sign for sign in signs if sign is not culprit])
     return HangReport(
         rank=culprit.rank,

@@ -1,8 +1,9 @@
-"""The launchers of a run's machines: they meet before the workers start, and agree on how the run ended.
+"""Coordinates the launchers of a run's machines: they meet before the workers start, and agree on how the run
+ended.
 
-They share nothing but the run directory. Its folder `nodes` holds a file per machine for the meeting, one per
-machine that has ended, and one with the verdict of machine 0, so every launcher exits with the same code and
-names the same culprit, whichever of them saw it.
+The launchers share nothing but the run directory. Its folder `nodes` has a file for each machine that has
+arrived, the reply of machine 0, a file for each machine whose workers have ended, and the verdict of machine 0.
+So every launcher exits with the same code and reports the same failure, whichever machine saw it.
 """
 
 import secrets
@@ -20,28 +21,32 @@ from canzona_cli.run.codec import load_if_sound, save
 from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
 
 MEETING_PATIENCE_S = 300.0
-"""Seconds in which all machines have to arrive: Slurm starts a step's tasks together, people take longer."""
+"""The seconds in which all machines must arrive. Slurm starts a step's tasks together; people need longer."""
 END_PATIENCE_S = 30.0
-"""Seconds the other machines get to say how they ended once one's workers have gone: a rank that has lost its
-neighbour notices at once, torchrun gives it 15 seconds to go."""
+"""The seconds that machine 0 waits, after its own workers have ended, for the outcomes of the other machines. A
+rank that has lost a peer notices at once, and torchrun then gives the other ranks 15 seconds to exit."""
 VERDICT_PATIENCE_S = 900.0
-"""Seconds in which machine 0 has to end as well where nothing has failed:
-it may be reading a checkpoint again."""
+"""The seconds that a machine without a failure waits for the verdict: machine 0 may still be verifying a
+checkpoint."""
 FAILURE_GRACE_S = 20.0
-"""Seconds the workers here get to notice by themselves that another machine's have failed;
-NCCL may wait forever."""
+"""The seconds that this machine's workers get to notice a failure on another machine. The launcher stops them
+afterwards, as NCCL may wait forever."""
 HANG_GRACE_S = 15.0
-"""Seconds for which a machine whose ranks only wait lets the others name the rank that hangs."""
+"""The seconds that a machine whose ranks all wait leaves to the other machines to report the hanging rank."""
 _LOOK_S = 2.0
 _POLL_S = 0.2
 
 
 class Machines:
-    """The link between this launcher and those of the other machines; on a single machine it does nothing."""
+    """The link between this launcher and the launchers of the run's other machines."""
 
     def __init__(self, files: RunFiles, *, node_rank: int = 0, nodes: int = 1, restarts: int = 0) -> None:
-        """`restarts`: how often this launch has started the run again; each time the machines meet in a new
-        folder, so that one which is slow to hear how it ended still can."""
+        """Names the folder in which the machines meet.
+
+        Args:
+            restarts: the number of restarts of this launch so far. After each, the machines meet in a new
+                folder, so that a slow machine can still read the verdict in the previous folder.
+        """
         self._files = files
         self.node_rank = node_rank
         self._nodes = nodes
@@ -51,15 +56,16 @@ class Machines:
         self._waiting_since: float | None = None
 
     def gather(self, endpoint: str, *, patience_s: float = MEETING_PATIENCE_S, say: Callable[[str], None]) -> None:
-        """Waits on machine 0, its run directory filled, for the others, and tells them where the ranks meet.
+        """Waits for the other machines, then writes the rendezvous endpoint for them. Machine 0 calls this once
+        it has filled the run directory.
 
         Raises:
-            EnvironmentProblem: names the machines that never joined.
+            EnvironmentProblem: lists the machines that did not arrive in time.
         """
         if self._nodes == 1:
             return
-        # Of an earlier launch in this directory. One who arrives at this moment may keep the folder from
-        # going.
+        # Removes the files of an earlier launch. This may fail if another machine writes its arrival at this
+        # moment.
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)
         others = range(1, self._nodes)
@@ -68,8 +74,8 @@ class Machines:
             waited, numbers = time.monotonic() - start, ", ".join(map(str, absent))
             if waited > patience_s:
                 within = f"{self._files.root} within {patience_s:.0f} s"
-                reason = f"these of the run's {self._nodes} machines did not arrive in {within}"
-                fix = "start `canzona train` on each, with a directory that every machine shares"
+                reason = f"of the run's {self._nodes} machines, these did not arrive in {within}"
+                fix = "start `canzona train` on each of them, with a run.dir that every machine shares"
                 raise EnvironmentProblem(Problem(key="cluster.node_rank", value=numbers, reason=reason, fix=fix))
             if waited > 2 and not announced:
                 announced = True
@@ -79,12 +85,13 @@ class Machines:
         write_json_atomic(self._folder / "meeting.json", {"endpoint": endpoint, "tokens": tokens})
 
     def arrive(self, *, patience_s: float = MEETING_PATIENCE_S) -> str:
-        """Waits on other machines until machine 0 has filled the run directory; returns where the ranks meet.
+        """Announces this machine and waits until machine 0 has seen it; returns the rendezvous endpoint. Every
+        machine but machine 0 calls this; the run directory is then filled.
 
-        Files of an earlier launch do not count: machine 0 must have seen this very process.
+        Machine 0 must answer with the token of this process, so files of an earlier launch do not count.
 
         Raises:
-            EnvironmentProblem: machine 0 never joined, or another launcher uses this one's number.
+            EnvironmentProblem: machine 0 did not answer in time, or another launcher has the same node rank.
         """
         token = secrets.token_hex(8)
         arrival = self._arrival(self.node_rank)
@@ -100,13 +107,14 @@ class Machines:
             time.sleep(_POLL_S)
         reason = f"machine 0 did not start this run here within {patience_s:.0f} s"
         fix = (
-            "start machine 0 too, with a directory that every machine shares, "
+            "start machine 0 too, with a run.dir that every machine shares, "
             f"and only one launcher with cluster.node_rank={self.node_rank}"
         )
         raise EnvironmentProblem(Problem(key="run.dir", value=str(self._files.root), reason=reason, fix=fix))
 
     def others_failed(self) -> bool:
-        """Returns True if another machine failed so long ago that waiting for the workers here is useless."""
+        """Returns True if another machine's failure was seen more than `FAILURE_GRACE_S` ago, so that the
+        workers here must be stopped. Reads the folder every two seconds, and returns False between two reads."""
         now = time.monotonic()
         if self._nodes == 1 or now < self._next_look:
             return False
@@ -116,7 +124,8 @@ class Machines:
         return self._failed_since is not None and now - self._failed_since > FAILURE_GRACE_S
 
     def may_know_better(self) -> bool:
-        """Returns True if another machine may name the rank that hangs, because those here merely wait."""
+        """Returns True for `HANG_GRACE_S` from the first call: another machine may report the hanging rank
+        meanwhile. Call this where all ranks of this machine only wait."""
         if self._nodes == 1:
             return False
         now = time.monotonic()
@@ -131,21 +140,23 @@ class Machines:
         settle: Callable[[Outcome], Outcome] = lambda outcome: outcome,
         patience_s: float = END_PATIENCE_S,
     ) -> Outcome:
-        """Returns how the whole run ended, the same on every machine. This machine's workers have gone.
+        """Returns the outcome of the run, the same on every machine. Call this once this machine's workers have
+        ended.
 
         Args:
-            settle: on machine 0, what follows from it where all machines are still there; the others do
-                likewise.
+            outcome: this machine's outcome.
+            settle: a function by which machine 0 completes the verdict, for example with a restart. If a
+                machine is gone, `settle` is not called.
         """
         if self._nodes == 1:
             return settle(outcome)
-        with suppress(OSError):  # a full disk: the others take this machine for gone
+        with suppress(OSError):  # the disk may be full; the others then take this machine for gone
             save(self._end(self.node_rank), outcome)
         if self.node_rank == 0:
-            return self._judge(outcome, settle, patience_s)
-        return self._hear(outcome, 2 * patience_s if outcome.failed else max(patience_s, VERDICT_PATIENCE_S))
+            return self._make_verdict(outcome, settle, patience_s)
+        return self._await_verdict(outcome, 2 * patience_s if outcome.failed else max(patience_s, VERDICT_PATIENCE_S))
 
-    def _judge(self, here: Outcome, settle: Callable[[Outcome], Outcome], patience_s: float) -> Outcome:
+    def _make_verdict(self, here: Outcome, settle: Callable[[Outcome], Outcome], patience_s: float) -> Outcome:
         deadline = time.monotonic() + patience_s
         while len(ended := {**self._ended(), 0: here}) < self._nodes and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -154,11 +165,11 @@ class Machines:
         settled = verdict if gone else settle(verdict)
         try:
             save(self._folder / "verdict.json", settled)
-        except OSError:  # the others will not hear of it, and end
+        except OSError:  # without a verdict the other machines end, so this one may not restart either
             return verdict
         return settled
 
-    def _hear(self, here: Outcome, patience_s: float) -> Outcome:
+    def _await_verdict(self, here: Outcome, patience_s: float) -> Outcome:
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             verdict = load_if_sound(self._folder / "verdict.json", Outcome)
@@ -178,8 +189,8 @@ class Machines:
         )
 
     def _ended(self) -> dict[int, Outcome]:
-        """Reads how the machines have ended so far, by number, in the order in which they did: the clock is that of
-        the file system they share."""
+        """Reads the outcomes of the machines that have ended, by node rank, in the order in which they ended by
+        the shared file system's clock."""
         outcomes = {
             number: (self._end(number).stat().st_mtime_ns, outcome)
             for number in range(self._nodes)
@@ -195,30 +206,31 @@ class Machines:
 
 
 def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
-    """Combines how the machines ended into how the run ended.
+    """Combines the outcomes of the machines into the outcome of the run.
 
-    A rank or a torchrun that failed by itself is why the others lost it; a missing machine explains what
-    nobody else does. Of several failures the first counts: a rank may die of losing another in ways that do
-    not look like it.
+    The first failure that is not merely the loss of another rank counts. A later failure may be its consequence
+    without looking like one. If every reported failure is such a loss, the failure of a missing machine counts.
 
     Args:
-        ended: by machine, in the order in which they ended.
-        gone: a failure for each machine that did not report how it ended.
+        ended: outcomes by node rank, in the order in which the machines ended.
+        gone: a failure for each machine that did not report an outcome.
     """
     failed = [
-        _at(number, outcome) if len(ended) > 1 else outcome for number, outcome in ended.items() if outcome.failed
+        _with_machine(number, outcome) if len(ended) > 1 else outcome
+        for number, outcome in ended.items()
+        if outcome.failed
     ]
     first = next(iter([*(o for o in failed if not o.secondary), *gone, *failed]), None)
     if first is not None:
         return first
-    # A machine that was told to stop knows more than one whose ranks had just come to their end; machine 0
-    # has the rank that completes checkpoints.
+    # Without a failure, any other outcome overrules `done`: the ranks of one machine may just have finished
+    # when the run was asked to stop. Machine 0 comes first because its rank 0 completes checkpoints.
     in_order = [outcome for _, outcome in sorted(ended.items())]
     return next((outcome for outcome in in_order if outcome.status != "done"), in_order[0])
 
 
-def _at(number: int, outcome: Outcome) -> Outcome:
-    """Names the machine in a failure whose message does not name a rank."""
+def _with_machine(number: int, outcome: Outcome) -> Outcome:
+    """Adds the machine's name to a failure whose message names neither a rank nor a machine."""
     if outcome.rank is not None or outcome.message.startswith("machine "):
         return outcome
     return replace(outcome, message=f"machine {number}: {outcome.message}")

@@ -1,8 +1,7 @@
-"""The outcome of a run, worked out from what the ranks wrote.
+"""Works out the outcome of a run from the files that its ranks wrote.
 
-torchrun's own exit code is 1 for every failure, and the failure it calls the root cause may be a rank that
-merely lost its neighbour. The rank files say what each rank saw; torchrun's log adds the signals that killed
-ranks.
+torchrun's own exit code is 1 for every failure, and its root cause may be a rank that only lost another rank.
+The rank files say what each rank saw; torchrun's log adds the signals that killed ranks.
 """
 
 import re
@@ -34,10 +33,10 @@ _SECONDARY = re.compile(
     r"|remote process exited|ncclremoteerror|peer .*(gone|died|closed)|failed to (recv|send)|end of file",
     re.IGNORECASE,
 )
-"""The words in which a rank reports that another rank is gone: true, but not the cause."""
+"""Error messages of a rank that has lost another rank. They are consequences of a failure, not its cause."""
 _SECONDARY_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "ConnectionResetError")
-_ENDS_AGAIN = (ExitCode.CONFIG, ExitCode.MEMORY, ExitCode.CHECKPOINT)
-"""Exit codes of runs that would end the same way if they were started again unchanged."""
+_FAILS_AGAIN = (ExitCode.CONFIG, ExitCode.MEMORY, ExitCode.CHECKPOINT)
+"""The exit codes of runs that would fail again if they were started unchanged."""
 _USER_MISTAKES = (ExitCode.CONFIG, ExitCode.ENVIRONMENT, ExitCode.MEMORY, ExitCode.CHECKPOINT)
 _DEATH = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*(-?\d+)")
 _TRACEBACK_LINES = 12
@@ -45,24 +44,24 @@ _TRACEBACK_LINES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(RunResult):
-    """The end of a run, with what the terminal shows of a failure beyond `result.json`."""
+    """The outcome of a run: the fields of `result.json`, and what else the terminal shows of a failure."""
 
     traceback: tuple[str, ...] = ()
-    """The last lines of the failing rank's traceback; empty for a mistake of the user,
-    which the message explains."""
+    """The last lines of the failing rank's traceback; empty for a user's mistake, which the message explains."""
     problems: tuple[Problem, ...] = ()
-    """The problems that this rank wrote for the user; empty where something else ended it."""
+    """The problems that explain the failure to the user; empty if there are none, as for a crash."""
     error_type: str = ""
-    """The class of that error, where it is one written for the user."""
+    """The class name of the rank's error if it is a user's mistake; else empty."""
     secondary: bool = False
-    """A failure that only says that a rank of another machine is gone."""
+    """True for a failure whose cause may be on another machine: a rank only lost another rank, or all ranks
+    wait."""
     again_in_s: float | None = None
-    """Seconds after which the same launch restarts the run; None if it does not."""
+    """The seconds after which the same launch restarts the run; None if there is no restart."""
 
     @property
     def resumable(self) -> bool:
-        """True if starting the run again in its directory may get it further."""
-        return self.status != "done" and self.exit_code not in _ENDS_AGAIN
+        """True if the run may get further when it is started again in its directory."""
+        return self.status != "done" and self.exit_code not in _FAILS_AGAIN
 
     def error(self) -> CanzonaError:
         """Returns the error that the command ends with: the rank's own problems, else the message."""
@@ -80,12 +79,12 @@ class Outcome(RunResult):
 
     @property
     def result(self) -> RunResult:
-        """The part that `result.json` keeps."""
+        """The fields that are written to `result.json`."""
         return RunResult(**{field.name: getattr(self, field.name) for field in fields(RunResult)})
 
 
 def read_ranks(files: RunFiles, ranks: Sequence[int]) -> list[RankResult]:
-    """Reads the result of each of `ranks`, in that order."""
+    """Reads the results of `ranks`, in the same order."""
     return [read_rank(files, rank) for rank in ranks]
 
 
@@ -95,8 +94,8 @@ def interrupted(message: str) -> Outcome:
 
 
 def unsaved(message: str, checkpoint: str | None) -> Outcome:
-    """Returns the outcome of a preempted run that was not saved: an older checkpoint, if any,
-    is where it resumes."""
+    """Returns the outcome of a preempted run that was not saved: preempted if the run has an older checkpoint
+    to resume from, else interrupted."""
     if checkpoint is None:
         return interrupted(f"{message}; there is no checkpoint to continue from")
     message = f"{message}; the checkpoint to continue from is {checkpoint}, and it is intact"
@@ -107,12 +106,15 @@ def stopped_at_once(files: RunFiles, *, training: bool) -> Outcome:
     """Returns the outcome of a run whose workers were killed because somebody asked it to stop.
 
     Args:
-        training: training had begun in this launch; the files may hold the curve of an earlier one.
+        training: True if training had begun in this launch; the metrics in `files` may be those of an earlier
+            launch.
     """
     if not training:
         return interrupted("stopped before training began")
     return interrupted(
-        "stopped at once, inside a step" if files.metrics.exists() else "stopped before the first step was done"
+        "stopped at once, in the middle of a step"
+        if files.metrics.exists()
+        else "stopped before the first step was done"
     )
 
 
@@ -128,39 +130,41 @@ class Workers:
     """torchrun's exit code; negative when a signal killed it."""
 
     def log(self, rank: int | None) -> Path:
-        """Finds the log that says most about a rank, or about torchrun."""
+        """Returns the error log of a rank; torchrun's log if the rank has none or is None."""
         worker = None if rank is None else self.files.worker_log(self.node_rank, self.ranks.index(rank))
         return worker or self.files.agent_log(self.node_rank)
 
     def failure(self, message: str, *, rank: int | None = None, exit_code: int = ExitCode.CRASH) -> Outcome:
-        """Returns the failure of a rank, or of torchrun."""
+        """Returns the outcome for a failed rank or, if `rank` is None, for a failure of torchrun."""
         return Outcome(
             status="failed", exit_code=int(exit_code), message=message.strip(), rank=rank, log=self.log(rank)
         )
 
 
 def judge(workers: Workers, *, stopping: bool) -> Outcome:
-    """Decide how a run ended whose workers were left to themselves.
+    """Returns the outcome of a run from its rank files and torchrun's log.
 
     Args:
-        stopping: somebody asked for a clean stop.
+        stopping: True if the workers were asked to stop after their step.
     """
     agent_code, results = workers.agent_code, read_ranks(workers.files, workers.ranks)
-    # A rank without room left to write how it ended reports it by its exit code, which torchrun passes on if
-    # it is 0.
+    # A rank on a full disk cannot write that it is done, so its file still says `running`. torchrun's exit code
+    # of 0 then says that all ranks are done.
     unreported = "running" if agent_code == 0 and not stopping else None
     if all(r.status in ("done", unreported) for r in results):
-        return Outcome(status="done", exit_code=ExitCode.OK, message=_lost(results))
+        return Outcome(status="done", exit_code=ExitCode.OK, message=_unwritten(results))
     saved = next((f", saved as {r.checkpoint}" for r in results if r.checkpoint is not None), "")
     if all(r.status == "preempted" for r in results):
-        return Outcome(status="preempted", exit_code=ExitCode.PREEMPTED, message=f"stopped after a whole step{saved}")
+        return Outcome(
+            status="preempted", exit_code=ExitCode.PREEMPTED, message=f"stopped after a complete step{saved}"
+        )
     deaths = {} if agent_code == 0 else _deaths(workers.files.agent_log(workers.node_rank))
     failed = sorted((r for r in results if r.status in FAILURES), key=lambda r: r.time)
-    causes = [r for r in failed if not _lost_a_neighbour(r)]
+    causes = [r for r in failed if not _lost_another_rank(r)]
     # torchrun sends SIGTERM to the other ranks after one has failed.
     killed = [r for r in results if -deaths.get(r.rank, 0) not in (0, signal.SIGTERM) and deaths[r.rank] < 0]
     if stopping and not causes and not killed:
-        return interrupted(f"stopped after a whole step{saved}")
+        return interrupted(f"stopped after a complete step{saved}")
     if causes or (failed and not killed):
         return _failed(workers, (causes or failed)[0])
     if killed:
@@ -179,13 +183,13 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
 
 
 def _failed(workers: Workers, first: RankResult) -> Outcome:
-    """Returns the outcome of a run that ended by an error of one of its ranks."""
+    """Returns the outcome of a run that ended with an error of one of its ranks."""
     error = first.error or RankError()
     if first.status == "diverged":
         return _diverged(workers, first.rank, error)
     code = ExitCode.CRASH if first.exit_code not in _USER_MISTAKES else ExitCode(first.exit_code)
     mistake = code is not ExitCode.CRASH
-    # An error written for the user has no traceback, and says more than the name of its class.
+    # An error written for the user has no traceback, and its message needs no class name.
     kind = f"{error.type}: " if error.traceback else ""
     message = error.message if mistake else f"rank {first.rank}: {kind}{error.message.strip()}"
     return Outcome(
@@ -197,12 +201,12 @@ def _failed(workers: Workers, first: RankResult) -> Outcome:
         traceback=() if mistake else tuple(error.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]),
         problems=error.problems,
         error_type=error.type if mistake else "",
-        secondary=not mistake and _lost_a_neighbour(first),
+        secondary=not mistake and _lost_another_rank(first),
     )
 
 
 def _diverged(workers: Workers, rank: int, error: RankError) -> Outcome:
-    """Returns the outcome of a run that diverged, with the checkpoint to go back to."""
+    """Returns the outcome of a run that diverged, with the last sound checkpoint from before the divergence."""
     name, hint, resume = None, "", ""
     if error.since is not None:
         sound = [
@@ -224,14 +228,14 @@ def _diverged(workers: Workers, rank: int, error: RankError) -> Outcome:
     )
 
 
-def _lost_a_neighbour(result: RankResult) -> bool:
-    """Returns True if the rank's error only says that another rank is gone."""
+def _lost_another_rank(result: RankResult) -> bool:
+    """Returns True if the rank's error only says that it lost another rank."""
     error = result.error or RankError()
     return error.type in _SECONDARY_TYPES or _SECONDARY.search(error.message) is not None
 
 
-def _lost(results: Sequence[RankResult]) -> str:
-    """Lists the run's files that could not be written in full; empty in a healthy run."""
+def _unwritten(results: Sequence[RankResult]) -> str:
+    """Describes the records that the ranks could not write; empty if there are none."""
     missing = [f"{count} lines of {name}" for r in results for name, count in r.lost.items()]
     missing += [f"the end of rank {r.rank}'s record" for r in results if r.status != "done"]
     return f"could not write {', '.join(missing)}" if missing else ""
@@ -257,8 +261,8 @@ def _killed_by(number: int) -> str:
 
 
 def _deaths(agent_log: Path) -> dict[int, int]:
-    """Reads exit codes by rank from torchrun's failure report; negative for a signal.
-    Empty if there is no report."""
+    """Reads the ranks' exit codes from the failure report in torchrun's log; negative for a signal. Empty if
+    there is no report."""
     try:
         text = agent_log.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""A check that this machine has what a run needs, before anything is written or started. Imports no torch."""
+"""Checks that this machine has what a run needs, before anything is written or started. Imports no torch."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -24,68 +24,53 @@ from canzona_cli.launch.torchrun import node_count, on_one_machine, ranks_per_no
 
 
 def check_machine(config: RunConfig, layout: Layout, *, training: bool = True) -> None:
-    """Refuse a run this machine cannot carry its share of.
+    """Refuses a run if this machine cannot run its part.
 
     Args:
-        training: False where the model only computes.
+        training: False if the ranks only run forward passes.
 
     Raises:
-        EnvironmentProblem: GPUs, memory or packages are missing; every one of them at once.
+        EnvironmentProblem: lists everything that is missing: GPUs, memory, network, packages.
     """
     refuse(machine_problems(config, layout, training=training), EnvironmentProblem)
 
 
 def check_nodes(config: RunConfig) -> None:
-    """Refuse a run over several machines that does not say how they find each other.
+    """Refuses a run over several machines whose settings do not say how the machines find each other.
 
     Raises:
-        ConfigError: every missing or impossible setting at once.
-        EnvironmentProblem: this is machine 0, and the port at which the others would find it is taken.
+        ConfigError: lists every missing or impossible setting.
+        EnvironmentProblem: this is machine 0, and the port of the rendezvous endpoint is in use.
     """
     nodes, cluster = node_count(config), config.cluster
     if nodes == 1:
         return
     problems = []
     if cluster.rdzv_endpoint is None:
-        reason = f"the run spans {nodes} machines, and no address is set where they meet"
-        fix = (
-            "cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all can reach, the same on each; "
-            f"or gpus={min(config.gpus, cluster.gpus_per_node)} cluster.nodes=1 for this machine alone"
-        )
+        reason = f"the run spans {nodes} machines, and the address where they meet is not set"
+        fix = "cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all machines can reach; the same on each"
         problems.append(Problem(key="cluster.rdzv_endpoint", reason=reason, fix=fix))
-    if cluster.node_rank is None:
-        reason = f"the run spans {nodes} machines, and the number of this one is not set"
-        fix = "in a Slurm job, srun --ntasks-per-node=1 sets it; by hand: cluster.node_rank=0 here, " + (
-            "1 on the other" if nodes == 2 else f"1 to {nodes - 1} on the others"
-        )
-        problems.append(Problem(key="cluster.node_rank", reason=reason, fix=fix))
-    elif not 0 <= cluster.node_rank < nodes:
-        reason = f"the machines of this run are numbered 0 to {nodes - 1}"
-        fix = "give each machine its own number in that range"
+    if cluster.node_rank is None or not 0 <= cluster.node_rank < nodes:
+        reason = f"must be the number of this machine: the machines of this run are numbered 0 to {nodes - 1}"
+        fix = "in a Slurm job, srun --ntasks-per-node=1 sets it; by hand: each machine's own number in that range"
         problems.append(problem_with(config, "cluster.node_rank", reason, fix))
     if config.run.dir is None:
         reason = f"the {nodes} machines of the run would each create their own directory"
         problems.append(Problem(key="run.dir", reason=reason, fix="run.dir=DIR, a directory that every machine shares"))
     refuse(problems)
     if cluster.node_rank == 0 and cluster.rdzv_endpoint is not None:
-        problems.extend(_port_problems(config, cluster.rdzv_endpoint))
-    refuse(problems, EnvironmentProblem)
-
-
-def _port_problems(config: RunConfig, endpoint: str) -> Iterator[Problem]:
-    """Finds a port in use before torchrun does, which would print a traceback while the other machines wait."""
-    host, _, port = endpoint.rpartition(":")
-    if not port.isdecimal() or int(port) > 65535:
-        return  # what is no address at all, torchrun refuses
-    local = host if on_one_machine(config) else ""  # from elsewhere, torchrun is reached on every interface
-    if taken(local, int(port)):
-        reason = "another program on this machine uses this port" + _holder(int(port))
-        fix = f"choose another port, the same on every machine: cluster.rdzv_endpoint={host}:PORT"
-        yield Problem(key="cluster.rdzv_endpoint", value=endpoint, reason=reason, fix=fix)
+        host, _, port = cluster.rdzv_endpoint.rpartition(":")
+        local = LOOPBACK if on_one_machine(config) else ""  # otherwise torchrun listens on every interface
+        # torchrun refuses an invalid address itself. For a port in use it would print a traceback while the
+        # other machines wait.
+        if port.isdecimal() and int(port) <= 65535 and taken(local, int(port)):
+            reason = "another program on this machine uses this port" + _holder(int(port))
+            fix = f"choose another port, the same on every machine: cluster.rdzv_endpoint={host}:PORT"
+            raise EnvironmentProblem(problem_with(config, "cluster.rdzv_endpoint", reason, fix))
 
 
 def _holder(port: int) -> str:
-    """Names the program that uses a port, if the system lets us know."""
+    """Names the program that listens on a port, if the system reports it."""
     with suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             listening = connection.status == psutil.CONN_LISTEN and getattr(connection.laddr, "port", None) == port
@@ -95,17 +80,17 @@ def _holder(port: int) -> str:
 
 
 def machine_problems(config: RunConfig, layout: Layout, *, training: bool = True) -> Iterator[Problem]:
-    """Lists everything that this machine lacks for its share of the run."""
+    """Yields a problem for everything that this machine lacks for its part of the run."""
     if config.cluster.device == "cuda":
-        yield from list(_gpus(config)) or _beside_gpus(config)
+        yield from list(_gpus(config)) or _gpu_access(config)
     else:
         memory = estimate(config, layout)
         yield from _host_memory(config, memory.total if training else memory.forward)
-    if on_one_machine(config) and (apart := loopback_problem(ranks_per_node(config))) is not None:
-        reason = f"its ranks cannot meet there: {apart[:1].lower()}{apart[1:]}"
+    if on_one_machine(config) and (obstacle := loopback_problem(ranks_per_node(config))) is not None:
+        reason = f"its ranks cannot meet there: {obstacle[:1].lower()}{obstacle[1:]}"
         yield Problem(key="network", value=LOOPBACK, reason=reason, fix=LOOPBACK_FIX)
-    if config.cluster.fused_layers and (fused := fused_layers_problem()) is not None:
-        yield fused
+    if config.cluster.fused_layers and (problem := fused_layers_problem()) is not None:
+        yield problem
     for tracker in config.run.trackers:
         if importlib.util.find_spec(tracker) is None:
             fix = f"pip install 'canzona[{tracker}]', or leave it out: metrics.jsonl holds the same numbers"
@@ -118,28 +103,23 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
         return
     per_machine = "" if node_count(config) == 1 else f" on each of {node_count(config)} machines"
     visible = {0: "no GPU is visible here", 1: "one GPU is visible here"}.get(here, f"{here} GPUs are visible here")
-    ways = [
-        "the same command with --dry-run shows layout, memory and torchrun command without them",
-        "`canzona slurm --submit` with the same arguments gives it to Slurm",
+    ways = (
+        *((f"gpus={here} uses all GPUs of this machine",) if here else ()),
+        "the same command with --dry-run shows layout, memory and torchrun command without GPUs",
+        "`canzona slurm --submit` with the same arguments submits the run to Slurm",
         "`canzona train recipe=qwen3-tiny` trains on this machine's CPU",
-    ]
-    if here:
-        ways.insert(0, f"gpus={here} asks for what is here")
+    )
     reason = f"{config.name} needs {needed} GPUs{per_machine}, and {visible}"
     yield problem_with(config, "gpus", reason, ";\n".join(ways))
 
 
-def _beside_gpus(config: RunConfig) -> Iterator[Problem]:
-    """Lists what keeps ranks off the GPUs that are here."""
+def _gpu_access(config: RunConfig) -> Iterator[Problem]:
+    """Yields a problem for whatever keeps ranks from using this machine's GPUs: driver, network interface, NCCL
+    backend."""
     environment = worker_environment(config)
-    yield from filter(
-        None,
-        (
-            driver_problem(),
-            interface_problem(environment.get("NCCL_SOCKET_IFNAME"), alone=on_one_machine(config)),
-            backend_problem(environment.get("TORCH_DIST_USE_NCCL2")),
-        ),
-    )
+    interfaces, backend = environment.get("NCCL_SOCKET_IFNAME"), environment.get("TORCH_DIST_USE_NCCL2")
+    problems = driver_problem(), interface_problem(interfaces, alone=on_one_machine(config)), backend_problem(backend)
+    yield from filter(None, problems)
 
 
 def _host_memory(config: RunConfig, rank_bytes: int) -> Iterator[Problem]:
@@ -148,8 +128,8 @@ def _host_memory(config: RunConfig, rank_bytes: int) -> Iterator[Problem]:
     available = psutil.virtual_memory().available
     if needed > available:
         reason = (
-            f"{ranks} CPU ranks need about {needed / GIB:.1f} GiB in all, "
-            f"and {available / GIB:.1f} GiB of this machine's memory are free"
+            f"{ranks} CPU ranks need about {needed / GIB:.1f} GiB in total, "
+            f"but only {available / GIB:.1f} GiB of this machine's memory is free"
         )
         fix = "fewer ranks, a smaller model, a smaller train.micro_batch_size, or train.recompute=full"
         yield problem_with(config, "gpus", reason, fix)

@@ -1,5 +1,4 @@
-"""Processes that the launcher starts on its own machine. They die with it,
-and so does everything that they started."""
+"""Starts the launcher's child processes, which are killed with the launcher, as are their own children."""
 
 import os
 import subprocess
@@ -16,21 +15,21 @@ from canzona_cli.run import orphan
 from canzona_cli.run.files import RunFiles
 
 PATIENCE_S = 30.0
-"""Seconds that all trackers together get, once a run has ended, to take what is left."""
+"""The seconds that all trackers together get after a run's end to send the rest."""
 
 
 def start_child(
     command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
-    """Start a command that the kernel kills when the launcher dies.
+    """Starts a command that is killed when the launcher dies.
 
     Args:
-        environment: beside this process's own.
-        log: the file that its output is appended to.
+        environment: variables added to those of this process.
+        log: the file to which the output is appended.
         stdin: as for `subprocess.Popen`.
 
     Raises:
-        OSError: it cannot be started, or its log not be written.
+        OSError: the command cannot be started, or its log cannot be written.
     """
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -39,18 +38,18 @@ def start_child(
             stdin=stdin,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
+            start_new_session=True,  # so that Ctrl-C in the terminal only reaches the launcher
         )
 
 
 def kill_tree(child: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all below it, if it has not ended. Some have sessions of their own, so that its
-    process group would not be enough."""
+    """Kills a process and all its descendants, unless the process has ended. Some descendants have sessions of
+    their own, so killing the process group would not be enough."""
     if child.poll() is None:
         processes = list[psutil.Process]()
-        with suppress(psutil.NoSuchProcess):  # it may end meanwhile
+        with suppress(psutil.NoSuchProcess):  # the process may end meanwhile
             family = psutil.Process(child.pid)
-            family.suspend()  # it must not start another process between the listing and the killing
+            family.suspend()  # so that no child is started between listing and killing
             processes = [*family.children(recursive=True), family]
         for process in processes:
             kill(process)
@@ -59,7 +58,7 @@ def kill_tree(child: subprocess.Popen[bytes]) -> None:
 
 
 def kill(process: psutil.Process) -> None:
-    """Kill one process, if it is still there."""
+    """Kills a process if it still exists."""
     with suppress(psutil.NoSuchProcess):
         process.kill()
 
@@ -73,16 +72,15 @@ def tracked(
     environment: Mapping[str, str],
     say: Callable[[str], None],
 ) -> Iterator[None]:
-    """Have the trackers follow the run for as long as the block lasts, and shortly after it.
+    """Runs the trackers for as long as the block lasts, and up to `PATIENCE_S` longer.
 
-    A tracker can do nothing to the run: one that cannot even be started, or is not done in time, is only
+    A tracker cannot affect the run. If a tracker cannot be started or does not finish in time, that is only
     reported.
 
     Args:
-        start: the step after which this launch begins.
-        environment: the environment of the workers, beside this process's own; trackers find their keys
-            there.
-        say: tells the user something at once.
+        start: the number of steps that were done before this launch.
+        environment: the workers' variables, added to those of this process; trackers read their keys from them.
+        say: a function that prints a message for the user at once.
     """
     started: dict[TrackerName, subprocess.Popen[bytes]] = {}
     for name in dict.fromkeys(trackers):
@@ -101,7 +99,7 @@ def tracked(
             try:
                 process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                say(f"{name} has not taken everything after {PATIENCE_S:.0f} s: the rest is in metrics.jsonl alone")
+                say(f"{name} has not received everything after {PATIENCE_S:.0f} s: the rest is only in metrics.jsonl")
             finally:
                 kill_tree(process)
 

@@ -1,8 +1,7 @@
-"""Running again after an early end: the launch itself restarts a run that failed,
-a person resumes it with a command.
+"""Restarts a failed run within the same launch, and builds the command by which a person resumes a run.
 
-A restart happens within one launch, `run.restarts` times at most, after a wait. The resume command repeats
-what was typed, with the directory that the run has.
+A launch restarts a run after a wait, at most `run.restarts` times. The resume command repeats what was typed,
+with the run's directory.
 """
 
 import os
@@ -30,32 +29,32 @@ from canzona_cli.run.words import duration, plural
 
 FIRST_WAIT_S = 10.0
 LONGEST_WAIT_S = 600.0
-"""Seconds that a machine or a file server takes to come back;
-longer only keeps the GPUs from somebody else."""
+"""The longest wait before a restart, in seconds: long enough for a machine or a file server to come back. A
+longer wait would only keep the GPUs from other jobs."""
 _POLL_S = 0.2
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 @dataclass
 class Restarts:
-    """The restarts of one launch so far. Machine 0 decides; the others follow."""
+    """The restarts of one launch so far. Machine 0 decides on them; the other machines follow."""
 
     most: int = 0
     first_wait_s: float = field(default_factory=lambda: FIRST_WAIT_S)
-    """The first wait; each one after it is twice as long while the run gets no further than before."""
+    """The first wait. Each further wait is twice as long while the run gets no further than before."""
     done: int = field(default=0, init=False)
     _in_vain: int = field(default=0, init=False)
-    """The number of failures in a row that came at no later step than the failure before."""
+    """The number of consecutive failures at no later step than `_furthest`."""
     _furthest: int = field(default=-1, init=False)
-    """Step of the latest failure."""
+    """The latest step at which the run has failed so far."""
     _failures: set[tuple[int, int, str]] = field(default_factory=set, init=False)
 
     def decide(self, outcome: Outcome) -> Outcome:
-        """Returns the same end with the wait before the restart, or with the reason why there is none.
+        """Returns the outcome with the wait before a restart, or with the reason why the run is not restarted.
 
-        A crash or a hang may be a machine's fault. A user's mistake and a divergence would happen again, and
-        so would, most likely, what has happened twice at the same step in the same words (apart from numbers:
-        times, addresses).
+        Only crashes and hangs lead to a restart, as a machine may be at fault. A user's mistake or a divergence
+        would happen again. So would, most likely, a failure that has now happened twice at the same step with
+        the same message, apart from numbers such as times and addresses. Other outcomes are returned unchanged.
         """
         if self.most == 0 or outcome.status != "failed" or outcome.exit_code not in (ExitCode.CRASH, ExitCode.HANG):
             return outcome
@@ -81,11 +80,10 @@ def run_with_restarts(
     node_rank: int,
     say: Callable[[str], None],
 ) -> Outcome:
-    """Attempt the run until it ends in a way that no restart follows,
-    or somebody stops it between two attempts.
+    """Repeats the run until an outcome asks for no restart, or somebody stops the run between two attempts.
 
     Args:
-        attempt: starts the run and watches it to its end, which it writes to `result.json`.
+        attempt: a function that starts the run, watches it to its end, and writes `result.json`.
     """
     while (wait_s := (outcome := attempt()).again_in_s) is not None:
         number = f"restart {restarts.done + 1} of {restarts.most}"
@@ -93,7 +91,7 @@ def run_with_restarts(
         if (reason := _asked_to_stop(files, requests, wait_s)) is None:
             restarts.done += 1
             continue
-        message = f"stopped before it was restarted, having failed at step {outcome.step:,}: {outcome.message}"
+        message = f"stopped before the restart, after a failure at step {outcome.step:,}: {outcome.message}"
         end = unsaved(message, sound_checkpoint(files)) if reason == "preempted" else interrupted(message)
         stopped = replace(
             outcome,
@@ -105,22 +103,22 @@ def run_with_restarts(
             traceback=(),
         )
         if node_rank == 0:
-            with suppress(OSError):  # a full disk: the exit code says it too
+            with suppress(OSError):  # the disk may be full; the exit code says the same
                 save(files.result, stopped.result)
         return stopped
     return outcome
 
 
 def _asked_to_stop(files: RunFiles, requests: Requests, wait_s: float) -> StopReason | None:
-    """Waits; returns why somebody asked to stop meanwhile,
-    here or on another of the run's machines; else None."""
+    """Waits for `wait_s` seconds. If somebody asks to stop meanwhile, on any of the run's machines, returns the
+    reason at once and passes the request on to the other machines; else returns None."""
     until = time.monotonic() + wait_s
     while requests.reason is None and not files.stop_requested():
         if time.monotonic() > until:
             return None
         time.sleep(_POLL_S)
     if requests.reason is not None and not files.stop_requested():
-        with suppress(OSError):  # a full disk: the other machines get the signal themselves, or wait in vain
+        with suppress(OSError):  # on a full disk, the other machines stop only if they get the signal themselves
             files.request_stop(requests.reason)
     return requests.reason or files.stop_reason()
 
@@ -135,11 +133,12 @@ def resume_command(
 ) -> str:
     """Returns a shell command that resumes this run in its directory.
 
-    In a Slurm batch job it submits another job with the same limits; in an allocation it starts a step.
+    In a Slurm batch job, the command submits another job with the same limits; in an allocation, it starts a
+    step.
 
     Args:
-        overrides: as they were typed.
-        config: resolved.
+        overrides: the overrides as they were typed.
+        config: the resolved configuration.
     """
     repeated = [text for text in overrides if not _is_replaced(text)]
     folders = [word for folder in recipes_dirs for word in ("--recipes-dir", str(folder.absolute()))]
@@ -150,7 +149,7 @@ def resume_command(
 def resume_hint(
     outcome: Outcome, files: RunFiles, config: RunConfig, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """Returns the resume command with the conditions under which it applies; empty if there is none."""
+    """Returns the resume command and the conditions under which it applies; empty if there is no command."""
     if outcome.go_on is None:
         return ""
     saved = CheckpointStore(files.checkpoints).latest() is not None
@@ -165,8 +164,8 @@ def resume_hint(
 
 
 def _is_replaced(text: str) -> bool:
-    """Returns True if an override only applied to the first start: a directory,
-    or a checkpoint by its name in it."""
+    """Returns True if an override only applied to the first start: the run directory, or a checkpoint named by
+    its step."""
     key, _, value = (part.strip() for part in text.partition("="))
     return key == "run.dir" or (key == "checkpoint.resume" and step_of(value.strip("'\"")) is not None)
 
@@ -175,7 +174,8 @@ def _program(config: RunConfig, environment: Mapping[str, str]) -> Iterator[str]
     if current_step(environment) is None:
         yield from ("canzona", "train")
     elif environment.get("ENVIRONMENT") == "BATCH":
-        # Slurm sets this in batch scripts only, though no manual says so; the job's processes inherit it.
+        # Slurm sets ENVIRONMENT=BATCH in batch scripts only, which no manual documents; the job's processes
+        # inherit it.
         yield from ("canzona", "slurm", "--submit")
         limit = tool_output("squeue", "--noheader", "--format=%l", f"--jobs={environment['SLURM_JOB_ID']}") or ""
         if limit[:1].isdigit():  # it may be UNLIMITED

@@ -1,9 +1,8 @@
-"""The checkpoint that a launch resumes from, and the files of earlier launches,
-which make room for it. No torch.
+"""Chooses the checkpoint that a launch resumes from, and moves the files of earlier launches away. Imports no
+torch.
 
-The checkpoint is chosen before anything is moved, written or started.
-
-Of big files the headers alone are read here: the workers hash them together, once, before they open any.
+The checkpoint is chosen before anything is moved, written or started. Only the headers of big files are read
+here: the workers hash these files together, once, before they open any.
 """
 
 import math
@@ -32,33 +31,34 @@ _KEY = "checkpoint.resume"
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
-    """A checkpoint to continue from."""
+    """A checkpoint to start from, with all of its state or only with its weights."""
 
     checkpoint: Path
     progress: Progress
     created: float
-    """The time at which it was made, seconds since 1970."""
+    """The time at which the checkpoint was saved, in seconds since 1970."""
     of_this_run: bool
-    """True if the checkpoint lies in this run directory; otherwise a new run begins from another run's."""
+    """True if the checkpoint is in this run directory; otherwise a new run starts from another run's
+    checkpoint."""
     steps_before: int
-    """`train.steps` of the run that was saved."""
+    """The `train.steps` of the saved run."""
     warnings: tuple[str, ...] = ()
-    """Changes that affect the loss curve from here on."""
+    """Changes of settings that affect the loss curve from here on."""
     weights_only: bool = False
-    """True if the run begins at its first step, with the weights of the checkpoint."""
+    """True if the run starts at its first step and takes only the weights of the checkpoint."""
     spread: str = ""
-    """The changes of the layout since the checkpoint; empty if there are none."""
+    """The changes of layout and distribution since the checkpoint; empty if there are none."""
 
     @property
     def origin(self) -> str:
-        """The place of the checkpoint, for people."""
+        """The checkpoint as shown to the user: its name, or the path of another run's checkpoint."""
         return self.checkpoint.name if self.of_this_run else str(self.checkpoint)
 
     @property
     def words(self) -> str:
-        """The words for how the run begins: `continue from step 30 (step-00000030)`."""
+        """The text that says how the run starts: `continue from step 30 (step-00000030)`."""
         if self.weights_only:
-            return f"begin at step 1 with the weights of {self.origin}"
+            return f"start at step 1 from the weights of {self.origin}"
         return f"continue from step {self.step:,} ({self.origin})"
 
     @property
@@ -67,49 +67,49 @@ class Resumption:
 
 
 def holds_run(files: RunFiles) -> bool:
-    """Returns True if the directory holds files of a run; other files,
-    such as a batch system's log, do not count."""
+    """Returns True if the directory has files of a run. Other files, such as a batch system's log, do not
+    count."""
     known = (files.claim, files.config, files.result, files.metrics, files.ranks, files.logs, files.checkpoints)
     return any(path.exists() for path in known)
 
 
 def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Resumption | None:
-    """Chooses the checkpoint that a resolved run resumes from; None if it starts at its first step.
+    """Chooses the checkpoint that a resolved run starts from; None if there is none.
 
     Args:
-        again: the same launch restarts the run, rather than a person.
+        again: True if this is a restart by the same launch.
 
     Raises:
-        ConfigError: the run directory holds a finished run; the checkpoint is none, or of another model or
-            optimizer; every reason at once.
-        CheckpointInvalid: the checkpoint is damaged, or holds what no run of its model saves, as far as its
-            manifest, and the sizes and headers of its files show.
+        ConfigError: the run directory holds a finished run; the checkpoint does not exist, or is of another
+            model or optimizer; lists every reason.
+        CheckpointInvalid: the checkpoint is damaged or is not one that a run of its model saves, as far as its
+            manifest and the sizes and headers of its files show.
     """
     if config.checkpoint.weights_from is not None and config.checkpoint.resume != "auto":
-        reason = f"checkpoint.resume={config.checkpoint.resume} says already what the run begins with"
+        reason = f"checkpoint.resume={config.checkpoint.resume} already says what the run starts from"
         raise ConfigError(problem_with(config, "checkpoint.weights_from", reason, "leave one of them out"))
     files = RunFiles(Path(config.run.dir).absolute()) if config.run.dir is not None else None
     used = files is not None and holds_run(files)
     asked = config.checkpoint.resume
     if files is not None and used:
         _refuse_finished(files, config)
-        asked = _before_divergence(files, _asked_again(files, asked, again=again))
+        asked = _before_divergence(files, _newer_request(files, asked, again=again))
     checkpoints = files.checkpoints if files is not None else Path(config.run.root) / "checkpoints"
     checkpoint = resolve(checkpoints, asked) if files is not None or asked != "auto" else None
     if checkpoint is None:
-        return None if config.checkpoint.weights_from is None else _weights(config)
+        return None if config.checkpoint.weights_from is None else _from_weights(config)
     of_this_run = files is not None and checkpoint.parent.resolve() == files.checkpoints.resolve()
     if used and not of_this_run and files is not None and CheckpointStore(files.checkpoints).latest() is not None:
-        reason = f"belongs to another run, and {files.root} has checkpoints of its own"
+        reason = f"belongs to another run, but {files.root} already has checkpoints of its own"
         fix = "run.dir=DIR of a new run, or checkpoint.resume=auto to continue this one"
         raise ConfigError(Problem(key=_KEY, value=asked, reason=reason, fix=fix))
     return _checked(config, layout, checkpoint, of_this_run=of_this_run)
 
 
 def reordered(resumption: Resumption, config: RunConfig, layout: Layout, corpus: PreparedCorpus) -> str | None:
-    """Warns if a different number of steps changes the order of the data; else returns None.
+    """Returns a warning if a changed number of steps changes the order of the data; else None.
 
-    Megatron shuffles all passes over a set at once: with more of them, every sample has another place.
+    Megatron shuffles all epochs of a data set together, so a different number of epochs moves every sample.
     """
     if resumption.weights_only:
         return None
@@ -118,42 +118,52 @@ def reordered(resumption: Resumption, config: RunConfig, layout: Layout, corpus:
         before, now = (math.ceil(read * data_set.share / max(1, data_set.train_tokens)) for read in tokens)
         if before != now:
             data = "the data" if len(corpus.sets) == 1 else clean(data_set.name)
-            reads = f"reads {data} {now} times, {resumption.steps_before} steps {before} times"
-            change = "their order changes from here on, and some samples are repeated"
+            reads = f"reads {data} {now} times, but {resumption.steps_before} steps read it {before} times"
+            change = "the order changes from here on, and some samples are repeated"
             return f"train.steps={config.train.steps} {reads}: {change}"
     return None
 
 
-def _weights(config: RunConfig) -> Resumption:
-    """Begins with the weights of another run or of a Hugging Face folder."""
+def _from_weights(config: RunConfig) -> Resumption:
+    """Returns the start from the weights in `checkpoint.weights_from`, another run's checkpoint or a Hugging
+    Face folder."""
     key = "checkpoint.weights_from"
     path = Path(str(config.checkpoint.weights_from)).expanduser().absolute()
     if is_hugging_face(path):
         pretrained = open_folder(path, key=key)
         pretrained.check(config.model)
         tokenizer, now = pretrained.tokenizer, Path(config.data.tokenizer).expanduser().resolve()
-        learnt = "" if tokenizer is None or now in (tokenizer.resolve(), tokenizer.parent.resolve()) else str(tokenizer)
-        return _begun(config, path, created=path.stat().st_mtime, tokenizer=learnt)
+        trained_with = (
+            "" if tokenizer is None or now in (tokenizer.resolve(), tokenizer.parent.resolve()) else str(tokenizer)
+        )
+        return _first_step(config, path, created=path.stat().st_mtime, tokenizer=trained_with)
     checkpoint = resolve(path, str(path), key=key)
-    assert checkpoint is not None  # only where it was asked for the newest one of its own
+    assert checkpoint is not None  # only `auto` may give None
     manifest, saved = saved_run(checkpoint)
-    return _begun_from(config, checkpoint, manifest, saved)
+    return _from_weights_of(config, checkpoint, manifest, saved)
 
 
-def _begun_from(
+def _from_weights_of(
     config: RunConfig, checkpoint: Path, manifest: Manifest, saved: RunConfig, *, of_this_run: bool = False
 ) -> Resumption:
-    """Begins with the weights of a checkpoint, and nothing else of it."""
+    """Returns the start from only the weights of a checkpoint, whose model must have the same shapes."""
     refuse(shape_problems(saved, config, str(checkpoint)))
-    return _begun(config, checkpoint, created=manifest.created, tokenizer=saved.data.tokenizer, of_this_run=of_this_run)
+    return _first_step(
+        config, checkpoint, created=manifest.created, tokenizer=saved.data.tokenizer, of_this_run=of_this_run
+    )
 
 
-def _begun(config: RunConfig, place: Path, *, created: float, tokenizer: str, of_this_run: bool = False) -> Resumption:
-    """Begins at the first step, with weights that have learnt the ids of `tokenizer`;
-    empty if that is not known."""
+def _first_step(
+    config: RunConfig, place: Path, *, created: float, tokenizer: str, of_this_run: bool = False
+) -> Resumption:
+    """Returns the start at the first step from existing weights.
+
+    Args:
+        tokenizer: the tokenizer that the weights were trained with; empty if it is unknown.
+    """
     now = config.data.tokenizer
     known = config.data.source == "stdlib" and tokenizer != ""
-    other = f"data.tokenizer is {now}; the weights in {place} have learnt the ids of {tokenizer}"
+    other = f"data.tokenizer is {now}; the weights in {place} were trained with the ids of {tokenizer}"
     return Resumption(
         checkpoint=place,
         progress=Progress(step=0, samples=0, tokens=0),
@@ -166,8 +176,8 @@ def _begun(config: RunConfig, place: Path, *, created: float, tokenizer: str, of
 
 
 def resume_point(files: RunFiles, resumption: Resumption, config: RunConfig) -> ResumePoint:
-    """Returns the resume point for the workers; call it after `set_aside`,
-    which removes lines of later steps."""
+    """Returns the resume point for the workers. Call this after `set_aside`, which removes validations of later
+    steps."""
     interval = config.train.eval_interval
     regular = interval > 0 and (resumption.step % interval == 0 or resumption.step == config.train.steps)
     due = regular or not resumption.of_this_run
@@ -184,18 +194,20 @@ def resume_point(files: RunFiles, resumption: Resumption, config: RunConfig) -> 
 
 
 def next_free(path: Path) -> Path:
-    """Finds a free name beside `path`: RUN-2, RUN-3, ..."""
+    """Returns the first free name beside `path`: RUN-2, RUN-3, ..."""
     number = 2
     while (other := path.with_name(f"{path.name}-{number}")).exists():
         number += 1
     return other
 
 
-def _asked_again(files: RunFiles, asked: str, *, again: bool) -> str:
-    """Returns `auto` if the previous launch had the same request and has saved since, else the request.
+def _newer_request(files: RunFiles, asked: str, *, again: bool) -> str:
+    """Returns `auto` if the previous launch had the same request and has saved a later step; else the request.
 
-    A batch system starts a preempted job with the command it had, which must not throw away what the job
-    did."""
+    A batch system starts a preempted job with its old command, which must not discard what the job did. A
+    person who names a step does want to go back to that step, so the request then stands unless this is a
+    restart.
+    """
     before, newest = load_if_sound(files.resume, ResumePoint), CheckpointStore(files.checkpoints).latest()
     restarted = step_of(asked) is None or again or int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
     if before is not None and before.asked == asked and restarted and newest is not None:
@@ -204,7 +216,8 @@ def _asked_again(files: RunFiles, asked: str, *, again: bool) -> str:
 
 
 def _before_divergence(files: RunFiles, asked: str) -> str:
-    """Returns, after a run that diverged, the checkpoint before it did: a later one would diverge again."""
+    """Returns the last sound checkpoint from before the divergence if the request is `auto` and the run
+    diverged, as a later checkpoint would diverge again; else the request."""
     result = load_if_sound(files.result, RunResult)
     if asked != "auto" or result is None or result.status != "diverged":
         return asked
@@ -212,14 +225,14 @@ def _before_divergence(files: RunFiles, asked: str) -> str:
 
 
 def finished(files: RunFiles, config: RunConfig) -> RunResult | None:
-    """Returns the result of the run in a directory if it has done all its steps, else None."""
+    """Returns the result of the run in a directory if all steps of `config` are done; else None."""
     result = load_if_sound(files.result, RunResult)
     return result if result is not None and result.status == "done" and config.train.steps <= result.step else None
 
 
 def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
     result = finished(files, config)
-    if result is None or step_of(config.checkpoint.resume) is not None:  # somebody wants to go back
+    if result is None or step_of(config.checkpoint.resume) is not None:  # the user goes back to an earlier step
         return
     other = next_free(files.root)
     reason = f"the run in it has finished all {result.step:,} steps"
@@ -230,7 +243,7 @@ def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
 def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run: bool) -> Resumption:
     manifest, saved = saved_run(checkpoint)
     if manifest.optimizer == NO_OPTIMIZER:
-        return _begun_from(config, checkpoint, manifest, saved, of_this_run=of_this_run)
+        return _from_weights_of(config, checkpoint, manifest, saved, of_this_run=of_this_run)
     progress = manifest.progress
     between = changes(saved, config, step=progress.step)
     with of_checkpoint(checkpoint):
@@ -243,7 +256,7 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run
         problems.append(Problem(key="train.steps", value=config.train.steps, reason=reason, fix=fix))
     if progress.samples % layout.global_batch_size:
         reason = f"the checkpoint is at sample {progress.samples:,}, in the middle of a batch of this size"
-        fix = "use the batch size it was saved with, or one that divides that number"
+        fix = "use the batch size it was saved with, or one that divides the number of samples"
         problems.append(Problem(key="train.global_batch_size", value=layout.global_batch_size, reason=reason, fix=fix))
     refuse(problems)
     warnings = [*between.warnings]
@@ -251,7 +264,8 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run
         high = f"was saved while the loss was too high, from step {progress.losses.since:,} on: it may have diverged"
         warnings.append(f"{checkpoint.name} {high}")
     return Resumption(
-        # Where it lies once what killed saves left has been cleared away.
+        # The final path: `set_aside` completes an interrupted replacement of a checkpoint, which renames its
+        # folder.
         checkpoint=checkpoint.with_name(step_name(progress.step)) if of_this_run else checkpoint,
         progress=progress,
         created=manifest.created,
@@ -263,24 +277,23 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run
 
 
 def set_aside(files: RunFiles, resumption: Resumption | None) -> list[str]:
-    """Moves the files of earlier launches into a new folder of `attempts`.
-    The caller holds the directory's lock.
+    """Moves the files of earlier launches into a new folder of `attempts`. The caller must hold the directory's
+    lock.
 
     Args:
-        resumption: the resumption from a checkpoint of this directory, up to which its curve stays; None:
-            everything goes.
+        resumption: the start from a checkpoint of this directory, up to which metrics and events stay; None
+            moves everything.
 
     Returns:
-        Notes for the user, a line each.
+        Notes for the user, one per line.
 
     Raises:
-        OSError: something could not be moved; what has been stays moved.
+        OSError: a file could not be moved; the files moved before it stay moved.
     """
     files.attempts.mkdir(exist_ok=True)
     numbers = [int(path.name) for path in files.attempts.iterdir() if path.name.isdecimal()]
     folder = files.attempts / str(max(numbers, default=0) + 1)
     folder.mkdir()
-    # The command goes first: other machines take its presence for an invitation.
     left = (
         *(files.command, files.result, files.stop, files.resume, files.config, files.layout, files.plan),
         *(files.environment, files.routing, files.kernels, files.predicted, files.breakdown, files.trace),
@@ -309,7 +322,8 @@ def _move(path: Path, folder: Path) -> None:
 
 
 def _cut(path: Path, folder: Path, resumption: Resumption) -> None:
-    """Moves the lines of a .jsonl file that come after the checkpoint, and half a line of a killed writer."""
+    """Moves those lines of a .jsonl file that come after the checkpoint or are incomplete, as a killed writer
+    leaves them."""
     try:
         text = read_plain(path, most=None).decode("utf-8", errors="replace")
     except Unreadable:
@@ -325,7 +339,8 @@ def _cut(path: Path, folder: Path, resumption: Resumption) -> None:
 
 
 def _is_before(line: Mapping[str, object], resumption: Resumption) -> bool:
-    """Returns True if a line is from before the end of the checkpoint's step. Most events have only a time."""
+    """Returns True if a line is from before the end of the checkpoint's step: by its step or, as most events
+    have none, by its time."""
     step, time = line.get("step"), line.get("time")
     if "step" in line:
         return isinstance(step, int) and step <= resumption.step

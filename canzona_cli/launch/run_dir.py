@@ -1,5 +1,5 @@
-"""The run directory: claimed by one launch at a time, safe from other users,
-filled with all that repeats the run."""
+"""Claims a run directory for one launch at a time, refuses places where other users could change the run's
+files, and writes what is needed to repeat the run."""
 
 import errno
 import fcntl
@@ -46,7 +46,7 @@ from canzona_cli.simulate.predict import predict
 _PACKAGES = ("canzona", "torch", "megatron-core", "emerging-optimizers", "transformer-engine", "numpy", "tokenizers")
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""The errors of file systems without locks."""
+"""The error numbers of file systems that have no locks."""
 
 _RECORDED_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG"),
@@ -56,18 +56,18 @@ _RECORDED_VARIABLES = (
     *("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"),
     *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_NODEID", "SLURM_NTASKS", "CANZONA_CACHE"),
 )
-"""The only environment variables that are written down: others may be secrets."""
+"""The only environment variables that are recorded, as others may be secrets."""
 
 
 class RunDirectory:
-    """A directory this launch has claimed, for as long as this object lives. Make one with `create`."""
+    """A run directory that this launch has claimed for as long as this object lives. Create it with `create`."""
 
     def __init__(self, files: RunFiles, *, lock: IO[str] | None = None, used: bool = False) -> None:
         self.files = files
         self.earlier: Earlier | None = None
-        """The part of the run that is done; None for one that starts at its first step."""
+        """The part of a resumed run that is already done; None if the run starts at its first step."""
         self.notes: tuple[str, ...] = ()
-        """Notes on the files that were in the directory, a line each."""
+        """Notes for the user on the files of earlier launches, one per line."""
         self._lock, self._used = lock, used
         self._again = False
         """True once this launch has called `resume`."""
@@ -78,14 +78,14 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: RunConfig, *, resumes: bool = False) -> "RunDirectory":
-        """Claim `run.dir`, or a new directory under `run.root` when it is null.
+        """Claims `run.dir` or, if that is null, a new directory under `run.root`.
 
         Args:
-            resumes: a directory that holds a run is taken too; call `resume` next.
+            resumes: True accepts a directory that already holds a run; call `resume` next.
 
         Raises:
-            ConfigError: the directory already holds a run, or another launch is in it at this moment.
-            EnvironmentProblem: it cannot be created or written.
+            ConfigError: the directory already holds a run, or another launch is using it.
+            EnvironmentProblem: the directory cannot be created or written.
         """
         if config.run.dir is not None:
             return _claim(Path(config.run.dir).absolute(), config, resumes=resumes)
@@ -93,22 +93,21 @@ class RunDirectory:
         while True:
             try:
                 return _claim(path, config, must_be_new=True)
-            except FileExistsError:  # another launch of this very second
+            except FileExistsError:  # another launch in the same second
                 path = next_free(stem)
 
     def resume(self, config: RunConfig, layout: Layout) -> Resumption | None:
-        """Choose the checkpoint to continue from, move away the files of earlier launches,
-        and tell the workers.
+        """Chooses the checkpoint to start from, moves the files of earlier launches away, and writes
+        `resume.json` for the workers.
 
-        Called again, to start the run again by the same launch, it takes the newest checkpoint that was saved
-        since.
+        If the same launch calls this again for a restart, it takes the newest checkpoint that was saved since.
 
         Returns:
-            None where the run starts at its first step.
+            The checkpoint; None if the run starts without one.
 
         Raises:
-            ConfigError: as `canzona_cli.launch.resume.resumption`.
-            CheckpointInvalid: likewise.
+            ConfigError: as for `canzona_cli.launch.resume.resumption`.
+            CheckpointInvalid: as for `resumption`.
             EnvironmentProblem: files cannot be moved or written.
         """
         inside = replace(config, run=replace(config.run, dir=str(self.path)))
@@ -136,7 +135,8 @@ class RunDirectory:
 
     @contextmanager
     def never_without_result(self, resume_command: str | None = None) -> Iterator[None]:
-        """Whatever leaves the block before the supervisor has written `result.json` is what that file says.
+        """Writes the exception that leaves the block to `result.json`, unless the supervisor has written that
+        file.
 
         Args:
             resume_command: the command that resumes the run.
@@ -153,7 +153,7 @@ class RunDirectory:
                     outcome = Outcome(
                         status="failed", exit_code=code, message=redacted(f"{type(error).__name__}: {error}")
                     )
-                with suppress(OSError):  # a full disk: what went wrong matters more
+                with suppress(OSError):  # the original error matters more than a full disk
                     go_on = resume_command if outcome.resumable else None
                     save(self.files.result, replace(outcome, go_on=go_on).result)
             raise
@@ -169,15 +169,15 @@ class RunDirectory:
         predicted: Prediction | None = None,
         routing: Routing | None = None,
     ) -> None:
-        """Write what the workers read and what a person needs to repeat the run.
+        """Writes the files that the workers read, and those that a person needs to repeat the run.
 
         Args:
-            plan: the plan the run executes, as a file's text; None for a run that executes none.
-            predicted: the prediction of its step; None where nothing was predicted.
-            routing: which of its parameters are matrices; None where nobody asks.
+            plan: the text of the plan that the run executes; None for a run without a plan.
+            predicted: the prediction of a step; None if nothing was predicted.
+            routing: the parameters that are updated as matrices; None writes no such file.
 
         Raises:
-            EnvironmentProblem: the disk is full, or went away.
+            EnvironmentProblem: a file cannot be written, for example on a full disk.
         """
         try:
             write_text_atomic(self.files.config, config_yaml)
@@ -197,8 +197,8 @@ class RunDirectory:
 
 
 def check_free(config: RunConfig, *, resumes: bool = False) -> None:
-    """Refuses a `run.dir` that is taken or cannot be written, before any long preparation.
-    `create` checks again."""
+    """Refuses a run directory that holds a run or cannot be written, before any long preparation. `create`
+    checks again."""
     path = Path(config.run.dir or config.run.root).absolute()
     if config.run.dir is not None and not resumes and holds_run(RunFiles(path)):
         raise _already_used(path, config)
@@ -210,17 +210,18 @@ def check_free(config: RunConfig, *, resumes: bool = False) -> None:
 
 
 def prediction_here(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
-    """Simulates the step of a resolved run, and notes where its profile may not match this machine.
+    """Predicts the step of a resolved run. For a calibrated profile, adds why the profile may not match this
+    machine.
 
     Args:
-        plan: for strategies that execute one; None for the others.
+        plan: the plan of a strategy that executes one; None for other strategies.
     """
     prediction = predict(config, layout, plan)
     return replace(prediction, mismatches=profile_mismatches(config.cluster)) if prediction.calibrated else prediction
 
 
 def describe_environment() -> dict[str, object]:
-    """Collects versions, host and the allow-listed environment variables of this launch."""
+    """Returns versions, host and the allow-listed environment variables of this launch."""
     return {
         "time": time.time(),
         "host": socket.gethostname(),
@@ -258,8 +259,8 @@ def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False, resumes:
 
 
 def _already_used(path: Path, config: RunConfig) -> ConfigError:
-    result = "finished" if RunFiles(path).result.exists() else "unfinished or still going"
-    reason = f"it already holds a run ({result}), and runs do not share a directory"
+    result = "finished" if RunFiles(path).result.exists() else "unfinished or still running"
+    reason = f"it already holds a run ({result}), and two runs cannot share a directory"
     fix = f"run.dir={next_free(path)}, or leave run.dir out: each run then gets its own directory"
     return ConfigError(Problem(key="run.dir", value=str(config.run.dir or path), reason=reason, fix=fix))
 
@@ -271,8 +272,8 @@ def _not_writable(path: Path, config: RunConfig, reason: str) -> EnvironmentProb
 
 
 def _git_revision() -> str | None:
-    """Returns the commit of canzona's own source tree if it runs from one;
-    never of the user's project around it."""
+    """Returns the commit of the source tree that canzona runs from; None for an installed package. Never
+    returns the commit of a user's project around the package."""
     source = Path(__file__).resolve().parents[2]
     if not (source / ".git").exists():
         return None
@@ -281,13 +282,12 @@ def _git_revision() -> str | None:
 
 
 def _hold(files: RunFiles, config: RunConfig) -> IO[str]:
-    """Hold the directory until the returned file is closed or this process ends:
-    of two launches, one gets it.
+    """Locks the directory until the returned file is closed or this process ends.
 
     Raises:
-        ConfigError: names the process that has it.
+        ConfigError: another launch holds the lock; the message names its process.
     """
-    # No link is followed: the file is written to.
+    # O_NOFOLLOW, because a link could redirect the writing below to another file.
     handle = os.open(files.claim, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     lock = os.fdopen(handle, "r+", encoding="utf-8")
     try:
@@ -296,14 +296,14 @@ def _hold(files: RunFiles, config: RunConfig) -> IO[str]:
         host, _, pid = lock.read(200).strip().partition(" ")
         lock.close()
         place = str(config.run.dir or files.root)
-        reason = f"process {pid or '(unknown)'} on {host or 'some machine'} is training in it"
+        reason = f"process {pid or '(unknown)'} on {host or 'some machine'} is using it"
         fix = "wait for it, stop it with Ctrl-C there, or run.dir=DIR for another run"
         raise ConfigError(Problem(key="run.dir", value=place, reason=reason, fix=fix)) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             lock.close()
             raise
-        # A file system without locks (Lustre is often mounted so): nothing is known of a second launch.
+        # On a file system without locks (Lustre is often mounted that way), a second launch is not detected.
     lock.truncate(0)
     lock.write(f"{socket.gethostname()} {os.getpid()}\n")
     lock.flush()
@@ -311,14 +311,13 @@ def _hold(files: RunFiles, config: RunConfig) -> IO[str]:
 
 
 def unsafe_place(path: Path, *, user: int | None = None) -> str | None:
-    """Says why a run should not write to the folder `path`, which exists;
-    None when nothing speaks against it.
+    """Returns the reason why a run must not write to the existing folder `path`; None if the folder is safe.
 
     Args:
-        user: numeric id; None: whoever runs this process.
+        user: a numeric user id; None is the user of this process.
 
     Raises:
-        OSError: the folder cannot be looked at.
+        OSError: the folder cannot be examined.
     """
     trusted = {os.geteuid() if user is None else user, 0}
     link = os.lstat(path)
@@ -326,7 +325,7 @@ def unsafe_place(path: Path, *, user: int | None = None) -> str | None:
         return f"{path} is a link that another user created"
     if stat.S_IMODE(os.stat(path).st_mode) & stat.S_IWOTH:
         return f"every user of this machine may write to {path}, and could replace the run's files"
-    # In a folder like /tmp, whose sticky bit is set, nobody can rename what is not theirs.
+    # In a folder with the sticky bit, such as /tmp, users can only rename their own files.
     above = os.stat(path.parent).st_mode
     if above & stat.S_IWOTH and not above & stat.S_ISVTX:
         return f"every user of this machine may write to {path.parent}, and could replace the run's folder"

@@ -1,7 +1,7 @@
-"""The facts a run takes from its Slurm step: its place among the machines, the meeting point, its directory.
+"""Fills in the node rank, rendezvous endpoint and run directory of a run from its Slurm step.
 
-Only inside a step (`srun canzona train ...`). The shell of a batch job or of `salloc` is not one: what is
-started there would run on its first machine alone. Nothing that the user has set is changed.
+This happens only inside a step (`srun canzona train ...`). The shell of a batch job or of `salloc` is not a
+step: a command there runs only on the job's first machine. Settings of the user are not changed.
 """
 
 import os
@@ -18,46 +18,48 @@ from canzona_cli.launch.torchrun import node_count, taken
 from canzona_cli.run.machine import tool_output
 
 FIRST_PORT = 20_000
-"""Meeting ports lie in the 10,000 from here, below those that the kernel gives to outgoing connections."""
+"""The first of 10,000 ports for rendezvous, which are below those that the kernel gives to outgoing
+connections."""
 _PORTS = 10_000
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Step numbers from here on are Slurm's own: the batch script, an interactive shell, external processes."""
+"""The first of the step numbers that Slurm reserves for the batch script, interactive shells and external
+processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmStep:
-    """The step this process is a task of."""
+    """The Slurm step that this process is a task of."""
 
     job_id: int
-    """Unique, also for each task of an array; the same after a requeue."""
+    """The job's number: unique, also for each task of an array, and the same after a requeue."""
     step_id: int
     nodes: int
     tasks: int
     node_rank: int
     node_list: str
-    """Slurm's own notation, as in `n[1-3,7]`; the first is machine 0."""
+    """The machines in Slurm's notation, as in `n[1-3,7]`; the first is machine 0."""
     name: str
-    """JOB, or ARRAY_TASK, with the step's number where it is not the job's first."""
+    """The job's number or, in an array, ARRAY_TASK; followed by -STEP unless this is the job's first step."""
     array_task: int | None = None
     """The number of this task in an array; None outside of one."""
 
     @property
     def sweep(self) -> str:
-        """The same as `name`, but equal in all tasks of an array."""
+        """The name that all tasks of an array share: the array's number. Outside of an array, `name`."""
         return self.name if self.array_task is None else self.name.partition("_")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adopted:
-    """A configuration completed with facts from Slurm, and the notes that tell the user so."""
+    """A configuration completed from the Slurm step, and notes for the user on what was filled in."""
 
     config: RunConfig
     notes: tuple[str, ...] = ()
 
 
 def current_step(environment: Mapping[str, str] = os.environ) -> SlurmStep | None:
-    """Returns the step that this process belongs to; None outside of one,
-    or if Slurm's variables are incomplete."""
+    """Returns the step that this process belongs to; None outside of a step, or if Slurm's variables are
+    incomplete."""
     names = ("JOB_ID", "STEP_ID", "STEP_NUM_NODES", "STEP_NUM_TASKS", "NODEID")
     values = [environment.get(f"SLURM_{name}", "") for name in names]
     node_list = environment.get("SLURM_STEP_NODELIST")
@@ -82,43 +84,42 @@ def current_step(environment: Mapping[str, str] = os.environ) -> SlurmStep | Non
 
 
 def adopt(config: RunConfig, step: SlurmStep | None) -> Adopted:
-    """Fill in what the step knows and the user has not set: node rank, meeting point,
-    rendezvous id, run directory.
+    """Fills in what the step knows and the user has not set: node rank, rendezvous endpoint and id, run
+    directory.
 
     Args:
         config: Resolved.
-        step: None: nothing is filled in.
+        step: None fills in nothing.
 
     Raises:
-        ConfigError: the step does not have the machines that the run needs, or starts it several times on
-            one.
-        EnvironmentProblem: no address of the head node is found.
+        ConfigError: the step does not have as many machines as the run needs, or starts several launchers on
+            one machine.
+        EnvironmentProblem: machine 0 has no address that this machine can resolve, or no free port.
     """
     if step is None:
         return Adopted(config=config)
     cluster, run = config.cluster, config.run
     if cluster.node_rank is None or node_count(config) == 1:
         _check_shape(config, step)
-    taken = []
+    filled_in = []
     if run.dir is None:
         run = replace(run, dir=str(Path(run.root) / f"{config.name}-{step.name}"))
-        taken.append("the run directory")
+        filled_in.append("the run directory")
     if node_count(config) > 1:
         if cluster.node_rank is None:
             cluster = replace(cluster, node_rank=step.node_rank)
-            taken.append(f"machine {step.node_rank} of {step.nodes}")
+            filled_in.append(f"machine {step.node_rank} of {step.nodes}")
         if cluster.rdzv_endpoint is None:
             cluster = replace(cluster, rdzv_endpoint=_endpoint(step))
-            taken.append(f"the meeting point {cluster.rdzv_endpoint}")
+            filled_in.append(f"the rendezvous endpoint {cluster.rdzv_endpoint}")
         if cluster.rdzv_id is None:
             cluster = replace(cluster, rdzv_id=f"slurm-{step.name}")
-    notes = (f"from Slurm job {step.name}: {', '.join(taken)}",) if taken else ()
+    notes = (f"from Slurm job {step.name}: {', '.join(filled_in)}",) if filled_in else ()
     return Adopted(config=replace(config, cluster=cluster, run=run), notes=notes)
 
 
 def first_host(node_list: str) -> str:
-    """Returns the first host of a list in Slurm's notation: `n01` of `n[01-03,7],m2`,
-    `r0n4` of `r[0-1]n[4-7]`."""
+    """Returns the first host of a list in Slurm's notation: `n01` of `n[01-03,7],m2`, `r0n4` of `r[0-1]n[4-7]`."""
     host, rest = "", node_list
     while rest and not rest.startswith(","):
         if rest.startswith("["):
@@ -149,7 +150,7 @@ def _check_shape(config: RunConfig, step: SlurmStep) -> None:
         )
         fix = (
             f"srun --nodes={nodes} --ntasks-per-node=1 in a job of that size, "
-            f"or `canzona slurm --submit` with these settings; cluster.nodes={step.nodes} spreads it over all"
+            f"or `canzona slurm --submit` with these settings; cluster.nodes={step.nodes} uses all of them"
         )
         raise ConfigError(problem_with(config, "gpus", reason, fix))
 
@@ -159,8 +160,8 @@ def _machines(count: int) -> str:
 
 
 def _endpoint(step: SlurmStep) -> str:
-    """Returns where the machines meet. Machine 0 listens there, so it looks for a free port; the others learn
-    which one it took when they meet in the run directory."""
+    """Returns the rendezvous endpoint. Machine 0 listens there, so it looks for a free port. On the other
+    machines the port is a guess: they read machine 0's choice when they meet in the run directory."""
     host = _address(first_host(step.node_list))
     first = (step.job_id * 7 + step.step_id) % _PORTS
     if step.node_rank != 0:
@@ -170,20 +171,24 @@ def _endpoint(step: SlurmStep) -> str:
         if not taken("", port):
             return f"{host}:{port}"
     tried, fix = f"{host}:{FIRST_PORT + first}", f"cluster.rdzv_endpoint={host}:PORT with a free port"
-    reason = "this port and the hundred after it are taken"
+    reason = "this port and the 99 after it are in use"
     raise EnvironmentProblem(Problem(key="cluster.rdzv_endpoint", value=tried, reason=reason, fix=fix))
 
 
 def _address(host: str) -> str:
-    """Returns a name or address at which a node can be reached: its name,
-    else the address that Slurm uses."""
+    """Returns a name or address of a host that this machine can resolve: the host's name, else the address that
+    Slurm uses.
+
+    Raises:
+        EnvironmentProblem: this machine can resolve neither.
+    """
     if _resolves(host):
         return host
     shown = tool_output("scontrol", "--oneliner", "show", "node", host, timeout_s=20)
     address = re.search(r"\bNodeAddr=(\S+)", shown or "")
     if address is not None and _resolves(address.group(1)):
         return address.group(1)
-    reason = f"Slurm calls machine 0 {host}, and this machine cannot resolve that name"
+    reason = f"Slurm calls machine 0 {host}, but this machine cannot resolve that name"
     fix = "cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all machines can reach"
     raise EnvironmentProblem(Problem(key="cluster.rdzv_endpoint", reason=reason, fix=fix))
 

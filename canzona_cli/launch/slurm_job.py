@@ -1,8 +1,8 @@
-"""The batch script of a run, filled in from `scripts/train.sbatch`, and submitting it.
+"""Fills in the batch script of a run from `scripts/train.sbatch`, and submits it.
 
-sbatch reads directives from comments, so a value with a newline in it could smuggle in one of its own: every
-value that goes into a directive matches a pattern first. Overrides never go into directives. They travel in a
-file that only their owner can read, because Slurm shows a job's arguments to everybody.
+sbatch reads directives from comments, so a value with a newline in it could add another directive. Every value
+in a directive therefore has to match a pattern. Overrides never go into directives. A submitted job reads them
+from a file that only its owner can read, because Slurm shows a job's arguments to everybody.
 """
 
 import os
@@ -36,20 +36,20 @@ _PATTERNS = {
     "array": (r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", "task numbers", "--array 0-3 or --array 1,5%2"),
 }
 
-_OWN_OPTIONS = ("job-name", "time", "partition", "account", "qos", "array", "nodes", "cpus-per-task")
+_CANZONA_OPTIONS = ("job-name", "time", "partition", "account", "qos", "array", "nodes", "cpus-per-task")
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 _SET_BY_CANZONA = (
-    *(*_OWN_OPTIONS, *_MEMORY, "time-min", "signal", "requeue", "no-requeue", "exclusive", "oversubscribe"),
+    *(*_CANZONA_OPTIONS, *_MEMORY, "time-min", "signal", "requeue", "no-requeue", "exclusive", "oversubscribe"),
     *("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-socket", "ntasks-per-gpu", "cpus-per-gpu"),
     *("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "output", "open-mode", "chdir", "input"),
     *("parsable", "wrap", "wait", "test-only", "help", "usage", "version"),
 )
-_INSTEAD = "leave it out: the run's settings and the options of canzona slurm (--help) decide it"
+_LEAVE_OUT = "leave it out: the run's settings and the options of canzona slurm (--help) set it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """The options of a job, as typed. None leaves the template's value, or lets the cluster decide."""
+    """The options of a job, as typed. None keeps the template's value or, without one, the cluster's default."""
 
     job_name: str | None = None
     time: str | None = None
@@ -58,32 +58,37 @@ class JobOptions:
     qos: str | None = None
     array: str | None = None
     cpus_per_task: int | None = None
-    """The cores to request on each machine instead of the whole machine."""
+    """The number of cores to request on each machine; None requests all of each machine."""
     more: tuple[str, ...] = ()
-    """Further directives, each as sbatch has it: `--constraint=h100`."""
+    """Further directives in sbatch's notation, such as `--constraint=h100`."""
     requeues: int = 20
-    """The number of times the job may return to the queue; 0 for never."""
+    """The number of times that the job may return to the queue; 0 for never."""
     signal_before: int = 180
     """The seconds before the time limit at which the job is asked to save."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """A job that Slurm has taken."""
+    """A job that Slurm has accepted."""
 
     job_id: str
     log: Path
-    """The log of the job; of an array, with %a for the task."""
+    """The path of the job's log. For an array, `%a` stands for the task."""
     array: bool = False
 
 
 def template_text() -> str:
-    """Reads the sbatch script that came with canzona."""
+    """Reads the sbatch template that is installed with canzona."""
     return shipped(TEMPLATE).read_text(encoding="utf-8")
 
 
 def shipped(script: str) -> Path:
-    """Returns a script that came with canzona: in the package of a wheel, beside it in an editable install."""
+    """Returns the path of a script that is installed with canzona: inside the package in a wheel, beside the
+    package in an editable install.
+
+    Raises:
+        EnvironmentProblem: the installation lacks the script.
+    """
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "_scripts", package.parent / "scripts"):
         if (folder / script).is_file():
@@ -94,10 +99,10 @@ def shipped(script: str) -> Path:
 
 
 def check(options: JobOptions) -> None:
-    """Refuses values that Slurm would not accept, or would misread.
+    """Refuses options that Slurm would reject or misread.
 
     Raises:
-        ConfigError: every one of them at once.
+        ConfigError: lists all such options.
     """
     refuse(option_problems(options))
 
@@ -108,11 +113,10 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
     Args:
         config: Resolved.
         options: Checked.
-        arguments: The arguments that `canzona train` is called with, or the file that holds it
-            (`write_arguments`).
+        arguments: The arguments of `canzona train`, or the file that contains them (`write_arguments`).
 
     Raises:
-        ConfigError: the recipe's name cannot be a job's.
+        ConfigError: the recipe's name is not a valid name of a job.
     """
     name = options.job_name or config.name
     if options.job_name is None:
@@ -143,7 +147,7 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
     text = _with_directives(template_text(), directives, removed)
     for line, replacement in (
         ('overrides=("$@")', _overrides(arguments)),
-        ("canzona=${CANZONA:-canzona}", f"canzona={shlex.quote(_own_command())}"),
+        ("canzona=${CANZONA:-canzona}", f"canzona={shlex.quote(_this_command())}"),
         ("requeues=${CANZONA_REQUEUES:-20}", f"requeues={options.requeues}"),
     ):
         assert text.count(f"\n{line}\n") == 1, line
@@ -152,11 +156,11 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
 
 
 def write_arguments(folder: Path, name: str, arguments: Sequence[str]) -> Path:
-    """Writes a job's arguments to a new file that only its owner can read;
-    they are needed again at each requeue.
+    """Writes a job's arguments to a new file that only its owner can read. The job reads the file again after
+    each requeue.
 
     Raises:
-        EnvironmentProblem: it cannot be written.
+        EnvironmentProblem: the file cannot be written.
     """
     path = folder.absolute() / f"{name}-{secrets.token_hex(6)}.arguments"
     try:
@@ -171,10 +175,10 @@ def write_arguments(folder: Path, name: str, arguments: Sequence[str]) -> Path:
 
 
 def submit(script: str, *, name: str, array: bool) -> Submitted:
-    """Hand a rendered script to sbatch.
+    """Submits a rendered script with sbatch.
 
     Raises:
-        EnvironmentProblem: there is no sbatch here, or Slurm refuses the job.
+        EnvironmentProblem: sbatch is not installed here or does not answer, or Slurm refuses the job.
     """
     if shutil.which("sbatch") is None:
         fix = "submit from a login node; without --submit the script is printed, and you can copy it there"
@@ -182,17 +186,17 @@ def submit(script: str, *, name: str, array: bool) -> Submitted:
     try:
         done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
-        raise EnvironmentProblem(Problem(key="sbatch", reason="Slurm does not answer within two minutes")) from None
+        raise EnvironmentProblem(Problem(key="sbatch", reason="Slurm did not answer within two minutes")) from None
     if done.returncode != 0:
         reasons = done.stderr.strip().replace("sbatch: error: ", "").splitlines() or ["no reason given"]
-        raise EnvironmentProblem(Problem(key="sbatch", reason=f"Slurm refuses the job: {'; '.join(reasons)}"))
+        raise EnvironmentProblem(Problem(key="sbatch", reason=f"Slurm refused the job: {'; '.join(reasons)}"))
     job_id = done.stdout.strip().partition(";")[0]
     log = Path.cwd() / f"{name}-{job_id}{'_%a' if array else ''}.out"
     return Submitted(job_id=job_id, log=log, array=array)
 
 
 def tasks_of(array: str) -> set[int]:
-    """Returns the tasks that a checked `--array` names."""
+    """Returns the task numbers of a checked `--array` option."""
     tasks: set[int] = set()
     for part in array.partition("%")[0].split(","):
         span, _, stride = part.partition(":")
@@ -202,7 +206,7 @@ def tasks_of(array: str) -> set[int]:
 
 
 def option_problems(options: JobOptions) -> Iterator[Problem]:
-    """Lists options that Slurm would not accept, or would misread."""
+    """Yields a problem for each option that Slurm would reject or misread."""
     yield from _directive_problems(options.more, shared=options.cpus_per_task is not None)
     for field, (pattern, form, example) in _PATTERNS.items():
         value = getattr(options, field)
@@ -221,27 +225,27 @@ def option_problems(options: JobOptions) -> Iterator[Problem]:
             yield Problem(key=flag, value=number, reason=f"is not between {least} and {most}")
     limit = None if options.time is None else _seconds(options.time)
     if limit is not None and limit <= options.signal_before:
-        reason = f"ends before the job begins to train, as it is asked to save {options.signal_before} s before"
-        fix = "a longer --time, or a shorter --signal-before"
+        reason = f"leaves no time to train: the job is asked to save {options.signal_before} s before the limit"
+        fix = "use a longer --time, or a shorter --signal-before"
         yield Problem(key="--time", value=options.time, reason=reason, fix=fix)
 
 
 def _directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[Problem]:
-    """Lists options that are not directives, and those that canzona sets itself: of two,
-    sbatch would use the last.
+    """Yields a problem for each option that is malformed, given twice, or set by canzona itself. sbatch would
+    silently use the last of two equal options.
 
     Args:
         directives: `--constraint=h100`, ...
-        shared: True if machines are shared, so that memory is the user's to ask for.
+        shared: True if the job shares machines with others, so that the user may request memory.
     """
     seen: set[str] = set()
     for directive in directives:
         option = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.+)?", directive, re.ASCII)
-        name, value = ("", "") if option is None else (_whole_name(option[1]), option[2] or "")
+        name, value = ("", "") if option is None else (_full_name(option[1]), option[2] or "")
         if not name or not directive.isprintable():
             reason, fix = "is not a long option of sbatch on one line", "for example --sbatch '--constraint=h100'"
         elif name in _SET_BY_CANZONA and not (shared and name in _MEMORY):
-            instead = f"give it to canzona slurm itself: --{name}{value}" if name in _OWN_OPTIONS else _INSTEAD
+            instead = f"give it to canzona slurm itself: --{name}{value}" if name in _CANZONA_OPTIONS else _LEAVE_OUT
             reason, fix = "contradicts what canzona sets", instead
         elif name in seen:
             reason, fix = "is given twice", "keep one of them"
@@ -251,16 +255,16 @@ def _directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[
         yield Problem(key="--sbatch", value=directive, reason=reason, fix=fix)
 
 
-def _whole_name(name: str) -> str:
-    """Completes the beginning of an option's name as sbatch does: `--nod=4` is `--nodes=4`."""
+def _full_name(name: str) -> str:
+    """Completes an abbreviated option as sbatch does: `--nod=4` is `--nodes=4`."""
     if name in _SET_BY_CANZONA:
         return name
     return next((option for option in _SET_BY_CANZONA if option.startswith(name)), name)
 
 
 def _seconds(time: str) -> int | None:
-    """Parses a limit in Slurm's notation (minutes, MM:SS, H:MM:SS, D-H, D-H:MM, D-H:MM:SS);
-    None if it is not valid."""
+    """Parses a time limit in Slurm's notation (minutes, MM:SS, H:MM:SS, D-H, D-H:MM, D-H:MM:SS) into seconds;
+    returns None if the limit is not valid."""
     if re.fullmatch(_PATTERNS["time"][0], time, re.ASCII) is None:
         return None
     days, dash, clock = time.rpartition("-")
@@ -270,7 +274,7 @@ def _seconds(time: str) -> int | None:
 
 
 def _with_directives(text: str, changes: dict[str, str | None], removed: set[str]) -> str:
-    """Changes the script's `#SBATCH --NAME=VALUE` lines in place; adds new ones after the last."""
+    """Changes, adds and removes `#SBATCH --NAME=VALUE` lines of the script. New lines come after the last one."""
     lines = text.splitlines()
     numbers = [number for number, line in enumerate(lines) if line.startswith(_DIRECTIVE)]
     given = {lines[number].removeprefix(_DIRECTIVE).partition("=")[0]: lines[number] for number in numbers}
@@ -288,7 +292,7 @@ def _overrides(arguments: Sequence[str] | Path) -> str:
 
 
 def quoted(word: str) -> str:
-    """Quotes a word for bash, always on one line."""
+    """Quotes a word for bash. The result is always a single line."""
     if word.isprintable():
         return shlex.quote(word)
     escaped = "".join(
@@ -297,7 +301,8 @@ def quoted(word: str) -> str:
     return f"$'{escaped}'"
 
 
-def _own_command() -> str:
-    """Returns the path of this very canzona: the job's PATH may have another one or none."""
+def _this_command() -> str:
+    """Returns the path of the running canzona command, because the job's PATH may lead to another installation
+    or to none."""
     beside = Path(sys.executable).with_name("canzona")
     return str(beside) if beside.is_file() else "canzona"

@@ -1,8 +1,8 @@
-"""Requests to stop a run: what each signal means, and whether a save is still in progress.
+"""Turns signals into requests to stop a run, and watches saves in progress.
 
-SIGTERM, SIGUSR1 and SIGUSR2 are how a batch system announces that it will take the machine away: the run is
-preempted, and whoever started it will start it again. SIGINT (Ctrl-C) and SIGHUP come from a person: the run
-is interrupted. Both save it.
+With SIGTERM, SIGUSR1 or SIGUSR2 a batch system announces that it will take the machine away: the run is
+preempted, and is expected to be started again. SIGINT (Ctrl-C) and SIGHUP come from a person: the run is
+interrupted. The run is saved in both cases.
 """
 
 import signal
@@ -25,23 +25,24 @@ _INTERRUPTING = (signal.SIGINT, signal.SIGHUP)
 
 
 class Preempted(KeyboardInterrupt):
-    """A signal of a batch system that came before there were workers to stop."""
+    """The exception for a signal of a batch system that arrives before there are workers to stop."""
 
 
 @dataclass
 class Requests:
-    """The requests that a launcher got by signals."""
+    """The requests to stop that a launcher has received by signals."""
 
     reason: StopReason | None = None
     """The reason to stop, from the first signal; None if there has been none."""
     first: float = 0.0
-    """The time of the first one, seconds of the monotonic clock."""
+    """The time of the first signal, in seconds of the monotonic clock."""
     interrupts: int = 0
-    """The number of times a person pressed Ctrl-C: twice means a hurry. Batch systems repeat signals, and so
-    does the closing of a terminal: its shell passes on the SIGHUP that the kernel sends to all."""
+    """The number of times that Ctrl-C was pressed. Other signals are not counted, because they may be sent
+    twice for a single request: batch systems repeat theirs, and SIGHUP comes from both the kernel and the
+    shell."""
     raising: bool = False
-    """True to end at once what the launcher does, by `Preempted` or KeyboardInterrupt: while there are no
-    workers yet who could be asked."""
+    """True while there are no workers that could be asked to stop. The next signal then raises `Preempted` or
+    KeyboardInterrupt in the launcher."""
 
     def add(self, number: int, _frame: FrameType | None) -> None:
         if self.reason is None:
@@ -49,21 +50,21 @@ class Requests:
             self.first = time.monotonic()
         self.interrupts += number == signal.SIGINT
         if self.raising:
-            self.raising = False  # what it leads to is not to be interrupted in its turn
+            self.raising = False  # a further signal must not interrupt the clean-up
             raise Preempted if self.reason == "preempted" else KeyboardInterrupt
 
 
 class SaveWatch:
-    """A watch on the workers' saves: whether they write a checkpoint, and when they last made progress."""
+    """A watch over the checkpoints that the workers are writing."""
 
     def __init__(self, files: RunFiles) -> None:
         self._root = files.checkpoints
         self._seen: dict[str, int] = {}
         self.moved = 0.0
-        """The time of its last progress, seconds of the monotonic clock; 0 for never."""
+        """The time of the last progress, in seconds of the monotonic clock; 0 if there was none."""
 
     def look(self) -> bool:
-        """Returns True if there is an unfinished checkpoint now."""
+        """Returns True if there is an unfinished checkpoint now, and updates `moved` if its size has changed."""
         try:
             names = [path.name for path in self._root.iterdir()]
         except OSError:
@@ -76,11 +77,11 @@ class SaveWatch:
 
 
 def sound_checkpoint(files: RunFiles, *, thorough: bool = True) -> str | None:
-    """Returns the name of the checkpoint that a new start in this directory would resume from;
-    None if there is none.
+    """Returns the name of the checkpoint that a new start in this directory would resume from; None if there is
+    none.
 
     Args:
-        thorough: hash all of it; else only its manifest and the sizes of its files are looked at.
+        thorough: True also hashes the files; False checks only the manifest and the sizes of the files.
     """
     newest = CheckpointStore(files.checkpoints).latest()
     if newest is None or not newest.sound:
@@ -93,12 +94,12 @@ def sound_checkpoint(files: RunFiles, *, thorough: bool = True) -> str | None:
 
 @contextmanager
 def handled(handler: Callable[[int, FrameType | None], None], *, to_the_end: bool = False) -> Iterator[None]:
-    """Route all these signals to `handler`. One that is ignored stays ignored:
-    nohup and `&` ask for it that way.
+    """Routes signals that stop a run to `handler` inside the block. Ignored signals stay ignored, as nohup and
+    `&` intend.
 
     Args:
-        to_the_end: True if what follows the block is the end of this process, in the way that is known by
-            then: from there on they are ignored, so that none of them changes how it ends.
+        to_the_end: True if the process ends after the block. The signals are then ignored from there on, so
+            that they cannot change the exit code.
     """
     before = {number: signal.getsignal(number) for number in (*_PREEMPTING, *_INTERRUPTING)}
     for number, previous in before.items():
@@ -115,7 +116,7 @@ def before_workers(files: RunFiles | None, error: KeyboardInterrupt) -> Outcome:
     """Returns the outcome of a run that was asked to stop before its workers started.
 
     Args:
-        files: the files of the run directory; None where there is none yet.
+        files: the files of the run directory; None if there is no directory yet.
     """
     message = "stopped before training began"
     if not isinstance(error, Preempted):

@@ -1,14 +1,13 @@
-"""Starts torchrun, watches it, passes the user's request to stop on to the workers,
-and leaves nothing behind.
+"""Starts torchrun and watches it, passes requests to stop on to the workers, and kills the processes that are
+left at the end.
 
-- Asked to stop (`canzona_cli.launch.stop`): the file `stop` appears in the run directory, and the workers end
-  after the step they are in, and save. torchrun gets no signal, and ignores those that a batch system sends
-  to every process.
-- The whole process tree is killed by process id on a second Ctrl-C, when the grace period passes without an
-  end or progress of a save, and when training has not begun, as there is nothing to lose. A save may finish:
-  only a third Ctrl-C ends it.
-- The ranks hang (`canzona_cli.launch.hang`): they write their stacks to their logs and are killed.
-- The launcher itself is killed: the kernel kills torchrun, and then the workers (`canzona_cli.run.orphan`).
+- At a request to stop (`canzona_cli.launch.stop`), the launcher writes the file `stop` into the run directory.
+  The workers finish their current step, save, and end. torchrun gets no signal, and ignores the signals that a
+  batch system sends to every process.
+- The process tree is killed on a second Ctrl-C (a third one during a save), if the grace period passes without
+  an end or progress of a save, and if training has not begun, as there is nothing to save.
+- If the ranks hang (`canzona_cli.launch.hang`), they write their stacks to their logs and are killed.
+- If the launcher itself is killed, the kernel kills torchrun and then the workers (`canzona_cli.run.orphan`).
 """
 
 import time
@@ -37,10 +36,10 @@ from canzona_cli.run.records import FIRST_STAGE, Incident, StageEvent
 from canzona_cli.run.words import plural
 
 STOP_GRACE_S = 60.0
-"""Seconds the workers get to finish their step before they are killed."""
+"""The seconds that the workers get to finish their step before they are killed."""
 _POLL_S = 0.2
-_IN_A_HURRY = 2
-"""The number of requests that end everything at once; one more while a checkpoint is being written."""
+_INTERRUPTS_TO_KILL = 2
+"""The number of times that Ctrl-C must be pressed to kill the workers at once; one more during a save."""
 
 
 @dataclass
@@ -48,7 +47,7 @@ class Supervision:
     """One run of torchrun on this machine, from its start until all its processes have ended."""
 
     files: RunFiles
-    """The run directory, its inputs written."""
+    """The files of the run directory, whose inputs are written."""
     command: LaunchCommand
     view: InitVar[TrainView]
     """The view that receives the run's records, and is closed at its end."""
@@ -56,15 +55,15 @@ class Supervision:
     ranks: range
     """This machine's ranks, in local order."""
     machines: InitVar[Machines | None] = None
-    """This launcher among those of the run; None: it is the only one."""
+    """The link to the launchers of the other machines; None for a run on one machine."""
     grace_s: float = STOP_GRACE_S
-    """Seconds between the first request to stop and killing the workers."""
+    """Seconds between the first request to stop, or the last progress of a save, and killing the workers."""
     hang_timeout_s: float | None = None
     """Seconds without progress on any rank after which the run has failed; None: never."""
     requests: Requests = field(default_factory=Requests)
-    """The requests that this process got by signals so far."""
+    """The requests to stop that this process has received by signals."""
     say: Callable[[str], None] = lambda _: None
-    """A function that tells the user something at once."""
+    """A function that prints a message for the user at once."""
     restarts: Restarts = field(default_factory=Restarts)
     """The restarts of this launch so far."""
     resume_command: str | None = None
@@ -74,15 +73,15 @@ class Supervision:
         self._machines = machines or Machines(self.files)
         self._monitor = Monitor(self.files, view)
         self._asked = False
-        """The workers have been asked to stop."""
+        """True once the workers have been asked to stop."""
         self._forced = False
-        """The workers are killed because somebody asked to stop."""
+        """True if the workers must be killed because somebody asked to stop."""
         self._hang: HangReport | None = None
 
     def run(self) -> Outcome:
-        """Run the command to its end, feeding the view, and say how it ended.
+        """Runs the command to its end, passes its records to the view, and returns the outcome of the run.
 
-        Machine 0 writes `result.json` whatever happens, also when this method raises, and before it is shown.
+        Machine 0 writes `result.json` before the outcome is shown, even if this method raises.
         """
         outcome = Outcome(status="failed", exit_code=ExitCode.CRASH, message="the launcher itself failed")
         try:
@@ -91,7 +90,7 @@ class Supervision:
         finally:
             outcome = self._completed(outcome)
             if self._machines.node_rank == 0:
-                _keep(self.files, outcome, self.say)
+                _save_result(self.files, outcome, self.say)
             self._monitor.close(outcome.status, outcome.message)
         return outcome
 
@@ -108,7 +107,7 @@ class Supervision:
                     self._monitor.poll()
                     if self._hangs(watch) or self._stops(saves):
                         break
-                    if self._machines.others_failed():  # the launchers compare what they saw later, and find out why
+                    if self._machines.others_failed():  # `conclude` finds the cause
                         break
                     time.sleep(_POLL_S)
             finally:
@@ -122,7 +121,8 @@ class Supervision:
         return outcome
 
     def _hangs(self, watch: HangWatch | None) -> bool:
-        """Returns True if the ranks hang; then they have written their stacks."""
+        """Returns True if the ranks hang, once they have written their stacks. Also records what a slow
+        start-up waits for."""
         hang = None if watch is None else watch.look()
         if watch is not None and (waiting := watch.waits_for()) is not None:
             detail = f"{waiting}; torchrun's output: {self.files.agent_log(self._machines.node_rank)}"
@@ -136,33 +136,36 @@ class Supervision:
         return True
 
     def _stops(self, saves: SaveWatch) -> bool:
-        """Passes on a request to stop; returns True if the workers must be killed now."""
+        """Passes a request to stop on to the workers; returns True if they must be killed now."""
         if self.requests.reason is not None and not self._asked:
             self._asked = True
             if not self._ask(self.requests.reason):
                 return True
         saving = self._asked and saves.look()
         late = self._asked and time.monotonic() - max(self.requests.first, saves.moved) > self.grace_s
-        if self.requests.interrupts >= _IN_A_HURRY + saving or late:
+        if self.requests.interrupts >= _INTERRUPTS_TO_KILL + saving or late:
             self._forced = True
-            after = f"no end after {self.grace_s:.0f} s: stopping the workers at once"
-            self._tell("stop", after if late else "at once")
+            after = f"the workers did not end within {self.grace_s:.0f} s: killing them"
+            self._tell("stop", after if late else "killing the workers")
         return self._forced
 
     def _ask(self, reason: StopReason) -> bool:
-        """Asks the workers to stop after their step; returns False if waiting for that is useless."""
+        """Asks the workers to stop after their step; returns False if they must be killed instead, because they
+        cannot be asked or training has not begun."""
         try:
             self.files.request_stop(reason)
-        except OSError as error:  # a disk that takes nothing would take no checkpoint either
+        except OSError as error:  # a full disk has no room for a checkpoint either
             self._forced = True
             self._tell("stop", f"the workers cannot be asked to stop ({error.strerror}): stopping them at once")
             return False
-        self._monitor.poll()  # the lines since the last look may hold the first step
+        self._monitor.poll()  # the first step may have been logged since the last poll
         if not self._monitor.training:
             self._forced = True
             self._tell("stop", "stopping: training has not begun")
             return False
-        self._tell("stop", f"stopping after this step, {self.grace_s:.0f} s at most (Ctrl-C again: at once)")
+        self._tell(
+            "stop", f"stopping after this step, {self.grace_s:.0f} s at most (press Ctrl-C again to stop at once)"
+        )
         return True
 
     def _judge(self, agent_code: int) -> Outcome:
@@ -179,13 +182,14 @@ class Supervision:
         return outcome
 
     def _settle(self, outcome: Outcome) -> Outcome:
-        """Decides whether the run is restarted; it is not if somebody asked it to stop before it failed."""
+        """Completes the outcome and decides on a restart. A run that was asked to stop is not restarted."""
         outcome = self._completed(outcome)
         return outcome if self.files.stop_requested() else self.restarts.decide(outcome)
 
     def _completed(self, outcome: Outcome) -> Outcome:
-        """Adds the newest step and losses (from the metrics,
-        else from the ranks) and the command that resumes it."""
+        """Adds the newest step and losses, the number of restarts, and the command that resumes the run. The
+        step is the newest in the metrics and the ranks' results; the loss is that of the metrics, else of the
+        ranks."""
         results = read_ranks(self.files, self.ranks)
         last, validation = self._monitor.last_step, self._monitor.last_validation
         losses = [None if last is None else last.loss, *(result.loss for result in results)]
@@ -206,21 +210,21 @@ class Supervision:
 
 
 def _kill_ranks(files: RunFiles, ranks: range) -> None:
-    """Kills the ranks that are left after torchrun has ended, however it ended."""
+    """Kills the ranks that are still running after torchrun has ended."""
     for result in read_ranks(files, ranks):
         if result.pid is None:
             continue
         try:
             process = psutil.Process(result.pid)
-            if str(files.root) in process.cmdline():  # else the number belongs to somebody else by now
+            if str(files.root) in process.cmdline():  # otherwise the process id has been reused
                 kill(process)
                 process.wait(timeout=10)
         except psutil.Error:
             continue
 
 
-def _keep(files: RunFiles, outcome: Outcome, say: Callable[[str], None]) -> None:
-    """Writes result.json; if that fails, says how the run ended."""
+def _save_result(files: RunFiles, outcome: Outcome, say: Callable[[str], None]) -> None:
+    """Writes result.json; if that fails, prints how the run ended."""
     try:
         save(files.result, outcome.result)
     except OSError as error:
@@ -239,19 +243,18 @@ def run_ranks(
     grace_s: float = STOP_GRACE_S,
     hang_timeout_s: float | None = None,
 ) -> RunFiles:
-    """Launch ranks of this machine for something other than training,
-    in a run directory of their own, to their end.
+    """Runs ranks on this machine for something other than training, in a run directory of their own, until they
+    end.
 
     Args:
         config: resolved; the ranks get `run.dir`, or a new directory under `run.root`.
         module: the module that each rank runs.
-        write_more: writes what the ranks read beside configuration, layout and corpus.
+        write_more: a function that writes what else the ranks read, besides configuration, layout and corpus.
         grace_s, hang_timeout_s: as in `Supervision`.
 
     Raises:
-        KeyboardInterrupt: somebody stopped it.
-        CanzonaError: the directory is taken or cannot be written; or a rank failed: the error that it ended
-            with.
+        KeyboardInterrupt: somebody stopped the ranks.
+        CanzonaError: the directory is in use or cannot be written; or a rank failed, with the rank's own error.
     """
     run = RunDirectory.create(config)
     command = torchrun.build(config, run.path, module=module)
@@ -278,6 +281,6 @@ def _failure(outcome: Outcome) -> CanzonaError:
     """Returns the error of the rank that failed, with its traceback and the path of its log."""
     error = outcome.error()
     first, *others = error.problems
-    log = "" if outcome.log is None else f"its whole output: {outcome.log}"
+    log = "" if outcome.log is None else f"its full output: {outcome.log}"
     named = replace(first, reason="\n".join([first.reason, *outcome.traceback]), fix=first.fix or log)
     return type(error)(named, *others)

@@ -1,11 +1,13 @@
-"""The torchrun command of a run, and the environment its workers need.
+"""Builds the torchrun command of a run, and the environment of its workers.
 
-What listens where. torchrun's own backends put their TCPStore on every interface, also when given 127.0.0.1
-and `--local-addr` (`c10d` and `--standalone` open two such ports, `static` one). So a run on one machine uses
-the `canzona-loopback` backend of `canzona_cli.training.rendezvous`, on 127.0.0.1 and a port the kernel
-chooses; gloo and NCCL are sent to the loopback interface below; nothing can be reached from outside. The same
-holds for a run of several launchers that meet at a loopback address. Runs over several machines use `static`;
-in both, ranks follow the node ranks, so that tensor-parallel groups stay inside a machine.
+torchrun's own backends let their TCPStore listen on every interface, even when given 127.0.0.1 and
+`--local-addr` (`c10d` and `--standalone` open two such ports, `static` one). A run on one machine therefore
+uses the `canzona-loopback` backend of `canzona_cli.training.rendezvous`, on 127.0.0.1 and a port that the
+kernel chooses, and gloo and NCCL are restricted to the loopback interface. Nothing can then be reached from
+outside. The same holds if several launchers meet at a loopback address.
+
+Runs over several machines use `static`. With both backends, ranks are ordered by node rank, so that
+tensor-parallel groups stay within a node.
 """
 
 import errno
@@ -22,7 +24,7 @@ from pathlib import Path
 import psutil
 from packaging.version import Version
 
-from canzona_cli.cluster.machine import installed_version
+from canzona_cli.cluster.machine import LOOPBACK, installed_version
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.machine import cores
@@ -34,19 +36,19 @@ LOOPBACK_BACKEND = "canzona-loopback"
 NODE_RANK_PLACEHOLDER = "NODE_RANK"
 ENDPOINT_PLACEHOLDER = "HOST:PORT"
 
-_NOT_BETWEEN_MACHINES = ("lo", "docker", "veth", "virbr", "br-", "cni", "podman", "tun")
-"""The prefixes of interfaces that only lead to this machine's own processes and containers."""
+_LOCAL_INTERFACES = ("lo", "docker", "veth", "virbr", "br-", "cni", "podman", "tun")
+"""The name prefixes of interfaces that do not connect machines: loopback, containers, tunnels."""
 _NUMA_NODES = Path("/sys/devices/system/node")
 _PINS_EXACT_SIZES = Version("2.13")
-"""The first torch whose pinned memory need not be a power of two; older ones refuse the option,
-and no GPU starts."""
+"""The first torch version that can pin memory in sizes other than powers of two. Older versions reject the
+option, and no rank with a GPU would start."""
 _MAX_THREADS_BESIDE_GPU = 8
-"""The most threads that a rank with a GPU gets: they only feed the GPU."""
+"""The most CPU threads of a rank with a GPU, which only have to keep the GPU busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchCommand:
-    """One machine's share of a run: what to execute, and the variables to add to the environment."""
+    """The command that starts one machine's workers, and the variables to add to its environment."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
@@ -58,7 +60,7 @@ class LaunchCommand:
         words = [shlex.quote(word) for word in self.argv]
         lines = [" ".join([*prefix, *words[:3]])]
         for word in words[3:]:
-            # an option starts a line, its value stays beside it; what follows the module is the module's
+            # Each option starts a line and is followed by its value.
             if word.startswith("-") or not lines[-1].startswith("-"):
                 lines.append(word)
             else:
@@ -80,9 +82,8 @@ def build(config: RunConfig, run_dir: Path, *, module: str = WORKER_MODULE) -> L
     """Builds the command that starts this machine's workers.
 
     Args:
-        config: Resolved. Where several machines have no endpoint or node rank yet, placeholders stand in for
-            them.
-        run_dir: Given to the workers as their only argument.
+        config: Resolved. If several machines have no endpoint or node rank yet, the command has placeholders.
+        run_dir: The only argument of the workers.
         module: The module that each worker runs as `python -m`.
     """
     nodes = node_count(config)
@@ -107,42 +108,42 @@ def build(config: RunConfig, run_dir: Path, *, module: str = WORKER_MODULE) -> L
 
 
 def forks_ranks(config: RunConfig) -> bool:
-    """Returns True if torchrun imports Megatron and ranks are forks of it,
-    rather than programs that each import it."""
+    """Returns True if the agent imports Megatron once and forks the ranks, instead of starting programs that
+    each import it."""
     return config.cluster.device == "cpu" and sys.platform == "linux"
 
 
 def worker_environment(config: RunConfig) -> dict[str, str]:
-    """Returns the workers' environment variables. Those the user has set stay,
-    but CPU ranks never see a GPU."""
+    """Returns the variables that the workers need. Values set by the user take precedence, but CPU ranks never
+    see a GPU."""
     on_gpu = config.cluster.device == "cuda"
     threads = max(1, cores() // ranks_per_node(config))
     if on_gpu:
         threads = min(threads, _MAX_THREADS_BESIDE_GPU)
     variables = {
-        "OMP_NUM_THREADS": str(threads),  # torchrun would say 1 whatever the machine, with a warning
+        "OMP_NUM_THREADS": str(threads),  # torchrun's default is 1, with a warning
         "MKL_NUM_THREADS": str(threads),
-        "PYTHONUNBUFFERED": "1",  # a killed rank's last words reach its log
+        "PYTHONUNBUFFERED": "1",  # so that the last output of a killed rank reaches its log
         "PYTHONFAULTHANDLER": "1",  # a rank that crashes in native code leaves its Python stack in its log
-        # `python -m` would look for modules in the working directory first, be it somebody else's recipes.
+        # Without this, `python -m` would import modules from the working directory first.
         "PYTHONSAFEPATH": "1",
-        "TOKENIZERS_PARALLELISM": "false",  # its threads and forked data workers deadlock
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # each rank of a group that breaks down would print pages of warnings
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15",  # seconds the other ranks get after one has failed; torch 2.11: 30
+        "TOKENIZERS_PARALLELISM": "false",  # its threads deadlock with forked data workers
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # otherwise each rank of a failing group prints pages of warnings
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15",  # seconds that ranks get to exit after one has failed; torch 2.11: 30
     }
     if on_gpu:
-        # A hardware queue for each stream: those that share one wait for what the others wait for. Megatron
-        # recommends 1, so that what tensor-parallel ranks exchange starts before the product launched behind
-        # it; but then nothing runs beside reductions and gatherings. That NCCL's streams come first on the
-        # device does the same.
+        # One hardware queue per stream, as streams that share a queue wait for each other. Megatron recommends
+        # 1, so that tensor-parallel communication starts before the GEMM launched after it, but then nothing
+        # overlaps with gradient reductions and parameter gathers. High-priority NCCL streams give the same
+        # order.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
         variables["TORCH_NCCL_HIGH_PRIORITY"] = "1"
-        # torch 2.15's new NCCL backend runs the collectives of a coalesced group one after another, each a
-        # launch.
+        # torch 2.15's new NCCL backend runs the collectives of a coalesced group one by one, with a launch
+        # each.
         variables["TORCH_DIST_USE_NCCL2"] = "0"
-        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, and torch listens to it first
-            # Optimizers first need memory when activations have just left theirs, in pieces of other sizes.
-            # What a checkpoint is copied to is pinned by several threads, in exact sizes rather than powers
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name takes precedence in torch
+            # Expandable segments: optimizers first allocate when activations have just been freed, in blocks of
+            # other sizes. Several threads pin the host copy of a checkpoint, in exact sizes instead of powers
             # of two.
             variables["PYTORCH_ALLOC_CONF"] = (
                 "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:4"
@@ -150,21 +151,21 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
             if Version(installed_version("torch") or "0") >= _PINS_EXACT_SIZES:
                 variables["PYTORCH_ALLOC_CONF"] += ",pinned_max_round_threshold_mb:64"
     else:
-        # glibc would give the memory of most activations back as each is freed, and the kernel clear every
-        # page of the next one: 0.35 s of processor time rather than 0.25 for qwen3-tiny's products, norms and
-        # SwiGLU. The first is at its maximum.
+        # By default, glibc returns the memory of most activations to the kernel as each is freed, and the
+        # kernel clears every page of the next: 0.35 s of CPU time instead of 0.25 s for qwen3-tiny's GEMMs,
+        # norms and SwiGLU. 32 MiB is the largest MALLOC_MMAP_THRESHOLD_ that glibc accepts.
         variables["MALLOC_MMAP_THRESHOLD_"], variables["MALLOC_TRIM_THRESHOLD_"] = str(32 << 20), str(256 << 20)
     variables |= _interfaces(config)
     chosen = {name: os.environ.get(name, value) for name, value in variables.items()}
     if not on_gpu:
-        chosen["CUDA_VISIBLE_DEVICES"] = ""  # Megatron is given CPU meanings for its CUDA calls, in these ranks alone
+        chosen["CUDA_VISIBLE_DEVICES"] = ""  # in CPU ranks, Megatron's CUDA calls have CPU replacements
     return chosen
 
 
 def _can_bind() -> bool:
-    """Returns True if torchrun can keep each rank on the processors beside its GPU.
+    """Returns True if torchrun can bind each rank to the CPUs of its GPU's NUMA node.
 
-    It does so by numactl, and starts no rank of a GPU beside which there is no processor for us.
+    torchrun does this with numactl, and fails for a node none of whose CPUs this process may use.
     """
     allowed = os.sched_getaffinity(0) if sys.platform == "linux" else set()
     beside = [{int(cpu.name[3:]) for cpu in node.glob("cpu[0-9]*")} for node in _NUMA_NODES.glob("node[0-9]*")]
@@ -175,43 +176,46 @@ def _can_bind() -> bool:
 def _several_nodes(config: RunConfig, run_dir: Path) -> list[str]:
     cluster = config.cluster
     node_rank = NODE_RANK_PLACEHOLDER if cluster.node_rank is None else str(cluster.node_rank)
-    # torchrun passes the node rank on to `static` alone
-    backend = [LOOPBACK_BACKEND, "--rdzv-conf", f"rank={node_rank}"] if on_one_machine(config) else ["static"]
+    endpoint, backend = cluster.rdzv_endpoint or ENDPOINT_PLACEHOLDER, ["static"]
+    if on_one_machine(config):
+        # torchrun passes --node-rank only to the `static` backend, so the loopback backend gets it by --rdzv-conf
+        backend = [LOOPBACK_BACKEND, "--rdzv-conf", f"rank={node_rank}"]
+        endpoint = endpoint.replace("[::1]", LOOPBACK)  # the loopback backend has no other address
     return [
         *("--node-rank", node_rank),
         *("--rdzv-backend", *backend),
-        *("--rdzv-endpoint", cluster.rdzv_endpoint or ENDPOINT_PLACEHOLDER),
+        *("--rdzv-endpoint", endpoint),
         *("--rdzv-id", cluster.rdzv_id or run_dir.name),
     ]
 
 
 def taken(host: str, port: int) -> bool:
-    """Returns True if another program on this machine uses this port; an empty host is every interface."""
+    """Returns True if another program on this machine uses the port. An empty host stands for every interface."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))  # bound and never listening: nothing is reachable for a moment either
+            probe.bind((host, port))  # the socket never listens, so nothing becomes reachable
         except OSError as error:
             return error.errno == errno.EADDRINUSE
     return False
 
 
 def on_one_machine(config: RunConfig) -> bool:
-    """Returns True if every launcher of the run is on this machine: the only one,
-    or all meet at a loopback address.
+    """Returns True if every launcher of the run is on this machine: there is only one, or the launchers meet at
+    a loopback address.
 
-    A name is not looked up: many systems give a machine's own name a loopback address, which the others do
-    not see.
+    Names other than `localhost` are not resolved. Many systems resolve a machine's own name to a loopback
+    address, which other machines cannot reach.
     """
     host = (config.cluster.rdzv_endpoint or "").rpartition(":")[0]
-    return node_count(config) == 1 or host == "localhost" or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
+    return node_count(config) == 1 or re.fullmatch(r"localhost|\[::1\]|127(\.\d{1,3}){3}", host) is not None
 
 
 def _interfaces(config: RunConfig) -> dict[str, str]:
-    """Returns the network interfaces that gloo and NCCL may use.
+    """Returns the variables that choose the network interfaces of gloo and NCCL.
 
-    Left to themselves, gloo takes the one its host name resolves to, often loopback, and NCCL the first that
-    looks right, at times one of a container bridge.
+    By default, gloo takes the interface that the host name resolves to, often loopback, and NCCL the first one
+    that looks usable, which may be a container bridge.
     """
     on_gpu = config.cluster.device == "cuda"
     if on_one_machine(config):
@@ -219,27 +223,28 @@ def _interfaces(config: RunConfig) -> dict[str, str]:
         return {"GLOO_SOCKET_IFNAME": loopback} | ({"NCCL_SOCKET_IFNAME": loopback} if on_gpu else {})
     chosen = {}
     if config.cluster.rdzv_endpoint is not None:
-        facing = _interface_facing(config.cluster.rdzv_endpoint.rpartition(":")[0])
-        chosen = {} if facing is None else {"GLOO_SOCKET_IFNAME": facing}
-    return chosen | ({"NCCL_SOCKET_IFNAME": "^" + ",".join(_NOT_BETWEEN_MACHINES)} if on_gpu else {})
+        interface = _interface_to(config.cluster.rdzv_endpoint.rpartition(":")[0])
+        chosen = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
+    return chosen | ({"NCCL_SOCKET_IFNAME": "^" + ",".join(_LOCAL_INTERFACES)} if on_gpu else {})
 
 
-def _interface_facing(host: str) -> str | None:
-    """Finds the interface that leads to `host`, or the only real one if `host` is this machine; else None."""
+def _interface_to(host: str) -> str | None:
+    """Returns the name of the interface that leads to `host`. If there is none (`host` is this machine or
+    unknown), returns the only interface that connects machines; None if there are several."""
     addresses = psutil.net_if_addrs()
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     real = {
         name: {entry.address for entry in entries if entry.family == socket.AF_INET}
         for name, entries in addresses.items()
-        if name in up and not name.startswith(_NOT_BETWEEN_MACHINES)
+        if name in up and not name.startswith(_LOCAL_INTERFACES)
     }
     candidates = [name for name, ipv4 in real.items() if ipv4]
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # of UDP: asks the routing table, sends nothing
+            probe.connect((host, 9))  # connecting a UDP socket only looks up the route; nothing is sent
             source = probe.getsockname()[0]
     except OSError:
         source = None
-    facing = [name for name in candidates if source in real[name]]
-    choice = facing or candidates
+    interfaces = [name for name in candidates if source in real[name]]
+    choice = interfaces or candidates
     return choice[0] if len(choice) == 1 else None

@@ -1,4 +1,5 @@
-"""Watches a run: a monitor reads what the workers append to the run directory and passes each record to a view."""
+"""Shows a run while it trains: a monitor reads what the workers append to the run directory, and passes each
+record to a view."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,46 +22,48 @@ from canzona_cli.run.records import (
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """The part of a resumed run that is done."""
+    """The part of a resumed run that is already done."""
 
     step: int
     """The step of the checkpoint that the run resumes from."""
     origin: str
-    """The place of that checkpoint, for people: its name, or the path of another run's."""
+    """The checkpoint as shown to the user: its name, or the path of another run's checkpoint."""
     metrics: Sequence[StepMetrics] = ()
     """The metrics up to that step."""
     validations: Sequence[ValidationLoss] = ()
 
 
 class TrainView:
-    """A view that receives a run's records in the order they were written, and shows none:
-    subclasses show them.
+    """A view that receives a run's records in the order in which they were written. This base class shows
+    nothing.
 
-    No method raises because of a record: a missing or non-finite number is shown as such.
+    No method raises because of a record: missing and non-finite numbers are shown as such.
     """
 
     def progress(self, what: str, fraction: float) -> None:
-        """Show a part of the preparation that takes long, `fraction` (0 to 1) of it done;
-        fits `ensure_corpus`."""
+        """Shows the progress of a long part of the preparation, `fraction` from 0 to 1. `ensure_corpus` can
+        call this."""
 
     def stage(self, event: StageEvent) -> None:
-        """Show that a stage begins; the one before ends with it."""
+        """Shows that a stage begins, which ends the stage before it."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a logged step."""
+        """Shows a logged step."""
 
     def validation(self, validation: ValidationLoss) -> None:
-        """Show a validation."""
+        """Shows a validation."""
 
     def note(self, note: Note) -> None:
-        """Show an event that is worth a line: a checkpoint, a straggler, a warning."""
+        """Shows an event that is worth a line: a checkpoint, a straggler, a warning."""
 
     def close(self, status: RunStatus = "done", message: str = "") -> None:
-        """Leave the last frame, restore the terminal and say how it ended. Calling it again does nothing."""
+        """Leaves the last frame, restores the terminal and prints how the run ended. A second call does
+        nothing."""
 
 
 class Monitor:
-    """A reader of a run directory that feeds a view, and remembers the newest numbers for the result file."""
+    """A reader of a run directory that passes records to a view, and keeps the newest numbers for the result
+    file."""
 
     def __init__(self, files: RunFiles, view: TrainView) -> None:
         self.last_step: StepMetrics | None = None
@@ -80,20 +83,21 @@ class Monitor:
         return known is not None or self._stage in ("train", "validate", "save", "finish")
 
     def poll(self) -> None:
-        """Pass new records on in the order they were written; without any, this costs three `stat` calls.
+        """Passes new records to the view, in the order in which they were written. Without new records, this
+        costs three `stat` calls.
 
-        Lines that are not records are skipped.
+        Lines that are not valid records are skipped.
         """
         new = [(record, receive) for source, receive in self._sources for record in source.read()]
         for record, receive in sorted(new, key=lambda item: _time(item[0])):
             self._show(partial(receive, record))
 
     def close(self, status: RunStatus, message: str) -> None:
-        """Tell the view that the run has ended, after `result.json` was written."""
+        """Tells the view that the run has ended. Call this after `result.json` was written."""
         self._show(partial(self._view.close, status, message))
 
     def _show(self, show: Callable[[], None]) -> None:
-        """Calls the view; if it fails, which is a bug of ours, the run loses its display and nothing else."""
+        """Calls the view. If the view raises, which is a bug in canzona, the run continues without a display."""
         try:
             show()
         except Exception as error:
@@ -104,8 +108,8 @@ class Monitor:
     def _event(self, line: dict[str, object]) -> None:
         event = event_of(line)
         if isinstance(event, StageEvent):
-            # Workers started by hand announce a stage that the launcher, if there is one, has announced
-            # before them.
+            # The launcher and its workers announce the same first stage, because workers can also be started by
+            # hand.
             if event.stage != self._stage:
                 self._stage = event.stage
                 self._view.stage(event)

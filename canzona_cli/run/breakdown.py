@@ -1,9 +1,9 @@
-"""The step-time breakdown: where the time of one training step went, over all ranks, next to its prediction.
+"""The breakdown of a step's time by phase, over all ranks, next to its prediction.
 
-`breakdown.json` is written by the workers. Times are seconds; `min_s`, `mean_s`, `max_s` are over ranks, of
-each rank's mean over the measured steps. Phases with `in_step` follow one another and add up to the step; the
-others (`*_total`) count work that ran under them as well. `predicted.json` has the prediction; runs of
-earlier versions lack it.
+The workers write `breakdown.json`. Times are in seconds; `min_s`, `mean_s` and `max_s` are over ranks, of each
+rank's mean over the measured steps. Phases with `in_step` follow one another and add up to the step. The others
+(`*_total`) are all communication of a kind, including what was overlapped with other phases. `predicted.json`
+has the prediction; runs of earlier versions do not have this file.
 """
 
 import math
@@ -23,7 +23,7 @@ from canzona_cli.run.words import milliseconds
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedEvent:
-    """A stretch of one rank's time on one of its streams."""
+    """An interval of simulated time on one stream of a rank."""
 
     rank: int
     stream: Stream
@@ -33,53 +33,60 @@ class SimulatedEvent:
 
 
 def streams_of(events: Sequence[SimulatedEvent]) -> Iterator[tuple[int, Stream, list[Interval]]]:
-    """The events of each rank on each of its streams, where there are any."""
+    """Yields the events of each rank on each of its streams, if there are any."""
     for rank in dict.fromkeys(event.rank for event in events):
         for stream in STREAMS:
-            mine = [event for event in events if (event.rank, event.stream) == (rank, stream)]
-            if mine:
-                yield rank, stream, [Interval(name=one.phase, start_s=one.start_s, end_s=one.end_s) for one in mine]
+            intervals = [
+                Interval(name=event.phase, start_s=event.start_s, end_s=event.end_s)
+                for event in events
+                if (event.rank, event.stream) == (rank, stream)
+            ]
+            if intervals:
+                yield rank, stream, intervals
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One strategy's step on a cluster profile, in the words of the breakdown. Seconds and bytes."""
+    """The predicted step of one strategy on a cluster profile, with the phases of the breakdown. Times are in
+    seconds."""
 
     VERSION: ClassVar[int] = 1
 
     strategy: str
     profile: str
-    """Name of the cluster profile."""
+    """The name of the cluster profile."""
     calibrated: bool
     """True for a profile that `canzona calibrate` measured."""
     mismatches: tuple[str, ...] = ()
     """Reasons why a calibrated profile may not hold on this machine."""
     cores: int | None = None
-    """Processor cores that the ranks of one machine share; None where each rank has a device of its own."""
+    """The CPU cores that the ranks of one machine share; None if each rank has its own device."""
     iteration_s: float
     optimizer_s: float
-    """`StrategyResult.optimizer_s`."""
+    """The time of the optimizer step, `StrategyResult.optimizer_s`."""
     phases: Mapping[str, float]
-    """Mean over ranks; the phases of a step add up to `iteration_s`, totals are listed with them."""
+    """The mean seconds over ranks by phase. The phases of the step add up to `iteration_s`; the `*_total`s are
+    extra."""
     load_balance: float
-    """The ranks' matrix updates, max over mean; 1.0 is perfect, and the value where there are none."""
+    """The ranks' matrix update times, maximum over mean; 1.0 is perfect, and also the value without matrix
+    updates."""
     memory_bytes: int
-    """Bytes on the fullest rank."""
+    """The memory in bytes of the rank that needs most."""
     events: tuple[SimulatedEvent, ...] = ()
-    """Timelines of the slowest rank and of the one that has least to update."""
+    """The timelines of the slowest rank and of the rank that has least to update."""
 
     def as_json(self) -> dict[str, object]:
-        """Everything but the events, which only a trace needs."""
+        """Returns all fields but the events, which only a trace needs."""
         return {name: value for name, value in plain(self).items() if name != "events"}
 
 
 def load_prediction(run_dir: Path) -> Prediction | None:
-    """A run's prediction; None where it has none, as runs of earlier versions.
+    """Loads the prediction of a run; returns None if the run has none, as for earlier versions.
 
     Raises:
-        ConfigError: it is damaged or of another version; the problem's key is `RUN_DIR`.
+        ConfigError: the file is damaged or of another version; the problem's key is `RUN_DIR`.
     """
-    fix = "the measurement is shown without the plan; `canzona plan` predicts again"
+    fix = "the measurement is shown without the prediction; `canzona plan` predicts again"
     try:
         return load(RunFiles(run_dir).predicted, Prediction, key="RUN_DIR", value=run_dir, fix=fix)
     except FileNotFoundError:
@@ -87,16 +94,17 @@ def load_prediction(run_dir: Path) -> Prediction | None:
 
 
 NEGLIGIBLE = 0.05
-"""Share of the step: where no phase differs by more, the step is as planned."""
+"""The share of the step up to which a phase may differ from its prediction in a step that is as planned."""
 _APART = 1.25
-"""A rank is named when its time is so many times the mean."""
+"""The factor between a rank's time and the mean above which the rank is named."""
 _WAITS = (*COMMUNICATION, "norm_clip", "pipeline")
-"""Phases in which ranks wait for the one that comes last, which itself waits least."""
+"""Phases in which ranks wait for the last rank to arrive, which itself waits least."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Why:
-    """The phase with the largest difference between measured and planned."""
+    """The phase with the largest difference between measured and predicted time, and a sentence that explains
+    it."""
 
     phase: str
     measured_s: float
@@ -107,12 +115,12 @@ class Why:
 def why(
     measured: Mapping[str, OverRanks], predicted: Mapping[str, float], ranks: Sequence[Mapping[str, float]] = ()
 ) -> Why | None:
-    """Name the phase that differs most from its prediction; None without a measured step.
+    """Returns the phase that differs most from its prediction; None without a measured step.
 
     Args:
-        measured: by phase; `_total`s may be among them.
-        predicted: seconds by phase, mean over ranks; a phase that is missing takes no time.
-        ranks: each rank's seconds by phase; without them no rank is named.
+        measured: times by phase; `*_total`s are ignored.
+        predicted: mean seconds over ranks by phase; a missing phase counts as 0.
+        ranks: each rank's seconds by phase, in rank order; without these no rank is named.
     """
     took = {name: measured[name].mean_s if name in measured else 0.0 for name in IN_STEP}
     planned = {name: predicted.get(name, 0.0) for name in IN_STEP}
@@ -125,40 +133,40 @@ def why(
     else:
         factor = f" ({took[worst] / planned[worst]:.2g} times)" if planned[worst] > 0 else ""
         text = f"{PHASES[worst].subject} took {milliseconds(took[worst])} ms, planned {milliseconds(planned[worst])} ms"
-        text += factor + _rank(worst, [rank.get(worst, 0.0) for rank in ranks])
+        text += factor + _outlier(worst, [rank.get(worst, 0.0) for rank in ranks])
     return Why(phase=worst, measured_s=took[worst], predicted_s=planned[worst], text=text)
 
 
-def _rank(phase: str, seconds: Sequence[float]) -> str:
-    """The rank that stands apart in a phase; empty where none does."""
+def _outlier(phase: str, seconds: Sequence[float]) -> str:
+    """Describes the rank whose time in a phase stands out; empty if none does."""
     mean = sum(seconds) / len(seconds) if seconds else 0.0
     if mean <= 0:
         return ""
     if phase in _WAITS:
         least = min(range(len(seconds)), key=lambda rank: seconds[rank])
-        return f"; rank {least} comes last, the others wait for it" if seconds[least] * _APART < mean else ""
+        return f"; rank {least} arrives last, and the others wait for it" if seconds[least] * _APART < mean else ""
     most = max(range(len(seconds)), key=lambda rank: seconds[rank])
     over = seconds[most] / mean
     return f"; rank {most} took {over:.2g} times the mean" if over > _APART else ""
 
 
 NOTHING_S = 1e-6
-"""Times below it have no relative error: nothing was done in them."""
+"""The seconds below which a time counts as zero and has no relative error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTime(OverRanks):
-    """One phase of the step."""
+    """The time of one phase of the step."""
 
     share: float
-    """`mean_s` over the step's `mean_s`."""
+    """The phase's `mean_s` over the step's `mean_s`."""
     in_step: bool = True
-    """True for the phases that add up to the step."""
+    """True for phases that add up to the step; False for `*_total`s."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """One rank's mean seconds per phase."""
+    """The mean seconds of one rank by phase."""
 
     rank: int
     phases: Mapping[str, float]
@@ -166,7 +174,7 @@ class RankTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """Peak memory over ranks, bytes."""
+    """The peak memory in bytes, over ranks."""
 
     min: float
     mean: float
@@ -185,9 +193,9 @@ class MeasuredBreakdown:
     layout: Layout
     steps_measured: int
     steps_skipped: int
-    """Warm-up steps at the start that were not measured."""
+    """The number of warm-up steps at the start, which were not measured."""
     steps_profiled: int = 0
-    """Steps under torch's profiler, which slows them; not measured either."""
+    """The number of steps under torch's profiler. It slows them down, so they were not measured either."""
     step: OverRanks
     phases: Mapping[str, PhaseTime | None]
     """A phase that this strategy does not have is absent or null."""
@@ -195,22 +203,22 @@ class MeasuredBreakdown:
     tokens_per_s: float
     tokens_per_s_per_gpu: float
     mfu: float | None = None
-    """Model FLOP utilisation, 0 to 1: model FLOPs (no recomputation) over the profile's peak."""
+    """The model FLOP utilisation, 0 to 1: model FLOPs (without recomputation) over the profile's peak."""
     model_tflops_per_gpu: float | None = None
     peak_tflops_per_gpu: float | None = None
-    """The cluster profile's bf16 peak, what `mfu` is a share of."""
+    """The bf16 peak of the cluster profile, the denominator of `mfu`."""
     load_balance: Mapping[str, float | None] | None = None
-    """The max over mean of the ranks' work, by phase; 1.0 is perfect."""
+    """The ranks' work, maximum over mean, by phase; 1.0 is perfect."""
     peak_memory_bytes: PeakMemory | None = None
 
     @property
     def means(self) -> dict[str, float]:
-        """Mean seconds over ranks of the phases that there are."""
+        """The mean seconds over ranks of each phase that the strategy has."""
         return {name: phase.mean_s for name, phase in self.phases.items() if phase is not None}
 
     @property
     def in_step_share(self) -> float:
-        """The sum of the step's phases as a share of it; 1.0 but for rounding."""
+        """The sum of the in-step phases as a share of the step; 1.0 apart from rounding."""
         return math.fsum(phase.share for phase in self.phases.values() if phase is not None and phase.in_step)
 
 
@@ -219,11 +227,11 @@ class Breakdown(MeasuredBreakdown):
     """A measured step next to its prediction."""
 
     planned: Prediction | None = None
-    """The prediction; None where the run left none that can be read."""
+    """The prediction; None if the run left none that can be read."""
 
     @property
     def why(self) -> Why | None:
-        """The phase that differs most from the plan; None without a plan."""
+        """The phase that differs most from the prediction; None without a prediction."""
         if self.planned is None:
             return None
         measured = {name: phase for name, phase in self.phases.items() if phase is not None}
@@ -231,7 +239,8 @@ class Breakdown(MeasuredBreakdown):
         return why(measured, self.planned.phases, ranks)
 
     def as_json(self) -> dict[str, object]:
-        """The content of breakdown.json, the prediction, and why they differ; additions keep `version`."""
+        """Returns the content of breakdown.json, the prediction, and why they differ. New keys do not raise
+        `version`."""
         planned, why = self.planned, self.why
         return {
             **plain(replace(self, planned=None)),
@@ -240,7 +249,7 @@ class Breakdown(MeasuredBreakdown):
         }
 
     def _errors(self, planned: Prediction) -> dict[str, float | None]:
-        """Planned over measured mean, less 1, by phase and of the step."""
+        """Returns the relative error of the prediction, by phase and of the step."""
         errors = {
             name: relative_error(planned.phases.get(name), phase.mean_s)
             for name, phase in self.phases.items()
@@ -250,18 +259,18 @@ class Breakdown(MeasuredBreakdown):
 
 
 def relative_error(planned: float | None, measured: float) -> float | None:
-    """Planned over measured, less 1: 0.1 is a plan 10% too long.
-    None where either took no time to speak of."""
+    """Returns planned over measured, less 1: 0.1 for a plan that is 10% too long. None if either time is
+    negligible or nothing was planned."""
     if planned is None or measured < NOTHING_S or planned < NOTHING_S:
         return None
     return planned / measured - 1
 
 
 def load_breakdown(run_dir: Path) -> Breakdown:
-    """Read and check a run's breakdown.json, with its prediction where that can be read.
+    """Reads and checks a run's breakdown.json, and its prediction if that can be read.
 
     Raises:
-        ConfigError: it is missing, damaged, or of another version; the problem's key is `RUN_DIR`.
+        ConfigError: breakdown.json is missing, damaged, or of another version; the problem's key is `RUN_DIR`.
     """
     files = RunFiles(run_dir)
     fix = "the run's other files can still be read; train again for a new breakdown"
@@ -273,6 +282,6 @@ def load_breakdown(run_dir: Path) -> Breakdown:
         raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=fix)) from None
     try:
         planned = load_prediction(run_dir)
-    except ConfigError:  # `canzona report` notes it; the measurement stands without it
+    except ConfigError:  # `canzona report` notes the error; the measurement is shown without a prediction
         planned = None
     return Breakdown(**vars(measured), planned=planned)

@@ -1,9 +1,8 @@
-"""Writing and reading a run's records: frozen dataclasses on both sides, JSON between them,
-one word for damage.
+"""Writes records of a run as JSON, and reads them back as frozen dataclasses.
 
-A class with a number `VERSION` has it in its file, first of all, and is read only from files of that version.
-Reading checks every type; what a record does not know is ignored, so that newer versions may add to it. A
-.jsonl file has a record per line, and half a line at its end where its writer was killed.
+A class with a `VERSION` has this number first in its file, and is only read from files of that version. Reading
+checks every type. Unknown keys are ignored, so that newer versions may add some. A .jsonl file has a record per
+line; its last line is incomplete if the writer was killed.
 """
 
 import json
@@ -23,20 +22,20 @@ _MOST_PLACES: Final = 5
 
 
 class Damaged(ValueError):
-    """The content is not what the type says; the message lists where and why."""
+    """The error for content that does not have the expected type. The message lists where and why."""
 
 
 def plain(record: "DataclassInstance") -> dict[str, object]:
-    """The record as JSON has it, its version first."""
+    """Returns the record as a JSON object, with its version first."""
     version = getattr(record, "VERSION", None)
     return {**({} if version is None else {"version": version}), **asdict(record)}
 
 
 def parse[T](kind: type[T], content: object, *, strict: bool = False) -> T:
-    """A record from plain values, or from JSON as bytes.
+    """Parses a record from plain values, or from JSON as bytes.
 
     Args:
-        strict: no number may be written as text, nor the other way round; needs bytes.
+        strict: True refuses conversions between numbers and text; only for bytes.
 
     Raises:
         Damaged: a value is missing or has another type.
@@ -50,21 +49,21 @@ def parse[T](kind: type[T], content: object, *, strict: bool = False) -> T:
         return checked.validate_python(content)
     except ValidationError as error:
         problems = [
-            f"{'.'.join(map(str, one['loc'])) or 'top level'}: {one['msg'].lower()}"
-            for one in error.errors(include_url=False)
+            f"{'.'.join(map(str, detail['loc'])) or 'top level'}: {detail['msg'].lower()}"
+            for detail in error.errors(include_url=False)
         ]
         more = f"; and {len(problems) - _MOST_PLACES} more" if len(problems) > _MOST_PLACES else ""
         raise Damaged("; ".join(problems[:_MOST_PLACES]) + more) from None
 
 
 def save(path: Path, record: "DataclassInstance", *, indented: bool = True) -> None:
-    """Replace the file in one step.
+    """Writes a record to a file, which is replaced atomically.
 
     Args:
-        indented: False for what has thousands of entries and no reader but programs.
+        indented: False for a file with thousands of entries that only programs read.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if indented:
         write_json_atomic(path, plain(record))
@@ -73,16 +72,16 @@ def save(path: Path, record: "DataclassInstance", *, indented: bool = True) -> N
 
 
 def load[T](path: Path, kind: type[T], *, key: str, fix: str, value: object = None, inside: str | None = None) -> T:
-    """Read and check a record.
+    """Reads and checks a record.
 
     Args:
-        key, fix, value: those of the problem that an unreadable file causes; the value is the path unless
-            given.
-        inside: the record is the value of this key in the file, not the whole of it.
+        key, fix, value: fields of the problem that is raised for an unreadable file; the default value is the
+            path.
+        inside: the key in the file whose value is the record; None if the file is the record.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ConfigError: it cannot be read, is damaged, or has another version.
+        ConfigError: the file cannot be read, is damaged, or has another version.
     """
     try:
         content = _versioned(parse_json(read_plain(path)), getattr(kind, "VERSION", None))
@@ -101,15 +100,15 @@ def load[T](path: Path, kind: type[T], *, key: str, fix: str, value: object = No
 
 
 def load_if_sound[T](path: Path, kind: type[T]) -> T | None:
-    """A record that nobody depends on; None where there is none, or none that can be read."""
+    """Reads an optional record; returns None if there is no file, or none that can be read."""
     return record_of(kind, read_json(path))
 
 
 class JsonLines:
-    """The JSON objects added to a growing file since the last look. A line counts once it has its newline.
+    """A reader of the JSON objects that are appended to a growing file. An object counts once its line ends.
 
     Args:
-        only_new: leave out the present content, which an earlier attempt wrote.
+        only_new: True skips the present content of the file, which an earlier launch wrote.
     """
 
     def __init__(self, path: Path, *, only_new: bool = False) -> None:
@@ -118,7 +117,8 @@ class JsonLines:
         self._partial = b""
 
     def read(self) -> list[dict[str, object]]:
-        """New objects in their order; none while the file does not exist. Other lines are skipped."""
+        """Returns the objects that were added since the last call; none while the file does not exist. Lines
+        that are not JSON objects are skipped."""
         try:
             if self._path.stat().st_size == self._offset:
                 return []
@@ -133,7 +133,8 @@ class JsonLines:
 
 
 def read_lines[T](path: Path, kind: type[T]) -> tuple[list[T], int]:
-    """The records of a whole file, and how many of its lines are damaged; nothing where there is no file."""
+    """Reads all records of a .jsonl file; returns them and the number of damaged lines. No records if the file
+    cannot be read."""
     try:
         lines = read_plain(path, most=None).splitlines()
     except Unreadable:
@@ -143,7 +144,7 @@ def read_lines[T](path: Path, kind: type[T]) -> tuple[list[T], int]:
 
 
 def record_of[T](kind: type[T], line: dict[str, object] | None) -> T | None:
-    """A line as a record; None where it is none."""
+    """Parses a line as a record; returns None if it is not a valid one."""
     try:
         return None if line is None else parse(kind, line)
     except Damaged:
@@ -155,7 +156,7 @@ class _OtherVersion(Exception):
 
 
 def _versioned(content: object, version: int | None) -> Mapping[str, object]:
-    """The content of a file, if it is an object of this version."""
+    """Returns the content of a file after a check that it is an object of this version."""
     if not isinstance(content, Mapping):
         raise Damaged("expected a JSON object")
     stored = content.get("version")

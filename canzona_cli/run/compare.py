@@ -1,5 +1,5 @@
-"""Two runs side by side: which settings differ, the loss at the same steps, where the time of a step went;
-and any number of runs by what they came to."""
+"""Compares two runs by settings, losses at the same steps and phase times, and any number of runs by their
+results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,18 +16,17 @@ from canzona_cli.run.words import real
 
 VERSION = 1
 _NO_DIFFERENCE = ("run.dir", "run.root")
-"""Settings in which any two runs differ."""
+"""Settings that differ between any two runs, and are left out."""
 
 FIGURES = ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "load_balance", "peak_memory_bytes")
-"""The numbers of a breakdown that are compared besides its phases;
-the load balance is that of matrix updates."""
+"""The numbers of a breakdown that are compared besides its phases. `load_balance` is that of matrix updates."""
 
 Pair = tuple[float | None, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """The training loss of both at one step, and their difference relative to the first run's."""
+    """The training losses of two runs at the same step."""
 
     step: int
     a: float
@@ -40,12 +39,12 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Two runs; of each pair the first value is run A's."""
+    """The comparison of two runs. The first value of each pair is that of run A."""
 
     a: RunSummary
     b: RunSummary
     plans: tuple[str | None, str | None]
-    """Hashes of the plans they executed; None for a strategy that executes none."""
+    """The hashes of the executed plans; None for a strategy that executes none."""
     settings: Mapping[str, tuple[object, object]]
     """Resolved settings that differ, by key; None where a run has no such setting."""
     first: Loss | None
@@ -59,10 +58,10 @@ class Compared:
 
     @property
     def phases(self) -> Mapping[str, Pair]:
-        """Mean seconds of every phase that one of them has; `step` is the whole."""
-        one, other = _means(self.a.breakdown), _means(self.b.breakdown)
-        names = [*(name for name in LABELS if name in one | other), *sorted(set(one | other) - set(LABELS))]
-        return {name: (one.get(name), other.get(name)) for name in names}
+        """The mean seconds of every phase that at least one of the runs has; `step` is the time of the step."""
+        a, b = _means(self.a.breakdown), _means(self.b.breakdown)
+        names = [*(name for name in LABELS if name in a | b), *sorted(set(a | b) - set(LABELS))]
+        return {name: (a.get(name), b.get(name)) for name in names}
 
     @property
     def figures(self) -> Mapping[str, Pair]:
@@ -71,7 +70,7 @@ class Compared:
         return {name: (a.get(name), b.get(name)) for name in FIGURES}
 
     def as_json(self) -> dict[str, object]:
-        """The output of `--json`; additions keep `version`, anything else raises it."""
+        """Returns the output of `--json`. New keys keep `version`; any other change raises it."""
         runs = zip("ab", (self.a, self.b), self.plans, strict=True)
         return {
             "version": VERSION,
@@ -84,7 +83,7 @@ class Compared:
                 }
                 for name, run, plan in runs
             },
-            "settings": {key: {"a": one, "b": other} for key, (one, other) in self.settings.items()},
+            "settings": {key: {"a": a, "b": b} for key, (a, b) in self.settings.items()},
             "loss": {
                 name: None if loss is None else asdict(loss) | {"change": loss.change}
                 for name, loss in (("first", self.first), ("last", self.last))
@@ -97,25 +96,24 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Several:
-    """Any number of runs."""
+    """The comparison of any number of runs."""
 
     runs: tuple[RunSummary, ...]
     settings: Mapping[str, tuple[object, ...]]
-    """Resolved settings in which they differ, by key, a value for each run;
-    None where a run has no such setting."""
+    """The resolved settings that differ, by key, with a value for each run; None if a run has no such setting."""
 
     @property
     def best(self) -> RunSummary | None:
-        """The finished run with the lowest validation loss, else with the lowest last loss; None where
-        none of them has any."""
+        """The finished run with the lowest validation loss or, if none was validated, with the lowest last
+        training loss; None if no finished run has a loss."""
         done = [run for run in self.runs if run.status == "done"]
         validated = [(run.best_validation, place) for place, run in enumerate(done) if run.best_validation is not None]
         trained = [(run.losses[-1][1], place) for place, run in enumerate(done) if run.losses]
         return done[min(validated or trained)[1]] if validated or trained else None
 
     def as_json(self) -> dict[str, object]:
-        """The output of `--json` for three runs or more; additions keep `version`,
-        anything else raises it."""
+        """Returns the output of `--json` for three runs or more. New keys keep `version`; any other change
+        raises it."""
         return {
             "version": VERSION,
             "best": None if self.best is None else str(self.best.run_dir),
@@ -133,10 +131,10 @@ class Several:
 
 
 def several_runs(run_dirs: Sequence[Path]) -> Several:
-    """Read all of them.
+    """Reads the runs in `run_dirs`.
 
     Raises:
-        ConfigError: with every directory that holds no run.
+        ConfigError: lists every directory that holds no run.
     """
     runs: list[RunSummary] = []
     problems: list[Problem] = []
@@ -148,7 +146,7 @@ def several_runs(run_dirs: Sequence[Path]) -> Several:
 
 
 def compared(several: Several) -> Compared:
-    """Compares two runs that have been read."""
+    """Compares two runs; `several` must hold exactly two."""
     a, b = several.runs
     common = sorted(dict(a.losses).keys() & dict(b.losses).keys())
     losses = [Loss(step=step, a=dict(a.losses)[step], b=dict(b.losses)[step]) for step in common]
@@ -163,7 +161,7 @@ def compared(several: Several) -> Compared:
 
 
 def run_figures(run: RunSummary) -> Mapping[str, float | None]:
-    """Last and best losses, seconds of a step, throughput, MFU, load balance, memory."""
+    """Returns last and best losses, seconds of a step, throughput, MFU, load balance and memory of a run."""
     return {
         "loss": run.losses[-1][1] if run.losses else None,
         "best_validation": run.best_validation,
@@ -178,7 +176,7 @@ def _plan_hash(run_dir: Path) -> str | None:
 
 
 def _differences(configs: Sequence[RunConfig | None]) -> dict[str, tuple[object, ...]]:
-    """The settings that are not the same in all of them; none where one cannot be read."""
+    """Returns the settings that are not equal in all configurations; none if a configuration could not be read."""
     flat = [dict(leaves(asdict(config))) for config in configs if config is not None]
     if len(flat) < len(configs):
         return {}
@@ -205,7 +203,7 @@ def _figures(breakdown: Breakdown | None) -> dict[str, float | None]:
 
 
 def ratio(pair: Pair) -> float | None:
-    """Run B's over run A's; None where either is missing or nothing to speak of."""
+    """Returns run B's value over run A's; None if either is missing or run A's is negligible."""
     a, b = pair
     return b / a if a is not None and b is not None and abs(a) >= NOTHING_S else None
 

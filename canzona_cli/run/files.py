@@ -1,4 +1,4 @@
-"""The files of a run directory: their names, and writing them so that no reader ever sees half a file.
+"""Names the files of a run directory, and writes them so that no reader sees an incomplete file.
 
 The launcher and every worker use this module, so it imports nothing slow.
 """
@@ -18,33 +18,33 @@ _NOT_UTF8: Final = "backslashreplace"
 
 
 def sweep_root(root: Path | str, name: str) -> Path:
-    """The directory that the runs of a sweep lie in.
+    """Returns the directory that contains the runs of a sweep.
 
     Args:
-        root: `run.root`.
-        name: when the sweep began, or the job that it is.
+        root: the value of `run.root`.
+        name: the start time of the sweep, or the number of its Slurm job.
     """
     return Path(root) / f"sweep-{name}"
 
 
 class RunFiles:
-    """The paths of everything in one run directory."""
+    """The paths of all files in one run directory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.claim = root / "run.lock"
-        """Created exclusively by the launch that owns the directory."""
+        """The file that a launch locks while it uses the directory."""
         self.config = root / "config.yaml"
         self.layout = root / "layout.json"
         self.resume = root / "resume.json"
-        """The checkpoint that this launch resumes from; absent where it starts at the first step."""
+        """The checkpoint that this launch starts from; absent if there is none."""
         self.corpus = root / "corpus.json"
         self.plan = root / "plan.json"
-        """The plan that strategies canzona, paper and asc execute; the others have none."""
+        """The plan that the strategies canzona, paper and asc execute; absent for others."""
         self.routing = root / "routing.json"
         """The parameters that the optimizer updates as matrices, and those that AdamW updates."""
         self.kernels = root / "kernels.json"
-        """The kernels that multiply to symmetric results."""
+        """The kernels for matrix products with a symmetric result."""
         self.command = root / "command.txt"
         self.environment = root / "environment.json"
         self.metrics = root / "metrics.jsonl"
@@ -52,11 +52,11 @@ class RunFiles:
         self.events = root / "events.jsonl"
         self.breakdown = root / "breakdown.json"
         self.predicted = root / "predicted.json"
-        """The predicted step time, written before it was measured."""
+        """The predicted time of a step, written before training."""
         self.timelines = root / "timeline"
-        """A few steps of every rank, moment by moment."""
+        """The timelines of a few steps, a file for each rank."""
         self.trace = root / "trace.json"
-        """All timelines, measured and planned, as a Chrome trace."""
+        """All measured and predicted timelines, as a Chrome trace."""
         self.profile = root / "profile"
         """Traces of torch's profiler."""
         self.result = root / "result.json"
@@ -66,12 +66,12 @@ class RunFiles:
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
         self.huggingface = root / "huggingface"
-        """Settings and tokenizer of the folder that the run's first weights are from;
-        absent where they are random."""
+        """Settings and tokenizer of the Hugging Face folder that the initial weights are from; absent for other
+        weights."""
         self.attempts = root / "attempts"
         """The files of earlier launches in this directory: attempts/1 and so on."""
         self.stop = root / "stop"
-        """Exists once somebody asked the run to stop at its next step boundary."""
+        """The request to stop after the current step; exists once somebody has asked for that."""
 
     def rank(self, rank: int) -> Path:
         return self.ranks / f"rank-{rank:05d}.json"
@@ -86,14 +86,17 @@ class RunFiles:
         return self.trackers / f"{name}.json"
 
     def tracker_log(self, name: str) -> Path:
-        """The output of the tracker's process, its package's included."""
+        """Returns the path of the log of a tracker's process."""
         return self.logs / f"{name}.log"
 
     def request_stop(self, reason: StopReason = "interrupted") -> None:
-        """Ask the workers to stop after the step they are in.
+        """Asks the workers to stop after their current step.
 
         Args:
-            reason: the name of the run's end: preempted where somebody will start it again.
+            reason: the status with which the run ends; `preempted` if it will be started again.
+
+        Raises:
+            OSError: the request cannot be written.
         """
         try:
             write_json_atomic(self.stop, {"reason": reason})
@@ -101,38 +104,39 @@ class RunFiles:
             self.stop.touch()
 
     def stop_reason(self) -> StopReason:
-        """Reads why the workers shall stop; a file without a reason means that somebody asked."""
+        """Reads why the workers shall stop; `interrupted` if the file has no valid reason."""
         return "preempted" if (read_json(self.stop) or {}).get("reason") == "preempted" else "interrupted"
 
     def stop_requested(self) -> bool:
-        """Looks for the stop file. Rank 0 asks between two steps (about a microsecond) and tells the other ranks."""
+        """Returns True if the stop file exists. Rank 0 calls this between steps (about a microsecond) and
+        broadcasts the result."""
         return self.stop.exists()
 
     def node_logs(self, node_rank: int | str) -> Path:
-        """The folder that torchrun of one machine writes to, its workers' output included."""
+        """Returns the folder in which torchrun writes the output of one machine's workers."""
         return self.logs / f"node-{node_rank}"
 
     def agent_log(self, node_rank: int) -> Path:
-        """torchrun's own output on one machine."""
+        """Returns the path of the log with torchrun's own output on one machine."""
         return self.logs / f"node-{node_rank}.log"
 
     def worker_log(self, node_rank: int, local_rank: int) -> Path | None:
-        """The error output of one worker; None before it has started.
+        """Returns the newest log of a worker's standard error; None before the worker has started.
 
-        torchrun puts it under `<run id>_<random>/attempt_0/<local rank>/`.
+        torchrun writes it to `<run id>_<random>/attempt_0/<local rank>/`.
         """
         logs = self.node_logs(node_rank).glob(f"*/attempt_*/{local_rank}/stderr.log")
         return max(logs, key=lambda log: log.stat().st_mtime, default=None)
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text` in one step, on disk before it is visible under its name.
+    """Writes `text` to `path` atomically: the text is on disk before the file gets its name.
 
-    Colleagues may read it as far as the umask lets them; nobody else may write it. A name in it that is not
-    UTF-8 has escapes, as JSON has them.
+    Others may read the file as far as the umask allows; nobody else may write it. Characters that are not valid
+    in UTF-8 are written as escapes.
 
     Raises:
-        OSError: the folder cannot be written; no temporary file is left behind.
+        OSError: the file cannot be written; no temporary file is left behind.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # exclusive: no link is followed
@@ -148,10 +152,10 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk.
+    """Flushes a folder's entries to disk.
 
     Raises:
-        OSError: among others where a network file system cannot.
+        OSError: the folder cannot be flushed, as on some network file systems.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -161,17 +165,17 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json_atomic(path: Path, value: Mapping[str, object]) -> None:
-    """Replace `path` by `value` as JSON. NaN and infinity become null: they are not JSON."""
+    """Writes `value` to `path` as JSON, atomically. NaN and infinity become null, as JSON does not have them."""
     write_text_atomic(path, json_text(value) + "\n")
 
 
 def write_json_or_overwrite(path: Path, value: Mapping[str, object]) -> None:
-    """`write_json_atomic`; on a full disk, write over the file that is there, whose blocks are taken already.
+    """Writes JSON atomically; on a full disk, overwrites the existing file, which already has disk blocks.
 
-    A reader of that moment may see half of it.
+    While the file is overwritten, a reader may see an incomplete file.
 
     Raises:
-        OSError: that does not help either.
+        OSError: overwriting failed as well.
     """
     try:
         write_json_atomic(path, value)
@@ -191,19 +195,20 @@ def _line(value: Mapping[str, object]) -> bytes:
 
 
 def append_json_line(path: Path, value: Mapping[str, object]) -> None:
-    """Add one line to a .jsonl file with a single write,
-    so that a reader sees whole lines and writers do not mix.
+    """Appends one line to a .jsonl file with a single write, so that readers see complete lines and writers do
+    not interleave.
 
     Raises:
-        OSError: the line is not in the file, nor is a part of it; or the file is a link.
+        OSError: the line could not be written, or the file is a link. A partly written line is removed again,
+            unless another writer has appended to the file meanwhile.
     """
     line = _line(value)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         written = os.write(handle, line)
-        if written < len(line):  # the disk became full in the middle of it
+        if written < len(line):  # the disk became full during the write
             end = os.lseek(handle, 0, os.SEEK_CUR)
-            if os.fstat(handle).st_size == end:  # else somebody has written behind it, and one line is broken
+            if os.fstat(handle).st_size == end:  # otherwise another writer has appended, and this line stays incomplete
                 os.ftruncate(handle, end - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
@@ -211,7 +216,7 @@ def append_json_line(path: Path, value: Mapping[str, object]) -> None:
 
 
 def try_append_json_line(path: Path, value: Mapping[str, object]) -> OSError | None:
-    """`append_json_line` for what is not worth ending a run for: why it failed, if it did."""
+    """Appends a line that is not worth ending a run for; returns the error if that fails, else None."""
     try:
         append_json_line(path, value)
     except OSError as error:
@@ -220,7 +225,7 @@ def try_append_json_line(path: Path, value: Mapping[str, object]) -> OSError | N
 
 
 def read_json(path: Path) -> dict[str, object] | None:
-    """The JSON object in `path`; None when there is no such file or no such object in it."""
+    """Reads the JSON object in `path`; returns None if the file or the object cannot be read."""
     try:
         return json_object(read_plain(path))
     except Unreadable:
@@ -228,7 +233,7 @@ def read_json(path: Path) -> dict[str, object] | None:
 
 
 def json_object(text: bytes) -> dict[str, object] | None:
-    """The JSON object in a file or a line; None where it is none."""
+    """Parses a JSON object; returns None if `text` is not one."""
     try:
         value = parse_json(text)
     except Unreadable:

@@ -1,10 +1,10 @@
-"""Signs of life: one small piece of memory per rank that the rank writes and its launcher reads,
-without a system call.
+"""Exchanges signs of life: each rank writes to a small piece of shared memory, and the launcher reads it,
+without system calls.
 
-The launcher makes the files in a folder of this machine (memory-backed where there is such a place) and maps
-them; each rank maps its own and unlinks it at once, so that nothing stays behind whoever is killed. Times are
-the machine's monotonic clock, which all its processes share. Standard library only: ranks write before their
-slow imports.
+The launcher creates a file for each rank in a local folder (in memory, if possible) and maps it. Each rank maps
+its file and unlinks it at once, so that nothing is left behind, whichever process is killed. Times are those of
+the machine's monotonic clock, which all processes share. Standard library only: ranks write before their slow
+imports.
 """
 
 import mmap
@@ -24,18 +24,18 @@ from canzona_cli.errors import EnvironmentProblem, Problem
 from canzona_cli.run.phases import IN_STEP
 
 VARIABLE: Final = "CANZONA_HEARTBEATS"
-"""The folder, in the environment of the workers."""
+"""The environment variable of the workers that names the folder."""
 BEAT_S: Final = 0.5
-"""Seconds between two beats of a rank's own thread."""
+"""The seconds between two beats of a rank's heartbeat thread."""
 STACKS_SIGNAL: Final = signal.SIGQUIT
-"""Makes a worker write the Python stacks of all its threads to its log; it goes on."""
+"""The signal that makes a worker write the Python stacks of all threads to its log. The worker continues."""
 PATIENCE: Final = 3
-"""Everything but a step after the first may take so many times `run.hang_timeout_s`."""
+"""The factor on `run.hang_timeout_s` for everything but the steps after the first."""
 Stage = Literal["start workers", "build model", "build data", "load", "train", "validate", "save", "finish"]
 STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
-"""The stages that a rank goes through, in the words of its journal."""
+"""The stages that a rank goes through, as named in events.jsonl."""
 
-# One 8-byte number each: written in one piece, so that the reader never sees half of one.
+# Each value is an 8-byte number, which is written atomically, so that the reader never sees a partial value.
 _PID, _STEP, _STEPS, _STAGE, _PHASE, _WAITING, _PROGRESS, _BEAT, _ENDED = range(9)
 _BYTES: Final = 8 * 9
 
@@ -46,24 +46,25 @@ class Sign:
 
     rank: int
     pid: int
-    """0 before it has started."""
+    """The process id of the rank; 0 before its start."""
     step: int
-    """The step it is in, from 1; 0 before training."""
+    """The current step, from 1; 0 before training."""
     steps: int
-    """Steps this process has begun; fewer than `step` where the run was resumed."""
+    """The number of steps that this process has begun; fewer than `step` in a resumed run."""
     where: str
-    """`build data`, `train/forward`, `validate/other`."""
+    """The stage and, within steps, the phase: `build data`, `train/forward`, `validate/other`."""
     waiting: bool
-    """True while it waits for other ranks, in a collective."""
+    """True while the rank waits for other ranks in a collective."""
     progress: float
-    """The time at which its training thread last went on, seconds of the monotonic clock."""
+    """The time of the training thread's last progress, in seconds of the monotonic clock."""
     beat: float
-    """The time at which the process last ran at all."""
+    """The time of the heartbeat thread's last beat, which shows that the process runs."""
     ended: bool
 
 
 class Heart:
-    """A rank's side. Every write takes a fraction of a microsecond; without a launcher it goes nowhere."""
+    """The rank's side of the heartbeat. A write takes a fraction of a microsecond; without a launcher, nobody
+    reads it."""
 
     def __init__(self, rank: int) -> None:
         self._numbers = memoryview(_own_memory(rank)).cast("d")
@@ -74,24 +75,24 @@ class Heart:
             threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True).start()
 
     def stage(self, name: str) -> None:
-        """Enter one of `STAGES`."""
+        """Enters one of `STAGES`."""
         self._numbers[_STAGE] = STAGES.index(name)
         self.phase("other")
 
     def step(self, number: int) -> None:
-        """Enter a step, from 1."""
+        """Enters a step, from 1."""
         self._numbers[_STEP] = number
         self._numbers[_STEPS] += 1
         self.progress()
 
     def phase(self, name: str) -> None:
-        """Enter a phase of a step."""
+        """Enters a phase of a step."""
         self._numbers[_PHASE] = _PHASE_NUMBER[name]
         self._numbers[_PROGRESS] = time.monotonic()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Marks a block that ends only when other ranks have come as far."""
+        """Marks a block in which the rank waits for other ranks."""
         self.waits(True)
         try:
             yield
@@ -99,16 +100,16 @@ class Heart:
             self.waits(False)
 
     def waits(self, now: bool) -> None:
-        """Begin to wait for other ranks, or go on."""
+        """Marks the beginning (True) or end (False) of a wait for other ranks."""
         self._numbers[_WAITING] = now
         self._numbers[_PROGRESS] = time.monotonic()
 
     def progress(self) -> None:
-        """Something long has come a step further."""
+        """Records progress within a long operation."""
         self._numbers[_PROGRESS] = time.monotonic()
 
     def end(self) -> None:
-        """Says that no further sign will come, so that nobody waits for one."""
+        """Marks the rank as ended, so that nobody waits for further signs."""
         self._numbers[_ENDED] = 1
 
     def _beat(self) -> None:
@@ -124,15 +125,17 @@ _PHASE_NUMBER: Final[Mapping[str, int]] = {name: number for number, name in enum
 
 
 class Heartbeats:
-    """The launcher's side: the memory of the ranks of this machine."""
+    """The launcher's side of the heartbeat: the memory of this machine's ranks."""
 
     def __init__(self, ranks: range, *, places: Sequence[str | None] = ("/dev/shm", None)) -> None:
         """
+        Creates the ranks' files in the first folder that can be written.
+
         Args:
-            places: folders to try in turn; None is the one for temporary files.
+            places: folders to try in this order; None is the folder for temporary files.
 
         Raises:
-            EnvironmentProblem: none of them can be written.
+            EnvironmentProblem: none of the folders can be written.
         """
         self._ranks = ranks
         for place in places:
@@ -146,16 +149,16 @@ class Heartbeats:
                         raise
                     return
         tried = " and ".join(place or "the temporary folder" for place in places)
-        reason = f"{tried} cannot be written, where the launcher looks for signs of life"
-        fix = "make room there, or set TMPDIR to a folder of this machine; run.hang_timeout_s=null does without"
+        reason = f"cannot write heartbeat files to {tried}"
+        fix = "make room there, or set TMPDIR to a local folder; run.hang_timeout_s=null does without heartbeats"
         raise EnvironmentProblem(Problem(key="run.hang_timeout_s", reason=reason, fix=fix))
 
     def signs(self) -> list[Sign]:
-        """The last sign of each rank, in rank order."""
+        """Returns the last sign of each rank, in rank order."""
         return [_sign(rank, self._memory[rank]) for rank in self._ranks]
 
     def close(self) -> None:
-        """Remove what ranks that never started left."""
+        """Removes the folder and the files of ranks that never started."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -189,8 +192,7 @@ def _create(path: Path) -> mmap.mmap:
 
 
 def _own_memory(rank: int) -> mmap.mmap | bytearray:
-    """Maps the memory that this rank's launcher reads;
-    memory that nobody reads where there is no launcher."""
+    """Maps the memory that this rank's launcher reads; without a launcher, returns memory that nobody reads."""
     folder = os.environ.get(VARIABLE)
     if folder is None:
         return bytearray(_BYTES)
@@ -199,7 +201,7 @@ def _own_memory(rank: int) -> mmap.mmap | bytearray:
         with path.open("rb+") as file:
             memory = mmap.mmap(file.fileno(), _BYTES)
         path.unlink()
-    except OSError:  # started again by hand, with the environment of an earlier start
+    except OSError:  # the worker was started by hand with the environment of an earlier launch
         return bytearray(_BYTES)
     with suppress(OSError):  # the last rank removes the folder
         path.parent.rmdir()

@@ -1,4 +1,4 @@
-"""Facts of this machine that need no library."""
+"""Reads facts about this machine, with the standard library only."""
 
 import os
 import shutil
@@ -8,13 +8,15 @@ from pathlib import Path
 
 
 def cores() -> int:
-    """Cores this process may use; a container or Slurm may have given it fewer than the machine has."""
+    """Returns the number of cores that this process may use; a container or Slurm may allow fewer than the
+    machine has."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def clock_name() -> str:
-    """Equal on ranks that share one monotonic clock: those of a machine since it was started."""
+    """Returns a name that is equal on ranks that share a monotonic clock: those of one machine, until it
+    reboots."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:  # not Linux
@@ -22,7 +24,8 @@ def clock_name() -> str:
 
 
 def tool_output(tool: str, *arguments: str, timeout_s: float = 5.0) -> str | None:
-    """Standard output of a command-line tool; None when it is missing, fails or hangs."""
+    """Runs a command-line tool and returns its standard output; None if it is missing, fails or exceeds
+    `timeout_s`."""
     path = shutil.which(tool)
     if path is None:
         return None
@@ -34,6 +37,6 @@ def tool_output(tool: str, *arguments: str, timeout_s: float = 5.0) -> str | Non
 
 
 def existing_folder(path: Path) -> Path:
-    """The path, or the nearest of its parents that exists: where it would be created.
-    It may be a file, in the way."""
+    """Returns `path` or its nearest parent that exists, in which the rest would be created. The result may be a
+    file."""
     return next(place for place in (path, *path.parents) if os.path.exists(place))

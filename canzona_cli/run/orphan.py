@@ -1,8 +1,8 @@
-"""No process outlives the launcher: agent and workers are killed by the kernel when their parent dies.
+"""Makes sure that no process outlives the launcher: the kernel kills agent and workers when their parent dies.
 
-`python orphan.py LAUNCHER_PID COMMAND...` becomes COMMAND after asking for that; workers call
-`die_with_parent()` first thing. Standard library only: this file also runs by its path, before anything is
-importable.
+`python orphan.py LAUNCHER_PID COMMAND...` asks the kernel for this and then becomes COMMAND; workers call
+`die_with_parent()` first. Standard library only: this file also runs by its path, before anything can be
+imported.
 """
 
 import ctypes
@@ -19,10 +19,10 @@ _FOR_THE_LAUNCHER = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGH
 
 
 def die_with_parent() -> None:
-    """Have this worker killed when the torchrun agent that started it dies, however it dies.
+    """Requests that this worker be killed when the torchrun agent that started it dies, for whatever reason.
 
-    Call it before the slow imports. Does nothing when the agent was not started by `canzona train`: whoever
-    types the torchrun command by hand may also put it into the background.
+    Call this before the slow imports. It does nothing if the agent was not started by canzona's launcher: a
+    person who runs torchrun by hand may want it in the background.
     """
     agent = os.environ.get(AGENT_VARIABLE)
     if agent is None:
@@ -38,12 +38,13 @@ def _ask_kernel(parent: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before we asked: the signal will never come
+    if os.getppid() != parent:  # the parent died before the request, so the signal will never come
         os._exit(1)
 
 
 def _watch(agent: int, launcher: int) -> None:
-    """Looks every second whether the parents live, where the kernel cannot tell us (macOS)."""
+    """Checks every second whether agent and launcher are alive, and exits if not. For systems without prctl
+    (macOS)."""
     while os.getppid() == agent:
         try:
             os.kill(launcher, 0)
@@ -54,10 +55,10 @@ def _watch(agent: int, launcher: int) -> None:
 
 
 def _become(launcher: int, command: list[str]) -> None:
-    # A batch system signals every process of a job. torchrun would answer by killing its workers in the
-    # middle of a step, or die; what to do is for the launcher and the workers to say. Programs keep ignoring
-    # what they were started with, unless they ask otherwise, which torchrun does with every signal but the
-    # one it is told here.
+    # A batch system signals every process of a job. torchrun would then kill its workers in the middle of a
+    # step, or die, but stopping is the launcher's and the workers' decision. Ignored signals stay ignored
+    # across exec, unless the program installs handlers. torchrun does so only for the signals in
+    # PET_SIGNALS_TO_HANDLE.
     for number in _FOR_THE_LAUNCHER:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":

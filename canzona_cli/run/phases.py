@@ -1,7 +1,7 @@
-"""The phases of a training step and the strategies: names, words, colours and order,
-for everybody who shows them.
+"""Names the phases of a training step and the strategies, with the labels, colours and order in which they are
+shown.
 
-Standard library only: ranks import it before anything slow.
+Standard library only: ranks import this before anything slow.
 """
 
 from collections.abc import Mapping
@@ -25,38 +25,39 @@ Phase = Literal[
     "param_gather",
     "other",
 ]
-"""Every moment of a step belongs to one of these; of communication, what the step waits for."""
+"""The phases of a step: every moment belongs to exactly one. Communication counts only while the step waits for
+it."""
 TotalPhase = Literal["grad_reduce_total", "exchange_total", "param_gather_total"]
-"""Communication in flight, hidden under other work or not."""
+"""The totals of communication, whether it is overlapped with other phases or not."""
 
 IN_STEP: tuple[Phase, ...] = get_args(Phase)
 """The phases that add up to the step, in the order of the breakdown."""
 COMMUNICATION: tuple[Phase, ...] = ("grad_reduce", "exchange", "param_gather")
-"""Phases in which a step waits for data of other ranks; each has a `_total`."""
+"""The phases in which a step waits for data of other ranks. Each has a `_total`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ink:
-    """The look of a part of a bar."""
+    """The look of a segment of a bar."""
 
     letter: str
     """The character in a terminal without colour."""
     style: str
-    """Its colour in a terminal, in rich's words."""
+    """The colour in a terminal, as a style of rich."""
     colour: str
-    """The colour in pages."""
+    """The colour in HTML pages."""
     css: str
-    """The class of that colour."""
+    """The CSS class of that colour."""
     name: str
     """The name in tables and legends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseLook(Ink):
-    """The words and the look of a phase."""
+    """The labels and the look of a phase."""
 
     subject: str
-    """The subject of a sentence: `the matrix update` took 3 ms."""
+    """The phase as the subject of a sentence: `the matrix update` took 3 ms."""
 
 
 PHASES: Final[Mapping[str, PhaseLook]] = MappingProxyType(
@@ -91,24 +92,26 @@ def _labels() -> dict[str, str]:
 
 
 LABELS: Final[Mapping[str, str]] = MappingProxyType(_labels())
-"""The rows of a breakdown, in the order of the step; a `_total` is below its phase."""
+"""The labels of a breakdown's rows, in the order of the step; each `_total` follows its phase."""
 
 Stream = Literal["compute", "data", "exchange"]
 STREAMS: Final[Mapping[Stream, str]] = MappingProxyType(
     {"compute": "compute", "data": "DP traffic", "exchange": "exchange"}
 )
-"""The streams of a rank that run at the same time, in simulated timelines."""
+"""The concurrent streams of a rank in simulated timelines, with their labels."""
 
 STRATEGIES: Final[tuple["Strategy | Literal['adamw']", ...]] = (
     "canzona", "paper", "asc", "layerwise", "sc", "adamw",
 )  # fmt: skip
-"""The strategies in the order in which they run and are shown: ours, its rivals, the yardstick."""
+"""The strategies in the order in which they run and are shown: canzona first, then those it is compared with,
+AdamW last."""
 
 
 class Interval(NamedTuple):
-    """A stretch of a step: a phase, or a transfer in flight. Seconds of this machine's monotonic clock.
+    """An interval of a step: a phase, or a transfer in flight. Times are seconds of the machine's monotonic
+    clock.
 
-    A row in files, where there are thousands of them.
+    A NamedTuple, because files have thousands of them and store each as a JSON array.
     """
 
     name: str
@@ -118,7 +121,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimeline:
-    """One step of this rank, moment by moment."""
+    """The timeline of one step of a rank."""
 
     number: int
     """The step's number, from 1."""
@@ -127,4 +130,4 @@ class StepTimeline:
     phases: tuple[Interval, ...]
     """The phases, one after another without gaps, from `start_s` to `end_s`."""
     transfers: tuple[Interval, ...]
-    """Events sorted by start; they may overlap one another, and the next step."""
+    """The transfers, sorted by start. They may overlap each other and the next step."""

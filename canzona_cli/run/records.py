@@ -1,6 +1,6 @@
-"""The records that the ranks and the launcher of a run leave, one type for their writers and their readers.
+"""The records that the ranks and the launcher of a run write. Writers and readers share one type for each.
 
-Files whose readers go on without them have defaults for what an older or an interrupted writer may have left
+Fields have defaults if a file is optional for its readers, as an older or interrupted writer may have left them
 out.
 """
 
@@ -21,14 +21,14 @@ from canzona_cli.run.phases import StepTimeline
 from canzona_cli.run.words import clean, size, step_time
 
 Ending = Literal["done", "interrupted", "preempted"]
-"""The end of a rank's work where nothing went wrong."""
+"""The status of a rank or a run that ended without an error."""
 Failure = Literal["failed", "diverged"]
-"""The end where something did: the training itself diverged, or anything else failed."""
+"""The status after an error: the training diverged, or anything else failed."""
 RunStatus = Literal[Ending, Failure]
 FAILURES: Final[tuple[Failure, ...]] = get_args(Failure)
 Level = Literal["info", "warning"]
 RankStatus = Literal[RunStatus, "running", "missing"]
-"""`missing` is in no file: the rank never wrote one."""
+"""The status of a rank. `missing` is in no file: it stands for a rank that never wrote one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +36,20 @@ class RankError:
     """The error that ended a rank."""
 
     type: str = "Error"
-    """Name of the exception's class."""
+    """The name of the exception's class."""
     message: str = ""
     traceback: str = ""
-    """Empty for an error that was written for the user, which says what to do."""
+    """The traceback; empty for an error that was written for the user."""
     problems: tuple[Problem, ...] = ()
-    """The content of such an error."""
+    """The problems of an error that was written for the user."""
     since: int | None = None
-    """The first diverged step, where the run diverged."""
+    """The first diverged step; None unless the run diverged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """ranks/rank-NNNNN.json: how far a rank got and how it ended. Written when it starts and when it ends."""
+    """The content of ranks/rank-NNNNN.json: how far a rank got and how it ended. The rank writes it at its
+    start and at its end."""
 
     rank: int
     pid: int | None = None
@@ -56,24 +57,24 @@ class RankResult:
     exit_code: int | None = None
     step: int = 0
     loss: float | None = None
-    """The loss of that step; None where it is not finite, and before the first."""
+    """The loss of that step; None if it is not finite, or before the first step."""
     checkpoint: str | None = None
-    """Name of the checkpoint that the run ended with."""
+    """The name of the checkpoint that was saved at the end of the run."""
     lost: Mapping[str, int] = field(default_factory=dict)
-    """Lines of the run's files that it could not write, by file."""
+    """The number of lines that the rank could not write, by file."""
     error: RankError | None = None
     time: float = 0.0
-    """The time of writing, seconds since 1970."""
+    """The time of writing, in seconds since 1970."""
 
 
 def read_rank(files: RunFiles, rank: int) -> RankResult:
-    """A rank's file; status `missing` where there is none that can be read."""
+    """Reads a rank's file. The status is `missing` if there is none that can be read."""
     return load_if_sound(files.rank(rank), RankResult) or RankResult(rank=rank, status="missing")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """result.json: how a run ended, written by the launcher."""
+    """The content of result.json: how a run ended. The launcher writes it."""
 
     status: RunStatus
     exit_code: int
@@ -84,53 +85,55 @@ class RunResult:
     rank: int | None = None
     """The rank that failed first."""
     log: Path | None = None
-    """The output of that rank."""
+    """The log of that rank."""
     last_good: str | None = None
     """The newest checkpoint from before the run diverged."""
     restarts: int = 0
     """The number of restarts after a failure, in this launch."""
     go_on: str | None = None
-    """The command that resumes the run; None where it is done, or its settings have to change first."""
+    """The command that resumes the run; None if the run is done, or its settings have to change first."""
 
     @property
     def failed(self) -> bool:
-        """True where something went wrong."""
+        """True if the run failed or diverged."""
         return self.status in FAILURES
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerState:
-    """trackers/NAME.json: how far a tracker is, so that the next launch goes on with the same curve."""
+    """The content of trackers/NAME.json: how far a tracker has got, so that the next launch continues the same
+    curve."""
 
     id: str | None = None
-    """The tracker's name of the run; None before it has one."""
+    """The tracker's own id of the run; None before there is one."""
     taken: Mapping[str, int] = field(default_factory=dict)
-    """The last step it took, by what its names begin with: nothing for metrics.jsonl, else `validation_`."""
+    """The last step that was sent, by the prefix of the metric names: empty for metrics.jsonl, else
+    `validation_`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """resume.json: where this launch goes on from, for the workers and for the next launch."""
+    """The content of resume.json: where this launch starts from, for its workers and for the next launch."""
 
     checkpoint: str
-    """Path."""
+    """The path of the checkpoint."""
     step: int
     validate: bool
-    """True where validation comes before the first step."""
+    """True if the model is validated before the first step."""
     validation: "ValidationLoss | None" = None
-    """The validation of the checkpoint's step: made after the save, so the checkpoint does not have it."""
+    """The validation of the checkpoint's step. It ran after the save, so the checkpoint does not have it."""
     asked: str
-    """`checkpoint.resume` of the launch."""
+    """The value of `checkpoint.resume` in this launch."""
     weights_only: bool = False
-    """The launch takes the checkpoint's weights, and nothing else, and begins at its first step."""
+    """True if the launch takes only the checkpoint's weights and starts at its first step."""
 
 
 def read_layout(path: Path) -> Layout:
-    """layout.json of a run or a checkpoint.
+    """Reads the layout.json of a run or a checkpoint.
 
     Raises:
-        ConfigError: it is damaged.
-        FileNotFoundError: there is none.
+        ConfigError: the file is damaged.
+        FileNotFoundError: there is no such file.
     """
     return load(path, Layout, key=path.name, fix="start the run again")
 
@@ -141,23 +144,24 @@ class StepMetrics:
 
     step: int
     loss: float | None = None
-    """Mean over the global batch, nats per token; None in the file where it is not finite."""
+    """The mean over the global batch, in nats per token; None if it was not finite."""
     lr: float | None = None
     grad_norm: float | None = None
-    """The norm before clipping; None where it is not finite."""
+    """The norm before clipping; None if it was not finite."""
     tokens_per_s: float | None = None
-    """Throughput of the whole job."""
+    """The throughput of all ranks together."""
     step_s: float | None = None
     tokens: int | None = None
-    """Trained on so far."""
+    """The number of tokens trained on so far."""
     skipped: int = 0
-    """Steps so far that changed nothing because their gradients were not finite."""
+    """The number of steps so far that were skipped because their gradients were not finite."""
     fallbacks: int = 0
-    """Matrix updates so far that were replaced by what their optimizer does when it fails."""
+    """The number of matrix updates so far that failed and were replaced by the optimizer's fallback."""
     captures: int = 0
-    """CUDA graphs of updates that this launch has captured up to the step before, on all ranks."""
+    """The number of CUDA graphs of updates that all ranks have captured in this launch, up to the previous
+    step."""
     time: float | None = None
-    """The time of writing, seconds since 1970."""
+    """The time of writing, in seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,20 +170,19 @@ class ValidationLoss:
 
     step: int
     loss: float | None = None
-    """The loss, of a blend the mean of its sets by their training shares;
-    None in the file where it is not finite."""
+    """The loss; for a blend, the mean of its sets weighted by their training shares. None if it was not finite."""
     sets: Mapping[str, float | None] = field(default_factory=dict)
     """The loss of each set of a blend, by its name."""
     time: float | None = None
 
 
 FIRST_STAGE: Final = "start workers"
-"""The stage that every launch of a run begins with."""
+"""The first stage of every launch of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageEvent:
-    """A line of events.jsonl: the run, or one rank's part of it, enters a stage. The stage before ends."""
+    """A line of events.jsonl: the run enters a stage, which ends the stage before."""
 
     time: float | None = None
     event: Literal["stage"] = "stage"
@@ -195,29 +198,29 @@ class CheckpointEvent:
     event: Literal["checkpoint"] = "checkpoint"
     step: int
     seconds: float
-    """Seconds from the copy in memory to the whole checkpoint on the disk."""
+    """The seconds from the copy in memory to the complete checkpoint on disk."""
     stall_s: float
-    """Seconds of these that training waited."""
+    """The part of these seconds for which training waited."""
     bytes: int
     path: str = ""
-    """Relative to the run directory."""
+    """The path relative to the run directory."""
     detail: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """A line of events.jsonl: something else happened."""
+    """A line of events.jsonl for any other event."""
 
     time: float | None = None
     event: str
     detail: str = ""
     level: Level | None = None
-    """Whoever watches the run sees the detail where there is a level."""
+    """The level at which `detail` is shown to a person who watches the run; None does not show it."""
     facts: Mapping[str, float | str | None] = field(default_factory=dict)
-    """Numbers and names, for programs; in the file they are fields of the line itself."""
+    """Numbers and names for programs. In the file, these are fields of the line itself."""
 
     def line(self) -> dict[str, object]:
-        """The line of the file."""
+        """Returns the JSON object of the line in the file."""
         fixed = plain(self)
         facts = {key: value for key, value in fixed.items() if key not in ("facts", "level")} | dict(self.facts)
         return facts | ({} if self.level is None else {"level": self.level})
@@ -228,23 +231,24 @@ Event = StageEvent | CheckpointEvent | Incident
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """One line about something that happened in a run."""
+    """A line of text about an event of a run."""
 
     text: str
     warning: bool = False
-    """True where somebody should look at it; else it is shown quietly."""
+    """True if a person should look at it."""
 
 
 def event_of(line: Mapping[str, object]) -> Event | None:
-    """A line of events.jsonl; None where it is no event."""
+    """Parses a line of events.jsonl; returns None if it is not a valid event."""
     kinds: dict[object, type[Event]] = {"stage": StageEvent, "checkpoint": CheckpointEvent}
     return record_of(kinds.get(line.get("event"), Incident), dict(line))
 
 
 def describe(event: Event) -> Note | None:
-    """The line for an event; None for one that is not shown: stages have lines of their own.
+    """Returns the line of text for an event; None for an event that is not shown here. Stages are shown
+    separately.
 
-    Events of any name may bring their own words in `detail`: they are shown when they have a level.
+    The text of an incident is its `detail`, which is shown if the incident has a level.
     """
     if isinstance(event, CheckpointEvent):
         facts = f"{size(event.bytes)} in {step_time(event.seconds)}"
@@ -255,52 +259,53 @@ def describe(event: Event) -> Note | None:
 
 
 Documents = Literal["held-out", "all"]
-"""The documents of a corpus that are read: those that a run of these settings does not train on, or all."""
+"""The documents of a corpus that an evaluation reads: those that a run with these settings holds out, or all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """evaluation.json, written by rank 0."""
+    """The content of evaluation.json, written by rank 0."""
 
     VERSION: ClassVar = 1
 
     checkpoint: Path
     step: int
     data: Path
-    """Prefix of the pair, or of a blend's first."""
+    """The prefix of the data set, or of the first data set of a blend."""
     tokenizer: str
     documents: Documents
     layout: Layout
     batches: int
-    """Global ones."""
+    """The number of global batches."""
     tokens: int
-    """Predicted tokens; some of them several times where `epochs` is above 1."""
+    """The number of predicted tokens. If `epochs` is above 1, some are counted several times."""
     epochs: float
     """The number of times the documents were read."""
     text_bytes: float | None
-    """Bytes of the text that the tokens stand for; None where their tokenizer is not known."""
+    """The bytes of the text that the tokens encode; None if the tokenizer is unknown."""
     bytes_counted: bool
-    """True for bytes counted token by token; else they follow from the mean of the whole corpus."""
+    """True if `text_bytes` was counted token by token; False if it is estimated from the mean of the corpus."""
     loss: float | None
-    """Mean, nats per token; None where it is not finite. Of a blend, as the bytes,
-    by the shares of its sets."""
+    """The mean loss in nats per token; None if it is not finite. For a blend, the loss and `text_bytes` are
+    weighted by the shares of the sets."""
     sets: Mapping[str, float | None] = field(default_factory=dict)
     """The loss of each set of a blend, by its name."""
 
     @property
     def perplexity(self) -> float | None:
-        """exp(loss); None where no number holds it."""
+        """exp(loss); None without a loss or if the result would overflow."""
         return None if self.loss is None or self.loss > math.log(1e308) else math.exp(self.loss)
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The bits of all tokens over the bytes of their text: the only number that compares tokenizers."""
+        """The bits of all tokens over the bytes of their text. Unlike loss and perplexity, it can be compared
+        between tokenizers."""
         if self.loss is None or not self.text_bytes:
             return None
         return self.loss * self.tokens / self.text_bytes / math.log(2)
 
     def as_json(self) -> dict[str, object]:
-        """The stable form of `canzona eval --json`."""
+        """Returns the stable output of `canzona eval --json`."""
         places = {"checkpoint": str(self.checkpoint), "data": str(self.data)}
         derived = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
         return {"version": self.VERSION, **asdict(self), **places, **derived}
@@ -311,28 +316,28 @@ def evaluation_file(files: RunFiles) -> Path:
 
 
 def read_evaluation(files: RunFiles) -> Evaluation:
-    """Reads what the ranks have measured.
+    """Reads the evaluation that the ranks have written.
 
     Raises:
-        ConfigError: it is damaged.
-        FileNotFoundError: they have not.
+        ConfigError: the file is damaged.
+        FileNotFoundError: the ranks have not written it.
     """
     return load(evaluation_file(files), Evaluation, key="evaluation.json", fix="evaluate again")
 
 
 PLAIN: Final = "plain"
-"""The kernel of any product: cuBLAS, or oneDNN on CPUs."""
+"""The kernel for general matrix products: cuBLAS, or oneDNN on CPUs."""
 STRIPS: Final = "strips"
-"""The kernel on CPUs that computes the lower triangle by strips of rows, and mirrors it."""
+"""The CPU kernel that computes only the lower triangle, in strips of rows, and mirrors it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTrial:
-    """One kernel, tried out on one shape of products when the run started."""
+    """The trial of one kernel on one shape of matrix products, at the start of the run."""
 
     kernel: str
     seconds: float | None = None
-    """Seconds of a product on the slowest rank; None where the kernel could not be used."""
+    """The seconds of a product on the slowest rank; None if the kernel could not be used."""
     refused: str = ""
     """The reason why it was not chosen; empty for the chosen kernel."""
 
@@ -346,51 +351,52 @@ class KernelChoice:
     dtype: Literal["bf16", "fp16"] = "bf16"
     kernel: str
     trials: tuple[KernelTrial, ...] = ()
-    """The trials, on GPUs alone: elsewhere the choice is known beforehand."""
+    """The trials. Empty on CPUs, where the choice is known beforehand."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """kernels.json: the choice for every shape that the run's updates multiply one by one, smallest first."""
+    """The content of kernels.json: the kernel for every shape that updates multiply one matrix at a time,
+    smallest first."""
 
     VERSION: ClassVar[int] = 1
 
     choices: tuple[KernelChoice, ...] = ()
     no_graphs: str = ""
-    """The reason why a rank does not replay its updates as CUDA graphs; empty where they can be replayed,
-    or are not asked for."""
+    """The reason why a rank does not replay its updates as CUDA graphs; empty if it can, or if graphs are not
+    requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimeline:
-    """The content of one rank's file."""
+    """The content of timeline/rank-NNNNN.json."""
 
     VERSION: ClassVar[int] = 1
 
     rank: int
     host: str
     clock: str
-    """Equal on ranks that share a clock."""
+    """The name of the rank's clock, equal on ranks that share a clock."""
     steps: tuple[StepTimeline, ...]
 
 
 def write_timeline(files: RunFiles, rank: int, steps: Sequence[StepTimeline]) -> None:
-    """Writes the recorded steps, if there are any; logs a warning where the file cannot be written."""
+    """Writes the recorded steps, if there are any; logs a warning if the file cannot be written."""
     if not steps:
         return
     timeline = RankTimeline(rank=rank, host=socket.gethostname(), clock=clock_name(), steps=tuple(steps))
     try:
         files.timelines.mkdir(exist_ok=True)
         save(files.timeline(rank), timeline, indented=False)  # a step of a large model has thousands of entries
-    except OSError as error:  # a full disk is no reason to lose the run at its very end
+    except OSError as error:  # a full disk must not fail a run at its very end
         logging.getLogger(__name__).warning("%s cannot be written: %s", files.timeline(rank), error.strerror)
 
 
 def load_timelines(files: RunFiles) -> list[RankTimeline]:
-    """Reads all ranks' timelines, by rank; empty where there are none.
+    """Reads the timelines of all ranks, by rank; empty if there are none.
 
     Raises:
-        ConfigError: with every file that is damaged or of another version.
+        ConfigError: lists every file that is damaged or of another version.
     """
     timelines: list[RankTimeline] = []
     problems: list[Problem] = []

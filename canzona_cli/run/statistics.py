@@ -1,4 +1,4 @@
-"""Medians, quartiles, means over ranks, and when two measurements differ enough to be compared. No torch."""
+"""Computes quartiles, speed-ups and means over ranks. Imports no torch."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Quartiles:
-    """Median and quartiles of a series; all equal where there is one value."""
+    """The median and quartiles of a series; all three are equal for a single value."""
 
     low: float
     median: float
@@ -15,7 +15,7 @@ class Quartiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Quartiles":
-        """Quartiles by linear interpolation between the values, which are at least one."""
+        """Computes the quartiles of at least one value, by linear interpolation."""
         if len(values) == 1:
             return cls(low=values[0], median=values[0], high=values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -23,7 +23,7 @@ class Quartiles:
 
     @property
     def relative(self) -> float:
-        """Interquartile range over the median."""
+        """The interquartile range over the median."""
         return (self.high - self.low) / self.median if self.median else 0.0
 
     def overlaps(self, other: "Quartiles") -> bool:
@@ -32,23 +32,23 @@ class Quartiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup:
-    """The ratio of two strategies' times, measured in turns in one session."""
+    """The ratio of two strategies' times, from interleaved rounds of one session."""
 
     ratio: Quartiles
-    """Quartiles of the ratios round by round."""
+    """The quartiles of the rounds' ratios, slower over faster."""
     distinct: bool
-    """True where the interquartile ranges of the two times are apart; else no speed-up may be claimed."""
+    """True if the interquartile ranges of the two times do not overlap; otherwise no speed-up may be claimed."""
 
     @classmethod
     def of(cls, slower: Sequence[float], faster: Sequence[float]) -> "Speedup":
-        """Times by round, of the same rounds."""
+        """Computes the speed-up from the times of the same rounds."""
         ratios = [theirs / ours for theirs, ours in zip(slower, faster, strict=True)]
         return cls(ratio=Quartiles.of(ratios), distinct=not Quartiles.of(slower).overlaps(Quartiles.of(faster)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverRanks:
-    """Seconds of one phase: least, mean and most over ranks."""
+    """The seconds of one phase: minimum, mean and maximum over ranks."""
 
     min_s: float
     mean_s: float
@@ -56,22 +56,22 @@ class OverRanks:
 
     @classmethod
     def of(cls, by_rank: Sequence[float]) -> "OverRanks":
-        """Summarises each rank's seconds, at least one."""
+        """Summarises the seconds of at least one rank."""
         return cls(min_s=min(by_rank), mean_s=statistics.fmean(by_rank), max_s=max(by_rank))
 
 
 def mean_phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each phase's mean seconds over one rank's steps; a step without the phase counts as 0."""
+    """Returns each phase's mean seconds over the steps of one rank; a step without the phase counts as 0."""
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: statistics.fmean(step.get(name, 0.0) for step in steps) for name in names}
 
 
 def by_phase(ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Turns each rank's phases into each phase's seconds by rank; 0 for a rank without the phase."""
+    """Returns the seconds of each phase by rank, from each rank's phases; 0 for a rank without the phase."""
     names = dict.fromkeys(name for phases in ranks for name in phases)
     return {name: [phases.get(name, 0.0) for phases in ranks] for name in names}
 
 
 def load_balance(by_rank: Sequence[float]) -> float:
-    """Max over mean of the ranks' work: 1.0 is perfect, and the value where nobody has any."""
+    """Returns the ranks' work, maximum over mean: 1.0 is perfect, and also the value without any work."""
     return max(by_rank) / statistics.fmean(by_rank) if any(by_rank) else 1.0

@@ -1,9 +1,8 @@
-"""Standard output and error of the command and of its ranks, on which writing never fails.
+"""Makes standard output and error of the command and its ranks never raise.
 
-A terminal that was closed, a pipe without a reader, a full disk: each makes printing fail, at any line, in
-our code and in that of libraries. It is met here, once. What cannot be written is dropped, the command goes
-on to its end, and only then is it said that somebody did not get what was printed; of a run that trains, not
-even then (`unattended`).
+A closed terminal, a pipe without a reader or a full disk makes printing fail at any line, in canzona's code and
+in libraries. The streams here drop what cannot be written, and the command continues to its end. Only then is
+the loss reported, and not at all for a training run (`unattended`).
 """
 
 import errno
@@ -17,27 +16,28 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _PATIENCE_S: Final = 5.0
-"""Seconds that a run waits for a reader that has stopped reading: a pager, a terminal stopped by Ctrl-S."""
+"""The seconds that a training run waits for a reader that has stopped reading: a pager, or a terminal stopped
+by Ctrl-S."""
 _GONE: Final = (errno.EPIPE, errno.EIO)
-"""The reader has seen what it wanted, or its terminal was closed."""
+"""The error numbers of a reader that has exited or whose terminal was closed."""
 
 
 class _Stream(io.FileIO):
-    """A file descriptor; what cannot be written to it is lost, and writing says that all is well."""
+    """A file descriptor whose `write` always reports success. Data that cannot be written is dropped."""
 
     patience_s: ClassVar[float | None] = None
-    """Seconds to wait until it can be written to; None: for ever."""
+    """The seconds to wait until the descriptor is writable; None waits forever."""
     lost: ClassVar[OSError | None] = None
-    """The error of the first loss."""
+    """The error at which data was first dropped."""
     _stuck = False
     before: TextIO | None = None
-    """The object that wrote to it until now. It stays: when it goes, it may close the descriptor, and the
-    next file that is opened would be the output."""
+    """The stream object that was replaced. It is kept alive because its finalizer may close the descriptor,
+    whose number the next opened file would then get."""
 
     def write(self, data: "ReadableBuffer", /) -> int:
         text, done = memoryview(data).cast("B"), 0
         try:
-            # No more at once than what never blocks where there is room at all.
+            # A write of up to PIPE_BUF bytes does not block once the descriptor is writable.
             while done < len(text) and self._has_room():
                 done += super().write(text[done : done + select.PIPE_BUF]) or 0
         except OSError as error:
@@ -45,15 +45,16 @@ class _Stream(io.FileIO):
         return len(text)
 
     def _has_room(self) -> bool:
-        """Wait for a reader, though not again for one who did not come back."""
+        """Waits until the reader takes data. A reader that has exceeded `patience_s` is not waited for again
+        until it reads."""
         wait_s = 0.0 if self._stuck and self.patience_s is not None else self.patience_s
         self._stuck = not select.select([], [self], [], wait_s)[1]
         return not self._stuck
 
 
 def guard() -> None:
-    """Have everything this process prints from now on written so."""
-    for descriptor in range(3):  # a stream that is closed would be the next file that is opened
+    """Replaces sys.stdout and sys.stderr by streams that never raise."""
+    for descriptor in range(3):  # the next opened file would get the number of a closed descriptor
         try:
             os.fstat(descriptor)
         except OSError:
@@ -62,12 +63,14 @@ def guard() -> None:
 
 
 def unattended() -> None:
-    """A run begins, which goes on whether anybody reads what it prints or not, and ends as it ends."""
+    """Marks this process as a training run: a lost reader delays it by `_PATIENCE_S` at most and never changes
+    its exit code."""
     _Stream.patience_s = _PATIENCE_S
 
 
 def unheard() -> OSError | None:
-    """Returns why output was lost, where that counts: not where nobody reads any more."""
+    """Flushes both streams; returns why output was lost. None if nothing was lost, the reader has exited, or
+    this is a training run."""
     sys.stdout.flush()
     sys.stderr.flush()
     lost = _Stream.lost
@@ -81,14 +84,15 @@ def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
         try:
             if stream.fileno() != descriptor:
                 return stream
-        except (OSError, ValueError):  # no file: whoever put it there looks after it
+        except (OSError, ValueError):  # not backed by a file, for example a test's capture
             return stream
         encoding, at_once = stream.encoding, getattr(stream, "write_through", False)
     raw = _Stream(descriptor, "w", closefd=False)
     raw.before = stream
     by_line = descriptor == 2 or raw.isatty()
-    # A file name that is not text is shown by its escapes; a terminal without Unicode gets question marks for
-    # pictures.
+    # With UTF, file names that are not valid text are shown with escapes. Other encodings show `?` for
+    # characters that they lack.
     errors = "backslashreplace" if encoding.lower().startswith("utf") else "replace"
-    buffer = raw if at_once else io.BufferedWriter(raw)  # What a rank says is written before it may die.
+    # Unbuffered if asked for, so that a rank's output is written before the rank may die.
+    buffer = raw if at_once else io.BufferedWriter(raw)
     return io.TextIOWrapper(buffer, encoding, errors, line_buffering=by_line, write_through=at_once)

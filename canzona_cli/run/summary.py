@@ -1,4 +1,4 @@
-"""A run directory read afterwards: how the run ended, its first error, losses, breakdown, and goodput."""
+"""Reads a run directory: how the run ended, its errors, losses, breakdown and goodput."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,24 +31,25 @@ Record = StepMetrics | ValidationLoss | Event
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """The use of the time from the first record of the first launch to the last one of the last; seconds."""
+    """The use of the time from the first record of a run's first launch to the last record of its newest
+    launch, in seconds."""
 
     wall_s: float
     kept_s: float
-    """Seconds in steps whose result the run still has."""
+    """The time in steps whose result the run still has."""
     redone_s: float
-    """Seconds in steps after the checkpoint that a later launch resumed from."""
+    """The time in steps that were lost because a later launch resumed from an earlier checkpoint."""
     between_s: float
-    """Seconds between two launches: nobody had started the run again, or it waited in a queue."""
+    """The time between launches, when the run was not started again yet or waited in a queue."""
 
     @property
     def share(self) -> float:
-        """0 to 1: of the time, what went into kept steps."""
+        """The share of the time that went into kept steps, 0 to 1."""
         return self.kept_s / self.wall_s
 
     @property
     def other_s(self) -> float:
-        """Starting, loading, validating, waiting for saves."""
+        """The remaining time: starting, loading, validating, waiting for saves."""
         return max(0.0, self.wall_s - self.kept_s - self.redone_s - self.between_s)
 
     def as_json(self) -> dict[str, float]:
@@ -79,8 +80,12 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
 
 
 def time_in_launches(records: Sequence[Record]) -> float | None:
-    """Seconds from the first to the last record of every launch;
-    what lies between launches is no training."""
+    """Adds up the seconds from the first to the last record of each launch, without the time between launches.
+    None if no record has a time.
+
+    Args:
+        records: the records of all launches, in any order.
+    """
     moments = sorted(
         (record.time, isinstance(record, StageEvent) and record.stage == FIRST_STAGE)
         for record in records
@@ -88,17 +93,18 @@ def time_in_launches(records: Sequence[Record]) -> float | None:
     )
     if not moments:
         return None
-    # A launch and its first rank both say that workers start.
+    # A gap does not count if it ends with a launch's first event, unless it also begins with one: both the
+    # launcher and its first rank announce that workers start.
     return math.fsum(then - now for (now, started), (then, starts) in pairwise(moments) if started or not starts)
 
 
 def earlier_events(files: RunFiles) -> list[Event]:
-    """Reads the events of all launches in the directory before the newest one."""
+    """Reads the events that later launches have moved away, oldest launch first."""
     return [event for folder in _launches(files) for event in events_of(folder)]
 
 
 def events_of(files: RunFiles) -> list[Event]:
-    """Reads the events of the newest launch in the directory."""
+    """Reads events.jsonl: the events of the newest launch, and earlier ones up to the checkpoint it resumed from."""
     return [event for line in JsonLines(files.events).read() if (event := event_of(line)) is not None]
 
 
@@ -112,8 +118,8 @@ def _launches(files: RunFiles) -> list[RunFiles]:
 
 
 def _seconds(lines: Sequence[StepMetrics]) -> float:
-    """Adds up the seconds of the steps that these lines stand for:
-    a line is the last step since the line before."""
+    """Adds up the seconds of the steps that these lines stand for. A line has the step time for all steps since
+    the line before it."""
     gaps = [line.step - before.step for before, line in pairwise(lines)]
     steps = [min(gaps, default=1), *gaps][: len(lines)]
     return math.fsum(count * (line.step_s or 0.0) for count, line in zip(steps, lines, strict=True))
@@ -124,47 +130,48 @@ VERSION = 2
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """Everything `canzona report` shows; see `as_json` for the stable machine-readable form."""
+    """Everything that `canzona report` shows. `as_json` returns the stable form for programs."""
 
     run_dir: Path
     status: str
-    """done, failed, diverged, interrupted, or unfinished when there is no result.json (still going, or killed)."""
+    """The status of the run, as in result.json; `unfinished` without result.json (still running, or killed)."""
     exit_code: int | None
     message: str
     losses: tuple[tuple[int, float], ...]
-    """(step, loss) of every logged step with a finite loss."""
+    """The (step, loss) of every logged step with a finite loss."""
     metrics: tuple[StepMetrics, ...] = ()
-    """Every logged step."""
+    """The metrics of every logged step."""
     events: tuple[Event, ...] = ()
     """The events of all launches."""
     step: int
-    """The last step known."""
+    """The last known step."""
     validations: tuple[tuple[int, float | None], ...]
-    """(step, loss); None where it was not finite."""
+    """The (step, loss) of every validation; the loss is None if it was not finite."""
     set_validations: Mapping[str, tuple[tuple[int, float | None], ...]]
     """The validations of each set of a blend, by its name."""
     skipped: int
-    """Steps that changed nothing because their gradients were not finite."""
+    """The number of steps that were skipped because their gradients were not finite."""
     fallbacks: int
-    """Matrix updates that were replaced by what their optimizer does when it fails."""
+    """The number of matrix updates that failed and were replaced by the optimizer's fallback."""
     elapsed_s: float | None
-    """Seconds from the first to the last record of every launch; the time between launches is no training."""
+    """The seconds from the first to the last record of each launch, added up; without the time between
+    launches."""
     errors: tuple[RankResult, ...]
-    """The ranks' errors in the order in which they happened."""
+    """The results of ranks that failed, in the order of their errors."""
     breakdown: Breakdown | None
     config: RunConfig | None
     go_on: str | None = None
-    """The command that resumes it."""
+    """The command that resumes the run."""
     restarts: int = 0
-    """The number of restarts in its last launch."""
+    """The number of restarts in the last launch."""
     goodput: Goodput | None = None
     """The goodput over all launches in the directory; None before the first step."""
     supply: Supply | None = None
-    """The tokens that the whole run wants, and those that there are; None where that is not known."""
+    """The tokens that the run needs and the tokens that there are; None if unknown."""
     warnings: tuple[str, ...] = field(default=())
-    """The warnings it gave while it ran: slow ranks, spikes of the loss, saves that failed."""
+    """The warnings in events.jsonl: slow ranks, loss spikes, failed saves."""
     notes: tuple[str, ...] = field(default=())
-    """Remarks on what is missing or damaged, and why."""
+    """Notes on files that are missing or damaged, and why."""
 
     @property
     def name(self) -> str | None:
@@ -176,11 +183,12 @@ class RunSummary:
 
     @property
     def best_validation(self) -> float | None:
-        """The lowest; None where there is none."""
+        """The lowest finite validation loss; None if there is none."""
         return min((loss for _, loss in self.validations if loss is not None), default=None)
 
     def as_json(self) -> dict[str, object]:
-        """The stable form of `canzona report --json`; additions keep `version`, anything else raises it."""
+        """Returns the stable output of `canzona report --json`. New keys keep `version`; any other change
+        raises it."""
         alike = ("name", "status", "exit_code", "message", "step", "steps_planned", "elapsed_s", "skipped", "fallbacks")
         return {
             "version": VERSION,
@@ -202,11 +210,10 @@ class RunSummary:
 
 
 def load_summary(run_dir: Path) -> RunSummary:
-    """Read whatever a run left, finished or not.
+    """Reads all that a run left, finished or not.
 
     Raises:
-        ConfigError: there is no such directory, or nothing of a run lies in it; the problem's key is
-        `RUN_DIR`.
+        ConfigError: there is no such directory, or it has no files of a run; the problem's key is `RUN_DIR`.
     """
     files = RunFiles(run_dir)
     known = (files.config, files.result, files.metrics, files.events, files.breakdown, files.claim)
@@ -219,7 +226,7 @@ def load_summary(run_dir: Path) -> RunSummary:
     validation = _lines(files.validation, ValidationLoss, notes)
     result = load_if_sound(files.result, RunResult)
     if result is None:
-        notes.append("there is no result.json: the run is still going, or it was killed before it could write one")
+        notes.append("there is no result.json: the run is still running, or was killed before it could write one")
     try:
         breakdown = load_breakdown(run_dir)
     except ConfigError as error:
@@ -228,7 +235,7 @@ def load_summary(run_dir: Path) -> RunSummary:
     try:
         load_prediction(run_dir)
     except ConfigError as error:
-        notes += [f"no plan beside it: {problem.reason}" for problem in error.problems]
+        notes += [f"no prediction: {problem.reason}" for problem in error.problems]
     events = events_of(files)
     everything = [*earlier_events(files), *events]
     return RunSummary(
@@ -276,7 +283,8 @@ def _config(files: RunFiles, notes: list[str]) -> RunConfig | None:
 
 
 def _lines[T](path: Path, kind: type[T], notes: list[str]) -> list[T]:
-    """The records of a .jsonl file; a line cut short (the run was killed in it) is left out and noted."""
+    """Reads the records of a .jsonl file. Damaged lines, such as the last line of a killed run, are left out
+    and noted."""
     records, damaged = read_lines(path, kind)
     if damaged:
         notes.append(f"{path.name}: {plural(damaged, 'damaged line')} left out")
@@ -284,14 +292,15 @@ def _lines[T](path: Path, kind: type[T], notes: list[str]) -> list[T]:
 
 
 def _errors(files: RunFiles) -> tuple[RankResult, ...]:
-    """Ranks that failed, in the order in which they did: the first is most likely the cause of the others."""
+    """Returns the results of ranks that failed, in the order of their errors: the first most likely caused the
+    others."""
     results = [load_if_sound(path, RankResult) for path in sorted(files.ranks.glob("rank-*.json"))]
     failed = [result for result in results if result is not None and result.error is not None]
     return tuple(sorted(failed, key=lambda result: (result.time or math.inf, result.rank)))
 
 
 def newest_run(root: Path) -> Path | None:
-    """The run directory below `root` that was started last, runs of sweeps among them; None without one."""
+    """Returns the newest run directory below `root`, including runs of sweeps; None if there is none."""
     try:
         below = [*root.iterdir(), *root.glob(f"{sweep_root('', '*')}/*")]
         runs = [path for path in below if RunFiles(path).config.exists()]
@@ -307,14 +316,14 @@ def _error_json(result: RankResult) -> dict[str, object]:
 
 
 def _ends(losses: Sequence[tuple[int, float | None]]) -> dict[str, object] | None:
-    """The first and the last; None where there are none."""
+    """Returns the first and the last loss with their steps; None if there are none."""
     ends = {"first": losses[:1], "last": losses[-1:]}
     return {name: {"step": step, "loss": loss} for name, [(step, loss)] in ends.items()} if losses else None
 
 
 def _suggest(run_dir: Path) -> str:
-    """The newest run nearby, if there is one."""
+    """Returns a fix that names the newest run nearby, if there is one."""
     for root in (run_dir, run_dir.parent, Path("runs")):
         if (newest := newest_run(root)) is not None:
             return f"the newest run near there is {newest}"
-    return "give the directory that `canzona train` named as the run's"
+    return "give the run directory that `canzona train` printed"

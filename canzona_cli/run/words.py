@@ -1,4 +1,4 @@
-"""Words and numbers as a person reads them: cleaning, durations, sizes, plurals. Standard library only."""
+"""Formats numbers, durations, sizes, plurals and untrusted text for a person. Standard library only."""
 
 import json
 import math
@@ -14,9 +14,11 @@ MISSING = "-"
 
 
 def clean(value: object, *, newlines: bool = False) -> str:
-    """The value as text without control characters, so that no user input can move the cursor or hide a line.
+    """Returns the value as text without control characters, so that no input can move the cursor or hide a
+    line.
 
-    Control characters appear as Python escapes (`\\x1b`); newlines stay only where the caller lays out several lines.
+    Control characters appear as Python escapes (`\\x1b`); newlines stay only where the caller lays out several
+    lines.
     """
     out = []
     for char in str(value).expandtabs(4):
@@ -28,7 +30,7 @@ def clean(value: object, *, newlines: bool = False) -> str:
 
 
 def number(value: object, spec: str = ".4g") -> str:
-    """A float by a format specification; `-` when it is missing, `nan`/`inf` spelt out."""
+    """Formats a number by a format specification; `-` if the value is not a number, `nan` and `inf` as words."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return MISSING
     if math.isnan(value):
@@ -39,14 +41,14 @@ def number(value: object, spec: str = ".4g") -> str:
 
 
 def real(value: object) -> float | None:
-    """The value as a finite float, or None (missing, not a number, NaN, infinite)."""
+    """Returns the value as a finite float; None if it is missing, not a number, NaN or infinite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
 
 
 def guarded(skipped: int, fallbacks: int) -> list[str]:
-    """Describes what the guards had to do in a run so far; empty where they had nothing to do."""
+    """Describes skipped steps and replaced updates of a run so far; empty if there were none."""
     sentences = []
     if skipped:
         sentences.append(f"{plural(skipped, 'step')} skipped: gradients not finite")
@@ -56,7 +58,7 @@ def guarded(skipped: int, fallbacks: int) -> list[str]:
 
 
 def duration(seconds: object) -> str:
-    """Elapsed or remaining time: `4 s`, `2 min 05 s`, `3 h 20 min`, `2 d 4 h`."""
+    """Formats an elapsed or remaining time: `4 s`, `2 min 05 s`, `3 h 20 min`, `2 d 4 h`."""
     value = real(seconds)
     if value is None or value < 0:
         return MISSING
@@ -71,8 +73,8 @@ def duration(seconds: object) -> str:
 
 
 def milliseconds(seconds: object) -> str:
-    """Seconds as milliseconds with three or more significant digits, without unit: `0.412`,
-    `41.2`, `1,204`."""
+    """Formats seconds as milliseconds with at least three significant digits, without a unit: `0.412`, `41.2`,
+    `1,204`."""
     value = real(seconds)
     if value is None:
         return MISSING
@@ -89,7 +91,7 @@ def overhead(share: object, *, digits: int = 1) -> str:
 
 
 def step_time(seconds: object) -> str:
-    """The time of one step with its unit: `84.1 ms`, `2.31 s`."""
+    """Formats the time of a step with its unit: `84.1 ms`, `2.31 s`."""
     value = real(seconds)
     if value is None:
         return MISSING
@@ -97,7 +99,7 @@ def step_time(seconds: object) -> str:
 
 
 def count(value: object) -> str:
-    """A count with a decimal suffix: `512`, `20.5 k`, `1.72 M`, `31.2 B`."""
+    """Formats a count with a decimal suffix: `512`, `20.5 k`, `1.72 M`, `31.2 B`."""
     amount = real(value)
     if amount is None:
         return MISSING
@@ -108,7 +110,7 @@ def count(value: object) -> str:
 
 
 def size(value: object) -> str:
-    """Bytes with a binary suffix: `640 MiB`, `22.4 GiB`."""
+    """Formats bytes with a binary suffix: `640 MiB`, `22.4 GiB`."""
     amount = real(value)
     if amount is None:
         return MISSING
@@ -120,7 +122,7 @@ def size(value: object) -> str:
 
 
 def traffic(amount: int) -> str:
-    """Bytes in decimal units, as links are rated: `4.87 MB`."""
+    """Formats bytes in decimal units, in which link bandwidths are given: `4.87 MB`."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if amount >= scale:
             return f"{amount / scale:.3g} {unit}"
@@ -128,30 +130,29 @@ def traffic(amount: int) -> str:
 
 
 def plural(amount: int, noun: str) -> str:
-    """`1 problem`, `3 problems`."""
+    """Formats an amount with its noun: `1 problem`, `3 problems`."""
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
 
 
 def layout_words(layout: "Layout", *, times: str = "x") -> str:
-    """`TP 2 x DP 4`, `TP 2 x PP 4 (2 chunks each) x DP 1`."""
+    """Formats a layout for a sentence: `TP 2 x DP 4`, `TP 2 x PP 4 (2 chunks each) x DP 1`."""
     chunks = {"PP": f" ({layout.vpp} chunks each)"} if layout.vpp > 1 else {}
     return f" {times} ".join(f"{name} {ranks}{chunks.get(name, '')}" for name, ranks in layout.axes)
 
 
 def layout_code(layout: "Layout") -> str:
-    """`TP2 DP4`, for the cells of tables; `PP4x2`: four stages of two model chunks."""
+    """Formats a layout for a cell of a table: `TP2 DP4`. `PP4x2` means four stages of two model chunks."""
     chunks = {"PP": f"x{layout.vpp}"} if layout.vpp > 1 else {}
     return " ".join(f"{name}{ranks}{chunks.get(name, '')}" for name, ranks in layout.axes)
 
 
 def json_text(value: object) -> str:
-    """Indented JSON of `jsonable`."""
+    """Returns `jsonable(value)` as indented JSON."""
     return json.dumps(jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def jsonable(value: object) -> object:
-    """Plain values: mappings and lists of what JSON has; NaN and infinity,
-    which it does not have, become null."""
+    """Converts a value to what JSON can represent. NaN and infinity become null, paths become strings."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

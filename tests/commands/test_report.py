@@ -60,7 +60,7 @@ def test_a_finished_run_shows_status_loss_validation_curve_and_breakdown(tmp_pat
     assert "matrix update" in done.stdout
     assert "!" not in done.stdout, "nothing to note"
     tokens = STEPS * 32 * 256
-    assert f"{tokens / CORPUS.train_tokens:.2g} (2.46 M tokens wanted, 9.3 M to train on)" in done.stdout
+    assert f"{tokens / CORPUS.train_tokens:.2g} (2.46 M tokens needed, 9.3 M available)" in done.stdout
     found = json.loads(canzona("report", str(files.root), "--json").stdout)
     assert found["epochs"] == pytest.approx(tokens / CORPUS.train_tokens)
 
@@ -261,5 +261,5 @@ def test_a_damaged_prediction_is_noted(tmp_path: Path) -> None:
     files.predicted.write_text("{")
     done = canzona("report", str(files.root))
     assert done.returncode == 0
-    assert "no plan beside it: predicted.json" in " ".join(done.stdout.split())
+    assert "no prediction: predicted.json" in " ".join(done.stdout.split())
     assert "matrix update" in done.stdout

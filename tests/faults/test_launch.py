@@ -91,12 +91,12 @@ def test_one_ctrl_c_stops_after_a_step_and_nothing_listened_beyond_this_machine(
 
     with pytest.raises(ConfigError, match="already") as refused:
         RunDirectory.create(run_config(run_dir=run.files.root))
-    assert "unfinished or still going" in refused.value.problems[0].reason
+    assert "unfinished or still running" in refused.value.problems[0].reason
 
     run.process.send_signal(signal.SIGINT)
     code, output = run.finish()
     assert code == 130, output
-    assert "stopping after this step, 60 s at most (Ctrl-C again: at once)" in output
+    assert "stopping after this step, 60 s at most (press Ctrl-C again to stop at once)" in output
     assert not alive(family)
     assert rank_statuses(run) == ["interrupted", "interrupted"]
     result = run.result()
@@ -113,7 +113,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(launch: Launch) -> None:
     run.process.send_signal(signal.SIGINT)
     code, output = run.finish()
     assert code == 130, output
-    assert "no end after" not in output
+    assert "did not end within" not in output
     assert not alive(family)
     assert run.result()["status"] == "interrupted"
 
@@ -133,6 +133,6 @@ def test_a_save_that_goes_on_is_waited_for_and_then_an_older_checkpoint_decides(
     assert run.process.poll() is None, "it was killed while it was being saved"
     code, output = run.finish()
     assert code == 75, output
-    assert "no end after 2 s" in output
+    assert "did not end within 2 s" in output
     assert "the checkpoint to continue from is step-00000003, and it is intact" in output
     assert not alive(family)

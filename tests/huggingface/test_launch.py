@@ -46,7 +46,7 @@ def test_a_run_begins_with_its_weights_and_imports_them_once(
     for _ in range(2):
         done = canzona(*typed)
         assert done.returncode == 0, done.stderr
-        assert "begin at step 1 with the weights of step-00000000" in " ".join(done.stderr.split())
+        assert "start at step 1 from the weights of step-00000000" in " ".join(done.stderr.split())
         point = json.loads(files.resume.read_text())
         assert (point["weights_only"], point["step"]) == (True, 0)
         assert Path(point["checkpoint"]) == files.checkpoints / "step-00000000"

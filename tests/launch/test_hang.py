@@ -40,7 +40,7 @@ def sign(
 def blamed(*signs: Sign, state: str = "sleeping") -> tuple[int, str]:
     found = blame(signs, now=NOW, began=NOW - 300, state=lambda _: state)
     assert found.rank is not None
-    assert found.elsewhere == ("as all ranks here do" in found.reason)
+    assert found.elsewhere == ("like all ranks of this machine" in found.reason)
     return found.rank, found.reason
 
 
@@ -66,14 +66,14 @@ def test_a_process_that_never_started_is_named_with_the_time_since_the_launch() 
     )
     rank, reason = blamed(sign(0, where="start workers", waiting=True), absent)
     assert rank == 1
-    assert reason == "has not started, for 300 s: no sign of life from its process; rank 0 waiting in start workers"
+    assert reason == "has not started for 300 s: its process has sent no heartbeat; rank 0 waiting in start workers"
 
 
 def test_where_all_wait_the_one_that_has_waited_longest_is_named_and_the_network_suspected() -> None:
     rank, reason = blamed(sign(0, waiting=True, ago=65), sign(1, waiting=True, ago=66))
     assert rank == 1
     assert "waits for other ranks in train/forward of step 7 for 66 s" in reason
-    assert "as all ranks here do: look at the network" in reason
+    assert "like all ranks of this machine: check the network" in reason
 
 
 class Clock:
@@ -144,7 +144,7 @@ def test_a_long_start_says_once_which_ranks_it_waits_for(hearts: tuple[Heartbeat
         said.append(watch.waits_for())
         clock.now += 1
     told = [text for text in said if text is not None]
-    assert told == ["nothing has happened for 30 s: rank 0 waiting in start workers, rank 1 at work in start workers"]
+    assert told == ["no progress for 30 s: rank 0 waiting in start workers, rank 1 at work in start workers"]
     second.step(1)
     watch.look()
     assert watch.waits_for() is None, "it trains"

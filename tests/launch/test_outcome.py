@@ -130,7 +130,7 @@ def test_stopping_is_an_interruption_unless_something_else_broke(files: RunFiles
     assert stopped_at_once(files, training=True).exit_code == 130
     assert stopped_at_once(files, training=True).message == "stopped before the first step was done"
     files.metrics.touch()
-    assert stopped_at_once(files, training=True).message == "stopped at once, inside a step"
+    assert stopped_at_once(files, training=True).message == "stopped at once, in the middle of a step"
     assert stopped_at_once(files, training=False).message == "stopped before training began"
 
 

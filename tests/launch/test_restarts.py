@@ -104,7 +104,7 @@ def test_who_asks_for_a_stop_while_it_waits_gets_it(
     assert (outcome.exit_code, outcome.again_in_s) == (code, None)
     assert load_if_sound(files.result, RunResult) == outcome.result
     assert outcome.go_on == "canzona train"
-    assert "stopped before it was restarted, having failed at step 30: rank 1" in outcome.message
+    assert "stopped before the restart, after a failure at step 30: rank 1" in outcome.message
     reason: StopReason = "preempted" if number == signal.SIGTERM else "interrupted"
     assert files.stop_reason() == reason, "what the other machines see"
 
@@ -202,7 +202,7 @@ def test_a_dry_run_says_that_a_run_would_begin_with_other_weights_or_why_not(tmp
     would = canzona(*new)
     assert would.returncode == 0, would.stderr
     newest = root / "checkpoints" / f"step-{STEPS:08d}"
-    assert f"it would begin at step 1 with the weights of {newest}" in would.stderr
+    assert f"it would start at step 1 from the weights of {newest}" in would.stderr
     refused = canzona(*new, "model.num_layers=3")
     assert "it would be refused: model.num_layers: is " in refused.stderr
 

@@ -376,7 +376,7 @@ def test_two_launches_in_one_directory_and_none_after_the_first_has_gone(config:
     first = RunDirectory.create(config)
     with pytest.raises(ConfigError) as refused:
         RunDirectory.create(config, resumes=True)
-    assert "is training in it" in refused.value.problems[0].reason
+    assert "is using it" in refused.value.problems[0].reason
     del first
     assert RunDirectory.create(config, resumes=True).path == files_of(config).root
 
@@ -400,7 +400,7 @@ def test_more_steps_are_another_order_where_they_are_more_passes_over_the_data(
     found = resumed(longer)
     warning = reordered(found, longer, LAYOUT, with_tokens(tokens))
     assert (warning is not None) is said
-    assert warning is None or "reads the data 2 times, 40 steps 1 times" in warning
+    assert warning is None or "reads the data 2 times, but 40 steps read it 1 times" in warning
     blended = reordered(found, longer, LAYOUT, with_tokens(10**6, tokens // 2))
     assert (blended is not None) is said, "half of the samples come from half of the tokens"
     assert blended is None or "reads set1 2 times" in blended

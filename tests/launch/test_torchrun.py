@@ -85,10 +85,11 @@ def on_cuda(**cluster: object) -> RunConfig:
 
 
 def test_several_launchers_that_meet_on_loopback_stay_there_and_others_keep_off_it(tmp_path: Path) -> None:
-    for host in ("127.0.0.1", "localhost"):
+    for host, endpoint in (("127.0.0.1",) * 2, ("localhost",) * 2, ("[::1]", "127.0.0.1")):
         command = build(on_cuda(node_rank=1, rdzv_endpoint=f"{host}:29500"), tmp_path)
         assert option(command, "--rdzv-backend") == torchrun.LOOPBACK_BACKEND
         assert option(command, "--rdzv-conf") == "rank=1"
+        assert option(command, "--rdzv-endpoint") == f"{endpoint}:29500"
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         assert [command.environment[name][:2] for name in names] == ["lo", "lo"]
     command = build(on_cuda(node_rank=0, rdzv_endpoint="no-such-host.invalid:29500"), tmp_path)

@@ -49,7 +49,7 @@ def test_of_a_blend_each_set_is_counted_and_the_one_that_is_read_most_often_is_w
     found = supply(run_of(100), LAYOUT, corpus)
     assert found is not None
     assert {name: each.epochs for name, each in found.sets.items()} == pytest.approx({"set0": 0.5, "set1": 5})
-    assert found.words.startswith("set0 0.5, set1 5 (819 k tokens wanted")
+    assert found.words.startswith("set0 0.5, set1 5 (819 k tokens needed")
     (said,) = data_warnings(run_of(100), LAYOUT, corpus)
     assert "train.steps=80" in said
     assert not list(data_warnings(run_of(80), LAYOUT, corpus))

@@ -63,7 +63,7 @@ def test_no_rank_is_named_where_all_are_slow() -> None:
 def test_who_waits_least_is_the_one_that_is_waited_for() -> None:
     found = difference(four({"norm_clip": 0.2}, {"norm_clip": 0.2}, {"norm_clip": 0.2}))
     assert found.phase == "norm_clip"
-    assert "rank 3 comes last, the others wait for it" in found.text
+    assert "rank 3 arrives last, and the others wait for it" in found.text
     assert "wait" not in difference([{**PLAN, "norm_clip": 0.2}] * 4).text
 
 

@@ -255,7 +255,7 @@ def test_one_that_hangs_is_ended(files: RunFiles, monkeypatch: pytest.MonkeyPatc
     with tracked(files, ("wandb",), start=0, environment={}, say=said.append):
         pass
     (only,) = said
-    assert "wandb has not taken everything" in only
+    assert "wandb has not received everything" in only
     (process,) = started
     assert process.returncode == -9
     assert process.stdout is not None
