@@ -207,7 +207,7 @@ def gram_holds(a: Algorithm, cluster: ClusterConfig) -> bool:
 
 
 def gram_scale(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Returns the seconds of a hosted update in Gram form (measured if the profile has it) over its modelled seconds."""
+    """Returns the seconds of a hosted Gram-form update, measured if the profile has it, over the modelled seconds."""
     a = replace(a, form="gram", stack=False)
     return _seconds(a, rows, cols, cluster) / _modelled(a, rows, cols, cluster)[0]
 

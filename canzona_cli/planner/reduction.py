@@ -1,4 +1,4 @@
-"""How each bucket is reduced and gathered: by collectives for each owner's range, or in a ring of equal parts.
+"""The ways to reduce and gather each bucket: collectives for each owner's range, or a ring of equal parts.
 
 Owners' shares of a bucket differ in size, but a reduce-scatter or an all-gather gives every rank an equal part:
 
