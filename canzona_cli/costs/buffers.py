@@ -131,7 +131,7 @@ def exchange_bytes(config: RunConfig) -> tuple[int, int]:
 
 
 Shape = tuple[int, int]
-"""(rows, columns)."""
+"""The (rows, columns) of a matrix."""
 
 
 def workspace_bytes(
@@ -168,13 +168,13 @@ def workspace_bytes(
     # Adam grafting uses the left side's buffer, even if this side has no factor.
     left = [r * c for r, c in shapes if r <= how.max_preconditioner_dim or how.grafting == "adam"]
     right = [r * c for r, c in shapes if c <= how.max_preconditioner_dim]
-    whole = max(map(math.prod, shapes), default=0)
+    largest = max(map(math.prod, shapes), default=0)
     square = max((side**2 for side in sides), default=0)
     if sides and config.cluster.device != "cpu":
         square = max(square, STACKED_SQUARES)
-    scratch = FP32 * (square + whole + sum(max(sizes, default=0) for sizes in (left, right)))
+    scratch = FP32 * (square + largest + sum(max(sizes, default=0) for sizes in (left, right)))
     if RULES[how.name].orthogonal:
-        scratch += 2 * element_bytes(config)[0] * (whole + max((min(shape) ** 2 for shape in shapes), default=0))
+        scratch += 2 * element_bytes(config)[0] * (largest + max((min(shape) ** 2 for shape in shapes), default=0))
     return scratch
 
 
@@ -185,7 +185,10 @@ def _muon(
     shared: Iterable[tuple[int, int]],
     beside: Iterable[tuple[int, int]],
 ) -> int:
-    iterate = square = more = direction = wider = block = second = squares = 0
+    """Counts the bytes of scratch of Muon's updates, see `workspace_bytes`."""
+    # Elements: of iterates and squares (the first of two interleaved shared matrices', then the second's), of further
+    # squares in Gram form, of the fp32 direction, of an fp32 copy in Gram form, and of a block on CPUs.
+    iterate = square = gram_square = direction = gram_copy = block = second_iterate = second_square = 0
     half = config.cluster.device == "cuda" and element_bytes(config)[0] < FP32
     how = algorithm(config)
     for batch in together:
@@ -194,22 +197,23 @@ def _muon(
             iterate = max(iterate, stacked * rows * cols)
             square = max(square, stacked * min(rows, cols) ** 2)
             if form_of(how, rows, cols, config.cluster) == "gram":
-                more = max(more, stacked * min(rows, cols) ** 2)
+                gram_square = max(gram_square, stacked * min(rows, cols) ** 2)
                 # One matrix may be left over from stacks and is then updated alone.
-                wider = max(wider, rows * cols if half and (stacked == 1 or count % stacked == 1) else 0)
+                gram_copy = max(gram_copy, rows * cols if half and (stacked == 1 or count % stacked == 1) else 0)
             direction = max(direction, rows * cols)
             block = max(block, min(rows, max(1, BLOCK // cols)) * cols)
     for fragment, side in shared:
         iterate, direction = max(iterate, fragment), max(direction, fragment)
-        square, more = max(square, side), max(more, side)
+        square, gram_square = max(square, side), max(gram_square, side)
         block = max(block, min(fragment, BLOCK))
     for fragment, side in beside:
-        second, squares = max(second, fragment), max(squares, side)
+        second_iterate, second_square = max(second_iterate, fragment), max(second_square, side)
         direction, block = max(direction, fragment), max(block, min(fragment, BLOCK))
-    fp32 = (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else wider) + (
+    fp32 = (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else gram_copy) + (
         block if config.cluster.device == "cpu" else 0
     )
-    return element_bytes(config)[0] * 2 * (iterate + square + more + second + 2 * squares) + FP32 * fp32
+    products = iterate + square + gram_square + second_iterate + 2 * second_square
+    return element_bytes(config)[0] * 2 * products + FP32 * fp32
 
 
 def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:

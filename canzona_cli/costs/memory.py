@@ -291,6 +291,7 @@ def _least_workspace(config: RunConfig) -> int:
 
 
 def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
+    """Estimates the bytes of the engine's message and gradient buffers that every plan of a stage needs."""
     if execution_of(config) is Execution.REDUNDANT:
         return FP32 * _gathered_elements(config, layout)
     held = placement(config, layout, stage)

@@ -96,6 +96,7 @@ def _roots(chosen: Literal["auto"] | RootMethod, how: Algorithm, cluster: Cluste
 
 @lru_cache(maxsize=64)
 def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
+    """Returns `algorithm` as far as it depends only on the optimizer's settings and the precision."""
     if isinstance(optimizer, CustomConfig):
         like = optimizer.cost_like
         return Algorithm(name=like, custom=True, grafting="adam" if like == "shampoo" else "none", precision=precision)
@@ -340,6 +341,7 @@ def _measured(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix
 
 
 def _unit(a: Algorithm) -> Unit:
+    """Returns the number format of the products of every update."""
     if not RULES[a.name].preconditioned:
         return a.precision
     return "tf32" if a.tf32 else "fp32"

@@ -191,6 +191,12 @@ class _Placed:
 def _solve(
     stage: _Stage, settings: PlanSettings, memory_cap: int | None, bytes_per_element: int
 ) -> Iterator[tuple[int, Cell, Share | None]]:
+    """Yields the cell of each of a stage's matrices, and its share if the matrix is shared.
+
+    Raises:
+        DoesNotFit: no assignment within `memory_cap` was found.
+    """
+
     def placed(owner_of: Owners) -> _Placed | None:
         """Chooses hosts for these owners; None if a rank would exceed `memory_cap`."""
         cells, shared = _hosted(stage, settings, owner_of, bytes_per_element)
@@ -275,20 +281,24 @@ def _balanced(stage: _Stage) -> Owners:
 
 
 def _units_to_owners(stage: _Stage) -> Owners:
+    """Packs units into owners."""
     units = list(stage.units)
     packing = pack([stage.cost(unit) for unit in units], stage.owners)
     return {units[item]: owner for owner, items in enumerate(packing.bins) for item in items}
 
 
 def _units_to_cells(stage: _Stage) -> Owners:
+    """Packs units into cells, by the cost of all matrices of a unit, and deals the cells to owners."""
     return _cells_to_owners(stage, [stage.cost(unit) for unit in stage.units])
 
 
 def _leaders_to_cells(stage: _Stage) -> Owners:
+    """Packs units into cells, by the cost of a unit's costliest matrix, and deals the cells to owners."""
     return _cells_to_owners(stage, [max(stage.costs[index] for index in members) for members in stage.units.values()])
 
 
 def _cells_to_owners(stage: _Stage, costs: Sequence[float]) -> Owners:
+    """Packs units, with a cost for each, into cells of the grid, and deals the cells to owners."""
     units = list(stage.units)
     packing = pack(costs, stage.owners * stage.tp)
     dealt = deal([sum(costs[item] for item in items) for items in packing.bins], stage.owners)
@@ -323,6 +333,7 @@ def _contiguous(stage: _Stage) -> list[Owners]:
 
 
 def _cut(stage: _Stage, weights: Sequence[Sequence[float]], alpha: float) -> Owners:
+    """Cuts buckets between owners in natural order, by the weights of each bucket's parts (`balanced_cuts`)."""
     return {
         part.unit: owner
         for parts, owners in zip(stage.parts, balanced_cuts(weights, stage.owners, alpha), strict=True)
@@ -331,6 +342,7 @@ def _cut(stage: _Stage, weights: Sequence[Sequence[float]], alpha: float) -> Own
 
 
 def _pick(stage: _Stage, alpha: float, candidates: Sequence[_Placed]) -> _Placed:
+    """Returns the candidate with the lowest score, see `assign`."""
     least = stage.least_reach()
 
     def score(placed: _Placed) -> tuple[float, float]:

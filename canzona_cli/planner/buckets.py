@@ -113,6 +113,7 @@ def stage_buckets(
 
 
 def _cut(parameters: Sequence[Parameter], limit: int | None) -> list[list[Parameter]]:
+    """Cuts a model chunk's parameters into buckets, each closed once it holds `limit` elements; None: one bucket."""
     closed: list[list[Parameter]] = []
     bucket: list[Parameter] = []
     filled = 0
@@ -183,6 +184,7 @@ def _by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
     chain: dict[int, int] = {}
 
     def head(owner: int) -> int:
+        """Returns the owner at the start of this owner's chain."""
         while chain.get(owner, owner) != owner:
             owner = chain[owner]
         return owner
@@ -222,6 +224,7 @@ def _by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
 
 
 def _packed(order: Sequence[_Owned], stage: int, index: int, shards: int) -> Bucket:
+    """Makes the bucket whose parameters are placed one after another in this order."""
     starts, end = _side_by_side([item.parameter for item in order])
     return _filled(zip(starts, order, strict=True), bucket_end(end, shards), stage, index)
 
@@ -302,6 +305,7 @@ def few_owners(
         ]
 
         def kind(part: Part) -> Hashable:
+            """Returns a key that parts have in common if they can be exchanged."""
             return tuple(
                 (costs[index], matrix.shape, matrix.shard_dim, matrix.home, index in assignment.shares)
                 for index in part.matrices

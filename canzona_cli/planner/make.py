@@ -193,8 +193,11 @@ class _Attempt:
         return best if faster else hosted
 
     def _with_least_communication(self, assignment: Assignment) -> Assignment:
-        """Returns, of the equally fast ones, the assignment whose buckets take the least time to communicate: the given
-        one or one with exchanged owners, both with renumbered owners, or owners in natural order."""
+        """Returns, of several equally fast assignments, the one whose buckets take the least time to communicate.
+
+        The candidates are the given assignment, one with units exchanged between owners (`few_owners`), both with
+        renumbered owners, and owners in natural order.
+        """
         asked, layout = self._asked, self._layout
         if not (asked.strategy == "canzona" and asked.layout == "owner" and asked.alpha == 1 and layout.owners > 1):
             return assignment

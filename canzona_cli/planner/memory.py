@@ -175,8 +175,8 @@ def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
     """Counts the elements of a matrix's gradient that its host has to copy: all of them, or none if the host already
     has the whole gradient contiguous and in fp32."""
     interleaved = matrix.kind in interleaved_kinds(config.model) and not _is_head(matrix)
-    here = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
-    return 0 if here and not interleaved and element_bytes(config)[1] == FP32 else matrix.elements
+    stored_whole = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
+    return 0 if stored_whole and not interleaved and element_bytes(config)[1] == FP32 else matrix.elements
 
 
 def _fragment_copied(config: RunConfig, matrix: Matrix, tp: int) -> int:
@@ -240,6 +240,7 @@ def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
 
 
 def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> PlanMemory:
+    """Returns the memory of a stage's fullest cell."""
     mesh, how = plan.subject.layout, plan.subject.optimizer
     width, grad = element_bytes(config)
     kept, factors = [0] * mesh.cells, [0] * mesh.cells
@@ -253,6 +254,7 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     weights = stage_weights(config, layout, stage)
 
     def varying(cell: int) -> dict[str, int]:
+        """Returns the parts that differ between the cells of a stage."""
         return {
             **optimizer_state(config, layout, weights.others, kept[cell], factors[cell]),
             **needed.parts(reduction=buffers[cell].reduction, gathering=buffers[cell].gathering),

@@ -202,6 +202,7 @@ def _longest_step(rank: RankWork, left: Sequence[int], steps: int) -> float:
 
 
 def _work(config: RunConfig, matrices: Sequence[Matrix], period: int) -> RankWork:
+    """Splits the seconds of a rank's updates into those of every step and those that refreshes add."""
     how, cluster = algorithm(config), config.cluster
     means = [seconds(how, *matrix.shape, cluster) for matrix in matrices]
     peaks = [peak_seconds(how, *matrix.shape, cluster) for matrix in matrices]

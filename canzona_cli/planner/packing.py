@@ -133,6 +133,7 @@ def _height(classes: _Classes, patterns: Sequence[Pattern]) -> float:
 
 
 def _largest_first(classes: _Classes, bins: int) -> list[Pattern]:
+    """Packs items largest first, each into the least loaded bin."""
     heap = [(0.0, index) for index in range(bins)]
     held = [[0] * len(classes.costs) for _ in range(bins)]
     for kind, (cost, count) in enumerate(zip(classes.costs, classes.counts, strict=True)):
@@ -269,18 +270,18 @@ def lower_bound(
     A matrix that may be shared (in `shares`) counts with its cheaper mode: the hosted update or one rank's part
     of the shared update (1, 3), or the hosted update or all ranks' parts (2).
     """
-    pieces: dict[int, list[float]] = defaultdict(list)
-    whole: dict[int, float] = defaultdict(float)
+    on_one_cell: dict[int, list[float]] = defaultdict(list)  # by unit, the cost of each matrix to one cell
+    on_all_cells: dict[int, float] = defaultdict(float)  # by unit, the cost of its matrices to all cells of the owner
     for matrix, cost in zip(matrices, costs, strict=True):
         if matrix.stage == stage:
             share = shares.get(matrix.index)
-            pieces[matrix.unit].append(cost if share is None else min(cost, share.each))
-            whole[matrix.unit] += cost if share is None else min(cost, tp * share.each)
-    if not pieces:
+            on_one_cell[matrix.unit].append(cost if share is None else min(cost, share.each))
+            on_all_cells[matrix.unit] += cost if share is None else min(cost, tp * share.each)
+    if not on_one_cell:
         return 0.0
-    alone = [piece for members in pieces.values() for piece in members]
-    bounds = [packing_bound(alone, dp * tp), packing_bound([*whole.values()], dp) / tp]
-    bounds += [packing_bound(members, tp) for members in {tuple(sorted(members)) for members in pieces.values()}]
+    every_matrix = [cost for members in on_one_cell.values() for cost in members]
+    bounds = [packing_bound(every_matrix, dp * tp), packing_bound([*on_all_cells.values()], dp) / tp]
+    bounds += [packing_bound(members, tp) for members in {tuple(sorted(members)) for members in on_one_cell.values()}]
     return max(bounds)
 
 
@@ -367,6 +368,7 @@ def _mass(counts: Sequence[tuple[float, int]], height: float) -> Iterator[float]
 
 
 def _u(k: int, x: float) -> float:
+    """Returns u_k(x) of `_mass`."""
     scaled = (k + 1) * x
     if abs(scaled - round(scaled)) <= _TINY * (k + 1):
         # An integer up to rounding: the lower of both cases is a valid bound whichever applies.
@@ -421,6 +423,7 @@ class HostPacker:
         return self._look_up(matrices)[1][0].height if matrices else 0.0
 
     def _look_up(self, matrices: Sequence[int]) -> tuple[list[int], tuple[Row, ...]]:
+        """Returns the order of the matrices by falling cost, as places in `matrices`, and the rows in this order."""
         order = sorted(range(len(matrices)), key=lambda p: (-self._costs[matrices[p]], p))
         key = tuple((self._costs[matrices[p]], self._shares.get(matrices[p])) for p in order)
         if key not in self._known:
@@ -440,6 +443,7 @@ class HostPacker:
             return hosted, sum(share.each for place, (_, share) in enumerate(items) if share and place in together)
 
         def roughly(count: int) -> float:
+            """Estimates the height of the row that shares `count` matrices."""
             hosted, each = divided(count)
             if not hosted:
                 return each

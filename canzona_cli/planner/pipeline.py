@@ -207,6 +207,7 @@ class HostedPipeline:
         self._run_shared([job for group in groups for job in group if job.share], ranks)
 
     def _run_shared[Moment](self, jobs: Sequence[Job], ranks: Pipeline[Moment]) -> None:
+        """Passes the work and exchanges of shared matrices to `ranks`, in the order of `planner.order.turns`."""
         parts = [job.share.fragment for job in jobs if job.share is not None]
         sides = {min(job.matrix.shape) for job in jobs}
         moved = {side: shared_transfers(side, self.steps, self.width, self.links, self.group) for side in sides}
@@ -222,6 +223,7 @@ class HostedPipeline:
                 landed[place, needed_by].append(ranks.exchange(transfer.times(self.exchanging)))
 
     def _load(self, group: Sequence[Job], known: "Loads") -> "Load":
+        """Returns the load of a micro-group of hosted matrices, from `known` or computed and added to it."""
         key = tuple(job.matrix.index for job in group)
         if key not in known:
             known[key] = self._new_load(group)
