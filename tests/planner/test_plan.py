@@ -88,7 +88,7 @@ def test_shared_matrices_are_read_as_they_were_planned_and_only_those_that_can_b
     other = {0: Share(fragment=(1.0,) * len(plan.assignment.shares[0].fragment))}
     forged = replace(plan, assignment=replace(plan.assignment, shares=other))
     path.write_text(forged.to_json(), encoding="utf-8")
-    assert "other costs" in refusal(path, config, layout)
+    assert "or costs" in refusal(path, config, layout)
 
 
 def test_a_file_has_a_line_for_every_matrix(planned: tuple[RunConfig, Layout, Plan]) -> None:
