@@ -265,7 +265,7 @@ class Links:
         return Transfer(latency_s=self.latency(group.link), link=link, link_s=times[link])
 
     def point_to_point(self, size: float, *, crosses: bool) -> Transfer:
-        """Returns a transfer of `size` bytes from one GPU to another, of another node if `crosses`."""
+        """Returns a transfer of `size` bytes from one GPU to another, on different nodes if `crosses`."""
         measured = None if crosses else self._measured("send", size, Group(size=2, per_machine=2))
         if measured is not None:
             return measured
