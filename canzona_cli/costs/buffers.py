@@ -1,5 +1,5 @@
-"""The account of what a rank holds, in bytes and elements: Megatron's buffers before there is a plan,
-activations, logits, and the scratch of updates.
+"""Counts what a rank holds, in bytes and elements: Megatron's buffers, activations, logits, and the scratch of
+updates. None of it needs a plan.
 
 Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), rewritten for SwiGLU, grouped-query
 attention, QK-norm and no dropout (see `layer_activations`). (t, p, c, D) are tp, pp, cp and dp.
@@ -21,53 +21,55 @@ from canzona_cli.optimizers.muon_facts import BLOCK
 from canzona_cli.optimizers.shampoo_facts import STACKED_SQUARES, factored_sides
 
 BATCH_BYTES = 256 << 20
-"""The most fp32 scratch of a batch of an owner's matrices, where tp = 1."""
+"""The most bytes of fp32 gradients that an owner copies at once if tp = 1, unless one matrix alone needs more."""
 FP32 = 4
-"""Bytes of an element of masters, optimizer state and scratch."""
+"""The bytes of an element of masters, optimizer state and scratch."""
 ALIGNMENT = 64
-"""Elements a parameter's start is a multiple of (Megatron's `pad_param_start`)."""
+"""The number of elements to whose multiples parameters' starts are aligned (Megatron's `pad_param_start`)."""
 _SHARD_ALIGNMENT = 128
-"""Megatron pads bucket ends to multiples of the ranks and of this."""
+"""The number of elements to whose multiples, and those of the ranks, Megatron pads the end of a layer-wise bucket."""
 _PADDING_FLOOR = 0.9
-"""Megatron extends a bucket of equal shards until a dominant parameter fills at least this part of them."""
+"""The factor of the least size of a closed layer-wise bucket: this times its number of shards times its largest
+parameter."""
 
 
 def element_bytes(config: RunConfig) -> tuple[int, int]:
-    """(weight, gradient buffer) bytes of a parameter."""
+    """Returns the bytes of a weight element and of an element of the gradient buffer."""
     width = 2 if config.train.precision == "bf16" else FP32
     return width, FP32 if config.train.grad_reduce_dtype == "fp32" else width
 
 
 def default_bucket_elements(owners: int) -> int:
-    """Size at which Megatron closes a bucket by default (`DistributedDataParallel`, 0.19)."""
+    """Returns the elements at which Megatron closes a bucket by default (`DistributedDataParallel`, 0.19)."""
     return max(40_000_000, 1_000_000 * owners)
 
 
 def bucket_elements(config: RunConfig, layout: Layout) -> int | None:
-    """Size at which Megatron closes a bucket of the first stage; None where all buffers are one bucket."""
+    """Returns the elements at which Megatron closes a bucket of the first stage; None if gradient reduction does not
+    overlap with the backward pass, so that every buffer is one bucket."""
     if not config.parallel.overlap_grad_reduce:
         return None
     return config.parallel.bucket_elements or default_bucket_elements(layout.owners)
 
 
 def align(position: int, to: int = ALIGNMENT) -> int:
-    """The next multiple of `to`."""
+    """Rounds `position` up to a multiple of `to`."""
     return -(-position // to) * to
 
 
 def bucket_end(position: int, shards: int) -> int:
-    """Pads a bucket that ends at `position`: divisible by the ranks, and the next one starts aligned."""
+    """Returns the padded end of a bucket, a multiple of the shards and of `ALIGNMENT`."""
     return align(position, math.lcm(shards, ALIGNMENT))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedBucket:
-    """A bucket of `shards` equal shards that whole parameters were packed into."""
+    """A bucket of equal shards, each of which holds undivided parameters."""
 
     shard_elements: int
-    """Length of one shard, padding included."""
+    """The elements of one shard, padding included."""
     shards: tuple[tuple[int, ...], ...]
-    """Parameters of each shard in buffer order, as positions in the list of sizes."""
+    """The parameters of each shard in buffer order, as positions in the list of sizes."""
 
     @property
     def elements(self) -> int:
@@ -75,18 +77,23 @@ class PaddedBucket:
 
 
 def lay_out(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[PaddedBucket]:
-    """`LayerWiseDistributedOptimizer._compute_per_buffer_param_layout` of megatron-core 0.19.
+    """Yields the buckets of `LayerWiseDistributedOptimizer._compute_per_buffer_param_layout`, megatron-core 0.19.
 
-    Walks parameters of `sizes` elements (creation order) backwards, cuts a bucket at `bucket` elements (None:
-    one bucket) or once the largest parameter no longer dominates, packs each bucket into `shards` by largest
-    first onto the least loaded, and pads every shard to the fullest.
+    Parameters are walked in reverse order of creation. A bucket is closed once it holds at least `bucket`
+    elements and also at least `_PADDING_FLOOR` * shards * its largest parameter, so that a large parameter does
+    not leave the other shards mostly padding. The parameters of a bucket go into shards largest first, each into
+    the least loaded, and every shard is padded to the length of the fullest.
+
+    Args:
+        sizes: the elements of each parameter, in order of creation.
+        bucket: the least elements of a closed bucket; None: all parameters are one bucket.
     """
     for chunk in _chunks(sizes, shards, bucket):
         yield _largest_first(sizes, chunk, shards)
 
 
 def _chunks(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[list[int]]:
-    """Cuts parameters into buckets, last created first."""
+    """Cuts parameters into buckets, the last created first; both conditions of `lay_out` close a bucket."""
     chunk: list[int] = []
     chunk_total = chunk_max = 0
     for parameter in reversed(range(len(sizes))):
@@ -101,6 +108,7 @@ def _chunks(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[l
 
 
 def _largest_first(sizes: Sequence[int], chunk: Sequence[int], shards: int) -> PaddedBucket:
+    """Packs a bucket's parameters into equal shards, largest first."""
     heap = [(0, shard) for shard in range(shards)]
     held: list[list[int]] = [[] for _ in range(shards)]
     for parameter in sorted(chunk, key=lambda p: -sizes[p]):
@@ -112,17 +120,18 @@ def _largest_first(sizes: Sequence[int], chunk: Sequence[int], shards: int) -> P
 
 
 def shard_elements(fullest: int, shards: int) -> int:
-    """Pads equal shards that hold `fullest` elements, so that their bucket ends on Megatron's alignment."""
+    """Returns the length of equal shards of which the fullest holds `fullest` elements, padded so that shards start
+    aligned and their bucket ends on Megatron's alignment."""
     return align(fullest, math.lcm(ALIGNMENT, math.lcm(shards, _SHARD_ALIGNMENT) // shards))
 
 
 def exchange_bytes(config: RunConfig) -> tuple[int, int]:
-    """(weight, gradient) bytes of an element that travels between TP ranks; C_max limits the larger."""
+    """Returns the bytes of a weight and of a gradient element in a TP exchange; C_max limits the larger."""
     return element_bytes(config)[0], 2 if config.engine.exchange_dtype == "bf16" else FP32
 
 
 Shape = tuple[int, int]
-"""(rows, columns)."""
+"""The (rows, columns) of a matrix."""
 
 
 def workspace_bytes(
@@ -131,19 +140,21 @@ def workspace_bytes(
     shared: Iterable[tuple[int, int]] = (),
     beside: Iterable[tuple[int, int]] = (),
 ) -> int:
-    """Bytes that the optimizers of one rank keep as scratch; 0 where they are not canzona's own.
+    """Counts the bytes of scratch that one rank's optimizers keep; 0 if they are not canzona's.
 
-    Muon: two iterates and two squares of the short side (four in Gram form) in the type of its products, for
-    all stacked matrices of one shape, and a direction in fp32 (with Nesterov's momentum; NorMuon always; on
-    GPUs what the Gram form makes in fp16 of a matrix alone). Shampoo and SOAP, all fp32: one square, one
-    whole matrix, and one for each preconditioned side. SOAP-Muon: both, in standard form and without
-    stacking.
+    Each part is as large as the largest matrix (or stack of matrices) needs it.
+
+    - Muon, in the type of its products: two iterates and two squares of the short side (four in Gram form), for
+      all stacked matrices of one shape. In fp32: an update direction with Nesterov momentum or NorMuon,
+      otherwise, on GPUs in bf16, for matrices that are updated alone in Gram form; and on CPUs one block.
+    - Shampoo and SOAP, in fp32: one square, one matrix, and one matrix for each preconditioned side.
+    - SOAP-Muon: both, in standard form and without stacking.
 
     Args:
-        together: shapes of the matrices that one optimizer steps at once, for each optimizer.
-        shared: the elements of the fragment and of a square, for each matrix that the TP group shares.
-        beside: the same of each that takes turns with one of `shared`: it has iterates and squares of its
-            own.
+        together: for each optimizer, the shapes of the matrices that it updates in one step.
+        shared: the elements of the fragment and of a square, for each shared matrix.
+        beside: the same for each shared matrix that is interleaved with one of `shared`; these have their own
+            iterates and squares.
     """
     if not keeps_workspace(config):
         return 0
@@ -154,16 +165,16 @@ def workspace_bytes(
         return 0
     shapes = {shape for batch in together for shape in batch}
     sides = [side for shape in shapes for side in factored_sides(how, *shape)]
-    # An Adam graft is put together in the left side's buffer, whether that side has a factor or not.
+    # Adam grafting uses the left side's buffer, even if this side has no factor.
     left = [r * c for r, c in shapes if r <= how.max_preconditioner_dim or how.grafting == "adam"]
     right = [r * c for r, c in shapes if c <= how.max_preconditioner_dim]
-    whole = max(map(math.prod, shapes), default=0)
+    largest = max(map(math.prod, shapes), default=0)
     square = max((side**2 for side in sides), default=0)
     if sides and config.cluster.device != "cpu":
         square = max(square, STACKED_SQUARES)
-    scratch = FP32 * (square + whole + sum(max(sizes, default=0) for sizes in (left, right)))
+    scratch = FP32 * (square + largest + sum(max(sizes, default=0) for sizes in (left, right)))
     if RULES[how.name].orthogonal:
-        scratch += 2 * element_bytes(config)[0] * (whole + max((min(shape) ** 2 for shape in shapes), default=0))
+        scratch += 2 * element_bytes(config)[0] * (largest + max((min(shape) ** 2 for shape in shapes), default=0))
     return scratch
 
 
@@ -174,7 +185,10 @@ def _muon(
     shared: Iterable[tuple[int, int]],
     beside: Iterable[tuple[int, int]],
 ) -> int:
-    iterate = square = more = direction = wider = block = second = squares = 0
+    """Counts the bytes of scratch of Muon's updates, see `workspace_bytes`."""
+    # Elements: of iterates and squares (the first of two interleaved shared matrices', then the second's), of further
+    # squares in Gram form, of the fp32 direction, of an fp32 copy in Gram form, and of a block on CPUs.
+    iterate = square = gram_square = direction = gram_copy = block = second_iterate = second_square = 0
     half = config.cluster.device == "cuda" and element_bytes(config)[0] < FP32
     how = algorithm(config)
     for batch in together:
@@ -183,31 +197,33 @@ def _muon(
             iterate = max(iterate, stacked * rows * cols)
             square = max(square, stacked * min(rows, cols) ** 2)
             if form_of(how, rows, cols, config.cluster) == "gram":
-                more = max(more, stacked * min(rows, cols) ** 2)
-                # One may be left over from stacks.
-                wider = max(wider, rows * cols if half and (stacked == 1 or count % stacked == 1) else 0)
+                gram_square = max(gram_square, stacked * min(rows, cols) ** 2)
+                # One matrix may be left over from stacks and is then updated alone.
+                gram_copy = max(gram_copy, rows * cols if half and (stacked == 1 or count % stacked == 1) else 0)
             direction = max(direction, rows * cols)
             block = max(block, min(rows, max(1, BLOCK // cols)) * cols)
     for fragment, side in shared:
         iterate, direction = max(iterate, fragment), max(direction, fragment)
-        square, more = max(square, side), max(more, side)
+        square, gram_square = max(square, side), max(gram_square, side)
         block = max(block, min(fragment, BLOCK))
     for fragment, side in beside:
-        second, squares = max(second, fragment), max(squares, side)
+        second_iterate, second_square = max(second_iterate, fragment), max(second_square, side)
         direction, block = max(direction, fragment), max(block, min(fragment, BLOCK))
-    fp32 = (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else wider) + (
+    fp32 = (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else gram_copy) + (
         block if config.cluster.device == "cpu" else 0
     )
-    return element_bytes(config)[0] * 2 * (iterate + square + more + second + 2 * squares) + FP32 * fp32
+    products = iterate + square + gram_square + second_iterate + 2 * second_square
+    return element_bytes(config)[0] * 2 * products + FP32 * fp32
 
 
 def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:
-    """Bytes that the update of the largest of `shapes` needs besides, given back when it is done.
+    """Counts the bytes that the update of the largest of `shapes` needs in addition to state and `workspace_bytes`, and
+    frees when it is done.
 
-    With a workspace: nothing for Muon; in a refresh, five squares of Shampoo's and SOAP's longest
-    preconditioned side and one matrix. Without: for Newton-Schulz, per element of the largest matrix that is
-    worked on whole, the fp32 update, its gathered copy and three iterates, and two Gram matrices of the short
-    side; else three such matrices and four squares.
+    With a workspace (canzona's optimizers): nothing for Muon; for a refresh of Shampoo or SOAP, five squares of
+    the longest preconditioned side and one matrix, in fp32. Without: for Muon, the fp32 update, its gathered copy
+    and three iterates of the largest matrix, and two Gram matrices of its short side; for Shampoo and SOAP four
+    such squares and three matrices in fp32; for AdamW three matrices in fp32.
     """
     how, width = algorithm(config), element_bytes(config)[0]
     rows, cols = max(shapes, key=math.prod)
@@ -222,24 +238,25 @@ def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:
 
 
 def keeps_workspace(config: RunConfig) -> bool:
-    """True where the matrices' optimizers are canzona's own."""
+    """Returns True if the matrices' optimizers are canzona's, which keep their scratch from step to step."""
     return execution_of(config).ours and config.optimizer.name != "custom"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageWeights:
-    """Parameters one tensor-parallel rank of one pipeline stage stores."""
+    """The elements of parameters that one TP rank of a pipeline stage stores."""
 
     matrices: int
-    """Elements in 2-D layer weights."""
+    """The elements of 2-D layer weights."""
     others: int
-    """Elements AdamW updates: embedding, output layer, norms."""
+    """The elements that AdamW updates: embedding, output layer, norms."""
     largest: int
-    """Elements of the largest single parameter."""
+    """The elements of the largest single parameter."""
 
 
 def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights:
-    """Counts what a rank of `stage` stores. A tied output layer is a second copy of the embedding when p > 1."""
+    """Counts the elements that a TP rank of `stage` stores. With pp > 1 a tied output layer is a second copy of the
+    embedding."""
     return _stage_weights(config.model, layout.tp, layout.pp, stage)
 
 
@@ -259,20 +276,21 @@ def _stage_weights(model: ModelConfig, t: int, p: int, stage: int) -> StageWeigh
 
 
 def matrix_shapes(config: RunConfig) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of one layer's matrices as the strategy updates them."""
+    """Lists (rows, columns) of one layer's matrices as the run's strategy splits them."""
     return layer_shapes(config.model, splitting_of(config))
 
 
 def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
-    """Bytes one layer keeps for the backward pass of one micro-batch.
+    """Counts the bytes that one layer keeps for the backward pass of one micro-batch.
 
-    With T = micro-batch * s / c tokens, element size w, and x = t under sequence parallelism, else 1:
+    With T = micro-batch * s / c tokens, element size w, and x = t with sequence parallelism, else 1:
     - the family's activations (`Family.activations`): T / x tokens of the residual stream, T / t of
       everything else;
-    - core attention by torch (no Transformer Engine) with c > 1: the k and v of the whole sequence, 2 T c g d
-      / t, in place of the rotated k, and on GPUs the context once more, T a d / t, where its two chunks are
-      joined.
-    On CPU SwiGLU is not fused. selective recomputes core attention, full keeps only the layer's input.
+    - core attention by torch (no Transformer Engine) with c > 1 and no recomputation: the k and v of the full
+      sequence, 2 T c g d / t, instead of the rotated k, and on GPUs the context once more, T a d / t, because its
+      two chunks are joined.
+    On CPU SwiGLU is not fused. Recomputation `selective` recomputes core attention; `full` keeps only the layer's
+    input.
     """
     model, t, width = config.model, layout.tp, element_bytes(config)[0]
     tokens, stream = micro_batch_tokens(config, layout), stream_elements(config, layout)
@@ -291,24 +309,25 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Transient:
-    """Bytes one rank needs on top of its state, by when: a micro-batch, or the optimizer step."""
+    """The bytes that a rank needs in addition to its state, during micro-batches and during the optimizer step."""
 
     activations: int
     logits: int
     working: int
-    """The bytes that one layer's backward pass needs on top of activations; logits are gone by then."""
+    """The bytes that one layer's backward pass needs in addition to activations, after logits are freed."""
     update: int
-    """The bytes that the optimizer step needs, when activations and logits are gone."""
+    """The bytes that the matrices' optimizer step needs, after activations and logits are freed."""
     adamw: int = 0
-    """The bytes that AdamW's update needs where it comes before the matrices'."""
+    """The bytes that AdamW's update needs if it runs before the matrices' update, otherwise 0."""
 
     def parts(self, *, reduction: int = 0, gathering: int = 0) -> dict[str, int]:
-        """Counts once what is never alive together: the later ones only beyond what has been freed by then.
+        """Returns the bytes by part. Memory that is never needed at the same time counts once: `workspace` is only what
+        is needed beyond the memory freed before.
 
         Args:
-            reduction: the bytes that gradients on their way hold under the backward pass.
-            gathering: the bytes that weights on their way hold under the forward pass, until the last layers
-                have them: with up to all activations, but no logits.
+            reduction: the bytes of scratch for reductions during the backward pass.
+            gathering: the bytes of scratch for gatherings during the forward pass. They may be needed until the
+                last layers, together with all activations but without logits.
         """
         freed = self.activations + self.logits
         working = max(self.working + reduction, gathering) - self.logits
@@ -321,8 +340,8 @@ class Transient:
 
 
 def forwards_ahead(layout: Layout, stage: int) -> int:
-    """Forward passes of a stage's model chunks before its first backward pass, as `get_pp_rank_microbatches`
-    counts them."""
+    """Counts the forward passes of a stage's model chunks before its first backward pass, as Megatron's
+    `get_pp_rank_microbatches` does."""
     ahead = layout.pp - stage - 1
     if layout.vpp > 1:
         ahead = 2 * ahead + (layout.vpp - 1) * layout.pp
@@ -330,7 +349,7 @@ def forwards_ahead(layout: Layout, stage: int) -> int:
 
 
 def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
-    """Returns the bytes that a rank of `stage` needs while it computes."""
+    """Counts the bytes that a rank of `stage` needs in addition to its state while it computes."""
     model, width, t = config.model, element_bytes(config)[0], layout.tp
     weights = stage_weights(config, layout, stage)
     tokens, layers = micro_batch_tokens(config, layout), model.num_layers // (layout.pp * layout.vpp)
@@ -340,11 +359,11 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
     logits = 0
     if stage == layout.pp - 1:
         activations += 2 * element_bytes(config)[0] * stream_elements(config, layout)
-        # Per vocabulary entry and token: the logits, their softmax in fp32 (in place in fp32), and their
-        # gradient.
+        # Per vocabulary entry and token: the logits, their softmax in fp32 (in place if logits are fp32), and
+        # their gradient.
         logits = (2 * width + FP32 if width < FP32 else 2 * FP32) * tokens * model.vocab_size // t
-    # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient
-    # of the largest weight before it joins the buffer, and what recomputation brings back.
+    # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient of
+    # the largest weight before it is added to the buffer, and the activations that recomputation restores.
     largest = family_of(model).activations(model, True).largest * tokens // t
     working = width * (largest + 2 * tokens * model.hidden_size + weights.largest)
     working += layer_activations(config, layout, "none") - layer
@@ -353,19 +372,17 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
 
 
 def _scratch(config: RunConfig, layout: Layout, weights: StageWeights) -> tuple[int, int]:
-    """Scratch of the optimizer step when activations are gone,
-    and of AdamW's part where that comes first, or 0.
+    """Counts the bytes of `Transient.update` and `Transient.adamw`.
 
-    What canzona's engine and its optimizers hold all the time is in `step_buffers`.
+    Buffers that canzona's engine and optimizers keep from step to step are in `step_buffers`.
     """
     execution = execution_of(config)
-    # The engine takes the matrices' gradients from where they were reduced to.
+    # The engine reads the matrices' gradients from the buffer in which they were reduced.
     elements = weights.others if execution.ours else weights.matrices + weights.others
     share = FP32 * (elements if execution.everywhere else math.ceil(elements / layout.owners))
-    # Reduced in bf16, gradients are copied to fp32 for the masters, until the step is over.
+    # Gradients that are reduced in bf16 are copied to fp32 for the masters, until the step is over.
     copies = share if element_bytes(config)[1] < FP32 else 0
-    # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary of what it
-    # updates.
+    # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary per updated element.
     adamw = copies if config.cluster.fused_layers else copies + share
     if execution is Execution.ADAMW:
         return adamw, 0

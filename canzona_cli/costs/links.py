@@ -1,20 +1,19 @@
-"""The time that a transfer takes on a cluster profile:
-latency plus bytes over the bandwidth of the busiest link.
+"""The time of a transfer on a cluster profile: latency plus bytes over the bandwidth of the busiest link.
 
-Every GPU has two links: one to its peers inside a machine and one to other machines. A collective is given
-the geometry of its group (`Group`) and comes to a `Transfer`: a latency that nothing shares and a time on one
-link at its full rate, which stretches where transfers share the link (`simulate.timeline`).
+Every GPU has two links: one to its peers in the same node and one to other nodes. From the geometry of its
+group (`Group`) a collective becomes a `Transfer`: a latency, which nothing else delays, and a time on one link
+at full rate, which grows if transfers share the link (`simulate.timeline`).
 
 Rings (Patarasuk and Yuan 2009): all-gather and reduce-scatter move (n-1)/n of the buffer through every rank.
-Over several machines NCCL runs as many rings as the group has members on a machine, each leaving it through
-another network port, so a group with k members a machine has k ports' bandwidth, at most the inner link's.
+Over several nodes NCCL runs as many rings as the group has members on a node, each leaving the node through
+another network port. A group with k members a node therefore has the bandwidth of k ports, but at most that of
+the intra-node link.
 
-Chains: a reduction or broadcast passes through the same ring, but starts at one rank. A rank hands on a chunk
-once it has it, so a chain of n ranks first has to be filled: n - 1 hops, each with its latency and the time
-of a chunk.
+Chains: a reduction or broadcast passes through the same ring, but starts at one rank. A rank forwards a chunk
+once it has received it, so a chain of n ranks first has to be filled: n - 1 hops, each with its latency and the
+time of a chunk.
 
-Where the profile has measured the collective inside a machine (`ClusterConfig.collectives`), that counts
-instead.
+If the profile has measurements of a collective within a node (`ClusterConfig.collectives`), they are used instead.
 """
 
 import math
@@ -29,35 +28,33 @@ from canzona_cli.model.family import Copies
 Link = Literal["machine", "network"]
 
 EFFICIENCY: dict[Link, float] = {"machine": 0.8, "network": 0.9}
-"""Share of a link's nominal bandwidth that large NCCL collectives without in-network reduction reach: 360 of
-NVLink 4's 450 GB/s, 45 of a 400 Gb/s port's 50."""
+"""The share of a link's nominal bandwidth that large NCCL collectives without in-network reduction reach: 360 of
+NVLink 4's 450 GB/s, 45 of the 50 GB/s of a 400 Gb/s port."""
 
 
 CHUNK = 512 << 10
-"""Bytes that a rank of a chain hands on at a time through each of its channels: one of the eight steps into
-which NCCL divides a channel's buffer of 4 MiB (NCCL_BUFFSIZE; NCCL_STEPS, REDUCE_CHUNKSTEPS,
-BROADCAST_CHUNKSTEPS of its sources).
-"""
+"""The bytes that a rank of a chain forwards at a time through each channel: one of the eight steps into which NCCL
+divides a channel's buffer of 4 MiB (NCCL_BUFFSIZE; NCCL_STEPS, REDUCE_CHUNKSTEPS and BROADCAST_CHUNKSTEPS in its
+sources)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """One collective as seen by its busiest rank."""
+    """The time of one or more collectives on their busiest rank."""
 
     latency_s: float = 0.0
     link: Link = "machine"
     link_s: float = 0.0
-    """Seconds on `link` when nothing else uses it."""
+    """The seconds on `link` if nothing else uses it."""
     fill_s: float = 0.0
-    """The part of `latency_s` in which a chain of ranks fills: as long before its end its first ranks are
-    done, and may go on with the next one."""
+    """The part of `latency_s` in which a chain of ranks fills. The first ranks of the chain are done this long before
+    its end, and can start the next chain."""
     cores: float = 0.0
-    """Processor cores that moving it keeps busy, all ranks of the group together;
-    0 where devices do it themselves."""
+    """The processor cores that the transfer keeps busy, summed over the group's ranks; 0 if devices move the data."""
 
     @property
     def seconds(self) -> float:
-        """Alone on its link."""
+        """The seconds that the transfer takes if nothing else uses its link."""
         return self.latency_s + self.link_s
 
     def times(self, factor: float) -> "Transfer":
@@ -68,12 +65,13 @@ class Transfer:
         return replace(self, latency_s=latency_s, link_s=link_s, fill_s=fill_s)
 
     def delayed(self, seconds: float) -> "Transfer":
-        """Returns the transfer with work on the ranks around it, which keeps no link busy."""
+        """Returns the transfer with `seconds` of work on the ranks before or after it, which use no link."""
         return replace(self, latency_s=self.latency_s + seconds) if seconds else self
 
     def then(self, other: "Transfer") -> "Transfer":
-        """One behind the other. On two links, the time on the less busy one counts as work around it."""
-        longer = max(self, other, key=lambda one: one.link_s)
+        """Returns this transfer followed by `other`. If they use two links, the time on the less busy link counts as
+        latency."""
+        longer = max(self, other, key=lambda transfer: transfer.link_s)
         shared = self.link == other.link or not self.link_s * other.link_s
         link_s = self.link_s + other.link_s if shared else longer.link_s
         seconds = self.seconds + other.seconds
@@ -87,7 +85,7 @@ class Group:
 
     size: int
     per_machine: int
-    """Members on each machine; the fewest where machines differ."""
+    """The number of members on each node; the least if nodes differ."""
 
     @property
     def machines(self) -> int:
@@ -95,7 +93,7 @@ class Group:
 
     @property
     def link(self) -> Link:
-        """The link between machines where the group has one to cross."""
+        """The network if the group spans several nodes, else the link within a node."""
         return "machine" if self.machines == 1 else "network"
 
 
@@ -106,9 +104,9 @@ class Groups:
     tp: Group
     cp: Group
     data: Group
-    """dp * cp: over which gradients are reduced."""
+    """The group of dp * cp ranks over which gradients are reduced."""
     stage_crosses: bool
-    """True where neighbouring pipeline stages are on different machines."""
+    """True if some neighbouring pipeline stages are on different nodes."""
     world: Group
 
     @classmethod
@@ -124,12 +122,13 @@ class Groups:
         )
 
     def holding(self, copies: Copies) -> Group:
-        """The ranks that hold copies of one tensor and add up its gradients."""
+        """Returns the group of ranks that hold copies of a tensor and add up its gradients."""
         return self.data if copies == "data" else self.tp
 
 
 def strided(stride: int, size: int, ranks: int, per_machine: int) -> Group:
-    """A group of every `stride`-th rank. Where it does not tile machines evenly, as if no two shared one."""
+    """Returns a group of `size` ranks, every `stride`-th of the job's `ranks`. A group that does not tile nodes evenly
+    counts as if every member had its own node."""
     if ranks <= per_machine or per_machine % (stride * size) == 0:
         together = size
     elif per_machine % stride == 0 and stride * size % per_machine == 0:
@@ -140,28 +139,28 @@ def strided(stride: int, size: int, ranks: int, per_machine: int) -> Group:
 
 
 GLOO_THREADS = 2
-"""Collectives of one group that gloo runs at the same time (the default of torch's ProcessGroupGloo)."""
+"""The number of collectives of a group that gloo runs at the same time (default of torch's ProcessGroupGloo)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """A cluster profile's links, and what collectives take on them. Bytes are per rank, before sharding."""
+    """The links of a cluster profile and the time of collectives on them. Sizes are bytes per rank, before sharding."""
 
     cluster: ClusterConfig
 
     def bandwidth(self, link: Link) -> float:
-        """Bytes per second one GPU gets, one direction."""
+        """Returns the bytes per second of one GPU's link in one direction."""
         cluster = self.cluster
         nominal = cluster.intra_node_gb_per_s if link == "machine" else cluster.inter_node_gb_per_s
         return EFFICIENCY[link] * nominal * 1e9
 
     def latency(self, link: Link) -> float:
-        """Seconds of one hop."""
+        """Returns the seconds of one hop."""
         cluster = self.cluster
         return 1e-6 * (cluster.intra_node_latency_us if link == "machine" else cluster.inter_node_latency_us)
 
     def ring(self, group: Group) -> tuple[Link, float]:
-        """The link that limits a ring over `group`, and bytes per second through each of its ranks."""
+        """Returns the link that limits a ring over `group`, and the bytes per second through each rank."""
         inner = self.bandwidth("machine")
         if group.machines == 1:
             return "machine", inner
@@ -169,16 +168,17 @@ class Links:
         return ("network", outer) if outer <= inner or group.per_machine == 1 else ("machine", inner)
 
     def all_gather(self, size: float, group: Group) -> Transfer:
-        """`size` bytes gathered in equal shards."""
+        """Returns an all-gather of `size` bytes in equal shards."""
         return self._measured("all_gather", size, group) or self.through(size * (group.size - 1) / group.size, group)
 
     def reduce_scatter(self, size: float, group: Group) -> Transfer:
-        """`size` bytes added up in equal shards: an all-gather backwards."""
+        """Returns a reduce-scatter of `size` bytes in equal shards, which moves as much as an all-gather."""
         measured = self._measured("reduce_scatter", size, group)
         return measured or self.through(size * (group.size - 1) / group.size, group)
 
     def all_reduce(self, size: float, group: Group) -> Transfer:
-        """A reduce-scatter and an all-gather. Small ones go up and down a tree."""
+        """Returns an all-reduce of `size` bytes: a reduce-scatter and an all-gather in a ring, with the latency of a
+        tree if the tree's is lower."""
         measured = self._measured("all_reduce", size, group)
         if measured is not None:
             return measured
@@ -189,34 +189,34 @@ class Links:
     def rooted(
         self, kind: Literal["reduce", "broadcast"], sizes: Sequence[float], group: Group, *, collectives: int
     ) -> Transfer:
-        """Reductions to (broadcasts from) one rank after another,
-        each of its number of bytes, started together.
+        """Returns reductions to (broadcasts from) several owners, of `sizes` bytes each, that are started together.
 
-        Each owner's share runs down a chain that ends at it, so a rank sends every share but its own, whoever
-        owns most; whoever owns least sends most. Nobody is flooded. On GPUs the link carries one byte after
-        another and only latencies overlap, in a group: without one, each of the `collectives` has its own.
+        Each owner's share passes through a chain that ends at (starts from) the owner. A rank therefore sends every
+        share except its own, and the rank with the smallest share sends most. On GPUs all shares use the same link one
+        after another, and latencies overlap only if the collectives are issued as one NCCL group. Otherwise each
+        of the `collectives` adds its latency.
         """
         on_gpu = self.cluster.device == "cuda"
         chains = collectives if on_gpu and not self.cluster.grouped_collectives else 1
         together = self._measured(kind, sum(sizes), group) if on_gpu else None
         if together is not None:
-            # Measured as a bucket's are issued, with one range for each rank.
+            # The profile measured a bucket with one range for each rank, issued as training issues it.
             alone = 1.0 if self.cluster.grouped_collectives else collectives / group.size
             return replace(together, latency_s=alone * together.latency_s)
         each = [self._measured(kind, size, group) for size in sizes]
-        measured = [one for one in each if one is not None]
+        measured = [transfer for transfer in each if transfer is not None]
         if not measured:
             least = min(sizes) if len(sizes) == group.size else 0.0
             return self.chains(sum(sizes) - least, group, chains)
         at_once = min(GLOO_THREADS, len(measured))
-        seconds = sum(one.seconds for one in measured) / at_once
-        return Transfer(link_s=seconds, cores=at_once * max(one.cores for one in measured))
+        seconds = sum(transfer.seconds for transfer in measured) / at_once
+        return Transfer(link_s=seconds, cores=at_once * max(transfer.cores for transfer in measured))
 
     def chains(self, size: float, group: Group, launches: int = 1) -> Transfer:
-        """Reductions or broadcasts that move `size` bytes through every rank, in `launches` alike,
-        one after another.
+        """Returns reductions or broadcasts that move `size` bytes through every rank, in `launches` equal launches one
+        after another.
 
-        In one launch NCCL deals them over its channels, where they fill at the same time.
+        NCCL distributes the chains of one launch over its channels, so that they fill at the same time.
         """
         ring = self.through(size, group)
         if self.cluster.device == "cpu":
@@ -225,7 +225,7 @@ class Links:
         return replace(ring, latency_s=launches * fill_s, fill_s=fill_s)
 
     def _chunk(self, size: float, group: Group) -> float:
-        """Seconds in which every channel of a chain hands on a chunk of `size` bytes, or all there is."""
+        """Returns the seconds in which every channel of a chain forwards one chunk; at most `size` bytes in all."""
         cluster = self.cluster
         channels = cluster.intra_node_channels
         if group.machines > 1:
@@ -233,7 +233,7 @@ class Links:
         return min(CHUNK * channels, size) / self.ring(group)[1]
 
     def through(self, size: float, group: Group) -> Transfer:
-        """A ring that moves `size` bytes through every rank, pipelined, past every member once."""
+        """Returns a pipelined pass around the ring that moves `size` bytes through every rank."""
         if group.size == 1 or size == 0:
             return Transfer()
         link, rate = self.ring(group)
@@ -242,9 +242,13 @@ class Links:
         return Transfer(latency_s=hops * (group.size - 1) / group.size, link=link, link_s=size / rate)
 
     def all_to_all(self, sent: Sequence[float], received: Sequence[float], group: Group) -> Transfer:
-        """Each rank's bytes to and from all others at once: the busiest sender or receiver decides (incast).
+        """Returns an all-to-all, which takes as long as the busiest sender or receiver (incast).
 
-        Of a rank's traffic, the share of its peers on other machines goes through its network port.
+        The share of a rank's traffic that uses its network port is the share of its peers on other nodes.
+
+        Args:
+            sent: the bytes that each rank sends in total.
+            received: the bytes that each rank receives in total.
         """
         busiest = max(*sent, *received, 0.0)
         if group.size == 1 or busiest == 0:
@@ -261,7 +265,7 @@ class Links:
         return Transfer(latency_s=self.latency(group.link), link=link, link_s=times[link])
 
     def point_to_point(self, size: float, *, crosses: bool) -> Transfer:
-        """`size` bytes from one GPU to another."""
+        """Returns a transfer of `size` bytes from one GPU to another, on different nodes if `crosses`."""
         measured = None if crosses else self._measured("send", size, Group(size=2, per_machine=2))
         if measured is not None:
             return measured
@@ -269,8 +273,10 @@ class Links:
         return Transfer(latency_s=self.latency(link), link=link, link_s=size / self.bandwidth(link))
 
     def _measured_exchange(self, sent: Sequence[float], busiest: float, group: Group) -> Transfer | None:
-        """Measured with as much from every rank. Where cores are few, they move all bytes one after another:
-        the mean counts; else the busiest rank does, and the others leave their cores to somebody else.
+        """Interpolates measured all-to-alls, in which every rank sends the same number of bytes; None without them.
+
+        If the group has more ranks than there are cores, the cores move all bytes one after another, so the mean
+        of the ranks' bytes counts. Otherwise the busiest rank counts, and the others use their cores less.
         """
         mean = sum(sent) / group.size
         cores = self.cluster.cores
@@ -280,8 +286,10 @@ class Links:
         return measured and replace(measured, cores=measured.cores * mean / busiest)
 
     def _measured(self, kind: Collective, size: float, group: Group) -> Transfer | None:
-        """Interpolates the profile's table: linear in bytes between two rows, and beyond the last as between
-        the last two."""
+        """Interpolates the profile's measurements of a collective within a node; None if there are none for it.
+
+        Times are linear in bytes between two rows, and extrapolated beyond the last row from the last two.
+        """
         if group.machines > 1 or group.size == 1 or not self.cluster.collectives:
             return None
         rows = _rows(self.cluster.collectives, kind, group.size)
@@ -307,8 +315,8 @@ class Links:
 def _rows(
     table: tuple[tuple[str, int, float, float, float], ...], kind: Collective, ranks: int
 ) -> tuple[tuple[float, float, float], ...]:
-    """(bytes, seconds, cores), ascending, of the group size that comes nearest:
-    not below it where there is one."""
+    """Lists the measured (bytes, seconds, cores) of a collective, ascending, for the smallest measured group of at
+    least `ranks`, or else for the largest measured group."""
     sizes = sorted({row[1] for row in table if row[0] == kind})
     if not sizes:
         return ()

@@ -1,13 +1,11 @@
-"""Memory of a run's fullest GPU: what it keeps from step to step,
-what it needs while it computes, what it may use.
+"""The memory of a run's fullest GPU: lasting state, memory needed during computation, and the GPU's capacity.
 
-`estimate` needs no plan and bounds memory from shapes alone: it ranks layouts, and is all there is for
-strategies without a plan. `planner.memory.plan_memory` knows every rank's matrices, micro-groups and buckets.
-Both add the same parts; they differ in who holds which matrices (`placement`, or the plan) and in the size of
-the engine's buffers (`least_step_bytes`, or `step_buffers`). State follows from how Megatron-core 0.19 keeps
-it.
+`estimate` needs no plan and estimates memory from shapes alone. It is used to rank layouts, and for strategies
+without a plan. `planner.memory.plan_memory` knows every rank's matrices, micro-groups and buckets. Both add up
+the same parts. They differ in which matrices a rank keeps (`placement`, or the plan) and in the size of the
+engine's buffers (`least_step_bytes`, or `step_buffers`). State is counted as Megatron-core 0.19 keeps it.
 
-Buffers of the communication library are no tensors: they are in the profile's `reserved_gib`.
+Buffers of the communication library are not tensors; they are included in the profile's `reserved_gib`.
 
 Everything is bytes on one rank; (t, p, c, D) are tp, pp, cp and dp.
 """
@@ -47,11 +45,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on the rank that needs most, by part, and what its GPU has."""
+    """The bytes on the rank that needs most, by part, and the capacity of its GPU."""
 
     parts: Mapping[str, int]
     capacity: int
-    """Memory of the cluster profile's GPU less what it reserves."""
+    """The bytes that a run may use: the memory of the profile's GPU minus its reserve."""
 
     @property
     def total(self) -> int:
@@ -64,50 +62,48 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate(Memory):
-    """Bytes on the rank that needs most, and what its GPU has."""
+    """The memory of the rank that needs most, estimated without a plan."""
 
     parts: Mapping[str, int]
-    """weights, gradients, optimizer, activations, logits, workspace, exchange. What is never alive together
-    counts once: `workspace` is only what it needs beyond the memory that logits or activations have freed by
-    then. `exchange` is the least of the engine's own buffers and its optimizers' lasting scratch; how much
-    more a plan takes is known once there is one."""
+    """The bytes of weights, gradients, optimizer, activations, logits, workspace and exchange. Memory that is never
+    needed at the same time counts once: `workspace` is only what is needed beyond the logits and activations
+    freed before. `exchange` is the least that the engine's buffers and its optimizers' scratch need under any plan."""
     worst_rank: str
-    """The rank that needs most: `every rank`, or `pp stage 0`."""
+    """The rank that needs most: `every rank`, or a stage such as `pp stage 0`."""
 
     @property
     def forward(self) -> int:
-        """The bytes of a model that is not trained."""
+        """The bytes that the model needs without training: weights, activations and logits."""
         return sum(self.parts[part] for part in ("weights", "activations", "logits"))
 
     @property
     def state(self) -> int:
-        """The bytes that stay from step to step: weights, gradient buffers, optimizer state and the engine's
-        own buffers."""
+        """The bytes kept from step to step: weights, gradient buffers, optimizer state and the engine's buffers."""
         return sum(self.parts[part] for part in ("weights", "gradients", "optimizer", "exchange"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The load of the worst rank."""
+    """The matrices whose state the fullest rank of a stage keeps."""
 
     worst: int
-    """Elements of the matrices on the rank that holds most."""
+    """The elements of the matrices on the fullest rank."""
     worst_shapes: Mapping[Shape, int]
-    """The number of matrices of each (rows, columns) on that rank; empty where shapes do not matter."""
+    """The number of matrices of each (rows, columns) on the fullest rank; empty for Megatron's layer-wise optimizer."""
     padded: int
-    """Elements of the buffer that stores all matrices, padding included; 0 when it is not padded."""
+    """The elements of the padded buffer that stores all matrices, on each rank; 0 if the buffer is not padded."""
 
 
 def capacity(config: RunConfig) -> int:
-    """Bytes of one GPU a run may use."""
+    """Returns the bytes of one GPU that a run may use."""
     return int((config.cluster.memory_gib - config.cluster.reserved_gib) * GIB)
 
 
 def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
-    """Memory of the worst rank of `layout`.
+    """Estimates the memory of the rank that needs most in `layout`.
 
-    Only the first and the last stage can be the worst: the first has the embedding and the most micro-batches
-    in flight, the last the output layer and the logits.
+    Only the first and the last stage can need most: the first has the embedding and the most micro-batches in
+    flight, the last has the output layer and the logits.
     """
     candidates = {stage: _stage_parts(config, layout, stage) for stage in sorted({0, layout.pp - 1})}
     stage = max(candidates, key=lambda s: sum(candidates[s].values()))
@@ -126,10 +122,10 @@ def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int
 
 @lru_cache(maxsize=4096)
 def _lasting(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int, int, int]:
-    """Weights, gradients, optimizer and exchange."""
+    """Counts the bytes of weights, gradients, optimizer and exchange."""
     weights, held = stage_weights(config, layout, stage), placement(config, layout, stage)
-    # Megatron pads its layer-wise buffers until whole parameters fit equal shards, and every rank stores
-    # them.
+    # Megatron pads its layer-wise buffers so that undivided parameters fit equal shards. Every rank stores the
+    # padding.
     stored = weights.others + (weights.matrices if held is None else max(weights.matrices, held.padded))
     width, grad = element_bytes(config)
     state = sum(_bounded_state(config, layout, weights, held).values())
@@ -137,8 +133,12 @@ def _lasting(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int, i
 
 
 def _bounded_state(config: RunConfig, layout: Layout, weights: StageWeights, held: Placement | None) -> dict[str, int]:
-    """State of the fullest rank by `placement`; with None,
-    every rank keeps the state of all matrices it stores."""
+    """Counts the bytes of optimizer state on the fullest rank.
+
+    Args:
+        held: the matrices of the fullest rank; None if every rank keeps the state of all matrices that it
+            stores, or that its TP group stores if the engine updates all matrices on every rank.
+    """
     execution = execution_of(config)
     if execution is Execution.ADAMW:
         return optimizer_state(config, layout, weights.matrices + weights.others, 0, 0)
@@ -154,12 +154,12 @@ def _bounded_state(config: RunConfig, layout: Layout, weights: StageWeights, hel
 
 
 def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None:
-    """Finds who holds the matrices' optimizer state on a stage,
-    as far as that can be said before there is a plan.
+    """Estimates without a plan which matrices' state the fullest rank of a stage keeps.
 
-    None where it is not divided by whole matrices. layerwise: Megatron's own packing of TP fragments over D *
-    c ranks, padding included. canzona: whole matrices over the D * c * t cells of the grid, balanced by
-    state. asc: the same cells in natural order, unbalanced.
+    - layerwise: Megatron's packing of TP fragments over D * c ranks, padding included;
+    - canzona: matrices over the D * c * t cells of the grid, balanced by elements;
+    - asc, paper: matrices over the same cells in natural order;
+    - None for strategies in which matrices do not have owners.
     """
     execution = execution_of(config)
     if not execution.has_owners:
@@ -177,37 +177,39 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
 
 @lru_cache(maxsize=4096)
 def layerwise_placement(sizes: tuple[int, ...], layers: int, shards: int, bucket: int | None) -> Placement:
-    """Load and padding of `lay_out` for `layers` times `sizes` (elements of one layer's parameters)."""
+    """Returns the placement by `lay_out` of `layers` layers, whose parameters have `sizes` elements each."""
     loads = [0] * shards
     padded = 0
-    everything = sizes * layers
-    for laid_out in lay_out(everything, shards, bucket):
-        padded += laid_out.elements
-        for shard, held in enumerate(laid_out.shards):
-            loads[shard] += sum(everything[parameter] for parameter in held)
+    parameters = sizes * layers
+    for padded_bucket in lay_out(parameters, shards, bucket):
+        padded += padded_bucket.elements
+        for shard, held in enumerate(padded_bucket.shards):
+            loads[shard] += sum(parameters[place] for place in held)
     return Placement(worst=max(loads), worst_shapes=MappingProxyType({}), padded=padded)
 
 
 @lru_cache(maxsize=4096)
 def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in_order: bool) -> Placement:
-    """`layers` times `shapes` over `cells`: largest first onto the least loaded, or cut in natural order.
+    """Returns the placement of the matrices of `layers` layers over `cells`: largest first onto the least loaded cell,
+    or, with `in_order`, cut evenly in natural order.
 
-    In natural order a cell is closed once it has reached the mean, so the worst holds up to a matrix more.
+    In natural order a matrix belongs to the cell in whose even share it starts, so the fullest cell has up to one
+    matrix more than the mean.
     """
-    everything = [shape for _ in range(layers) for shape in shapes]
+    matrices = [shape for _ in range(layers) for shape in shapes]
     held: list[Counter[Shape]] = [Counter() for _ in range(cells)]
     loads = [0] * cells
     if in_order:
-        mean = sum(math.prod(shape) for shape in everything) / cells
+        mean = sum(math.prod(shape) for shape in matrices) / cells
         done = 0
-        for shape in everything:
+        for shape in matrices:
             cell = min(cells - 1, int(done / mean))
             held[cell][shape] += 1
             loads[cell] += math.prod(shape)
             done += math.prod(shape)
     else:
         heap = [(0, cell) for cell in range(cells)]
-        for shape in sorted(everything, key=lambda s: (-math.prod(s), s)):
+        for shape in sorted(matrices, key=lambda s: (-math.prod(s), s)):
             load, cell = heap[0]
             heapq.heapreplace(heap, (load + math.prod(shape), cell))
             held[cell][shape] += 1
@@ -218,20 +220,22 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in
 
 
 def optimizer_state(config: RunConfig, layout: Layout, others: int, whole: int, factors: int) -> dict[str, int]:
-    """Bytes of masters, matrix_state and adamw_state on a rank.
+    """Counts the bytes of masters, matrix_state and adamw_state on a rank.
 
-    AdamW keeps an fp32 master and two moments, 12 bytes a parameter (8 with fp32 weights, which are their own
-    masters), sharded over D * c by `DistributedOptimizer`. A matrix optimizer keeps a master, 4 bytes (0),
-    its moments and its factors, see `moment_bytes` and `factor_bytes`:
-    - sc: `Float16OptimizerWithFloat16Params` without any sharding, for matrices and AdamW parameters alike;
-      where the engine does it, matrices are whole, with masters at fp32 weights too;
-    - layerwise, asc, canzona: whole matrices on some rank, the AdamW parameters sharded. What asc and canzona
-      host has a master with fp32 weights too: nowhere else is the matrix whole.
+    AdamW keeps an fp32 master and two moments, 12 bytes a parameter (8 with fp32 weights, which need no masters),
+    sharded over D * c by `DistributedOptimizer`. A matrix optimizer keeps a master, 4 bytes an element (0 with
+    fp32 weights), its moments and its factors, see `moment_bytes` and `factor_bytes`:
+    - sc: nothing is sharded, neither for matrices nor for AdamW's parameters
+      (`Float16OptimizerWithFloat16Params`). If canzona's engine runs it, every rank keeps whole matrices, and
+      masters with fp32 weights too;
+    - layerwise, asc, paper, canzona: the state of each matrix (layerwise: of each TP fragment) is on one rank, and
+      AdamW's parameters are sharded. asc, paper and canzona keep masters with fp32 weights too, because no other
+      tensor holds the whole matrix.
 
     Args:
-        others: elements that AdamW updates, of all that a TP rank of the stage stores.
+        others: elements that AdamW updates among those that a TP rank of the stage stores.
         whole: elements of the matrices whose state the rank keeps.
-        factors: bytes of those matrices' preconditioners.
+        factors: bytes of these matrices' preconditioners.
     """
     execution = execution_of(config)
     master = FP32 if config.train.precision == "bf16" else 0
@@ -244,18 +248,18 @@ def optimizer_state(config: RunConfig, layout: Layout, others: int, whole: int, 
 
 
 def moment_bytes(algorithm: Algorithm) -> int:
-    """Bytes of fp32 state per element of a matrix.
+    """Returns the bytes of fp32 moments per element of a matrix.
 
-    Muon: momentum. Shampoo: momentum, and with Adam grafting its second moment. SOAP and AdamW: two moments.
+    Muon: the momentum. Shampoo: the momentum, and with Adam grafting a second moment. SOAP and AdamW: two moments.
     """
     return FP32 * (RULES[algorithm.name].moments + (algorithm.grafting == "adam"))
 
 
 def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
-    """Bytes of a matrix's other fp32 state.
+    """Counts the bytes of a matrix's fp32 state besides its moments.
 
-    Shampoo and SOAP: for each side that has them a statistic, packed, and Shampoo's root, packed, or SOAP's
-    basis, a square; KL-Shampoo also its eigenvalues. NorMuon: a number for each row.
+    Shampoo and SOAP: for each preconditioned side a packed statistic, and a packed root (Shampoo) or a square
+    basis (SOAP); KL-Shampoo also the eigenvalues. NorMuon: a number for each row.
     """
     rule = RULES[algorithm.name]
     sides = factored_sides(algorithm, rows, cols)
@@ -264,7 +268,7 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Counts the bytes of a checkpoint's tensors, whatever the layout: fp32 masters and state, each once.
+    """Counts the bytes of a checkpoint's tensors, which do not depend on the layout: fp32 masters and state, each once.
     Weights are not stored."""
     how, count = algorithm(config), parameter_count(config.model)
     adamw = 3 * FP32
@@ -276,8 +280,8 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
-    """Returns the part of `step_buffers` that every plan needs: groups of one matrix a host; with tp = 1 no
-    plan has a choice."""
+    """Estimates the bytes of `step_buffers` that every plan of a stage needs: those of micro-groups with one matrix a
+    host, or, with tp = 1, those of the only possible grouping."""
     return _least_workspace(config) + _least_buffers(config, layout, stage)
 
 
@@ -287,6 +291,7 @@ def _least_workspace(config: RunConfig) -> int:
 
 
 def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
+    """Estimates the bytes of the engine's message and gradient buffers that every plan of a stage needs."""
     if execution_of(config) is Execution.REDUNDANT:
         return FP32 * _gathered_elements(config, layout)
     held = placement(config, layout, stage)
@@ -295,8 +300,8 @@ def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
     shapes = matrix_shapes(config)
     largest = max(math.prod(shape) for shape in shapes)
     if layout.tp > 1:
-        travels = largest * (layout.tp - 1) // layout.tp  # out and in, as gradients and as weights, in two sets
-        return 2 * 2 * sum(exchange_bytes(config)) * travels + FP32 * largest
+        message = largest * (layout.tp - 1) // layout.tp  # sent and received, gradients and weights, in two sets
+        return 2 * 2 * sum(exchange_bytes(config)) * message + FP32 * largest
     batch = min(FP32 * held.worst, max(BATCH_BYTES, FP32 * largest))
     if element_bytes(config)[1] != FP32:
         return batch
@@ -309,11 +314,11 @@ def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def _gathered_elements(config: RunConfig, layout: Layout) -> int:
-    """Counts the elements of sc by the engine, which gathers one matrix at a time: its fragment, all ranks'
-    fragments, the whole they make.
+    """Counts the elements of the engine's buffers under strategy sc, which gathers one matrix at a time: the rank's
+    fragment, all ranks' fragments, and the assembled matrix.
 
-    With tp = 1 only what does not lie whole in the gradient buffer is copied: all of it if reduced in bf16,
-    else q, k and v where they are matrices.
+    With tp = 1 a gradient is copied only if it is not contiguous and in fp32 in the gradient buffer: every matrix's
+    if gradients are reduced in bf16, otherwise those of q, k and v if they are separate matrices.
     """
     largest = max(math.prod(shape) for shape in matrix_shapes(config))
     if layout.tp > 1:

@@ -1,10 +1,10 @@
-"""Seconds a stage's modules take forward and backward, from shapes and the profile's achieved rates.
+"""The time of a pipeline stage's forward and backward passes, module by module, from shapes and the profile's rates.
 
-A module is what one weight of Megatron's belongs to, because a bucket of gradients may be complete (a bucket
-of weights needed) between any two. Matrix products run at the profile's achieved rate for their size, core
-attention at a share of the peak, everything elementwise at memory bandwidth; tensor- and context-parallel
-collectives are kept apart, for they use a link, and on ranks that share a machine's cores keep other cores
-busy than computing does.
+A module is the work around one Megatron weight. The time is counted by module, because between any two modules
+a bucket of gradients may become complete, or a bucket of weights may be needed. Matrix products run at the
+profile's achieved rate for their size, core attention at a share of the peak, and elementwise work at memory
+bandwidth. Tensor- and context-parallel collectives are kept separate, because they use a link, and because on
+CPU ranks that share a node's cores they keep other cores busy than computing does.
 """
 
 from dataclasses import dataclass, replace
@@ -27,63 +27,63 @@ from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Attention, Part, Work
 
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.55, 0.45
-"""Share of the bf16 peak that a causal flash kernel reaches with heads of 128 at 4k tokens on Hopper: Shah et
+"""The shares of the bf16 peak that a causal flash kernel reaches with heads of 128 at 4k tokens on Hopper: Shah et
 al. 2024 (FlashAttention-3, arXiv 2407.08608, figures 5 and 6)."""
 TORCH_ATTENTION = 1.6
-"""Time of torch's own kernel, FlashAttention-2, over that of Transformer Engine's on Hopper: 1.5 to 2
-forward, 1.5 to 1.75 backward (the same paper)."""
+"""The time of torch's kernel, FlashAttention-2, over the time of Transformer Engine's on Hopper: 1.5 to 2 forward, 1.5
+to 1.75 backward (the same paper)."""
 CPU_ATTENTION = 0.4
-"""Share of a core's fp32 rate that torch's kernel reaches on CPU, in bf16 too and in both directions:
-measured 0.25 to 0.8 of it with 256 to 2,048 tokens and heads of 32 to 128, the least with the fewest."""
+"""The share of a core's fp32 rate that torch's kernel reaches on CPU, in bf16 too and in both directions: measured
+0.25 to 0.8 with 256 to 2,048 tokens and heads of 32 to 128, the least with the fewest tokens."""
 CUT_STARTS = 0.58
-"""The modules whose operations a layer starts on top, without Transformer Engine, where its sequence is cut:
-keys and values are put in order. Counted on CPU ranks, of 256 tokens whose queries are two blocks either way:
-157 instead of 138 forward, 241 instead of 209 backward, of four modules."""
+"""The additional operations of a layer without Transformer Engine whose sequence is cut, in modules' worth of
+operations: keys and values are put in order. Counted on CPU ranks with 256 tokens, whose queries are two blocks with
+or without the cut: 157 operations instead of 138 forward, 241 instead of 209 backward, for four modules."""
 ELEMENTWISE_PASSES = {True: 1.2, False: 3.0}
-"""Memory traffic of elementwise work over what fully fused kernels would need: with Transformer Engine, where
-queries, keys and values are split and joined and gradients are added up (fitted to published step times,
-bench/published.yaml), and without."""
+"""The memory traffic of elementwise work over that of fully fused kernels. With Transformer Engine (True), queries,
+keys and values are split and joined and gradients are added up (fitted to published step times, bench/published.yaml).
+"""
 QK_NORM_PASSES = 5.8
-"""The time of a norm of rows of 128 (QK-norm) over that of a norm of whole rows of as many elements: 345 us
-over 60 us (B200, https://github.com/flashinfer-ai/flashinfer/issues/2396, 2026-01)."""
+"""The time of a norm of rows of 128 elements (QK-norm) over the time of a norm of full rows with as many elements in
+total: 345 us over 60 us (B200, https://github.com/flashinfer-ai/flashinfer/issues/2396, 2026-01)."""
 LOSS_FORWARD_BYTES, LOSS_BACKWARD_BYTES = 18, 8
-"""Memory traffic of the vocabulary-parallel cross-entropy, bytes per logit: to fp32, maximum, exponential and
-sum; then the gradient."""
+"""The memory traffic of the vocabulary-parallel cross-entropy in bytes per logit: forward to fp32, maximum, exponential
+and sum; backward the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """A piece of a stage, for one micro-batch on one rank."""
+    """The time of one module for one micro-batch on one rank."""
 
     part: Part
     layer: int
-    """The layer in the whole model; the embedding is before layer 0, the output layer after the last."""
+    """The number of the layer in the model; -1 for the embedding, the number of layers for the output layer."""
     forward_s: float
     backward_s: float
-    """The seconds of the backward without what recomputation repeats."""
+    """The seconds of the backward pass without recomputation."""
     again_s: float
-    """Forward work that the backward repeats (activation recomputation)."""
+    """The seconds of forward work that the backward pass repeats (activation recomputation)."""
     weights: int
-    """Elements on this rank that are its own: a tied output layer has none where the embedding is on its stage."""
+    """The elements of the module's weight on this rank; 0 for a tied output layer on the embedding's stage."""
     moves: tuple[Transfer, Transfer]
-    """Tensor- and context-parallel collectives, in the forward and in the backward with what recomputation
-    repeats. `cores` are those of all groups that one owner's ranks are in."""
+    """The tensor- and context-parallel collectives of the forward pass, and of the backward pass with recomputation.
+    `cores` counts the cores of all groups that one owner's ranks are in."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
-    """One pipeline stage."""
+    """The time of one pipeline stage."""
 
     chunks: tuple[tuple[Module, ...], ...]
     """The modules of each model chunk, in forward order."""
     hop: Transfer
-    """Handing the residual stream to the next stage."""
+    """The transfer of the residual stream to the next stage."""
     pass_s: float
-    """The seconds of a pass besides its modules."""
+    """The seconds that a chunk's pass takes in addition to its modules."""
 
     @cached_property
     def modules(self) -> tuple[Module, ...]:
-        """The modules of all chunks; a module's place is its number here."""
+        """The modules of all chunks; a module's place is its index in this tuple."""
         return tuple(module for chunk in self.chunks for module in chunk)
 
     @cached_property
@@ -94,7 +94,7 @@ class StageTime:
 
     @cached_property
     def passes(self) -> tuple[tuple[float, float], ...]:
-        """Forward and backward of each chunk, collectives included; one micro-batch."""
+        """The forward and backward seconds of each chunk for one micro-batch, collectives included."""
         return tuple(
             (computed + moves.seconds, computed_back + moves_back.seconds)
             for (computed, computed_back), (moves, moves_back) in zip(self.computed, self.moves, strict=True)
@@ -102,7 +102,7 @@ class StageTime:
 
     @cached_property
     def computed(self) -> tuple[tuple[float, float], ...]:
-        """`passes` without collectives."""
+        """The forward and backward seconds of each chunk for one micro-batch, without collectives."""
         return tuple(
             (
                 self.pass_s + sum(module.forward_s for module in chunk),
@@ -113,7 +113,7 @@ class StageTime:
 
     @cached_property
     def moves(self) -> tuple[tuple[Transfer, Transfer], ...]:
-        """The collectives of `passes`."""
+        """The forward and backward collectives of each chunk for one micro-batch."""
         return tuple(
             (
                 reduce(Transfer.then, (module.moves[0] for module in chunk), Transfer()),
@@ -124,29 +124,31 @@ class StageTime:
 
     @property
     def forward_s(self) -> float:
-        """One micro-batch through all chunks."""
+        """The forward seconds of one micro-batch through all chunks."""
         return sum(forward for forward, _ in self.passes)
 
     @property
     def backward_s(self) -> float:
+        """The backward seconds of one micro-batch through all chunks."""
         return sum(backward for _, backward in self.passes)
 
 
 @lru_cache(maxsize=64)
 def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
-    """Times of the modules of `stage`.
+    """Returns the times of the modules of `stage`.
 
-    With T = micro-batch * s / c tokens, h hidden, a heads and g groups of d, f the MLP's width, t tp, x = t
-    under sequence parallelism, per micro-batch and rank:
-    - qkv: product T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal), behind an all-gather
-      of keys and values, 2 T c gd/t, without Transformer Engine, whose ring shows only what a slice of them
-      takes longer than its attention; norm 2 T h/x, QK-norm and rotary embedding 4 T (a+g)d/t elements
-      through memory; proj: product T x ad/t x h, residual 3 T h/x;
+    With T = micro-batch * s / c tokens, h hidden size, a heads and g groups of d, f the MLP's width, t = tp, x = t
+    with sequence parallelism, else 1, per micro-batch and rank:
+    - qkv: product T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal); norm 2 T h/x, QK-norm and
+      rotary embedding 4 T (a+g)d/t elements through memory. With c > 1, keys and values are all-gathered before
+      core attention, 2 T c gd/t elements. Transformer Engine passes them around a ring instead, of which only the
+      time counts that a slice's transfer takes longer than its attention;
+    - proj: product T x ad/t x h, residual 3 T h/x;
     - fc1: product T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: product T x f/t x h, residual 3 T h/x;
-    - the backward multiplies twice for each product, 2.5 times in core attention, moves twice the elements,
-      and adds every weight's gradient to its buffer once a micro-batch;
-    - half an all-reduce of the residual stream before qkv and fc1 and behind proj, fc2 and the embedding (an
-      all-gather, and a reduce-scatter, under sequence parallelism), and the same in the backward.
+    - the backward pass computes two products for each product and 2.5 times core attention, moves twice the
+      elements, and adds every weight's gradient to its buffer once a micro-batch;
+    - half an all-reduce of the residual stream before qkv and fc1 and after proj, fc2 and the embedding (with
+      sequence parallelism an all-gather or a reduce-scatter), and the same in the backward pass.
     """
     layers, layer = config.model.num_layers // (layout.pp * layout.vpp), _layer(config, layout)
     firsts = [layers * (chunk * layout.pp + stage) for chunk in range(layout.vpp)]
@@ -166,8 +168,8 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
 
 
 def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]:
-    """Forward and backward of one micro-batch by stage and model chunk, in seconds: `stage_time` without its
-    lists of modules."""
+    """Returns the forward and backward seconds of one micro-batch, by stage and model chunk: `StageTime.passes` of all
+    stages, without making lists of modules."""
     shared = replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
     layer, first, last = _pieces(config, shared)
     layers, pass_s = config.model.num_layers // (layout.pp * layout.vpp), _pass_s(config)
@@ -179,10 +181,9 @@ def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]
 
 @lru_cache(maxsize=1024)
 def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...]:
-    """Forward and backward of a layer, of the embedding and of the output layer,
-    which tying does not make faster.
+    """Returns the forward and backward seconds of a layer, of the embedding and of the output layer.
 
-    Cached, for stages and data-parallel ranks make no difference to them.
+    Cached for a layout without pp and dp, which do not matter here. Tying does not change the output layer's time.
     """
     pieces = (_layer(config, layout), (_embedding(config, layout),), (_output(config, layout, tied=False),))
     times = (StageTime(chunks=(modules,), hop=Transfer(), pass_s=0.0) for modules in pieces)
@@ -190,12 +191,12 @@ def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...
 
 
 def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
-    """The first layer's modules in forward order."""
+    """Returns the first layer's modules in forward order."""
     return tuple(_module(config, layout, work) for work in family_of(config.model).work(config.model))
 
 
 def _module(config: RunConfig, layout: Layout, work: Work) -> Module:
-    """A module of the first layer."""
+    """Returns one module of the first layer."""
     cluster, tokens, weight = config.cluster, micro_batch_tokens(config, layout), work.weight.stored(layout.tp)
     products_s = _product(config, tokens, weight.cols, weight.rows)
     moved: float = work.stream * stream_elements(config, layout) + tokens * (work.elements // layout.tp)
@@ -210,9 +211,9 @@ def _module(config: RunConfig, layout: Layout, work: Work) -> Module:
     forward_s = _forward(cluster, layout, forward, starts)
     core_again_s = _forward(cluster, layout, core_s, starts=0.0)
     exchange = _exchange(config, layout)
-    whole = _exposed(cluster, layout, exchange, products_s).then(gather)
-    whole_back = _exposed(cluster, layout, exchange, 2 * products_s).then(scatter)
-    moved_again = {"none": Transfer(), "selective": gather, "full": whole}[layout.recompute]
+    transfer = _exposed(cluster, layout, exchange, products_s).then(gather)
+    transfer_back = _exposed(cluster, layout, exchange, 2 * products_s).then(scatter)
+    moved_again = {"none": Transfer(), "selective": gather, "full": transfer}[layout.recompute]
     return Module(
         part=work.part,
         layer=0,
@@ -220,20 +221,20 @@ def _module(config: RunConfig, layout: Layout, work: Work) -> Module:
         backward_s=_backward(cluster, layout, backward + _accumulate_s(config) * weight.elements, starts),
         again_s={"none": 0.0, "selective": core_again_s, "full": forward_s}[layout.recompute],
         weights=weight.elements,
-        moves=(whole, whole_back.then(moved_again)),
+        moves=(transfer, transfer_back.then(moved_again)),
     )
 
 
 def _heads(attention: Attention, layout: Layout) -> int:
-    """Elements of a token's queries and keys on one TP rank."""
+    """Counts the elements of a token's queries and keys on one TP rank."""
     return attention.queries // layout.tp + attention.keys // layout.tp
 
 
 def _core_attention(
     config: RunConfig, layout: Layout, attention: Attention
 ) -> tuple[float, float, tuple[Transfer, Transfer]]:
-    """Prices one layer's core attention, forward and backward,
-    and the transfers of its slices of the sequence."""
+    """Returns the forward and backward seconds of one layer's core attention, and the context-parallel transfers of
+    both passes."""
     cluster, t = config.cluster, layout.tp
     tokens, unit = micro_batch_tokens(config, layout), config.train.precision
     operations = 2.0 * tokens * config.train.seq_length * attention.queries / t
@@ -250,7 +251,7 @@ def _core_attention(
     links, group = Links(cluster=cluster), Groups.of(layout, cluster).cp
     slice_bytes = 2.0 * tokens * attention.keys / t * element_bytes(config)[0]
     if cluster.fused_layers:
-        # A slice's attention is computed while the next slice travels; backwards its gradient travels along.
+        # A slice's attention is computed while the next slice is sent. In the backward pass its gradient is sent too.
         hop_s = links.point_to_point(slice_bytes, crosses=group.machines > 1).seconds
         exposed, exposed_back = (max(0.0, n * hop_s - s / layout.cp) for n, s in ((1, forward), (2, backward)))
         ring = Transfer(latency_s=(layout.cp - 1) * exposed), Transfer(latency_s=(layout.cp - 1) * exposed_back)
@@ -279,7 +280,11 @@ def _embedding(config: RunConfig, layout: Layout) -> Module:
 
 
 def _output(config: RunConfig, layout: Layout, *, tied: bool) -> Module:
-    """`tied`: its weight is the embedding's on the same stage."""
+    """Returns the module of the output layer, the loss included.
+
+    Args:
+        tied: True if the output layer uses the embedding's weight on the same stage.
+    """
     model, cluster = config.model, config.cluster
     vocabulary, tokens = model.vocab_size // layout.tp, micro_batch_tokens(config, layout)
     weights = vocabulary * model.hidden_size
@@ -301,17 +306,17 @@ def _output(config: RunConfig, layout: Layout, *, tied: bool) -> Module:
 
 @lru_cache(maxsize=256)
 def slowest(cluster: ClusterConfig, ranks: int) -> float:
-    """Time of the slowest of `ranks` GPUs over that of the mean one, in expectation: their speeds are taken
-    to be normal with `cluster.speed_spread` (Blom 1958, the expected largest of n)."""
+    """Returns the expected time of the slowest of `ranks` GPUs over the mean GPU's, if speeds are normally distributed
+    with `cluster.speed_spread` (Blom 1958, the expected largest of n)."""
     return 1.0 + cluster.speed_spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def _exposed(cluster: ClusterConfig, layout: Layout, collective: Transfer, product_s: float) -> Transfer:
-    """The part of a tensor-parallel collective that its product, of `product_s`, does not hide.
+    """Returns the part of a tensor-parallel collective that does not overlap with its product of `product_s` seconds.
 
-    With `cluster.tp_overlap` both are cut into as many pieces as the group has ranks: a piece is multiplied
-    while the next one travels, so that one piece stands alone, and the others take `collective_units` from
-    the product.
+    With `cluster.tp_overlap` both are cut into as many pieces as the group has ranks. A piece is multiplied while
+    the next piece is communicated, so one piece does not overlap, and the others slow the product down by
+    `collective_units` of their time.
     """
     if not cluster.tp_overlap or layout.tp == 1:
         return collective
@@ -320,31 +325,35 @@ def _exposed(cluster: ClusterConfig, layout: Layout, collective: Transfer, produ
 
 
 def _forward(cluster: ClusterConfig, layout: Layout, seconds: float, starts: float = 1.0) -> float:
-    """Seconds that a module takes on the slowest GPU for modelled `seconds`, with as many operations as
-    `starts` modules have."""
+    """Returns the forward seconds of a module on the slowest GPU.
+
+    Args:
+        seconds: the modelled seconds of its operations.
+        starts: the number of its operations, in those of a usual module, for the overhead of starting them.
+    """
     computed_s = slowest(cluster, layout.world_size) * seconds * cluster.forward_factor
     return computed_s + 1e-6 * cluster.forward_module_us * starts
 
 
 def _backward(cluster: ClusterConfig, layout: Layout, seconds: float, starts: float = 1.0) -> float:
-    """Returns the same of the backward pass."""
+    """Returns the backward seconds of a module on the slowest GPU, see `_forward`."""
     computed_s = slowest(cluster, layout.world_size) * seconds * cluster.backward_factor
     return computed_s + 1e-6 * cluster.backward_module_us * starts
 
 
 def _pass_s(config: RunConfig) -> float:
-    """Seconds of a pass that no number of layers changes."""
+    """Returns the seconds of a pass that do not depend on the number of layers."""
     return 1e-6 * config.cluster.pass_us
 
 
 def _memory_s(config: RunConfig) -> float:
-    """Seconds to move one element through memory once, elementwise."""
+    """Returns the seconds to move one element through memory once in elementwise work."""
     cluster = config.cluster
     return ELEMENTWISE_PASSES[cluster.fused_layers] * element_bytes(config)[0] / memory_rate(cluster)
 
 
 def _accumulate_s(config: RunConfig) -> float:
-    """Seconds to add one element's gradient to its buffer."""
+    """Returns the seconds to add one element's gradient to its buffer."""
     return 2 * element_bytes(config)[1] / memory_rate(config.cluster)
 
 
@@ -353,14 +362,14 @@ def _product(config: RunConfig, tokens: int, inputs: int, outputs: int) -> float
 
 
 def _head_passes(config: RunConfig, attention: Attention) -> float:
-    """Counts the passes over queries and keys that rotary embedding and their norms are worth."""
+    """Returns the time of rotary embedding and QK-norm as a number of passes over queries and keys."""
     if not attention.normalised:
         return 2.0
     return 2.0 + 2.0 * (QK_NORM_PASSES if config.cluster.fused_layers else 1.0)
 
 
 def _exchange(config: RunConfig, layout: Layout) -> Transfer:
-    """Half an all-reduce of the whole residual stream."""
+    """Returns half an all-reduce of the residual stream; with sequence parallelism, an all-gather."""
     if layout.tp == 1:
         return Transfer()
     width, _ = element_bytes(config)
@@ -372,8 +381,8 @@ def _exchange(config: RunConfig, layout: Layout) -> Transfer:
 
 
 def _loss_sums(config: RunConfig, layout: Layout) -> Transfer:
-    """The vocabulary-parallel cross-entropy's three all-reduces, of an fp32 number a token:
-    maximum, target, sum."""
+    """Returns the three all-reduces of the vocabulary-parallel cross-entropy: the maximum, the target's logit and the
+    sum, an fp32 number a token each."""
     if layout.tp == 1:
         return Transfer()
     links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
@@ -381,6 +390,7 @@ def _loss_sums(config: RunConfig, layout: Layout) -> Transfer:
 
 
 def hop(config: RunConfig, layout: Layout) -> Transfer:
+    """Returns the transfer of one micro-batch's residual stream to the next pipeline stage."""
     if layout.pp == 1:
         return Transfer()
     width, _ = element_bytes(config)
@@ -389,19 +399,19 @@ def hop(config: RunConfig, layout: Layout) -> Transfer:
 
 
 NORM_BYTES, CLIP_BYTES = 4, 8
-"""Memory traffic per fp32 gradient element: read for the norm; read and written by the clip."""
+"""The bytes of memory traffic per fp32 gradient element: read for the norm; read and written for the clip."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormClip:
-    """Seconds, on ranks with a device each."""
+    """The time of gradient norm and clip, if every rank has its own device."""
 
     read_s: float
-    """The seconds for each element a rank has reduced."""
+    """The seconds of the norm for each gradient element that was reduced to a rank."""
     agree_s: float
-    """The seconds of all ranks' agreement on a few numbers."""
+    """The seconds of the all-reduce of a few numbers over all ranks."""
     scaled_s: float
-    """The seconds for each element that is clipped in a pass of its own."""
+    """The seconds for each element that is clipped in a separate pass."""
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> "NormClip":
@@ -414,12 +424,17 @@ class NormClip:
         )
 
     def seconds(self, elements: float, clipped: float) -> float:
-        """Times a rank from its reduced gradients to clipped ones, at least: others may be later."""
+        """Returns the seconds from a rank's reduced gradients to its clipped ones, without waiting for other ranks.
+
+        Args:
+            elements: the gradient elements that were reduced to the rank.
+            clipped: the elements that are clipped in a separate pass.
+        """
         return elements * self.read_s + self.agree_s + clipped * self.scaled_s
 
 
 def least_before_updates(config: RunConfig, layout: Layout) -> float:
-    """Seconds of norm, clip and AdamW on a mean owner's ranks, in a stage that has least: in the middle."""
+    """Returns the seconds of norm, clip and AdamW on a mean owner's ranks in the middle stage, which has least work."""
     weights, implemented = stage_weights(config, layout, layout.pp // 2), implementation(config)
     others = weights.others / layout.owners
     update_s = step_factor(config.cluster, "adamw_update", implemented) * adamw_seconds(others, config.cluster)

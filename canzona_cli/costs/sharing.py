@@ -1,8 +1,8 @@
-"""The price of a shared matrix's update: all TP ranks of its owner work on their fragments of it.
+"""The cost of a shared matrix's update, in which every TP rank of the owner works on its fragment of the matrix.
 
-The optimizer is one with a shared form (`optimizers.shared_muon`), in which the Gram form of Newton-Schulz is
-divided between the ranks. Every rank makes its rows of each square of the short side, without a symmetric
-product's gain, and the rows are gathered between products.
+Only optimizers with a shared form (`optimizers.shared_muon`) can do this. The Gram form of Newton-Schulz is divided
+between the ranks: every rank computes its rows of each square of the short side, without the gain of symmetric
+kernels, and the rows are gathered between products.
 """
 
 from collections import Counter
@@ -21,32 +21,37 @@ from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.facts import Algorithm, Work
 from canzona_cli.optimizers.muon_facts import product_bytes, segments
 
-_TOLD = 16
-"""Bytes of what fragments tell each other besides squares, at most."""
+_FLAG_BYTES = 16
+"""The most bytes of an all-reduce of norms and flags."""
 _AROUND = (9, 9, 11)
-"""Kernels of a fragment before the first segment, between two, and after the last."""
+"""The number of kernels on a fragment before the first segment, between two segments, and after the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The price of a shared matrix's update."""
+    """The cost of a shared matrix's update."""
 
     fragment: tuple[Seconds, ...]
-    """Seconds of every rank of the owner's TP group: before, between and after its exchanges
+    """The seconds of each part of the update, on every rank of the owner's TP group; exchanges come between parts
     (`sharing.shared_exchanges`)."""
 
     @property
     def each(self) -> float:
-        """The seconds of every rank in all."""
+        """The total seconds of every rank, without exchanges."""
         return sum(self.fragment)
 
 
 HOSTED: Mapping[int, Share] = MappingProxyType({})
-"""`Assignment.shares` where there are none."""
+"""The value of `Assignment.shares` if no matrix is shared."""
 
 
 def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
-    """Prices every matrix that can be shared, by index."""
+    """Returns the costs of all matrices that can be shared, by index.
+
+    No matrix can be shared with tp = 1, strategy paper or asc, an optimizer without a shared form, or if the Gram form
+    is excluded (by `optimizer.form` or `gram_holds`). Otherwise a matrix can be shared if TP cuts its long side, tp
+    divides its short side, and the short side is at least `GRAM_MIN_SIDE` or `optimizer.form` is gram.
+    """
     how, asked = algorithm(config), config.engine
     if (
         asked.strategy in IN_ORDER
@@ -69,7 +74,7 @@ def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapp
 
 @lru_cache(maxsize=1024)
 def share_of(a: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterConfig) -> Share:
-    """The seconds of a (rows, cols) matrix's update, in parts between the exchanges of `shared_exchanges`."""
+    """Returns the cost of a (rows, cols) matrix's shared update, in the parts between `shared_exchanges`."""
     m, n = sorted((rows, cols))
     scale = gram_scale(a, rows, cols, cluster)
     works = shared_works(a.ns_steps, m, n, tp, width=product_bytes(a))
@@ -77,16 +82,21 @@ def share_of(a: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterConfig
 
 
 def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Work]:
-    """Lists the work of every rank, in each part.
+    """Lists the work of every rank in each part of a shared update.
 
-    Bytes: those of a tp-th of each square; parts of a sum are read once.
+    Memory traffic is that of a tp-th of each square; the parts of a sum are read once.
+
+    Args:
+        steps: the steps of Newton-Schulz.
+        m, n: the short and the long side.
+        width: the bytes of an element in products.
     """
     around = _around(m, n, tp, width=width)
     works = [around.before]
-    begun = Work(traffic=2 * width * m * n // tp, launches=4)  # divided by the whole's norm
+    fragment_work = Work(traffic=2 * width * m * n // tp, launches=4)  # division by the whole matrix's norm
     for k in segments(steps):
-        works.append(_both(begun, around.contributed))
-        begun = _both(around.applied, Work(launches=_AROUND[1]))
+        works.append(_both(fragment_work, around.contributed))
+        fragment_work = _both(around.applied, Work(launches=_AROUND[1]))
         works.append(Work(traffic=(tp + 1) * width * m * m / tp, launches=5))
         number = 4 * k - 3
         product = Work(
@@ -102,16 +112,16 @@ Exchange = Literal["all_reduce", "all_to_all", "all_gather"]
 
 
 class Behind(NamedTuple):
-    """The exchanges that start after a part of an update by rows."""
+    """The exchanges that start after a part of a shared update."""
 
     exchanges: tuple[Exchange, ...] = ()
     under: int = 0
-    """The number of parts that go on without it."""
+    """The number of following parts that overlap with the exchanges, because they do not need the result."""
 
 
 def shared_exchanges(steps: int) -> tuple[Behind, ...]:
-    """Lists the exchanges after each part of one update but the last: norms and what to trust, Gram matrices,
-    and products' rows (`optimizers.shared_rows`). Each product of squares is a part."""
+    """Lists the exchanges after each part of a shared update except the last: norms and flags, Gram matrices, and the
+    rows of products (`optimizers.shared_rows`). Each product of squares is a part."""
     flags, summed = Behind(("all_reduce",)), Behind(("all_reduce", "all_to_all"))
     gathered, hidden = Behind(("all_gather",)), Behind(("all_gather",), 1)
     exchanges = [flags]
@@ -124,27 +134,33 @@ def shared_exchanges(steps: int) -> tuple[Behind, ...]:
 
 
 def shared_collectives(steps: int) -> Mapping[Exchange, int]:
-    """Counts the collectives of one matrix's update."""
-    return Counter(one for behind in shared_exchanges(steps) for one in behind.exchanges)
+    """Counts the collectives of one matrix's shared update, by kind."""
+    return Counter(exchange for behind in shared_exchanges(steps) for exchange in behind.exchanges)
 
 
 def shared_bytes(matrix: Matrix, tp: int, steps: int, width: int) -> int:
-    """Bytes of squares that every rank sends and receives of one matrix, `width` bytes an element."""
+    """Counts the bytes of squares that every rank sends, and also receives, in one matrix's shared update, of `width`
+    bytes an element."""
     collectives = shared_collectives(steps)
     return (collectives["all_to_all"] + collectives["all_gather"]) * width * min(matrix.shape) ** 2 * (tp - 1) // tp
 
 
 def shared_transfers(side: int, steps: int, width: int, links: Links, group: Group) -> Sequence[Transfer]:
-    """Each of `shared_exchanges`, of a matrix with this short side."""
+    """Returns the transfers of `shared_exchanges` for a matrix whose short side is `side`.
+
+    Args:
+        width: the bytes of an element.
+    """
     square = width * side**2
     parts = [square * (group.size - 1) / group.size] * group.size
-    of: Mapping[Exchange, Transfer] = {
-        "all_reduce": links.all_reduce(_TOLD, group),
+    transfers: Mapping[Exchange, Transfer] = {
+        "all_reduce": links.all_reduce(_FLAG_BYTES, group),
         "all_to_all": links.all_to_all(parts, parts, group),
         "all_gather": links.all_gather(square, group),
     }
     return [
-        reduce(Transfer.then, (of[one] for one in behind.exchanges), Transfer()) for behind in shared_exchanges(steps)
+        reduce(Transfer.then, (transfers[exchange] for exchange in behind.exchanges), Transfer())
+        for behind in shared_exchanges(steps)
     ]
 
 
@@ -152,14 +168,18 @@ class _Around(NamedTuple):
     """The work of a rank on its fragment."""
 
     before: Work
+    """The work before the first exchange."""
     contributed: Work
+    """The product that makes the fragment's part of the Gram matrix."""
     applied: Work
+    """The product of a segment's result and the fragment."""
     after: Work
+    """The work after the last exchange."""
 
 
 def _around(m: int, n: int, tp: int, *, width: int) -> _Around:
-    """Bytes: around the iteration as `work.work` has it of Muon; an answer is applied to the fragment divided
-    by what was answered, a copy of it, and what it is added to."""
+    """Returns the work of a rank on its fragment of an m x n matrix. Memory traffic before and after the iteration is
+    that of a hosted Muon update (`muon_facts`)."""
     fragment = m * n // tp
     return _Around(
         before=Work(traffic=(32 + width) * fragment, launches=_AROUND[0]),
@@ -170,6 +190,7 @@ def _around(m: int, n: int, tp: int, *, width: int) -> _Around:
 
 
 def _both(a: Work, b: Work) -> Work:
+    """Adds the work of two parts."""
     return Work(
         products=a.products + b.products,
         symmetric=a.symmetric + b.symmetric,

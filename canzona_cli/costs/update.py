@@ -1,7 +1,8 @@
-"""The price of updating one matrix: seconds on a hardware profile of what its rule does (see the optimizers' facts).
+"""The cost of updating one matrix: the seconds on a hardware profile of the work that its rule does (see the
+optimizers' facts).
 
-Nothing of an update is hidden under anything else, as it runs on one stream. Where the profile has measured
-the very update, the measurement counts instead.
+An update runs on one stream, so its operations do not overlap. If the profile has a measurement of exactly this
+update, the measurement is used instead.
 """
 
 import math
@@ -35,47 +36,45 @@ from canzona_cli.run.phases import Phase
 Implementation = Literal["canzona", "megatron"]
 """The code that runs an update."""
 Unit = Literal["bf16", "tf32", "fp32"]
-"""The unit that a product runs on."""
+"""The number format in which a product's hardware unit computes."""
 
 COPY_EFFICIENCY = 0.9
-"""Share of the memory bandwidth that a plain copy reaches: 3.0 of an H100's 3.35 TB/s."""
+"""The share of the memory bandwidth that a plain copy reaches: 3.0 of an H100's 3.35 TB/s."""
 MEMORY_EFFICIENCY: Mapping[Device, float] = MappingProxyType({"cpu": COPY_EFFICIENCY, "cuda": 0.72})
-"""Share of the memory bandwidth that elementwise kernels of several operands and types reach: 2.4 TB/s on an
-H100. An estimate between a copy's 3.0 and the 2.0 to 2.3 of norms by torch.compile and Liger (QuACK,
+"""The share of the memory bandwidth that elementwise kernels of several operands and types reach: 2.4 TB/s on an
+H100. This is an estimate between a copy's 3.0 and the 2.0 to 2.3 of norms by torch.compile and Liger (QuACK,
 Dao-AILab, 2025-07)."""
 MEGATRON_HOST_S = 1.3e-3
-"""Seconds of host time that one update of Megatron's Muon takes on GPUs,
-which it issues operation by operation:
-Megatron-core's own test goldens of a model of 12 layers on 8 H100, 195.8 ms a step with layer-wise Muon and
-158.6 with Adam, for about 29 matrices a rank (gpt3_moe_mcore_te_ep8, 2026)."""
+"""The seconds of host time of one update of Megatron's Muon on GPUs, which issues operations one by one. From
+Megatron-core's test goldens for a model of 12 layers on 8 H100: 195.8 ms a step with layer-wise Muon and 158.6 with
+Adam, for about 29 matrices a rank (gpt3_moe_mcore_te_ep8, 2026)."""
 ADAMW_BYTES = {True: 30, False: 86}
-"""Bytes of memory traffic per element of AdamW. Fused (Transformer Engine's): gradient 4 read, master and
-both moments 4 read and 4 written each, bf16 weight 2 written. torch's foreach passes: decay 8, first moment
-12, second 8 + 12, root 8, correction 8, eps 8, weight 16, and 6 to copy the weight."""
+"""The bytes of AdamW's memory traffic per element. Fused (True, Transformer Engine): gradient 4 read, master and both
+moments 4 read and 4 written each, bf16 weight 2 written. torch's foreach passes (False): decay 8, first moment 12,
+second 8 + 12, root 8, correction 8, eps 8, weight 16, and 6 to copy the weight."""
 MEGATRON_BYTES = {"bf16": 28, "fp32": 12}
-"""Bytes of memory traffic per element of Megatron's Muon, emerging-optimizers 0.3's, on top of ours: decay 8,
-momentum 12, Nesterov 12, norm 4 and division 8, scaling twice 16, weight 12, its copy 4 + w; casts to and
-from bf16 6 each."""
+"""The bytes of memory traffic per element by which Megatron's Muon (emerging-optimizers 0.3) exceeds canzona's. Its
+passes: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice 16, weight 12, its copy 4 + w; casts to
+and from bf16 6 each."""
 GRAM_GAIN, GRAM_MIN_SIDE = 0.98, 128
-"""The Gram form is chosen where it takes at most this share of the standard form's time, on matrices whose
-short side is at least this: roundings average over fewer elements of smaller ones."""
+"""The conditions of form auto for the Gram form: its time is at most this share of the standard form's, and the short
+side is at least this long, because rounding errors average out over fewer elements in smaller matrices."""
 STACK_GAIN = 0.95
-"""Matrices are stacked by themselves where each then takes at most this share of its time alone."""
+"""The relative time per matrix, stacked over alone, at or below which matrices are stacked by default."""
 STACK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
-"""The most bytes that iterates and squares of stacked matrices take; two matrices may take more where
-stacking was asked for."""
+"""The most bytes of stacked matrices' iterates and squares. With `optimizer.stack=true` two matrices may take more."""
 PRICED_STACK = 4
-"""Matrices in a stack as the model prices it: a host may have fewer of a shape than would fit."""
+"""The most matrices in a stack for the cost model, because a host may have fewer of a shape than would fit."""
 
 
 COST_DIGITS = 9
-"""Significant digits of a cost: logarithms differ in the last bit between machines, plans must not."""
+"""The significant digits of a cost. Logarithms differ in the last bit between processors, but plans must not differ."""
 ROUNDING = 1e-9
-"""Share of a time by which sums of the same numbers in another order may differ."""
+"""The relative difference by which sums of the same numbers in another order may differ."""
 
 
 def algorithm(config: RunConfig) -> Algorithm:
-    """Returns what a run's update costs depend on."""
+    """Returns the facts about a run's optimizer on which update costs depend."""
     how = _algorithm(config.optimizer, config.train.precision)
     if isinstance(config.optimizer, MomentumConfig):
         replayed = config.cluster.device == "cuda" and implementation(config) == "canzona"
@@ -86,7 +85,8 @@ def algorithm(config: RunConfig) -> Algorithm:
 
 
 def _roots(chosen: Literal["auto"] | RootMethod, how: Algorithm, cluster: ClusterConfig) -> RootMethod:
-    """Chooses as the run says, or else what this device does faster with sides of 1024, for all are alike."""
+    """Returns the run's root method; for `auto`, the method with the faster refresh on this device for sides of 1024,
+    since the order of methods hardly depends on the side."""
     if chosen != "auto":
         return chosen
     side = min(1024, how.max_preconditioner_dim)
@@ -96,6 +96,7 @@ def _roots(chosen: Literal["auto"] | RootMethod, how: Algorithm, cluster: Cluste
 
 @lru_cache(maxsize=64)
 def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
+    """Returns `algorithm` as far as it depends only on the optimizer's settings and the precision."""
     if isinstance(optimizer, CustomConfig):
         like = optimizer.cost_like
         return Algorithm(name=like, custom=True, grafting="adam" if like == "shampoo" else "none", precision=precision)
@@ -114,17 +115,18 @@ def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
 
 
 def implementation(config: RunConfig) -> Implementation:
-    """Tells whose code runs a run's strategy."""
+    """Returns whose code executes the updates of a run."""
     return "canzona" if execution_of(config).ours else "megatron"
 
 
 @lru_cache(maxsize=1024)
 def stack_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
-    """Returns the most (rows, cols) matrices that a host updates together; 1: one by one.
+    """Returns the most (rows, cols) matrices that a host updates together in batched products; 1: one by one.
 
-    As `form_of`, it depends on the shape and the profile alone. By itself it goes by two measurements, or
-    else on GPUs by the model. On CPUs batched products are not always quicker, and strips of large ones
-    (`optimizers.symmetric`) always are.
+    Like `form_of`, it depends only on the algorithm, the shape and the profile. With `optimizer.stack` not set,
+    matrices are stacked if this is faster by enough (`STACK_GAIN`) in the profile's measurements or, on GPUs
+    without both measurements, in the model. CPUs without both never stack: batched products are not always
+    faster there, but strips of large products (`optimizers.symmetric`) always are.
     """
     if not RULES[a.name].orthogonal or a.custom or a.stack is False:
         return 1
@@ -142,14 +144,14 @@ def stack_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
 
 
 def _fitting(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
-    """Matrices whose iterates and squares fit in a stack's scratch."""
+    """Returns the number of matrices whose iterates and squares fit in `STACK_BYTES`."""
     m, n = sorted((rows, cols))
     return STACK_BYTES[cluster.device] // (2 * product_bytes(a) * (m * n + m * m))
 
 
 def label(a: Algorithm) -> str:
-    """Names the measurements of an algorithm: muon/gram/5, muon/standard/5/stacked, soap, shampoo,
-    shampoo/newton, custom."""
+    """Returns the name of an algorithm's measurements in a profile: muon/gram/5, muon/standard/5/stacked, soap,
+    shampoo, shampoo/newton, custom."""
     if a.custom:
         return "custom"
     if not RULES[a.name].orthogonal:
@@ -160,11 +162,11 @@ def label(a: Algorithm) -> str:
 def seconds(
     a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, implementation: Implementation = "canzona"
 ) -> float:
-    """Seconds of one update on one device, in its form; refreshes spread over their period.
+    """Returns the mean seconds of one update on one device, in the form and stacking chosen for its shape.
 
     Args:
-        implementation: megatron for what Megatron's own strategies execute: as measured apart where it was,
-            and always the standard form in full products.
+        implementation: megatron for the update that Megatron's strategies execute: the standard form without
+            symmetric kernels, stacking or graphs, measured separately if the profile has such a measurement.
     """
     if implementation == "megatron":
         a, cluster = replace(a, form="standard", stack=False, graph=False), replace(cluster, symmetric_factor=1.0)
@@ -179,10 +181,10 @@ def seconds(
 
 @lru_cache(maxsize=1024)
 def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
-    """Chooses how a (rows, cols) matrix is orthogonalised: as the run says,
-    or else what this device does faster.
+    """Returns the form in which a (rows, cols) matrix is orthogonalised: the run's, or for `auto` the faster on this
+    device, if `gram_holds` and `GRAM_MIN_SIDE` allow the Gram form.
 
-    It depends on the shape and the profile alone, so a matrix has one form whoever updates it.
+    It depends only on the algorithm, the shape and the profile, so a matrix has the same form on every rank.
     """
     if a.form != "auto":
         return a.form
@@ -194,37 +196,32 @@ def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
 
 
 def gram_holds(a: Algorithm, cluster: ClusterConfig) -> bool:
-    """True where the Gram form can be trusted with momentum as training has it,
-    on this device and in this precision.
+    """Returns True if the Gram form is accurate enough for the momentum of real training, on this device and in this
+    precision.
 
-    Where half precision is bf16, as on CPUs with instructions for it, it cannot: of qwen3-tiny's 28 momenta
-    it doubted all in the first thirty steps and half after 300, which are then in standard form all the same.
-    In fp16, which GPUs and CPUs without such instructions have for it (`optimizers.gram_form.products_type`),
-    it doubted none.
+    It is not if products are in bf16, as in bf16 runs on CPUs with bf16 instructions: of qwen3-tiny's 28
+    momenta, it rejected all in the first thirty steps and half after 300, and rejected matrices are computed in
+    standard form anyway. GPUs in bf16 runs use fp16 products, and CPUs without bf16 instructions do as well
+    (`optimizers.gram_form.products_type`); there it rejected none.
     """
     return a.precision != "bf16" or cluster.device == "cuda" or cluster.bf16_in_fp32
 
 
 def gram_scale(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Divides what whole updates in Gram form take by the profile's measurements,
-    over what they take by the model."""
+    """Returns the seconds of a hosted Gram-form update, measured if the profile has it, over the modelled seconds."""
     a = replace(a, form="gram", stack=False)
     return _seconds(a, rows, cols, cluster) / _modelled(a, rows, cols, cluster)[0]
 
 
 def rounded(seconds: float) -> float:
-    """Rounds to `COST_DIGITS`."""
+    """Rounds to `COST_DIGITS` significant digits."""
     return float(f"{seconds:.{COST_DIGITS - 1}e}")
 
 
 def update_costs(
     config: RunConfig, members: Sequence[Matrix], implementation: Implementation = "canzona"
 ) -> tuple[float, ...]:
-    """Seconds of each matrix's update, `rounded`.
-
-    Raises:
-        ConfigError: the profile has measurements that no such device could reach.
-    """
+    """Returns the seconds of each matrix's update, `rounded`."""
     how = algorithm(config)
     by_shape = {
         shape: rounded(seconds(how, *shape, config.cluster, implementation))
@@ -234,27 +231,27 @@ def update_costs(
 
 
 def peak_seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Seconds of an update in the step that refreshes;
-    a measurement is scaled as the model's are to each other."""
+    """Returns the seconds of an update in the step in which it refreshes: the mean seconds, measured or modelled, times
+    the model's ratio of peak to mean."""
     a = _as_run(a, rows, cols, cluster)
     mean, peak = _modelled(a, rows, cols, cluster)
     return _seconds(a, rows, cols, cluster) * (peak / mean)
 
 
 def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
-    """Seconds that AdamW takes to update `elements` on one device: as measured,
-    or else from memory traffic alone."""
+    """Returns the seconds in which AdamW updates `elements` elements on one device: measured, or else from memory
+    traffic alone."""
     if cluster.adamw_ns is not None:
         return elements * cluster.adamw_ns * 1e-9
     return elements * ADAMW_BYTES[cluster.fused_layers] / memory_rate(cluster)
 
 
 def step_factor(cluster: ClusterConfig, phase: Phase, implementation: Implementation) -> float:
-    """Divides what a phase takes in whole steps by what its parts take alone,
-    as the profile has measured it; else 1.
+    """Returns the measured time of a phase in whole training steps over that of its parts in isolation; 1 if the
+    profile has no measurement.
 
-    Between other work caches are cold, memory is fresh and ranks come late; a loop over one operation shows
-    none of it.
+    Within a step caches are cold, memory is newly allocated and ranks arrive at different times, which a loop over
+    one operation does not show.
     """
     factors = cluster.step_factors
     of_megatron = factors.get(f"megatron/{phase}") if implementation == "megatron" else None
@@ -262,16 +259,16 @@ def step_factor(cluster: ClusterConfig, phase: Phase, implementation: Implementa
 
 
 def memory_rate(cluster: ClusterConfig) -> float:
-    """Bytes per second elementwise kernels move."""
+    """Returns the bytes per second that elementwise kernels move."""
     return MEMORY_EFFICIENCY[cluster.device] * cluster.memory_gb_per_s * 1e9
 
 
 def matmul_rate(cluster: ClusterConfig, size: float, unit: Unit) -> float:
-    """FLOP/s that a product of (size, size) matrices reaches.
+    """Returns the FLOP/s that a product of (size, size) matrices reaches.
 
-    bf16: the profile's table, linear in log(size) between its sizes, in proportion to the size below the
-    smallest (a small product leaves units idle), and flat above the largest; at most what the power limit
-    sustains. fp32 and TF32 have one rate.
+    bf16: from the profile's table. The rate is linear in log(size) between two sizes, proportional to the size below
+    the smallest (a small product leaves units idle), constant above the largest, and limited by the sustained
+    rate under the power limit. fp32 and TF32 have one rate for all sizes.
     """
     if unit != "bf16":
         fp32 = cluster.fp32_tflops or cluster.bf16_tflops / 16
@@ -281,6 +278,7 @@ def matmul_rate(cluster: ClusterConfig, size: float, unit: Unit) -> float:
 
 
 def _interpolated(table: tuple[tuple[int, float], ...], size: float) -> float:
+    """Returns the TFLOP/s at `size` from a table of (size, TFLOP/s), ascending."""
     place = bisect_right(table, size, key=lambda entry: entry[0])
     if place == 0:
         return table[0][1] * size / table[0][0]
@@ -291,20 +289,20 @@ def _interpolated(table: tuple[tuple[int, float], ...], size: float) -> float:
 
 
 def matmul_seconds(cluster: ClusterConfig, m: float, k: float, n: float, unit: Unit) -> float:
-    """Seconds of one (m, k) by (k, n) product: as a cube of the same volume."""
+    """Returns the seconds of one (m, k) by (k, n) product, at the rate of a square product of the same volume."""
     volume = m * k * n
     return 2.0 * volume / matmul_rate(cluster, volume ** (1 / 3), unit)
 
 
 def _as_run(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Algorithm:
-    """Returns the algorithm with a (rows, cols) matrix's form, stacked or not."""
+    """Returns the algorithm with the form and stacking chosen for (rows, cols) matrices."""
     form, stack = form_of(a, rows, cols, cluster), stack_of(a, rows, cols, cluster) > 1
     return replace(a, form=form, stack=stack)
 
 
 def _seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Prices one form: measured, or else modelled; where only another form was measured,
-    scaled as the model's are."""
+    """Returns the mean seconds of one update in the algorithm's form and stacking: measured, else scaled by the model
+    from the other form's measurement, else modelled."""
     measured, modelled = _measured(a, rows, cols, cluster), _modelled(a, rows, cols, cluster)[0]
     if measured is not None:
         return measured
@@ -319,7 +317,7 @@ def _seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> floa
 def _modelled(
     a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, implementation: Implementation = "canzona"
 ) -> tuple[float, float]:
-    """Seconds on average and in a step that refreshes."""
+    """Returns the modelled seconds of one update, on average and in a step in which it refreshes."""
     if a.name == "adamw":
         return (adamw_seconds(rows * cols, cluster),) * 2
     every, besides = work(a, rows, cols)
@@ -335,6 +333,7 @@ def _modelled(
 
 
 def _measured(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix: str = "") -> float | None:
+    """Returns the profile's measured seconds of one update; None without a measurement of exactly this one."""
     if not cluster.measured_updates:
         return None
     key = (prefix + label(a), rows, cols)
@@ -342,14 +341,18 @@ def _measured(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix
 
 
 def _unit(a: Algorithm) -> Unit:
+    """Returns the number format of the products of every update."""
     if not RULES[a.name].preconditioned:
         return a.precision
     return "tf32" if a.tf32 else "fp32"
 
 
 def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) -> float:
-    """Prices one of `together` stacked matrices: a batch is multiplied as fast as one product of its volume,
-    launched once, and never by a symmetric kernel."""
+    """Returns the seconds of the work on one of `together` stacked matrices.
+
+    A batched product runs at the rate of one product of its volume and has one launch. Symmetric kernels are used
+    only in bf16 and for matrices that are not stacked.
+    """
 
     def product(m: int, k: int, n: int) -> float:
         return matmul_seconds(cluster, together * m, k, n, unit) / together
@@ -371,7 +374,8 @@ def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) 
 
 
 def _guessed(peak: float) -> tuple[tuple[int, float], ...]:
-    """A table for a profile without one: two thirds of the peak from 4096 on, a third at 1024."""
+    """Returns a table of (size, TFLOP/s) for a profile without one: a third of the peak at 1024, two thirds from 4096
+    on."""
     return (1024, peak / 3), (4096, peak * 2 / 3)
 
 
@@ -380,17 +384,17 @@ RULES: Mapping[str, Rule] = {name: facts.rule for name, facts in known().items()
 
 @lru_cache(maxsize=4096)
 def work(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Returns the work of every update of a (rows, cols) matrix, and what a refresh adds."""
+    """Returns the work of every update of a (rows, cols) matrix, and the work that a refresh adds."""
     return RULES[a.name].work(a, rows, cols)
 
 
 def flops(a: Algorithm, rows: int, cols: int) -> float:
-    """FLOPs of one update of a (rows, cols) matrix, a multiply-add being two;
-    refreshes spread over their period.
+    """Returns the mean FLOPs of one update of a (rows, cols) matrix; a multiply-add counts as two, and a refresh is
+    divided by its period.
 
     With m = min(rows, cols), n = max(rows, cols), r = rows, c = cols:
     - muon, normuon, Newton-Schulz (Jordan et al. 2024), s steps: standard s (4 m^2 n + 2 m^3) for X X', A A
-      and B X; Gram form, see `muon_facts`: 8 m^2 n + 28 m^3 for s = 5. The form auto is the cheaper by these;
+      and B X; Gram form, see `muon_facts`: 8 m^2 n + 28 m^3 for s = 5. Form auto counts the form with fewer FLOPs;
     - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh is per side an
       eigendecomposition and a product, 9 n^3 + 2 n^3, or the products of a Newton iteration, 62 n^3 (58 n^3
       where only one side has a root);
@@ -401,12 +405,12 @@ def flops(a: Algorithm, rows: int, cols: int) -> float:
       refresh is per side a product and a QR, 2 n^3 + 8/3 n^3;
     - soap-muon: soap and muon;
     - adamw: 15 per element.
-    A side longer than `max_preconditioner_dim` has none of the terms of its preconditioner.
+    A side longer than `max_preconditioner_dim` is not preconditioned, and the terms of its preconditioner are 0.
     """
     return min(step.flops + refresh.flops / a.refresh_period for step, refresh in _works(a, rows, cols))
 
 
 def _works(a: Algorithm, rows: int, cols: int) -> Iterator[tuple[Work, Work]]:
-    """Yields the work of each form that it may have."""
+    """Yields the work of an update and of a refresh for each form that the algorithm may take."""
     for form in get_args(Form) if a.form == "auto" else (a.form,):
         yield work(replace(a, form=form), rows, cols)

@@ -1,8 +1,8 @@
 """Assigns matrices to cells of the DP x TP grid, where they are updated.
 
-                     host 0         host 1           host: TP rank; a matrix travels along its row
+                     host 0         host 1           host: TP rank; a matrix is sent along its row
                   +--------------+--------------+
-    owner 0       | q.0 down.3   | k.0 v.0      |    q.0, k.0 and v.0 are one unit: they lie interleaved in a parameter,
+    owner 0       | q.0 down.3   | k.0 v.0      |    q.0, k.0 and v.0 are one unit: they are interleaved in a parameter,
     owner 1       | up.0         | proj.1 up.1  |    so they have one owner, though each may have its own host
     owner 2       | gate.1       | down.0       |
     owner 3       | down.1       | gate.0 up.3  |    the busiest cell decides how long all ranks take
@@ -10,9 +10,8 @@
     owner: data-parallel rank; gradients are reduced to its row
 
 Owners and hosts are balanced together, because a matrix cannot be divided. First every unit gets an owner
-(`Owners`: balanced,
-blended with bytes, or in natural order), then an owner's matrices are packed onto its hosts. The
-result depends on nothing but the arguments, so every rank computes the same.
+(`Owners`: balanced by compute, by a blend of compute and bytes, or in natural order), then an owner's
+matrices are packed onto its hosts. The result depends only on the arguments, so every rank computes the same.
 """
 
 import heapq
@@ -34,9 +33,9 @@ from canzona_cli.planner.paper import balanced_cuts, even_start, greedy_hosts
 from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
 
 BLENDS = (0.0, 0.25, 0.5, 0.75)
-"""Weights of compute against bytes that are tried where alpha < 1, besides compute alone."""
+"""The weights of compute against bytes that are tried if alpha < 1, in addition to compute alone."""
 Owners = dict[int, int]
-"""Owner of each unit."""
+"""The owner of each unit."""
 
 
 def assign(
@@ -50,27 +49,27 @@ def assign(
     bytes_per_element: int = 4,
     shares: Mapping[int, Share] = HOSTED,
 ) -> Assignment:
-    """Owner and host of every matrix, for strategies that are planned.
+    """Returns the owner and host of every matrix, for the strategies that are planned.
 
     - canzona, layout owner: `_balanced`; layout contiguous: the best of several cuts in natural order;
     - paper: one cut in natural order, by alpha, and greedy hosts (`planner.paper`);
-    - asc: the owner is the rank whose even share of the stage's whole buffer a unit starts in (bucket by
-      bucket, the first ranks would get every remainder), hosts take turns in registration order. Nothing is
-      balanced.
+    - asc: the stage's buffer is divided evenly, and the owner of a unit is the rank in whose share the unit
+      starts (dividing bucket by bucket would give every remainder to the first ranks). Hosts are assigned
+      round-robin in registration order. Nothing is balanced.
 
-    With canzona and alpha < 1 several candidates are made and the one with the lowest price is taken: alpha *
-    (busiest cell / lower bound) + (1 - alpha) * (bytes of every bucket's busiest owner / their lower bound).
-    Both are those of the cells that it comes to, and what no rank has the memory for is no candidate. So the
-    candidates are the same for every alpha: as it grows, the busiest cell can only get less busy, and as it
-    falls, bytes only more even.
+    Of several candidates (layout contiguous, or canzona with alpha < 1) the one with the lowest score is taken:
+    alpha * (busiest cell / lower bound) + (1 - alpha) * (bytes of every bucket's busiest owner / their lower
+    bound). Both terms are computed from the final cells, and candidates that exceed `memory_cap` are dropped.
+    Candidates do not depend on alpha, so a larger alpha never makes the busiest cell busier, and a smaller
+    alpha never makes bytes less even.
 
     Args:
         costs: Seconds of each matrix's update, positive; with strategy paper its elements.
-        memory_cap: Elements of whole matrices that one cell may hold; None for any.
+        memory_cap: Elements of matrices that one cell may hold; None: no limit.
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
-        bytes_per_element: In an exchange; only the paper's greedy hosts depend on it.
-        shares: The shares of the matrices that may be shared, by index; with `settings.mode` shared all of
-            them are, else as many as make the busiest cell least busy.
+        bytes_per_element: Bytes of an element in an exchange; only greedy hosts depend on it.
+        shares: The shares of the matrices that may be shared, by index. With `settings.mode` shared all of
+            these matrices are shared, otherwise as many as make the busiest cell least busy.
 
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.
@@ -97,12 +96,12 @@ def assign(
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """One stage's part of the problem."""
+    """The assignment problem of one pipeline stage."""
 
     number: int
     matrices: Sequence[Matrix]
     costs: Sequence[float]
-    """Seconds, of each by its host."""
+    """The seconds that a host takes to update each matrix alone."""
     shares: Mapping[int, Share]
     all_shared: bool
     buckets: Sequence[Sequence[Parameter]]
@@ -111,24 +110,24 @@ class _Stage:
 
     @cached_property
     def parts(self) -> list[list[Part]]:
-        """The parts of each bucket, in its order."""
+        """The parts of each bucket, in buffer order."""
         return [[part for parameter in bucket for part in parameter.parts] for bucket in self.buckets]
 
     @cached_property
     def units(self) -> dict[int, tuple[int, ...]]:
-        """Matrices of each unit, in registration order."""
+        """The matrices of each unit; units are in registration order."""
         parameters = (parameter for bucket in reversed(self.buckets) for parameter in reversed(bucket))
         return {part.unit: part.matrices for parameter in parameters for part in parameter.parts}
 
     @cached_property
     def together(self) -> list[float]:
-        """The seconds of all ranks together, each matrix shared where it may be."""
+        """The seconds of each matrix summed over all ranks, with every matrix shared that may be."""
         each = {index: self.tp * share.each for index, share in self.shares.items()}
         return [each.get(index, cost) for index, cost in enumerate(self.costs)]
 
     @cached_property
     def bound(self) -> float:
-        """Seconds the busiest cell needs at least."""
+        """The lower bound of the busiest cell's seconds."""
         return lower_bound(self.matrices, self.costs, self.number, self.owners, self.tp, self.shares)
 
     @cached_property
@@ -139,18 +138,18 @@ class _Stage:
         return sum(self.costs[index] for index in self.units[unit])
 
     def held(self, owner_of: Owners) -> list[list[int]]:
-        """Matrices of each owner, ascending."""
+        """Lists the matrices of each owner, ascending."""
         held: list[list[int]] = [[] for _ in range(self.owners)]
         for unit, owner in owner_of.items():
             held[owner] += self.units[unit]
         return [sorted(matrices) for matrices in held]
 
     def height(self, owner_of: Owners) -> float:
-        """Seconds of the busiest cell, hosts packed."""
+        """Packs every owner's matrices onto its hosts and returns the seconds of the busiest cell."""
         return max(self.packer.height(matrices) for matrices in self.held(owner_of))
 
     def reach(self, placed: "_Placed") -> float:
-        """Elements of every bucket's busiest owner, added up: what unevenly spread buckets take to travel."""
+        """Adds up the elements of every bucket's busiest owner, which decide how long a bucket is communicated."""
         total = 0
         for parts in self.parts:
             held: Counter[int] = Counter()
@@ -160,20 +159,21 @@ class _Stage:
         return float(total)
 
     def least_reach(self) -> float:
+        """Returns a lower bound of `reach`."""
         sizes = [[part.elements for part in parts] for parts in self.parts]
         return sum(max(sum(held) / self.owners, max(held)) for held in sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Placed:
-    """Every matrix of a stage in its cell."""
+    """A stage's assignment: the cell of every matrix, with the load it results in."""
 
     cells: Mapping[int, Cell]
     shared: Set[int]
     busiest: float
-    """Seconds of the busiest cell."""
+    """The seconds of the busiest cell."""
     fullest: int
-    """Elements that the fullest one holds."""
+    """The elements of matrices that the fullest cell holds."""
 
     @staticmethod
     def of(stage: _Stage, cells: Mapping[int, Cell], shared: Set[int]) -> "_Placed":
@@ -191,14 +191,20 @@ class _Placed:
 def _solve(
     stage: _Stage, settings: PlanSettings, memory_cap: int | None, bytes_per_element: int
 ) -> Iterator[tuple[int, Cell, Share | None]]:
+    """Yields the cell of each of a stage's matrices, and its share if the matrix is shared.
+
+    Raises:
+        DoesNotFit: no assignment within `memory_cap` was found.
+    """
+
     def placed(owner_of: Owners) -> _Placed | None:
-        """Each matrix in its cell; None where a rank lacks the memory."""
+        """Chooses hosts for these owners; None if a rank would exceed `memory_cap`."""
         cells, shared = _hosted(stage, settings, owner_of, bytes_per_element)
-        whole = _Placed.of(stage, cells, shared)
-        return whole if memory_cap is None or whole.fullest <= memory_cap else None
+        candidate = _Placed.of(stage, cells, shared)
+        return candidate if memory_cap is None or candidate.fullest <= memory_cap else None
 
     if settings.strategy == "asc":
-        ways = [_as_they_lie(stage)]
+        ways = [_evenly_cut(stage)]
     elif settings.strategy == "paper":
         ways = [_cut(stage, [[stage.cost(part.unit) for part in parts] for parts in stage.parts], settings.alpha)]
     elif settings.layout == "contiguous":
@@ -210,8 +216,8 @@ def _solve(
         assert memory_cap is not None
         fitting = [_within(stage, settings, memory_cap)]
     if settings.strategy == "canzona" and settings.layout != "contiguous" and settings.alpha < 1:
-        # Balanced for compute alone the first stays the answer to alpha = 1, so nothing may be better at
-        # that.
+        # The first candidate, balanced for compute alone, is the answer for alpha = 1. No candidate may beat it
+        # at compute, or alpha = 1 would no longer give the least busy cell.
         blended = [placed(_blended(stage, blend)) for blend in BLENDS]
         fitting += [way for way in blended if way and way.busiest >= fitting[0].busiest]
     best = _pick(stage, settings.alpha, fitting) if len(fitting) > 1 else fitting[0]
@@ -219,22 +225,21 @@ def _solve(
         yield index, cell, stage.shares[index] if index in best.shared else None
 
 
-def _as_they_lie(stage: _Stage) -> Owners:
-    """Owners by even shares of the stage's whole buffer, in natural order."""
+def _evenly_cut(stage: _Stage) -> Owners:
+    """Returns the owners if the stage's buffer, in natural order, is divided evenly."""
     parts = [part for parts in stage.parts for part in parts]
     starts = even_start([part.elements for part in parts], stage.owners)
     return {part.unit: owner for part, owner in zip(parts, starts, strict=True)}
 
 
 def _within(stage: _Stage, settings: PlanSettings, memory_cap: int) -> _Placed:
-    """Cells in any order, where what was asked for takes more memory than a rank has.
-    The paper knows no such way.
+    """Assigns matrices in any order and without sharing, for when all candidates exceed `memory_cap`.
 
     Raises:
-        DoesNotFit: no assignment was found.
+        DoesNotFit: no assignment was found, or mode shared or strategy paper, which do not allow another order.
     """
     elements = [matrix.elements for matrix in stage.matrices]
-    # Where costs first strands a unit, size first may not.
+    # Placing the largest matrices first may succeed where placing the costliest first leaves one without room.
     cells = _capped(stage, stage.costs, elements, memory_cap) or _capped(stage, elements, elements, memory_cap)
     if cells is None or settings.mode == "shared" or settings.strategy == "paper":
         raise DoesNotFit(_too_much(stage, memory_cap))
@@ -242,13 +247,16 @@ def _within(stage: _Stage, settings: PlanSettings, memory_cap: int) -> _Placed:
 
 
 def _balanced(stage: _Stage) -> Owners:
-    """The best of three ways to divide one packing problem into two, then bytes spread over buckets.
+    """Balances units over owners by the best of three heuristics, then spreads bytes over buckets.
 
-    Whole units into owners, which suffices where owners hold many; the largest matrix of each unit into the
-    cells of the grid and cells dealt to owners, because k and v are small and fit in anywhere; the same with
-    whole units. Each is followed by packing every owner's matrices onto its hosts. With tp = 1 all are the
-    first. Stops at the first that reaches the bound. Where matrices may be shared, by what they cost their
-    hosts, and by what they cost together.
+    1. Pack units into owners; this suffices where owners hold many.
+    2. Pack the costliest matrix of each unit into the cells of the grid and deal the cells to owners; the
+       others, k and v, are small and fit anywhere.
+    3. Like 2, but with the cost of all matrices of a unit.
+
+    Each is judged by its busiest cell after every owner's matrices are packed onto its hosts. With tp = 1
+    only the first is tried. If matrices may be shared, each is tried with the cost to one host and with the
+    cost to all ranks (`_Stage.together`). The search stops at the first result that reaches the bound.
     """
     best: Owners = {}
     lowest = float("inf")
@@ -273,20 +281,24 @@ def _balanced(stage: _Stage) -> Owners:
 
 
 def _units_to_owners(stage: _Stage) -> Owners:
+    """Packs units into owners."""
     units = list(stage.units)
     packing = pack([stage.cost(unit) for unit in units], stage.owners)
     return {units[item]: owner for owner, items in enumerate(packing.bins) for item in items}
 
 
 def _units_to_cells(stage: _Stage) -> Owners:
+    """Packs units into cells, by the cost of all matrices of a unit, and deals the cells to owners."""
     return _cells_to_owners(stage, [stage.cost(unit) for unit in stage.units])
 
 
 def _leaders_to_cells(stage: _Stage) -> Owners:
+    """Packs units into cells, by the cost of a unit's costliest matrix, and deals the cells to owners."""
     return _cells_to_owners(stage, [max(stage.costs[index] for index in members) for members in stage.units.values()])
 
 
 def _cells_to_owners(stage: _Stage, costs: Sequence[float]) -> Owners:
+    """Packs units, with a cost for each, into cells of the grid, and deals the cells to owners."""
     units = list(stage.units)
     packing = pack(costs, stage.owners * stage.tp)
     dealt = deal([sum(costs[item] for item in items) for items in packing.bins], stage.owners)
@@ -294,7 +306,8 @@ def _cells_to_owners(stage: _Stage, costs: Sequence[float]) -> Owners:
 
 
 def _blended(stage: _Stage, blend: float) -> Owners:
-    """Bucket by bucket, a unit at a time to the owner with the least mix of compute so far and bytes in the bucket."""
+    """Assigns units bucket by bucket, largest first, each to the owner with the lowest weighted sum of compute so
+    far and bytes of this bucket."""
     compute = [0.0] * stage.owners
     goal = sum(map(stage.cost, stage.units)) / stage.owners
     owner_of: Owners = {}
@@ -311,7 +324,7 @@ def _blended(stage: _Stage, blend: float) -> Owners:
 
 
 def _contiguous(stage: _Stage) -> list[Owners]:
-    """Cuts in natural order, weighed by cost and by elements, for five values of the paper's alpha."""
+    """Lists cuts in natural order, weighted by cost and by elements, for five values of the paper's alpha."""
     weights = (
         [[stage.cost(part.unit) for part in parts] for parts in stage.parts],
         [[float(part.elements) for part in parts] for parts in stage.parts],
@@ -320,6 +333,7 @@ def _contiguous(stage: _Stage) -> list[Owners]:
 
 
 def _cut(stage: _Stage, weights: Sequence[Sequence[float]], alpha: float) -> Owners:
+    """Cuts buckets between owners in natural order, by the weights of each bucket's parts (`balanced_cuts`)."""
     return {
         part.unit: owner
         for parts, owners in zip(stage.parts, balanced_cuts(weights, stage.owners, alpha), strict=True)
@@ -328,21 +342,21 @@ def _cut(stage: _Stage, weights: Sequence[Sequence[float]], alpha: float) -> Own
 
 
 def _pick(stage: _Stage, alpha: float, candidates: Sequence[_Placed]) -> _Placed:
+    """Returns the candidate with the lowest score, see `assign`."""
     least = stage.least_reach()
 
-    def price(placed: _Placed) -> tuple[float, float]:
-        compute, travel = placed.busiest / stage.bound, stage.reach(placed) / least
-        # Among equals the better balanced by the other measure, else one with alpha = 1 could be needlessly
-        # uneven.
-        return alpha * compute + (1 - alpha) * travel, compute + travel
+    def score(placed: _Placed) -> tuple[float, float]:
+        compute, communication = placed.busiest / stage.bound, stage.reach(placed) / least
+        # Ties are broken by the sum of both measures: otherwise, with alpha = 1, bytes could be needlessly uneven.
+        return alpha * compute + (1 - alpha) * communication, compute + communication
 
-    return min(candidates, key=price)
+    return min(candidates, key=score)
 
 
 def _hosted(
     stage: _Stage, settings: PlanSettings, owner_of: Owners, bytes_per_element: int
 ) -> tuple[dict[int, Cell], set[int]]:
-    """Cell of each matrix, and those that are shared."""
+    """Chooses the hosts of every owner's matrices; returns the cells and the matrices that are shared."""
     cells: dict[int, Cell] = {}
     shared: set[int] = set()
     for owner, indices in enumerate(stage.held(owner_of)):
@@ -378,8 +392,10 @@ def _too_much(stage: _Stage, memory_cap: int) -> Problem:
 
 
 def deal(loads: Sequence[float], owners: int) -> list[int]:
-    """Owner of each cell, as many cells each: the heaviest with the lightest,
-    so that owners have alike sums."""
+    """Deals cells to owners, the same number to each; returns the owner of each cell.
+
+    Cells are dealt by falling load, forwards and backwards in alternation, so that owners' sums are similar.
+    """
     ranked = sorted(range(len(loads)), key=lambda cell: (-loads[cell], cell))
     owner_of = [0] * len(loads)
     for position, cell in enumerate(ranked):
@@ -389,9 +405,9 @@ def deal(loads: Sequence[float], owners: int) -> list[int]:
 
 
 def _capped(stage: _Stage, weights: Sequence[float], elements: Sequence[int], cap: int) -> dict[int, Cell] | None:
-    """A cell for each matrix with at most `cap` elements in any; None if none was found.
+    """Assigns matrices to cells of at most `cap` elements each; None if a unit found no room.
 
-    The units of most weight first onto the owner with the least, of those with room on their hosts.
+    Units go heaviest first, each to the lightest owner whose hosts have room for it.
     """
     loads = [[0.0] * stage.tp for _ in range(stage.owners)]
     room = [[cap] * stage.tp for _ in range(stage.owners)]
@@ -399,22 +415,22 @@ def _capped(stage: _Stage, weights: Sequence[float], elements: Sequence[int], ca
     cells: dict[int, Cell] = {}
     for unit in sorted(stage.units, key=lambda u: (-sum(weights[index] for index in stage.units[u]), u)):
         members = sorted(stage.units[unit], key=lambda index: (-weights[index], index))
-        passed: list[tuple[float, int]] = []
+        visited: list[tuple[float, int]] = []
         while heap:
             load, owner = heapq.heappop(heap)
             hosts = _place(members, weights, elements, loads[owner], room[owner])
             if hosts is None:
-                passed.append((load, owner))
+                visited.append((load, owner))
                 continue
             for index, host in zip(members, hosts, strict=True):
                 cells[index] = Cell(owner=owner, host=host)
                 loads[owner][host] += weights[index]
                 room[owner][host] -= elements[index]
-            passed.append((sum(loads[owner]), owner))
+            visited.append((sum(loads[owner]), owner))
             break
         else:
             return None
-        for entry in passed:
+        for entry in visited:
             heapq.heappush(heap, entry)
     return cells
 
@@ -426,7 +442,7 @@ def _place(
     loads: Sequence[float],
     room: Sequence[int],
 ) -> list[int] | None:
-    """Least busy host with room for each member; None where one has none."""
+    """Chooses for each member the least busy host with room for it; None if a member fits on none."""
     loads, room = list(loads), list(room)
     hosts = []
     for index in members:

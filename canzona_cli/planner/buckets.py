@@ -1,17 +1,15 @@
-"""Megatron's gradient buffer: how a stage's parameters are cut into buckets,
-and who owns which range of each.
+"""Megatron's gradient buffer: how a stage's parameters are cut into buckets, and which owner has which range of each.
 
-Megatron walks parameters backwards through the model, because that is the order their gradients become ready
-in, and closes a bucket once it holds `bucket_elements`
-(`DistributedOptimizer._compute_per_buffer_param_layout`, 0.19). Model chunks of an interleaved pipeline have
-buffers of their own, of which the last one's comes first. Once owners are known, `buckets` orders the
-parameters inside each bucket:
+Megatron walks parameters backwards through the model, because gradients become ready in this order, and closes
+a bucket once it holds `bucket_elements` (`DistributedOptimizer._compute_per_buffer_param_layout`, 0.19). Each
+model chunk of an interleaved pipeline has its own buffer; the last chunk's buckets come first. Once owners are
+known, `buckets` orders the parameters inside each bucket:
 
     parameters, last first   | fc2.1 | fc1.1      | qkv.1 | proj.1 | fc2.0 | fc1.0      | qkv.0 | proj.0 |
     cut into buckets         |       bucket 0             |           bucket 1          |  bucket 2      |
     inside bucket 0, layout
       contiguous             | fc2.1 | gate.1  up.1 | qkv.1 |     as Megatron lays them out
-      owner                  | 0: qkv.1 gate.1 | 1: up.1 | 2: fc2.1 |     one range for each owner, no padding
+      owner                  | 0: qkv.1 gate.1 | 1: up.1 | 2: fc2.1 |     one range for each owner
 """
 
 from collections import Counter, defaultdict
@@ -36,18 +34,18 @@ class Part:
 
     unit: int
     matrices: tuple[int, ...]
-    """Indices in the plan's list."""
+    """The indices of the part's matrices in the plan's list."""
     elements: int
     """The elements on one TP rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One Megatron parameter; fc1 has two parts, [gate_r; up_r], everything else one."""
+    """One Megatron parameter; fc1 has two parts, gate and up, unless they are one matrix; all others have one part."""
 
     name: str
     chunk: int
-    """Model chunk of its stage."""
+    """The number of the model chunk in its stage."""
     parts: tuple[Part, ...]
 
     @property
@@ -61,12 +59,12 @@ class Parameter:
 
 
 def stages(matrices: Sequence[Matrix]) -> list[int]:
-    """Pipeline stages that have matrices, ascending."""
+    """Lists the pipeline stages that have matrices, ascending."""
     return sorted({matrix.stage for matrix in matrices})
 
 
 def stage_parameters(matrices: Sequence[Matrix], stage: int, tp: int) -> list[Parameter]:
-    """A stage's parameters, in registration order."""
+    """Lists a stage's parameters in registration order, each with its parts."""
     grouped: dict[str, dict[int, list[Matrix]]] = {}
     for matrix in matrices:
         if matrix.stage == stage:
@@ -89,14 +87,18 @@ def stage_parameters(matrices: Sequence[Matrix], stage: int, tp: int) -> list[Pa
 
 
 def _on_one_rank(members: Sequence[Matrix], tp: int) -> int:
-    """Elements one TP rank stores of a unit; heads lie whole on one rank each, as many on every rank."""
-    dealt = sum(matrix.elements for matrix in members if matrix.home is not None)
-    return dealt // tp + sum(matrix.fragment_elements(tp) for matrix in members if matrix.home is None)
+    """Counts the elements of a unit that one TP rank stores. Matrices of single heads are stored on one rank each, the
+    same number on every rank."""
+    heads = sum(matrix.elements for matrix in members if matrix.home is not None)
+    return heads // tp + sum(matrix.fragment_elements(tp) for matrix in members if matrix.home is None)
 
 
 def cut(parameters: Sequence[Parameter], bucket_elements: int | None, *, stage: int) -> list[list[Parameter]]:
-    """Parameters of each bucket, last registered first. Megatron makes one bucket of every stage but the
-    first, or of each of its model chunks."""
+    """Cuts a stage's parameters into buckets, the parameters registered last first.
+
+    `bucket_elements` applies only to the first stage. In the other stages, as in Megatron, every model chunk is
+    one bucket.
+    """
     by_chunk = [list(of_chunk) for _, of_chunk in groupby(parameters, lambda parameter: parameter.chunk)]
     return [
         bucket for of_chunk in reversed(by_chunk) for bucket in _cut(of_chunk, bucket_elements if stage == 0 else None)
@@ -106,11 +108,12 @@ def cut(parameters: Sequence[Parameter], bucket_elements: int | None, *, stage: 
 def stage_buckets(
     matrices: Sequence[Matrix], stage: int, tp: int, bucket_elements: int | None
 ) -> list[list[Parameter]]:
-    """Parameters of each bucket of a stage, see `cut`."""
+    """Lists the parameters of each bucket of a stage, see `cut`."""
     return cut(stage_parameters(matrices, stage, tp), bucket_elements, stage=stage)
 
 
 def _cut(parameters: Sequence[Parameter], limit: int | None) -> list[list[Parameter]]:
+    """Cuts a model chunk's parameters into buckets, each closed once it holds `limit` elements; None: one bucket."""
     closed: list[list[Parameter]] = []
     bucket: list[Parameter] = []
     filled = 0
@@ -130,16 +133,15 @@ def buckets(
     settings: PlanSettings,
     bucket_elements: int | None = None,
 ) -> tuple[Bucket, ...]:
-    """All buckets of all stages, numbered from 0 in each stage in the order gradients become ready.
+    """Makes the buckets of all stages, numbered from 0 in each stage in the order in which gradients become ready.
 
-    - owner: parameters of one owner side by side, in uneven shards. A parameter whose gate and up have two
-      owners lies across their border; the few that cannot give their owner another range. No padding but
-      alignment;
-    - contiguous: Megatron's own order;
-    - strategies paper and asc: natural order, whatever the layout.
+    - layout owner: the parameters of an owner are adjacent, in uneven shards. A parameter whose gate and up have
+      two owners is placed on the border between them; the few that cannot be give their owner another range;
+    - layout contiguous: Megatron's order;
+    - strategies paper and asc: Megatron's order, whatever the layout.
 
-    An owner without a parameter in a bucket has no range in it. How gradients travel is chosen by
-    `reduction`.
+    The only padding is alignment. An owner without a parameter in a bucket has no range in it.
+    `ReductionModel.choose` then chooses how each bucket is reduced and gathered.
 
     Args:
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
@@ -155,7 +157,7 @@ def buckets(
 
 
 class _Owned(NamedTuple):
-    """A parameter and the owners of its parts."""
+    """A parameter and the owner of each of its parts."""
 
     parameter: Parameter
     owners: tuple[int, ...]
@@ -170,48 +172,49 @@ class _Owned(NamedTuple):
 
 
 def _by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
-    """Parameters so that owners have as few ranges as possible.
+    """Orders a bucket's parameters so that owners have few ranges.
 
-    A parameter across two owners is a link from the first to the last. Links that form chains (an owner is
-    entered once and left once, without a ring) put the parameter on the border of two neighbours; owners then
-    follow chain by chain. Any other link is put at an end of one of its owners where that is free, else
-    behind everything.
+    A parameter with two owners links the first to the last. Links are joined into chains, without cycles, in
+    which every owner has at most one link in and one out; a linking parameter is then placed on the border
+    between its owners, and owners follow chain by chain. Any other parameter with two owners is placed after
+    its first owner or before its last owner if the border there is free, otherwise at the end of the bucket.
     """
     after: dict[int, _Owned] = {}
     before: dict[int, _Owned] = {}
     chain: dict[int, int] = {}
 
     def head(owner: int) -> int:
+        """Returns the owner at the start of this owner's chain."""
         while chain.get(owner, owner) != owner:
             owner = chain[owner]
         return owner
 
-    whole: dict[int, list[_Owned]] = {}
+    single: dict[int, list[_Owned]] = {}  # by owner, the parameters that have no other owner
     loose: list[_Owned] = []
     for item in owned:
-        whole.setdefault(item.first, []), whole.setdefault(item.last, [])
+        single.setdefault(item.first, []), single.setdefault(item.last, [])
         if len(set(item.owners)) == 1:
-            whole[item.first].append(item)
+            single[item.first].append(item)
         elif item.first not in after and item.last not in before and head(item.first) != head(item.last):
             after[item.first] = before[item.last] = item
             chain[head(item.last)] = head(item.first)
         else:
             loose.append(item)
     tail: list[_Owned] = []
-    behind: dict[int, list[_Owned]] = {}
-    ahead: dict[int, list[_Owned]] = {}
+    at_end: dict[int, list[_Owned]] = {}
+    at_start: dict[int, list[_Owned]] = {}
     for item in loose:
-        if item.first not in after and item.first not in behind:
-            behind[item.first] = [item]
-        elif item.last not in before and item.last not in ahead:
-            ahead[item.last] = [item]
+        if item.first not in after and item.first not in at_end:
+            at_end[item.first] = [item]
+        elif item.last not in before and item.last not in at_start:
+            at_start[item.last] = [item]
         else:
             tail.append(item)
     order: list[_Owned] = []
-    for start in sorted(owner for owner in whole if owner not in before):
+    for start in sorted(owner for owner in single if owner not in before):
         owner: int | None = start
         while owner is not None:
-            order += [*ahead.get(owner, []), *whole[owner], *behind.get(owner, [])]
+            order += [*at_start.get(owner, []), *single[owner], *at_end.get(owner, [])]
             crossing = after.get(owner)
             owner = None
             if crossing is not None:
@@ -221,12 +224,13 @@ def _by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
 
 
 def _packed(order: Sequence[_Owned], stage: int, index: int, shards: int) -> Bucket:
+    """Makes the bucket whose parameters are placed one after another in this order."""
     starts, end = _side_by_side([item.parameter for item in order])
     return _filled(zip(starts, order, strict=True), bucket_end(end, shards), stage, index)
 
 
 def _side_by_side(parameters: Iterable[Parameter]) -> tuple[list[int], int]:
-    """Places parameters one after another, each aligned; returns where they start, and where the last one ends."""
+    """Places parameters one after another, each aligned; returns their starts and the end of the last."""
     starts: list[int] = []
     end = 0
     for parameter in parameters:
@@ -236,7 +240,11 @@ def _side_by_side(parameters: Iterable[Parameter]) -> tuple[list[int], int]:
 
 
 def _filled(placed: Iterable[tuple[int, _Owned]], elements: int, stage: int, index: int) -> Bucket:
-    """Makes the bucket of `elements` whose parameters start where `placed` says, ascending."""
+    """Makes a bucket of `elements` elements.
+
+    Args:
+        placed: each parameter with its start in the bucket, ascending.
+    """
     ranges: list[Range] = []
     names: list[str] = []
     used = 0
@@ -253,21 +261,21 @@ def _filled(placed: Iterable[tuple[int, _Owned]], elements: int, stage: int, ind
 
 
 def even_bucket(held: Sequence[Sequence[Parameter]], stage: int, index: int) -> Bucket:
-    """Lays out a bucket of Megatron's layer-wise optimizer: equal shards, one for each owner's whole
-    parameters and all as long as the fullest. In a ring nothing has to be handed on."""
-    laid = [_side_by_side(parameters) for parameters in held]
-    shard = shard_elements(max(end for _, end in laid), len(held))
+    """Makes a bucket of Megatron's layer-wise optimizer: a shard for each owner's parameters, padded to the length of
+    the fullest. It is reduced and gathered in a ring, in which nothing has to be handed over."""
+    positions = [_side_by_side(parameters) for parameters in held]
+    shard = shard_elements(max(end for _, end in positions), len(held))
     placed = (
         (owner * shard + start, _Owned(parameter, (owner,) * len(parameter.parts)))
-        for owner, (parameters, (starts, _)) in enumerate(zip(held, laid, strict=True))
+        for owner, (parameters, (starts, _)) in enumerate(zip(held, positions, strict=True))
         for parameter, start in zip(parameters, starts, strict=True)
     )
     return replace(_filled(placed, shard * len(held), stage, index), reduction="ring", gathering="ring")
 
 
 def _extend(ranges: list[Range], start: int, end: int, owner: int, matrices: tuple[int, ...]) -> None:
-    """Adds [start, end) to the last range where that has the same owner;
-    what alignment skipped between joins it."""
+    """Appends the range [start, end), or extends the last range if it has the same owner and ends at `start` up to
+    alignment."""
     if ranges and ranges[-1].owner == owner and start in (ranges[-1].end, align(ranges[-1].end)):
         last = ranges.pop()
         start, matrices = last.start, last.matrices + matrices
@@ -275,7 +283,7 @@ def _extend(ranges: list[Range], start: int, end: int, owner: int, matrices: tup
 
 
 Seat = tuple[tuple[Cell, Share | None], ...]
-"""A unit's place: the cell of each of its matrices, and how they are shared."""
+"""A unit's place: the cell of each of its matrices, and its share if it is shared."""
 
 
 def few_owners(
@@ -285,9 +293,9 @@ def few_owners(
     layout: Layout,
     bucket_elements: int | None,
 ) -> Assignment:
-    """Units of one kind changed round, so that buckets have few owners: the last one of a stage first.
+    """Exchanges units of one kind between cells so that buckets have few owners, a stage's last bucket first.
 
-    Every cell keeps as many of each kind, so that its updates take as long as before.
+    Every cell keeps its number of units of each kind, so its updates take as long as before.
     """
     cells, shares = list(assignment.cells), dict(assignment.shares)
     for stage in stages(matrices):
@@ -297,6 +305,7 @@ def few_owners(
         ]
 
         def kind(part: Part) -> Hashable:
+            """Returns a key that parts have in common if they can be exchanged."""
             return tuple(
                 (costs[index], matrix.shape, matrix.shard_dim, matrix.home, index in assignment.shares)
                 for index in part.matrices
@@ -313,29 +322,29 @@ def few_owners(
                 parts_by_kind[kind(part)].append(part)
             while parts_by_kind:
                 owner = _most_useful(parts_by_kind, free)
-                for each in [each for each in parts_by_kind if owner in free[each]]:
-                    seats = free[each][owner]
-                    while parts_by_kind[each] and seats:
-                        for index, (cell, share) in zip(parts_by_kind[each].pop().matrices, seats.pop(), strict=True):
+                for part_kind in [part_kind for part_kind in parts_by_kind if owner in free[part_kind]]:
+                    parts, seats = parts_by_kind[part_kind], free[part_kind][owner]
+                    while parts and seats:
+                        for index, (cell, share) in zip(parts.pop().matrices, seats.pop(), strict=True):
                             cells[index] = cell
                             if share is not None:
                                 shares[index] = share
                     if not seats:
-                        del free[each][owner]
-                    if not parts_by_kind[each]:
-                        del parts_by_kind[each]
+                        del free[part_kind][owner]
+                    if not parts:
+                        del parts_by_kind[part_kind]
     return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shares.items()))))
 
 
 def in_order_of_reductions(
     matrices: Sequence[Matrix], assignment: Assignment, layout: Layout, bucket_elements: int | None
 ) -> Assignment:
-    """Numbers the owners of every stage in the order in which its buckets are reduced to them.
+    """Renumbers the owners of every stage in the order in which buckets are reduced to them.
 
-    The chain of ranks of one reduction then overlaps the next one's. Of the owners that a bucket adds, the
-    one that is needed longest gets the highest number, because it comes first in a bucket that follows.
-    Gatherings go the other way and overlap less, but nothing hides the last reductions, which wait for the
-    end of the backward pass.
+    The chain of ranks of one reduction then overlaps with the next chain. Of the owners that first occur in one
+    bucket, the owner that occurs in the latest bucket gets the highest number, because it comes first in a
+    bucket that follows. Gatherings run in the opposite order and overlap less. Reductions matter more, because
+    the last reductions wait for the end of the backward pass and overlap with nothing else.
     """
     number: dict[tuple[int, int], int] = {}
     for stage in stages(matrices):
@@ -354,11 +363,16 @@ def in_order_of_reductions(
 
 
 def _most_useful(
-    wanted: Mapping[Hashable, Sequence[Part]], free: Mapping[Hashable, Mapping[int, Sequence[Seat]]]
+    parts_by_kind: Mapping[Hashable, Sequence[Part]], free: Mapping[Hashable, Mapping[int, Sequence[Seat]]]
 ) -> int:
-    """The owner that can take most elements of what a bucket still wants, of equal ones the first."""
+    """Returns the owner that can take most elements of a bucket's unassigned parts, the first of equal ones.
+
+    Args:
+        parts_by_kind: the parts that have no seat yet.
+        free: by kind and owner, the seats that are not taken.
+    """
     takes: dict[int, int] = defaultdict(int)
-    for kind, parts in wanted.items():
+    for kind, parts in parts_by_kind.items():
         for owner, seats in free[kind].items():
             takes[owner] += min(len(parts), len(seats)) * parts[0].elements
     return min(takes, key=lambda owner: (-takes[owner], owner))
@@ -367,7 +381,7 @@ def _most_useful(
 def slowest(
     matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment, grouped: Grouped
 ) -> dict[int, float]:
-    """Returns, by stage, the seconds of the owner that is done last, by the planner's clock."""
+    """Returns, by stage, the update seconds of the owner that is done last, as the planner's `Clock` adds them up."""
     seconds: dict[int, float] = defaultdict(float)
     for (stage, _), jobs in held_jobs(matrices, costs, assignment).items():
         seconds[stage] = max(seconds[stage], grouped.of(jobs)[0])
@@ -375,23 +389,29 @@ def slowest(
 
 
 def travel(buckets: Iterable[Bucket], model: ReductionModel) -> tuple[dict[int, float], float]:
-    """Seconds of each stage's last bucket, there and back, and of all buckets."""
-    last, whole = dict[int, float](), 0.0
+    """Returns, by stage, the seconds in which the last bucket is reduced and gathered, and the sum over all buckets of
+    all stages, without the time in which chains overlap."""
+    last, total = dict[int, float](), 0.0
     for stage, held in groupby(buckets, key=lambda bucket: bucket.stage):
         for reduced, gathered in model.in_turn(list(held)):
             last[stage] = reduced.seconds + gathered.seconds
-            whole += last[stage] - reduced.fill_s - gathered.fill_s
-    return last, whole
+            total += last[stage] - reduced.fill_s - gathered.fill_s
+    return last, total
 
 
 def spread(
     buckets: Sequence[Sequence[Parameter]], owner_of: Mapping[int, int], alike: Mapping[int, Hashable]
 ) -> dict[int, int]:
-    """Owner of each unit: of every kind in `alike`, each owner keeps as many as in `owner_of`.
+    """Exchanges units of the same kind between owners so that each bucket's bytes are spread evenly over owners.
 
-    Bucket by bucket, a kind goes to the owners with the fewest bytes of the bucket so far, then to those with
-    most of that kind still to come. Inside a bucket gate and up of a layer get the same or neighbouring
-    owners, so that few parameters lie across a border between two owners.
+    Every owner keeps its number of units of each kind. Bucket by bucket, the units of a kind go to the owners
+    with the fewest bytes of the bucket so far, and of equal ones to the owner with most units of this kind
+    left. Inside a bucket gate and up of a layer get the same or neighbouring owners, so that few parameters
+    have two owners.
+
+    Args:
+        owner_of: the owner of each unit so far.
+        alike: the kind of each unit.
     """
     left: dict[Hashable, Counter[int]] = defaultdict(Counter)
     for unit, owner in sorted(owner_of.items()):

@@ -1,21 +1,22 @@
-"""The messages that each TP rank sends and receives for one micro-group: the one account that everybody asks.
+"""The messages that each TP rank sends and receives for one micro-group. Engine, planner, memory and simulation all
+take them from here.
 
-How a matrix travels depends on who stores it:
+What is sent of a matrix depends on which ranks store it:
 
                                 gradients, to the host           weights, back from the host
     cut (`shard_dim`)           every other rank's fragment      a fragment to every other rank
-    replicated (neither)        nothing: the host has it         the whole to every other rank
-    at home (`home`)            the whole, from its home         the whole, to its home
+    replicated (neither)        nothing: the host has it         the whole matrix to every other rank
+    at home (`home`)            the whole matrix, from its home  the whole matrix, to its home
 
-A shared matrix does not travel; `sharing.shared_exchanges` has its collectives.
+A shared matrix is not sent; `sharing.shared_exchanges` has its collectives.
 
-With hosted weights goes a flag for every matrix to every other rank: one element, not finite where the update
-was not. A rank sends nothing to itself, and an all-to-all in which no fragment moves does not take place,
-flags or not.
+Every host also sends, with the weights, a flag for each of its matrices to every other rank: one element,
+which is not finite if the update was not. A rank sends nothing to itself. An all-to-all in which no fragment
+moves is skipped, and its flags are not sent.
 
-The engine asks for a `Route`: where each fragment lies in one rank's messages. Planning, memory and
-simulation ask for `group_traffic`: how large the messages of all ranks are, which is the size of their
-routes. Everything is counted in elements. No torch.
+The engine uses a `Route`: the place of each fragment in one rank's messages. Planning, memory and simulation
+use `group_traffic`: the sizes of all ranks' messages, which equal the sizes of their routes. Everything is
+counted in elements. No torch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +27,7 @@ from canzona_cli.model.matrices import Matrix
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """One all-to-all: elements by TP rank."""
+    """The elements that each TP rank sends and receives in one all-to-all."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
@@ -42,22 +43,22 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupTraffic:
-    """Both all-to-alls of a micro-group."""
+    """The traffic of a micro-group's two all-to-alls."""
 
     gradients: Traffic
     weights: Traffic
 
     @property
     def collectives(self) -> int:
-        """All-to-alls in which something moves."""
+        """The number of all-to-alls in which something moves."""
         return sum(any(traffic.sent) for traffic in (self.gradients, self.weights))
 
 
 def group_traffic(matrices: Sequence[Matrix], hosts: Sequence[int], tp: int) -> GroupTraffic:
-    """Counts what a micro-group of `matrices` moves.
+    """Counts the elements that a micro-group of `matrices` moves.
 
     Args:
-        hosts: theirs, TP ranks.
+        hosts: the host (TP rank) of each matrix.
     """
     out, back, flags = [0] * tp, [0] * tp, [0] * tp
     homes: list[tuple[int, int, int]] = []
@@ -75,10 +76,10 @@ def group_traffic(matrices: Sequence[Matrix], hosts: Sequence[int], tp: int) -> 
 
 
 def _from_hosts(to_each: Sequence[int], homes: Iterable[tuple[int, int, int]]) -> Traffic:
-    """Traffic of hosts that send `to_each[host]` elements to every other rank, and some to one:
-    (host, home, elements).
+    """Returns the traffic if each host sends `to_each[host]` elements to every other rank, and further elements to
+    one rank for each (host, home, elements) of `homes`.
 
-    Sums instead of one message after another: `auto` weighs hundreds of candidate groups.
+    Works on sums rather than single messages, because grouping `auto` compares hundreds of candidate groups.
     """
     total, others = sum(to_each), len(to_each) - 1
     sent, received = [others * mine for mine in to_each], [total - mine for mine in to_each]
@@ -94,27 +95,28 @@ class Parcel:
 
     matrix: Matrix
     peer: int
-    """TP rank it goes to or comes from."""
+    """The TP rank that the fragment goes to or comes from."""
     offset: int
-    """Elements into the buffer."""
+    """The fragment's start in the buffer, in elements."""
     elements: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """One rank's part in one all-to-all. Buffers hold the messages of its peers in rank order."""
+    """One rank's part in one all-to-all. Its buffers hold the messages of all peers in rank order."""
 
     sends: tuple[Parcel, ...]
     receives: tuple[Parcel, ...]
     send_splits: tuple[int, ...]
-    """Elements by peer."""
+    """The elements sent to each peer, flags included."""
     receive_splits: tuple[int, ...]
+    """The elements received from each peer, flags included."""
     send_flags: tuple[tuple[int, ...], ...] = ()
-    """The place, by peer, where the flags of what this rank hosts lie, behind the fragments."""
+    """The offsets, by peer, of the flags of this rank's hosted matrices; they follow the fragments."""
     receive_flags: tuple[tuple[Matrix, int], ...] = ()
-    """A matrix hosted elsewhere, and where its flag lies."""
+    """The matrices that other ranks host, each with the offset of its flag."""
     travels: bool
-    """True where anything moves between any two ranks: with nothing to move no rank takes part."""
+    """True if a fragment moves between any two ranks; if False, no rank takes part in the all-to-all."""
 
     @property
     def sent(self) -> int:
@@ -126,15 +128,15 @@ class Route:
 
 
 def senders(matrix: Matrix, host: int, tp: int) -> range:
-    """TP ranks whose gradients make up the whole: where every rank has all of it, the host's own do."""
+    """Returns the TP ranks whose gradients make up the whole matrix: the host alone if every rank stores all of it."""
     return range(host, host + 1) if matrix.replicated else matrix.holders(tp)
 
 
 def to_hosts(matrices: Sequence[Matrix], hosts: Sequence[int], *, rank: int, tp: int) -> Route:
-    """Fragments from all ranks to the hosts of their matrices.
+    """Routes gradient fragments from all ranks to the hosts of their matrices.
 
     Args:
-        hosts: by matrix.
+        hosts: the host (TP rank) of each matrix.
     """
     moves = [
         _Move(matrix, source, host)
@@ -146,10 +148,10 @@ def to_hosts(matrices: Sequence[Matrix], hosts: Sequence[int], *, rank: int, tp:
 
 
 def from_hosts(matrices: Sequence[Matrix], hosts: Sequence[int], *, rank: int, tp: int) -> Route:
-    """Fragments from hosts back to all ranks that store one, and a flag for each matrix to every rank.
+    """Routes weight fragments from hosts to all ranks that store one, and a flag for each matrix to every other rank.
 
     Args:
-        hosts: by matrix.
+        hosts: the host (TP rank) of each matrix.
     """
     moves = [
         _Move(matrix, host, target)
@@ -171,7 +173,12 @@ class _Move:
 
 
 def _route(moves: Sequence[_Move], flagged: Sequence[Sequence[Matrix]], rank: int) -> Route:
-    """`flagged`: by host, the matrices whose flags it sends to every other rank."""
+    """Lays out the messages of `rank`.
+
+    Args:
+        moves: the fragments that move between any two ranks.
+        flagged: by host, the matrices whose flags the host sends to every other rank.
+    """
     tp = len(flagged)
     sends: list[Parcel] = []
     receives: list[Parcel] = []
@@ -182,7 +189,8 @@ def _route(moves: Sequence[_Move], flagged: Sequence[Sequence[Matrix]], rank: in
     for peer in range(tp):
         outgoing = [move.matrix for move in moves if (move.source, move.target) == (rank, peer)]
         incoming = [move.matrix for move in moves if (move.source, move.target) == (peer, rank)]
-        out_end, in_end = _lay(outgoing, peer, tp, sent, sends), _lay(incoming, peer, tp, received, receives)
+        out_end = _append(outgoing, peer, tp, sent, sends)
+        in_end = _append(incoming, peer, tp, received, receives)
         mine, theirs = (flagged[rank], flagged[peer]) if peer != rank else ([], [])
         send_flags.append(tuple(out_end + n for n in range(len(mine))))
         receive_flags += [(matrix, in_end + n) for n, matrix in enumerate(theirs)]
@@ -200,8 +208,8 @@ def _route(moves: Sequence[_Move], flagged: Sequence[Sequence[Matrix]], rank: in
     )
 
 
-def _lay(matrices: Sequence[Matrix], peer: int, tp: int, start: int, parcels: list[Parcel]) -> int:
-    """Appends one message's parcels, from `start` on, and returns where it ends."""
+def _append(matrices: Sequence[Matrix], peer: int, tp: int, start: int, parcels: list[Parcel]) -> int:
+    """Appends the parcels of the message that begins at `start`, and returns the end of its fragments."""
     for matrix in matrices:
         parcels.append(Parcel(matrix=matrix, peer=peer, offset=start, elements=matrix.held_elements(tp)))
         start += parcels[-1].elements

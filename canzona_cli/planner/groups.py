@@ -1,9 +1,9 @@
-"""Micro-groups: which of an owner's matrices travel together in one fused all-to-all over its TP group.
+"""Micro-groups: which of an owner's matrices are sent together in one fused all-to-all over its TP group.
 
-While group i is updated, group i + 1's gradients and group i - 1's new weights travel. Small groups start
-computing sooner and hold less memory; large ones pay the latency of an exchange less often. A group's size is
-what one host receives: the whole matrices it hosts, never more than C_max bytes. That bounds what a rank
-sends as well: tp hosts' matrices, a fragment of 1 / tp of each.
+While group i is updated, group i + 1's gradients and group i - 1's new weights are communicated. Small groups
+let hosts start computing sooner and take less memory; large groups pay the latency of an exchange less often.
+The size of a group is what its fullest host receives: the matrices it hosts, at most C_max bytes. C_max also
+bounds what a rank sends: a fragment of 1 / tp of the matrices of tp hosts.
 """
 
 import math
@@ -21,10 +21,11 @@ from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, PlanSettings
 
 _MIB = 1 << 20
 CLOSE = 0.002
-"""Fewer exchanges are better where they take hardly longer: what they cost besides varies most."""
+"""The relative difference in time within which the candidate with fewer groups is preferred, because the overhead
+of an exchange varies most in practice."""
 
 Group = tuple[int, ...]
-"""Matrices of one micro-group, by index in the plan's list."""
+"""The matrices of one micro-group, by index in the plan's list."""
 
 
 def micro_groups(
@@ -33,12 +34,12 @@ def micro_groups(
     assignment: Assignment,
     grouped: "Grouped",
 ) -> tuple[MicroGroup, ...]:
-    """Micro-groups of every owner in order of execution.
+    """Returns the micro-groups of every owner in order of execution.
 
-    - greedy: the paper's, see `paper.rolled_back`; `assign` gives matrices its hosts;
-    - auto: see `_searched`; the fewest groups of those that take no more than `CLOSE` above the shortest.
+    - greedy: the paper's groups, see `paper.rolled_back`, on hosts that `assign` chose in the same way;
+    - auto: of the candidates in `_searched` within `CLOSE` of the fastest, the one with the fewest groups.
 
-    With tp = 1 nothing travels, and every owner has one group.
+    With tp = 1 nothing is exchanged, and every owner has one group.
 
     Raises:
         ConfigError: C_max is smaller than the largest matrix.
@@ -56,7 +57,7 @@ def micro_groups(
 def held_jobs(
     matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment
 ) -> dict[tuple[int, int], list[Job]]:
-    """Groups matrices by stage and owner."""
+    """Lists the matrices of each (stage, owner), with their hosts and costs."""
     held: dict[tuple[int, int], list[Job]] = {}
     for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True):
         job = Job(matrix=matrix, host=cell.host, seconds=cost, share=assignment.shares.get(matrix.index))
@@ -65,14 +66,14 @@ def held_jobs(
 
 
 class Grouped:
-    """Micro-groups of one owner after another; where several have the same costs on the same hosts, found once."""
+    """The micro-groups of owners, cached: owners with the same costs on the same hosts are searched only once."""
 
     def __init__(self, settings: PlanSettings, bytes_per_element: int, pipeline: HostedPipeline) -> None:
         self.settings, self.bytes_per_element, self.pipeline = settings, bytes_per_element, pipeline
         self._known: dict[Hashable, tuple[float, list[tuple[int, ...]]]] = {}
 
     def of(self, jobs: Sequence[Job]) -> tuple[float, list[Group]]:
-        """Returns the seconds they take by the planner's clock, and the groups."""
+        """Returns an owner's update seconds, as the planner's `Clock` adds them up, and its groups."""
         key = tuple(
             (job.host, job.seconds, job.matrix.elements, job.matrix.home, job.matrix.replicated, job.share)
             for job in jobs
@@ -89,14 +90,13 @@ class Grouped:
 
 
 def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, bytes_per_element: int) -> None:
-    """Raises ConfigError where no group could hold the largest matrix."""
+    """Raises ConfigError if C_max is smaller than the largest matrix."""
     if settings.c_max_bytes is None or tp == 1 or not matrices:
         return
     largest = max(matrices, key=lambda matrix: matrix.elements)
     need = largest.elements * bytes_per_element
     if settings.c_max_bytes < need:
-        # Rounded up to what one can type, and a multiple of a power of two: it is the same number when it is
-        # read.
+        # Rounded up to a multiple of 1/64, which has few digits and is read back exactly.
         least = math.ceil(need / _MIB * 64) / 64
         raise ConfigError(
             Problem(
@@ -114,45 +114,50 @@ def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, 
 def _groups(
     jobs: Sequence[Job], settings: PlanSettings, bytes_per_element: int, pipeline: HostedPipeline
 ) -> tuple[float, list[list[Job]]]:
-    """Returns the groups and the seconds they take."""
+    """Returns the seconds that an owner's groups take, and the groups."""
     capacity, tp = settings.capacity(bytes_per_element), pipeline.tp
     if settings.grouping == "auto" and tp > 1:
-        return _quickest(_searched(jobs, tp, capacity), pipeline)
+        return _fewest_of_the_fastest(_searched(jobs, tp, capacity), pipeline)
     chosen = [list(jobs)]
     if tp > 1:
         chosen = rolled_back(jobs, tp, capacity)
-        # A memory cap may have moved hosts away from the greedy choice; groups are then cut for the hosts
-        # there are.
+        # If a memory cap led to other hosts than the greedy choice, the groups are cut for the assigned hosts.
         hosts = {job.matrix.index: job.host for group in chosen for job in group}
         if hosts != {job.matrix.index: job.host for job in jobs}:
             chosen = _cut(jobs, tp, capacity)
     return pipeline.seconds(chosen), chosen
 
 
-def _quickest(candidates: Iterable[list[list[Job]]], pipeline: HostedPipeline) -> tuple[float, list[list[Job]]]:
-    # Several ways to cut come to the same groups, and most have some in common.
-    ways = {tuple(tuple(job.matrix.index for job in group) for group in groups): groups for groups in candidates}
+def _fewest_of_the_fastest(
+    candidates: Iterable[list[list[Job]]], pipeline: HostedPipeline
+) -> tuple[float, list[list[Job]]]:
+    """Times all candidates; returns, of those within `CLOSE` of the fastest, the seconds and groups of the one with
+    the fewest groups."""
+    # Candidates are often equal, and most have groups in common, whose loads `known` keeps.
+    distinct = {tuple(tuple(job.matrix.index for job in group) for group in groups): groups for groups in candidates}
     known: Loads = {}
-    timed = [(pipeline.seconds(groups, known), groups) for groups in ways.values()]
+    timed = [(pipeline.seconds(groups, known), groups) for groups in distinct.values()]
     least = min(seconds for seconds, _ in timed)
-    return min(
-        (one for one in timed if one[0] <= (1 + CLOSE) * least),
-        key=lambda one: (len(one[1]), one[0]),
+    _, seconds, groups = min(
+        ((len(groups), seconds, groups) for seconds, groups in timed if seconds <= (1 + CLOSE) * least),
+        key=lambda candidate: candidate[:2],
     )
+    return seconds, groups
 
 
 def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[list[list[Job]]]:
-    """Candidates of `auto`: three orders, each at capacities from the largest matrix doubling up to C_max.
+    """Yields the candidates of `auto`: three orders, each cut at capacities that double from the largest matrix to
+    C_max.
 
-    And the same with groups of their own for what nothing hides: every host's first matrix, and the last one
-    of every host, or of those hosts alone that are busy longer than the mean.
+    Each is also yielded with separate groups for the exchanges that nothing overlaps: the first group has every
+    host's first matrix, the last group the last matrix of every host, or only of hosts busier than the mean.
     """
     largest = max(job.received for job in jobs)
     hosted = [0] * tp
     for job in jobs:
         hosted[job.host] += job.received
     most = min(capacity or max(hosted), max(hosted))
-    # Doubling: the time is flat around its minimum, and a plan has to be made within a second.
+    # Doubling suffices, because the time is flat around its minimum, and a plan has to be made within a second.
     capacities = [largest]
     while capacities[-1] < most:
         capacities.append(min(2 * capacities[-1], most))
@@ -162,7 +167,7 @@ def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[li
     orders = (
         _rounds(jobs, tp, descending=True),
         rising,
-        # Little to wait for at both ends: something small to start with, something small to finish on.
+        # Small matrices at both ends keep the first and the last exchange short.
         _arched(rising, tp),
     )
     for order in orders:
@@ -174,7 +179,8 @@ def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[li
 
 
 def _ends(order: Sequence[Job], late: Set[int]) -> tuple[list[Job], list[Job], list[Job]]:
-    """Every host's first job, what lies between, and the last job of the hosts in `late` that have another."""
+    """Splits jobs into every host's first job, the jobs between, and the last job of each host in `late` that has
+    more than one job."""
     first: dict[int, Job] = {}
     last: dict[int, Job] = {}
     for job in order:
@@ -187,7 +193,7 @@ def _ends(order: Sequence[Job], late: Set[int]) -> tuple[list[Job], list[Job], l
 
 
 def _cut(jobs: Iterable[Job], tp: int, capacity: int | None) -> list[list[Job]]:
-    """Consecutive jobs, a group closed when the next would take a host above `capacity`."""
+    """Cuts jobs into consecutive groups, each closed before the job that would take a host above `capacity`."""
     groups: list[list[Job]] = [[]]
     hosted = [0] * tp
     for job in jobs:
@@ -200,28 +206,28 @@ def _cut(jobs: Iterable[Job], tp: int, capacity: int | None) -> list[list[Job]]:
 
 
 def _rounds(jobs: Sequence[Job], tp: int, *, descending: bool) -> list[Job]:
-    """Every host's first job by cost, then every host's second, and so on."""
+    """Orders jobs so that every host's first job by cost comes first, then every host's second, and so on."""
     sign = -1 if descending else 1
     queues = [
         sorted((j for j in jobs if j.host == host), key=lambda j: (sign * j.busy, j.matrix.index)) for host in range(tp)
     ]
     longest = max(map(len, queues))
     if not descending:
-        # Hosts with fewer jobs start in a later round, so that all hosts take part in the last one.
+        # Hosts with fewer jobs start in a later round, so that all hosts take part in the last round.
         return [queue[turn - longest] for turn in range(longest) for queue in queues if turn >= longest - len(queue)]
     return [queue[turn] for turn in range(longest) for queue in queues if turn < len(queue)]
 
 
 def _arched(ascending: Sequence[Job], tp: int) -> list[Job]:
-    """Every host's jobs up its even positions and down the odd ones, in rounds."""
+    """Orders each host's jobs from small to large and back to small, then interleaves the hosts round-robin."""
     queues = [[job for job in ascending if job.host == host] for host in range(tp)]
     arches = [[*queue[::2], *reversed(queue[1::2])] for queue in queues]
     return [arch[turn] for turn in range(max(map(len, arches))) for arch in arches if turn < len(arch)]
 
 
 GAIN = 0.98
-"""A stage shares matrices where its slowest owner then takes at most this share of its time without: buckets
-that other owners make may travel for longer."""
+"""The relative time at or below which a stage shares matrices: its slowest owner's time with sharing over its time
+without. Sharing has to gain something, because it changes owners, and buckets may then take longer to communicate."""
 
 
 def best_of(
@@ -234,12 +240,13 @@ def best_of(
     grouped: Grouped,
     memory_cap: int | None,
 ) -> Assignment:
-    """Owner, host and mode of every matrix.
+    """Chooses what each stage shares: every owner of `balanced` takes its fastest set of shared matrices, and a stage
+    whose slowest owner gains too little (`GAIN`) keeps its cells of `hosted`.
 
     Args:
-        hosted: with nothing shared.
-        balanced: the assignments whose owners may each share matrices, or not.
-        possible: the ways in which matrices may be shared, by index.
+        hosted: an assignment that shares nothing.
+        balanced: an assignment balanced with sharing, whose owners are taken over.
+        possible: the costs of the matrices that may be shared, by index.
         memory_cap: elements of matrices that a cell may keep.
     """
     packer = HostPacker(costs, tp, possible)
@@ -252,7 +259,7 @@ def best_of(
         if stage in late:
             continue
         ways = [way for way in _ways(jobs, packer, possible) if memory_cap is None or _fullest(way, tp) <= memory_cap]
-        # Of equally long ones the first.
+        # Of equally fast ones the first.
         seconds, _, best = min((grouped.of(way)[0], place, way) for place, way in enumerate(ways or [jobs]))
         rows.setdefault(stage, []).append((owner, best))
         if seconds > limits[stage]:
@@ -270,7 +277,7 @@ def best_of(
 
 
 def _ways(jobs: Sequence[Job], packer: HostPacker, possible: Mapping[int, Share]) -> Iterator[list[Job]]:
-    """Yields nothing shared, then what is lowest, then all."""
+    """Yields an owner's jobs on the hosts of each row of the packer, the row that shares nothing first."""
     for row in sorted(packer.rows([job.matrix.index for job in jobs]), key=lambda row: sum(row.shared) > 0):
         yield [
             replace(job, host=host, share=possible[job.matrix.index] if shared else None)
@@ -279,6 +286,7 @@ def _ways(jobs: Sequence[Job], packer: HostPacker, possible: Mapping[int, Share]
 
 
 def _fullest(jobs: Sequence[Job], tp: int) -> int:
+    """Counts the elements that the fullest host holds, its fragments of shared matrices included."""
     held, each = [0] * tp, 0
     for job in jobs:
         if job.share is None:

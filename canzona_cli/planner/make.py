@@ -1,7 +1,8 @@
-"""The way from a run to its `Plan`: attempts, until every rank has the memory.
+"""Makes the `Plan` of a run, in attempts that need less and less memory until every rank has enough.
 
-An attempt balances whole matrices and shares some where that is faster; of equally fast assignments it keeps
-the one with less communication. Buckets and micro-groups follow. No torch, no clock, no chance.
+An attempt balances matrices over the grid and shares some where sharing is faster. Of equally fast assignments
+it keeps the one with less communication. Buckets and micro-groups follow from the assignment. Nothing depends
+on torch, on measured time or on randomness.
 """
 
 import json
@@ -34,17 +35,17 @@ from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan, PlanSetting
 from canzona_cli.planner.reduction import ReductionModel
 
 SHARING_GAIN = 1.03
-"""Nothing is shared where the busiest rank without it is busy for at most this times what any plan takes."""
+"""Sharing is considered only if, without it, some stage's busiest rank takes longer than this times the lower bound."""
 
 ALIKE = 0.001
-"""The share of a step by which assignments may be longer and still be preferred for less communication."""
+"""The relative difference in time up to which assignments count as equally fast."""
 
 
 def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
-    """The subject of the plan for a run.
+    """Collects everything that a run's plan depends on.
 
     Args:
-        shapes: the user's own, where these are planned instead of `config.model`.
+        shapes: the user's own shapes if these are planned instead of `config.model`.
     """
     model: dict[str, Scalar] = {name: getattr(config.model, name) for name in affecting(PLAN, "model")}
     return Subject(
@@ -64,15 +65,14 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
                 name: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
                 for name in affecting(PLAN, "cluster")
                 for value in (getattr(config.cluster, name),)
-                if value or name != "bf16_in_fp32"  # without it plans have the hash they had before there was one
+                if value or name != "bf16_in_fp32"  # left out if false, so that older plans keep their hashes
             }
         ),
     )
 
 
 def settings(config: RunConfig) -> PlanSettings:
-    """Reads what a run asks of the planner. sc and layerwise have no plans;
-    they are compared with canzona's."""
+    """Collects a run's planner settings. A run with sc or layerwise, which have no plans, is planned as canzona."""
     engine = config.engine
     asked = PlanSettings(
         strategy=engine.strategy if engine.strategy in PLANNED else "canzona",
@@ -89,7 +89,7 @@ def settings(config: RunConfig) -> PlanSettings:
 
 
 def planned_matrices(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> tuple[Matrix, ...]:
-    """Lists the matrices that a plan of the run assigns, in its order."""
+    """Lists the matrices that a plan of the run assigns, in the plan's order."""
     if shapes is not None:
         return shapes.matrices(layout)
     return matrices_of(config.model, layout, config.engine.splitting)
@@ -103,12 +103,14 @@ def attempt(
     memory_cap: int | None,
     c_max_bytes: int | None = None,
 ) -> Plan:
-    """The plan that is done first, as far as prices are right.
+    """Makes the fastest plan by the cost model, within `memory_cap`.
+
+    Strategy paper with tp > 1 and no C_max given tries several values of C_max.
 
     Args:
         members: the matrices of the plan, see `planned_matrices`.
-        memory_cap: elements of matrices that a rank may keep.
-        c_max_bytes: the capacity in bytes of micro-groups, where smaller ones save memory; None: as asked.
+        memory_cap: elements of matrices that a rank may keep; None: no limit.
+        c_max_bytes: C_max in bytes, to save memory; None: as the run's settings say.
     """
     sizes: list[int | None] = [c_max_bytes]
     if config.engine.strategy == "paper" and config.engine.c_max_mib is None and c_max_bytes is None and layout.tp > 1:
@@ -119,17 +121,19 @@ def attempt(
 
 @lru_cache(maxsize=16)
 def lower_bounds(config: RunConfig, layout: Layout, members: tuple[Matrix, ...]) -> tuple[float, ...]:
-    """`Plan.lower_bounds`."""
+    """Computes `Plan.lower_bounds`, in seconds by stage."""
     costs, possible = update_costs(config, members), _possible(config, layout, members)
     return tuple(lower_bound(members, costs, stage, layout.owners, layout.tp, possible) for stage in range(layout.pp))
 
 
 def _possible(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
-    """Returns the prices of the matrices that may be shared."""
+    """Returns the costs of the matrices that may be shared, by index."""
     return HOSTED if config.engine.mode == "hosted" else shares(config, layout, members)
 
 
 class _Attempt:
+    """One attempt at a plan, with a given memory cap and C_max."""
+
     def __init__(
         self,
         config: RunConfig,
@@ -153,7 +157,7 @@ class _Attempt:
         self._laid_out: dict[tuple[Cell, ...], tuple[Bucket, ...]] = {}
 
     def plan(self) -> Plan:
-        assignment = self._that_travels_least(self._shared_where_sooner(self._balanced))
+        assignment = self._with_least_communication(self._shared_where_faster(self._balanced))
         return Plan(
             subject=self._about,
             matrices=self._members,
@@ -165,16 +169,16 @@ class _Attempt:
         )
 
     def seconds(self) -> float:
-        """Prices the part of the plan that nothing hides, without sharing."""
-        return self._price(self._balanced)[0]
+        """Returns the exposed seconds of the balanced assignment (`_times`), before any sharing or reordering."""
+        return self._times(self._balanced)[0]
 
     @cached_property
     def _balanced(self) -> Assignment:
-        """Owner and host of every matrix; nothing is shared unless all is to be."""
+        """The balanced assignment; it shares nothing unless mode is shared."""
         return self._assigned(self._asked, self._possible if self._asked.mode == "shared" else HOSTED, self._memory_cap)
 
-    def _shared_where_sooner(self, hosted: Assignment) -> Assignment:
-        """Shares some matrices where modes are free and whole matrices leave ranks idle."""
+    def _shared_where_faster(self, hosted: Assignment) -> Assignment:
+        """Shares some matrices if mode is auto, `hosted` leaves ranks idle, and sharing is faster."""
         if self._asked.mode != "auto" or not self._possible or not self._leaves_idle(hosted):
             return hosted
         members, costs, layout = self._members, self._costs, self._layout
@@ -184,30 +188,33 @@ class _Attempt:
             return best
         others = [stage_weights(self._config, layout, stage).others for stage in range(layout.pp)]
         gathered = [self._model.gather_evenly(elements) for elements in others]
-        # AdamW's parameters, gathered under the updates, may take longer than either.
-        sooner = self._price(hosted, gathered)[0] > (1 + ALIKE) * self._price(best, gathered)[0]
-        return best if sooner else hosted
+        # Gathering AdamW's parameters overlaps with the updates and may take longer than they do.
+        faster = self._times(hosted, gathered)[0] > (1 + ALIKE) * self._times(best, gathered)[0]
+        return best if faster else hosted
 
-    def _that_travels_least(self, assignment: Assignment) -> Assignment:
-        """Keeps the balance but changes owners, or takes natural order,
-        where buckets then travel for less."""
+    def _with_least_communication(self, assignment: Assignment) -> Assignment:
+        """Returns, of several equally fast assignments, the one whose buckets take the least time to communicate.
+
+        The candidates are the given assignment, one with units exchanged between owners (`few_owners`), both with
+        renumbered owners, and owners in natural order.
+        """
         asked, layout = self._asked, self._layout
         if not (asked.strategy == "canzona" and asked.layout == "owner" and asked.alpha == 1 and layout.owners > 1):
             return assignment
         ways = [assignment, few_owners(self._members, self._costs, assignment, layout, self._limit)]
         ways = [in_order_of_reductions(self._members, way, layout, self._limit) for way in ways]
         if self._memory_cap is None and asked.mode != "shared":
-            # Balanced for its own sake an assignment may travel for longer than that gains.
+            # A balanced assignment may lose more time to communication than its balance gains.
             ways.append(self._assigned(replace(asked, strategy="asc"), HOSTED, None))
-        prices = [self._price(way) for way in ways]
-        least = min(seconds for seconds, _ in prices)
-        _, best = min((whole, n) for n, (seconds, whole) in enumerate(prices) if seconds <= (1 + ALIKE) * least)
+        times = [self._times(way) for way in ways]
+        least = min(exposed for exposed, _ in times)
+        _, best = min((total, n) for n, (exposed, total) in enumerate(times) if exposed <= (1 + ALIKE) * least)
         return ways[best]
 
     def _assigned(self, asked: PlanSettings, possible: Mapping[int, Share], memory_cap: int | None) -> Assignment:
         return assign(
             self._members,
-            [float(one.elements) for one in self._members] if asked.strategy == "paper" else self._costs,
+            [float(matrix.elements) for matrix in self._members] if asked.strategy == "paper" else self._costs,
             self._layout,
             asked,
             memory_cap,
@@ -217,6 +224,7 @@ class _Attempt:
         )
 
     def _leaves_idle(self, assignment: Assignment) -> bool:
+        """Returns True if some stage's busiest rank takes longer than `SHARING_GAIN` times the lower bound."""
         layout = self._layout
         busiest = (
             max(assignment.loads(self._members, self._costs, stage, layout.owners, layout.tp))
@@ -230,23 +238,31 @@ class _Attempt:
             self._laid_out[assignment.cells] = self._model.choose(made, self._asked, scratch=True)
         return self._laid_out[assignment.cells]
 
-    def _price(self, assignment: Assignment, hidden: Sequence[float] | None = None) -> tuple[float, float]:
-        """Seconds that nothing hides, of updates at least what is `hidden` under them (by stage); and of all
-        buckets' travel."""
-        unhidden, whole = travel(self._buckets(assignment), self._model)
+    def _times(self, assignment: Assignment, hidden: Sequence[float] | None = None) -> tuple[float, float]:
+        """Returns the exposed seconds of the slowest stage (updates plus the last bucket's reduction and gathering),
+        and the seconds in which all buckets are reduced and gathered.
+
+        Args:
+            hidden: seconds of communication that overlaps with the updates, by stage; updates count as at least
+                as long.
+        """
+        last_bucket, total = travel(self._buckets(assignment), self._model)
         busy = slowest(self._members, self._costs, assignment, self._grouped)
         if hidden is not None:
             busy = {stage: max(seconds, hidden[stage]) for stage, seconds in busy.items()}
-        return rounded(max(busy[stage] + unhidden[stage] for stage in busy)), rounded(whole)
+        return rounded(max(busy[stage] + last_bucket[stage] for stage in busy)), rounded(total)
 
 
 def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tuple[RunConfig, tuple[str, ...]]:
-    """The run as it is planned, and what to tell the user about that.
+    """Returns the run to plan and notes for the user.
 
-    sc and layerwise have no plan of ours; a run of theirs is planned as canzona, and compared with them.
+    sc and layerwise have no plans: a run with one of them is planned as canzona, for comparison.
+
+    Args:
+        explicit: keys that the user set.
 
     Raises:
-        ConfigError: AdamW updates element by element, there is nothing to plan.
+        ConfigError: the optimizer is AdamW, which updates element by element, so there is nothing to plan.
     """
     execution, strategy = execution_of(config), config.engine.strategy
     if execution is Execution.ADAMW:
@@ -262,22 +278,21 @@ def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tupl
         return config, ()
     notes: tuple[str, ...] = ()
     if explicit & {"engine", "engine.strategy"}:
-        notes = (f"engine.strategy={strategy} needs no plan; this is canzona's, compared with {strategy}",)
+        notes = (f"engine.strategy={strategy} has no plan; this is canzona's, for comparison with {strategy}",)
     return replace(config, engine=replace(config.engine, strategy="canzona")), notes
 
 
 def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
-    """The plan of a resolved run (see `cluster.fit.resolve`); the same on every rank,
-    machine and Python process.
+    """Makes the plan of a resolved run (see `cluster.fit.resolve`); it is the same on every rank and node.
 
-    The last few are kept, for whoever chooses a layout has planned it already.
+    The last 8 plans are cached, because the search for a layout has already planned the layout it chose.
 
     Args:
-        shapes: the user's own, planned instead of `config.model` (which is then their `stand_in`).
+        shapes: the user's own shapes, planned instead of `config.model` (which is then their `stand_in`).
 
     Raises:
-        ConfigError: `engine.c_max_mib` is smaller than the largest matrix, or a dimension that tp does not
-            cut evenly.
+        ConfigError: `engine.c_max_mib` is smaller than the largest matrix, tp does not divide a dimension
+            evenly, or the optimizer is AdamW.
         DoesNotFit: no assignment keeps every rank within its memory.
     """
     return _make_plan(config, layout, shapes)
@@ -287,7 +302,7 @@ def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = No
 def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
     config, _ = plannable(config)
     members, engine = planned_matrices(config, layout, shapes), config.engine
-    # Messages of shared matrices may be what does not fit.
+    # The buffers of shared matrices may be what does not fit, so mode auto falls back to hosted.
     for mode in (engine.mode, "hosted") if engine.mode == "auto" else (engine.mode,):
         run = replace(config, engine=replace(engine, mode=mode))
         for plan in _attempts(run, layout, shapes, members):
@@ -314,23 +329,23 @@ def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
 def _attempts(
     config: RunConfig, layout: Layout, shapes: ModelShapes | None, members: tuple[Matrix, ...]
 ) -> Iterator[Plan]:
-    """Yields plans that need less and less memory."""
+    """Yields plans that need less and less memory, the fastest first."""
     free = plan_unbounded(config, layout, shapes)
     for careful in (False, True):
         memory_cap = _memory_cap(config, layout, members, careful=careful)
         roomy = _most_held(free) <= memory_cap
         for c_max_bytes in _capacities(config, layout, members):
-            # Most layouts have the memory, and then how much changes nothing.
-            whole = roomy and c_max_bytes is None
+            # Under a memory cap that does not bind, the plan is the one made without a cap.
+            reusable = roomy and c_max_bytes is None
             yield from _with_less(
-                config, layout, free if whole else attempt(config, layout, shapes, members, memory_cap, c_max_bytes)
+                config, layout, free if reusable else attempt(config, layout, shapes, members, memory_cap, c_max_bytes)
             )
 
 
 def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
-    """Makes a plan whatever memory it takes: for comparisons, and where there is enough.
+    """Makes a plan without a memory limit, for comparisons and for runs with enough memory.
 
-    The last few are kept: but for its subject it is the same for every `Layout.bare`.
+    The last 32 plans are cached; layouts with the same `Layout.bare` share a plan except for its subject.
     """
     open_parallel = replace(config.parallel, tp=None, pp=None, vpp=None, cp=None, sequence_parallel=None)
     open_train = replace(config.train, micro_batch_size=None, global_batch_size=None, recompute=None)
@@ -344,17 +359,17 @@ def _unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
 
 
 def _most_held(plan: Plan) -> int:
-    """Elements of the matrices of one cell."""
+    """Counts the elements of matrices on the cell that keeps most."""
     held: Counter[tuple[int, Cell]] = Counter()
     tp, shared = plan.subject.layout.tp, plan.assignment.shares
     for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
-        for one, elements in cell.held(matrix, tp, shared=matrix.index in shared):
-            held[matrix.stage, one] += elements
+        for keeper, elements in cell.held(matrix, tp, shared=matrix.index in shared):
+            held[matrix.stage, keeper] += elements
     return max(held.values())
 
 
 def _with_less(config: RunConfig, layout: Layout, plan: Plan) -> Iterator[Plan]:
-    """The plan, and the same whose buckets need no memory on their way that nobody asked for."""
+    """Yields the plan, then the plan without rings that the planner chose itself, whose scratch takes memory."""
     yield plan
     without = ReductionModel(config, layout).choose(plan.buckets, plan.subject.settings, scratch=False)
     if without != plan.buckets:
@@ -362,18 +377,20 @@ def _with_less(config: RunConfig, layout: Layout, plan: Plan) -> Iterator[Plan]:
 
 
 def _capacities(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Iterator[int | None]:
-    """C_max of `make_plan`'s attempts: what was asked for or nothing, then down to the largest matrix."""
+    """Yields C_max of `make_plan`'s attempts in bytes: first None (as the settings say), then smaller and smaller, down
+    to the largest matrix."""
     yield None
     largest = max(matrix.elements for matrix in members) * max(exchange_bytes(config))
     yield from capacities(largest, settings(config).c_max_bytes)
 
 
 def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], *, careful: bool) -> int:
-    """Elements of whole matrices one rank may hold: what the fullest stage leaves,
-    over an element's bytes of state.
+    """Returns the elements of matrices that one rank may keep: the free memory of the fullest stage divided by the
+    bytes of state per element.
 
-    Preconditioners differ by shape: careless counts their mean over all matrices, `careful` the shape with
-    most.
+    Args:
+        careful: preconditioners take more bytes per element for some shapes than for others. True to count the
+            most of any matrix, False to count the mean over all matrices.
     """
     how = algorithm(config)
     shares = [(factor_bytes(how, matrix.rows, matrix.cols), matrix.elements) for matrix in members]

@@ -1,5 +1,5 @@
-"""A plan's figures without a simulation: load balance and its bound, bytes moved,
-memory of the fullest rank."""
+"""A plan's figures that need no simulation: load balance and its bound, bytes and collectives, and how each shape is
+updated."""
 
 import math
 from collections import Counter
@@ -18,82 +18,84 @@ from canzona_cli.planner.reduction import collectives, sent_elements, shares
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """Update cost over the ranks of the stage that takes longest, as max / mean: 1.0 is perfect."""
+    """The load balance of the stage whose slowest rank takes longest: max / mean of update seconds. 1.0 is perfect."""
 
     dp: float
-    """The balance over owners, each with the sum of its hosts."""
+    """The balance over owners; an owner counts with the sum of its hosts."""
     tp: float
-    """The balance over the hosts of the owner that has the slowest one;
-    `grid` is the product for that owner."""
+    """The balance over the hosts of the owner that has the slowest host. If this owner is also the busiest, `grid` is
+    `dp` times `tp`."""
     grid: float
-    """The balance over all cells: how much longer the update takes than with a perfect spread."""
+    """The balance over all cells: how many times as long the update takes as with perfect balance."""
     lower_bound: float
-    """No assignment has a smaller `grid`."""
+    """The lower bound of `grid`: no assignment has a smaller one."""
     slowest_s: float
-    """Seconds of update on the slowest rank."""
+    """The update seconds of the slowest rank."""
     mean_s: float
+    """The mean update seconds of the stage's ranks."""
     slowest: Place
 
     @property
     def gap(self) -> float:
-        """The distance of the plan from its bound; 0.01 is one per cent."""
+        """The relative distance of `grid` from its lower bound; 0.01 is one per cent."""
         return self.grid / self.lower_bound - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """Bytes one rank sends in a step, and collectives it takes part in;
-    of the busiest one where ranks differ."""
+    """The bytes that one rank sends in a step and the collectives that it takes part in; of the busiest rank (stage,
+    owner) where ranks differ."""
 
     dp_reduce_bytes: int
-    """Gradients of everything a rank stores, reduced over the owners' group: (n - 1) / n of its buffers,
-    padded where that is how a bucket travels; of one that goes round in a ring, all of it."""
+    """The bytes of gradients sent to reduce all that a rank stores over n owners: (n - 1) / n of AdamW's gradients and
+    of buckets that are reduced per owner, and all of a bucket in a ring, padding included."""
     dp_gather_bytes: int
-    """Updated weights, the same way back."""
+    """The bytes of weights sent to gather all that a rank stores, counted in the same way."""
     tp_exchange_bytes: int
-    """Gradient fragments to hosts, new weights and their flags from them."""
+    """The bytes of gradient fragments sent to hosts, of new weights and flags sent by hosts, and of shared matrices'
+    squares."""
     dp_reductions: int
-    """Collectives that reduce the matrices' gradients: one for each owner's range of a bucket,
-    or few for all."""
+    """The number of collectives that reduce the matrices' gradients: one for each range of a bucket, or a few for a
+    bucket in a ring."""
     dp_gathers: int
-    """Collectives that gather their weights."""
+    """The number of collectives that gather the matrices' weights."""
     reduced_by: Mapping[Reduction, int]
-    """The number of buckets whose gradients travel each way, the most usual first;
-    empty where nothing travels."""
+    """The number of buckets that are reduced in each way, the most frequent way first; empty with one owner."""
     gathered_by: Mapping[Gathering, int]
-    """The number of buckets whose weights travel each way."""
+    """The number of buckets that are gathered in each way, the most frequent way first; empty with one owner."""
     tp_exchanges: int
-    """All-to-alls of the micro-groups, two each, and collectives of shared matrices."""
+    """The number of collectives over the TP group: at most two all-to-alls a micro-group, and those of shared
+    matrices."""
     dp_byte_balance: float
-    """Elements of every bucket's busiest owner over an even share, buckets weighed by size: what alpha trades
-    against load balance. 1.0 where all owners reduce and gather equally much of each bucket."""
+    """The elements of every bucket's busiest owner over an even share, summed over buckets: what alpha trades against
+    load balance. 1.0 if all owners have equally many elements of each bucket."""
     padding_fraction: float
-    """Padding for each element of the matrices' buffers that is none; 0.5 stores half as much again."""
+    """The elements of padding per other element in the matrices' buffers; 0.5 stores half as much again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateKind:
-    """Matrices that are updated alike."""
+    """Matrices of one shape and cost, which are updated in the same way."""
 
     rows: int
     cols: int
     matrices: int
     seconds: float
-    """The seconds of one of them by one rank."""
+    """The seconds in which one rank updates one matrix."""
     shared: int
-    """The number of them that their owners' TP groups update together, in Gram form."""
+    """The number of shared matrices, which their owners' TP groups update together, in Gram form."""
     fragment_s: float
-    """Then: of every rank, for one of them; 0 where none is."""
+    """The seconds that every rank of the TP group takes for one shared matrix; 0 if none is shared."""
     form: Form | None
-    """None where nothing is orthogonalised."""
+    """The form of the orthogonalisation; None if the optimizer does not orthogonalise."""
     products: Literal["plain", "symmetric"]
-    """True where products with a symmetric result are priced as symmetric kernels' (`cluster.symmetric_factor`)."""
+    """`symmetric` if the cost counts products with a symmetric result as symmetric kernels compute them
+    (`cluster.symmetric_factor`)."""
     together: int
-    """The most that a host updates at once, in batched products; 1: one by one."""
+    """The most matrices that a host updates at once, in batched products; 1: one by one."""
     error: float | None
-    """Root mean square of |s - 1| over singular values s of the update that were 0.007 to 1 of the largest,
-    in exact arithmetic; rounding adds less than 0.01 in either form, in bf16 or fp16. None where that is not
-    known."""
+    """The root mean square of |s - 1| over the update's singular values s that started at 0.007 to 1 of the largest,
+    in exact arithmetic. Rounding adds less than 0.01 in either form, in bf16 or fp16. None if not known."""
 
 
 POLYNOMIAL_ERROR = {
@@ -104,11 +106,11 @@ POLYNOMIAL_ERROR = {
     "aol": 1.54,
     "deepseekv4": 0.198,
 }
-"""`UpdateKind.error` of five steps, by coefficients; `aol` is made for four."""
+"""The `UpdateKind.error` of five steps, by coefficients; `aol` is designed for four steps."""
 
 
 def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
-    """Describes how each shape of the plan is updated, the one that takes longest in all first."""
+    """Describes how each shape of the plan is updated; the shape that takes longest in total comes first."""
     how, optimizer = plan.subject.optimizer, config.optimizer
     orthogonal = isinstance(optimizer, NewtonSchulzConfig)
     counted = Counter((m.rows, m.cols, cost) for m, cost in zip(plan.matrices, plan.costs, strict=True))
@@ -132,13 +134,13 @@ def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
             together=stack_of(how, rows, cols, config.cluster),
             error=error,
         )
-        for (rows, cols, cost), number in sorted(counted.items(), key=lambda one: -one[1] * one[0][2])
+        for (rows, cols, cost), number in sorted(counted.items(), key=lambda item: -item[1] * item[0][2])
         for counts in (shares.get((rows, cols), ()),)
     )
 
 
 def balance(plan: Plan) -> Balance:
-    """The load balance of the stage whose slowest rank takes longest."""
+    """Computes the load balance of the stage whose slowest rank takes longest."""
     mesh = plan.subject.layout
     stages = [plan.loads(stage) for stage in range(mesh.pp)]
     stage = max(range(mesh.pp), key=lambda s: max(stages[s]))
@@ -151,7 +153,7 @@ def balance(plan: Plan) -> Balance:
         dp=max(owners) / owner_mean,
         tp=loads[slowest] / (owners[slowest // mesh.tp] / mesh.tp),
         grid=grid,
-        lower_bound=min(max(bound / mean, 1.0), grid),  # apart from rounding it is never above
+        lower_bound=min(max(bound / mean, 1.0), grid),  # the bound exceeds `grid` only by rounding
         slowest_s=loads[slowest],
         mean_s=mean,
         slowest=Place.of(mesh, stage, slowest),
@@ -159,7 +161,8 @@ def balance(plan: Plan) -> Balance:
 
 
 def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communication:
-    """The traffic of one step besides the forward and backward pass's own traffic."""
+    """Counts the traffic of one step in reductions, gatherings and exchanges, without the traffic of the model's
+    forward and backward passes."""
     mesh = plan.subject.layout
     width, grad = element_bytes(config)
     reduced = [
@@ -169,16 +172,19 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
     for bucket in plan.buckets:
         reduced[bucket.stage] += sent_elements(bucket, bucket.reduction, mesh.owners)
         gathered[bucket.stage] += sent_elements(bucket, bucket.gathering, mesh.owners)
-    stages = [[collectives(one, mesh.owners) for one in plan.buckets if one.stage == stage] for stage in range(mesh.pp)]
-    travelling = plan.buckets if mesh.owners > 1 else ()
+    stages = [
+        [collectives(bucket, mesh.owners) for bucket in plan.buckets if bucket.stage == stage]
+        for stage in range(mesh.pp)
+    ]
+    communicated = plan.buckets if mesh.owners > 1 else ()
     return Communication(
         dp_reduce_bytes=round(max(reduced) * grad),
         dp_gather_bytes=round(max(gathered) * width),
         tp_exchange_bytes=max(exchange_sent(config, plan), default=0),
         dp_reductions=max(sum(reductions for reductions, _ in stage) for stage in stages),
         dp_gathers=max(sum(gathers for _, gathers in stage) for stage in stages),
-        reduced_by=dict(Counter(bucket.reduction for bucket in travelling).most_common()),
-        gathered_by=dict(Counter(bucket.gathering for bucket in travelling).most_common()),
+        reduced_by=dict(Counter(bucket.reduction for bucket in communicated).most_common()),
+        gathered_by=dict(Counter(bucket.gathering for bucket in communicated).most_common()),
         tp_exchanges=max(exchanges(plan).values(), default=0),
         dp_byte_balance=_byte_balance(plan),
         padding_fraction=padding_fraction(plan.buckets),
@@ -195,26 +201,27 @@ def _byte_balance(plan: Plan) -> float:
 
 
 def _traffic(plan: Plan) -> Iterator[tuple[MicroGroup, GroupTraffic]]:
-    """Yields what each micro-group moves."""
+    """Yields each micro-group with the traffic of its hosted matrices."""
     for group in plan.groups:
-        travelling = [index for index in group.matrices if index not in plan.assignment.shares]
-        hosts = [plan.assignment.cells[index].host for index in travelling]
-        yield group, group_traffic([plan.matrices[index] for index in travelling], hosts, plan.subject.layout.tp)
+        hosted = [index for index in group.matrices if index not in plan.assignment.shares]
+        hosts = [plan.assignment.cells[index].host for index in hosted]
+        yield group, group_traffic([plan.matrices[index] for index in hosted], hosts, plan.subject.layout.tp)
 
 
 def exchanges(plan: Plan) -> Counter[tuple[int, int]]:
-    """Counts all-to-alls of a step, and collectives of shared matrices, by stage and owner."""
-    elements: Counter[tuple[int, int]] = Counter()
+    """Counts a step's collectives over each TP group, by stage and owner: all-to-alls of micro-groups and collectives
+    of shared matrices."""
+    counts: Counter[tuple[int, int]] = Counter()
     for group, traffic in _traffic(plan):
-        elements[group.stage, group.owner] += traffic.collectives
+        counts[group.stage, group.owner] += traffic.collectives
     of_shared = sum(shared_collectives(plan.subject.optimizer.ns_steps).values())
     for index in plan.assignment.shares:
-        elements[plan.matrices[index].stage, plan.assignment.cells[index].owner] += of_shared
-    return elements
+        counts[plan.matrices[index].stage, plan.assignment.cells[index].owner] += of_shared
+    return counts
 
 
 def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
-    """Bytes each rank sends inside its TP group in a step: by stage, then cell."""
+    """Counts the bytes that each rank sends within its TP group in a step, by stage and then cell."""
     mesh = plan.subject.layout
     width, grad = exchange_bytes(config)
     sent = [0] * (mesh.pp * mesh.cells)
@@ -231,7 +238,7 @@ def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
 
 
 def padding_fraction(buckets: Iterable[Bucket]) -> float:
-    """Elements of padding for each element that is none, over all stages."""
+    """Returns the elements of padding per other element, over all stages."""
     padding = elements = 0
     for bucket in buckets:
         padding, elements = padding + bucket.padding, elements + bucket.elements

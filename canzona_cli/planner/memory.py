@@ -1,17 +1,17 @@
-"""The memory that engine and optimizers hold on each rank of a plan,
-next to state and Megatron's own buffers.
+"""The memory of each rank under a plan: the engine's buffers and optimizers' scratch, and, with state, weights and
+activations, the total.
 
-The engine allocates its buffers once, and they stay. With tp > 1 a micro-group's gradients and weights travel
-in messages, two sets of each because two groups are in flight (one where an owner has one group), each as
-large as the rank's largest group: fragments out and in, weights the other way round. A host puts the whole
-gradients of one group together in fp32. Shared matrices need an fp32 gradient of one fragment that does not
-lie so, and have their squares in scratch, where two take turns.
+The engine allocates its buffers once and keeps them. With tp > 1 it has message buffers for the gradients and
+weights of micro-groups: two sets of each, because two groups are in flight (one set if the owner has only one
+group), each as large as the rank's largest group. A host also assembles the whole fp32 gradients of one group.
+Shared matrices need a buffer for the fp32 gradient of one fragment if the gradient is not already contiguous and
+in fp32, and scratch for the squares of two interleaved matrices.
 
-With tp = 1 nothing travels, and gradients are used where they lie, if they lie whole and in fp32. q, k and v
-do not, for they are interleaved in their parameter, and nothing does where gradients are reduced in bf16. An
-owner's group is then worked through in batches that need no more than `BATCH_BYTES`, or one matrix. The
-matrices' optimizers keep scratch of their own (`workspace`). Besides, some ways of reducing gradients and
-gathering weights need memory while the backward and the forward pass run (`reduction`).
+With tp = 1 there are no messages, and gradients are used in place if they are contiguous and in fp32. Gradients
+of q, k and v are not contiguous, because they are interleaved in their parameter, and no gradient qualifies if
+gradients are reduced in bf16. The others are copied in batches that need at most `BATCH_BYTES`, or one matrix.
+The matrices' optimizers keep their own scratch (`workspace`). Some ways of reducing gradients and gathering
+weights need further memory during the backward and the forward pass (`reduction`, `gathering`).
 
 Everything is bytes on one rank.
 """
@@ -44,32 +44,33 @@ from canzona_cli.planner.reduction import GATHERED_AHEAD, scratch_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class StepBuffers:
-    """The buffers that the engine holds on one rank, next to state and Megatron's buffers."""
+    """The bytes of the engine's buffers on one rank, in addition to state and Megatron's buffers."""
 
     exchange: int = 0
-    """Messages: gradients and weights, sent and received."""
+    """The bytes of message buffers: gradients and weights, sent and received."""
     gradients: int = 0
-    """Whole fp32 gradients of a group or batch, and of one shared fragment."""
+    """The bytes of whole fp32 gradients of a group or batch, and of one shared fragment's gradient."""
     workspace: int = 0
-    """Scratch that the optimizers keep."""
+    """The bytes of scratch that the optimizers keep."""
     reduction: int = 0
-    """Bytes for gradients on their way; unlike the rest it comes and goes under the backward pass."""
+    """The bytes for gradients that are being reduced; allocated only during the backward pass."""
     gathering: int = 0
-    """Bytes for weights of buckets on their way; it comes and goes under the forward pass."""
+    """The bytes for weights that are being gathered; allocated only during the forward pass."""
 
     @property
     def lasting(self) -> int:
+        """The bytes that the engine keeps from step to step."""
         return self.exchange + self.gradients + self.workspace
 
 
 def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]:
-    """Buffers of a stage's cells, index `owner * tp + host`."""
+    """Returns the buffers of each cell of a stage, at index `owner * tp + host`."""
     mesh = plan.subject.layout
     by_owner: dict[int, list[tuple[int, ...]]] = {}
     for group in sorted(plan.groups, key=lambda group: group.index):
         if group.stage == stage:
             by_owner.setdefault(group.owner, []).append(group.matrices)
-    reduced, gathered = _travelling(config, plan, stage)
+    reduced, gathered = _communicated(config, plan, stage)
     known: dict[Hashable, list[StepBuffers]] = {}
     buffers: list[StepBuffers] = []
     for owner in range(mesh.owners):
@@ -80,20 +81,23 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
             ]
             for group in by_owner.get(owner, ())
         ]
-        travelling = reduced.get(owner, 0), gathered.get(owner, 0)
-        # Of thousands of owners few have different matrices.
-        key = (travelling, tuple(tuple((_alike(one.matrix), one.host, one.share) for one in group) for group in groups))
+        reduction, gathering = reduced.get(owner, 0), gathered.get(owner, 0)
+        # Most of thousands of owners have the same matrices as some other owner.
+        placements = tuple(
+            tuple((_alike(placed.matrix), placed.host, placed.share) for placed in group) for group in groups
+        )
+        key = (reduction, gathering, placements)
         if key not in known:
             known[key] = [
-                replace(of_owner, reduction=travelling[0], gathering=travelling[1])
-                for of_owner in _owners_buffers(config, groups, mesh.tp)
+                replace(of_host, reduction=reduction, gathering=gathering)
+                for of_host in _owners_buffers(config, groups, mesh.tp)
             ]
         buffers += known[key]
     return buffers
 
 
 def _alike(matrix: Matrix) -> Hashable:
-    """Returns what a matrix's buffers depend on."""
+    """Returns a key of everything about a matrix that its buffers depend on."""
     return matrix.shape, matrix.kind, matrix.shard_dim, matrix.home, _is_head(matrix)
 
 
@@ -106,36 +110,38 @@ class _Placed(NamedTuple):
 
 
 def _owners_buffers(config: RunConfig, groups: Sequence[Sequence[_Placed]], tp: int) -> Iterator[StepBuffers]:
-    """Yields the buffers of one owner's ranks, by host, as far as they do not depend on buckets.
+    """Yields the buffers of each of an owner's hosts, without those for buckets (`reduction`, `gathering`).
 
     Args:
-        groups: its micro-groups.
+        groups: the owner's micro-groups.
     """
     if tp == 1:
-        members = [one.matrix for group in groups for one in group]
+        members = [placed.matrix for group in groups for placed in group]
         copied = [_copied(config, matrix, 1, 0) for matrix in members]
         together = [[members[place].shape for place in batch] for batch in _batches(copied)]
         yield StepBuffers(gradients=batch_bytes(copied), workspace=workspace_bytes(config, together))
         return
     widths = exchange_bytes(config)
-    shared = [one.matrix for group in groups for one in group if one.share is not None]
-    groups = [[one for one in group if one.share is None] for group in groups]
-    moved = [group_traffic([one.matrix for one in group], [one.host for one in group], tp) for group in groups]
-    in_order = _most(FP32 * _fragment_copied(config, matrix, tp) for matrix in shared)
+    shared = [placed.matrix for group in groups for placed in group if placed.share is not None]
+    groups = [[placed for placed in group if placed.share is None] for group in groups]
+    moved = [
+        group_traffic([placed.matrix for placed in group], [placed.host for placed in group], tp) for group in groups
+    ]
+    fragment_copy = _most(FP32 * _fragment_copied(config, matrix, tp) for matrix in shared)
     cut = [(matrix.elements // tp, min(matrix.shape) ** 2) for matrix in shared]
     for rank in range(tp):
         exchange = 0
-        for width, sides in zip(
-            widths, ([one.weights for one in moved], [one.gradients for one in moved]), strict=True
+        for width, all_to_alls in zip(
+            widths, ([of_group.weights for of_group in moved], [of_group.gradients for of_group in moved]), strict=True
         ):
             sets = min(2, len(groups))
-            exchange += sets * width * _most(side.sent[rank] for side in sides)
-            exchange += sets * width * _most(side.received[rank] for side in sides)
-        hosted = [[one.matrix for one in group if one.host == rank] for group in groups]
+            exchange += sets * width * _most(traffic.sent[rank] for traffic in all_to_alls)
+            exchange += sets * width * _most(traffic.received[rank] for traffic in all_to_alls)
+        hosted = [[placed.matrix for placed in group if placed.host == rank] for group in groups]
         copied_most = _most(sum(_copied(config, matrix, tp, rank) for matrix in group) for group in hosted)
         yield StepBuffers(
             exchange=exchange,
-            gradients=FP32 * copied_most + in_order,
+            gradients=FP32 * copied_most + fragment_copy,
             workspace=workspace_bytes(
                 config, [[matrix.shape for matrix in group] for group in hosted], cut[::LANES], cut[1::LANES]
             ),
@@ -143,13 +149,17 @@ def _owners_buffers(config: RunConfig, groups: Sequence[Sequence[_Placed]], tp: 
 
 
 def batch_bytes(elements: Sequence[int]) -> int:
-    """fp32 bytes for the largest of `_batches`."""
+    """Returns the fp32 bytes of the largest batch of an owner's matrices.
+
+    Args:
+        elements: the elements of each matrix whose gradient is copied, 0 for the others.
+    """
     return FP32 * _most(sum(elements[place] for place in batch) for batch in _batches(elements))
 
 
 def _batches(elements: Sequence[int]) -> list[list[int]]:
-    """Places of consecutive matrices that go within `BATCH_BYTES` of fp32,
-    or of one that alone exceeds it."""
+    """Cuts matrices into consecutive batches of at most `BATCH_BYTES` in fp32, or of one larger matrix; returns the
+    places of each batch's matrices."""
     batches: list[list[int]] = []
     filled = 0
     for place, size in enumerate(elements):
@@ -162,27 +172,30 @@ def _batches(elements: Sequence[int]) -> list[list[int]]:
 
 
 def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
-    """Elements of a matrix's whole gradient where its host does not have it whole, contiguous and in fp32."""
+    """Counts the elements of a matrix's gradient that its host has to copy: all of them, or none if the host already
+    has the whole gradient contiguous and in fp32."""
     interleaved = matrix.kind in interleaved_kinds(config.model) and not _is_head(matrix)
-    here = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
-    return 0 if here and not interleaved and element_bytes(config)[1] == FP32 else matrix.elements
+    stored_whole = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
+    return 0 if stored_whole and not interleaved and element_bytes(config)[1] == FP32 else matrix.elements
 
 
 def _fragment_copied(config: RunConfig, matrix: Matrix, tp: int) -> int:
-    """Elements of a fragment's gradient where that does not lie contiguous and in fp32."""
+    """Counts the elements of a shared matrix's fragment that a rank has to copy: all of them, or none if the fragment's
+    gradient is contiguous and in fp32."""
     contiguous = matrix.kind not in interleaved_kinds(config.model) and element_bytes(config)[1] == FP32
     return 0 if contiguous else matrix.elements // tp
 
 
 def _is_head(matrix: Matrix) -> bool:
+    """Returns True if the matrix belongs to one attention head, as `layers.3.q.5` does."""
     return matrix.name.rpartition(".")[2].isdigit()
 
 
-def _travelling(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
-    """Bytes for gradients and for weights, by rank that needs any.
+def _communicated(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    """Counts the bytes of scratch for the reduction of gradients and for the gathering of weights, by owner.
 
-    Any number of buckets' gradients travel at a time; of weights the largest count, as many as travel at a
-    time and one more, which is put where it belongs meanwhile.
+    The scratch of all buckets' gradients may be needed at the same time. For weights, `GATHERED_AHEAD` buckets
+    are gathered at a time and one more is copied into place, so the largest of them count.
     """
     width, grad = element_bytes(config)
     buckets, owners = [bucket for bucket in plan.buckets if bucket.stage == stage], plan.subject.layout.owners
@@ -194,6 +207,7 @@ def _travelling(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[int,
 
 
 def _largest(count: int, needed: Iterable[Mapping[int, int]]) -> Mapping[int, int]:
+    """Adds up, by owner, the `count` largest sizes in `needed`."""
     held: dict[int, list[int]] = {}
     for of_bucket in needed:
         for owner, size in of_bucket.items():
@@ -207,48 +221,50 @@ def _most(sizes: Iterable[int]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMemory(Memory):
-    """Bytes on the rank that needs most."""
+    """The bytes on the rank that needs most, under a plan."""
 
     parts: Mapping[str, int]
-    """weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits, workspace,
-    exchange. What is never alive together counts once, see `activations.Transient`. `exchange` is
-    `buffers.lasting`."""
+    """The bytes of weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits, workspace and
+    exchange. Memory that is never needed at the same time counts once, see `costs.buffers.Transient.parts`.
+    `exchange` is `buffers.lasting`."""
     worst: Place
+    """The rank that needs most."""
     buffers: StepBuffers
-    """The buffers of that rank."""
+    """The engine's buffers on the worst rank."""
 
 
 def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
-    """Memory of the fullest rank under a plan: every stage's fullest cell,
-    with what that stage needs besides."""
+    """Returns the memory of the fullest rank under a plan, over the cells of all stages."""
     stages = [_stage_memory(config, layout, plan, stage) for stage in range(plan.subject.layout.pp)]
     return max(stages, key=lambda memory: (memory.total, -memory.worst.rank))
 
 
 def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> PlanMemory:
+    """Returns the memory of a stage's fullest cell."""
     mesh, how = plan.subject.layout, plan.subject.optimizer
     width, grad = element_bytes(config)
-    whole, factors = [0] * mesh.cells, [0] * mesh.cells
+    kept, factors = [0] * mesh.cells, [0] * mesh.cells
     for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
         if matrix.stage == stage:
             shared = matrix.index in plan.assignment.shares
-            for one, elements in cell.held(matrix, mesh.tp, shared=shared):
-                whole[one.owner * mesh.tp + one.host] += elements
+            for keeper, elements in cell.held(matrix, mesh.tp, shared=shared):
+                kept[keeper.owner * mesh.tp + keeper.host] += elements
             factors[cell.owner * mesh.tp + cell.host] += 0 if shared else factor_bytes(how, matrix.rows, matrix.cols)
     buffers, needed = step_buffers(config, plan, stage), transient(config, layout, stage)
     weights = stage_weights(config, layout, stage)
 
     def varying(cell: int) -> dict[str, int]:
+        """Returns the parts that differ between the cells of a stage."""
         return {
-            **optimizer_state(config, layout, weights.others, whole[cell], factors[cell]),
+            **optimizer_state(config, layout, weights.others, kept[cell], factors[cell]),
             **needed.parts(reduction=buffers[cell].reduction, gathering=buffers[cell].gathering),
             "exchange": buffers[cell].lasting,
         }
 
-    # Of thousands of cells few are different; of those with the same, the first stands for all.
-    different = {(whole[cell], factors[cell], buffers[cell]): cell for cell in reversed(range(mesh.cells))}
-    worst = max(different.values(), key=lambda cell: (sum(varying(cell).values()), -cell))
-    # Fragments as planned: a user's own shapes differ from those of `stage_weights`.
+    # Most of thousands of cells are equal, so only the first of equal cells is evaluated.
+    distinct = {(kept[cell], factors[cell], buffers[cell]): cell for cell in reversed(range(mesh.cells))}
+    worst = max(distinct.values(), key=lambda cell: (sum(varying(cell).values()), -cell))
+    # Fragments are counted from the plan, because a user's own shapes differ from those of `stage_weights`.
     stored = weights.others + sum(m.fragment_elements(mesh.tp) for m in plan.matrices if m.stage == stage)
     padding = sum(bucket.padding for bucket in plan.buckets if bucket.stage == stage)
     return PlanMemory(

@@ -1,10 +1,9 @@
-"""Scheduling on identical machines (P || Cmax): whole items into bins so that the fullest bin is as low as
-possible, and how low it can possibly be.
+"""Scheduling on identical machines (P || Cmax): packs items into bins so that the fullest bin is as low as
+possible, and proves a lower bound of its height.
 
-Items of the same cost are interchangeable, and a model has few distinct ones, so everything works on counts
-of costs:
-the price of a packing hardly depends on how many items or bins there are. Deterministic: ties go to the lower
-index, and searches stop after a count of nodes, never after a time.
+Items of the same cost are interchangeable and a model has few distinct costs, so everything works on the
+number of items of each cost. A packing therefore takes hardly longer with more items or bins. Results are
+deterministic: ties go to the lower index, and searches stop after a number of nodes, never after a time.
 """
 
 import heapq
@@ -21,41 +20,46 @@ from canzona_cli.model.matrices import Matrix
 CLOSE_ENOUGH = 1e-3
 """A packing this close to its bound is not improved further."""
 HALVINGS = 9
-"""Bisections of the height between the bound and what largest-first reached."""
+"""The number of bisections of the height between the bound and what largest-first reached."""
 NODES = 1500
-"""Combinations looked at to fill one bin."""
+"""The most combinations that are tried to fill one bin."""
 SEARCHED = 100
-"""Distinct costs up to which a packing is searched; with more, largest first has sizes for every gap."""
+"""The most distinct costs for which a packing is searched; with more, largest-first finds an item for every gap."""
 Pattern = tuple[int, ...]
 """The number of items of each distinct cost in one bin."""
 RESOLUTION = 1e-6
-"""Share of a bound by which bisection leaves it below what it could prove."""
+"""The relative width of the interval at which the bisection for a bound stops."""
 _TINY = 1e-9
+"""A relative tolerance for rounding errors."""
 _FINEST = 24
-"""Largest k of the rounding functions u_k that are tried."""
+"""The number of rounding functions u_k that are tried, k < 24."""
 _BISECTIONS = 30
 _KINDS = 24
-"""Distinct costs the functions are summed over."""
+"""The most distinct costs that the functions are summed over."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """`bins[b]` are the indices of the items in bin b, ascending."""
+    """A distribution of items over bins."""
 
     bins: tuple[tuple[int, ...], ...]
+    """The indices of the items in each bin, ascending."""
     height: float
-    """Cost in the fullest bin."""
+    """The summed cost of the items in the fullest bin."""
 
 
 def pack(costs: Sequence[float], bins: int) -> Packing:
     """Packs items of `costs` into `bins` bins; within a percent or two of the best height where bins hold many items.
 
-    Largest first onto the least loaded (Graham 1969), then, while that is off its lower bound, bisection over
-    the height with bins filled one after another as full as the remaining items allow (minimum bin slack;
-    Gupta and Ho 1999), as in MULTIFIT (Coffman, Garey, Johnson 1978), and last, exchanges with the fullest
-    bin. Without the bisection 17 of 72 plans of Qwen3 (six sizes, 8 to 1024 GPUs, three optimizers) differ:
-    14B with Shampoo on 64 GPUs is at 1.061 of the mean instead of 1.032, 1.7B with Muon on 64 at 1.042
-    instead of 1.026.
+    1. Put the largest items first into the least loaded bin (Graham 1969).
+    2. While the result is above its lower bound, bisect the height as MULTIFIT does (Coffman, Garey, Johnson
+       1978), filling one bin after another as full as the remaining items allow (minimum bin slack; Gupta and
+       Ho 1999).
+    3. Exchange items with the fullest bin.
+
+    With more than `SEARCHED` distinct costs only the first step is made. Without the second, 17 of 72 plans of
+    Qwen3 (six sizes, 8 to 1024 GPUs, three optimizers) are worse: 14B with Shampoo on 64 GPUs has a balance of
+    1.061 instead of 1.032, 1.7B with Muon on 64 GPUs 1.042 instead of 1.026.
     """
     classes = _Classes.of(costs)
     best = _largest_first(classes, bins)
@@ -69,11 +73,11 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
         if high <= bound * (1 + CLOSE_ENOUGH):
             break
         for step in range(HALVINGS):
-            # The bound itself is tried first: it is often reached.
+            # The bound itself is tried first, because it is often reached.
             limit = low * (1 + CLOSE_ENOUGH / 2) if step == 0 else (low + high) / 2
             filled = _fill(classes, bins, limit, accept_slack=accept_slack)
             if filled is None:
-                # Not a proof that nothing fits, only that this rule finds nothing: `bound` stays as it is.
+                # The heuristic failed, which does not prove that nothing fits: only `low` is raised, not `bound`.
                 low = limit
                 continue
             if _height(classes, filled) < _height(classes, best):
@@ -88,10 +92,12 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
 
 @dataclass(frozen=True, kw_only=True)
 class _Classes:
-    """Distinct costs, descending, and the items that have them, ascending."""
+    """The items grouped by cost."""
 
     costs: tuple[float, ...]
+    """The distinct costs, descending."""
     items: tuple[tuple[int, ...], ...]
+    """The indices of the items of each cost, ascending."""
 
     @staticmethod
     def of(costs: Sequence[float]) -> "_Classes":
@@ -109,7 +115,8 @@ class _Classes:
         return sum(count * cost for count, cost in zip(pattern, self.costs, strict=True))
 
     def hand_out(self, patterns: Sequence[Pattern]) -> Iterator[tuple[int, ...]]:
-        """Items for each pattern, dealt so that neighbours in the list of items land in different bins."""
+        """Chooses the items of each pattern. Items of one cost are dealt round-robin, so that neighbours in the
+        list of items get different bins."""
         shares: list[list[int]] = [[] for _ in patterns]
         for kind, items in enumerate(self.items):
             queue, left = iter(items), [pattern[kind] for pattern in patterns]
@@ -126,6 +133,7 @@ def _height(classes: _Classes, patterns: Sequence[Pattern]) -> float:
 
 
 def _largest_first(classes: _Classes, bins: int) -> list[Pattern]:
+    """Packs items largest first, each into the least loaded bin."""
     heap = [(0.0, index) for index in range(bins)]
     held = [[0] * len(classes.costs) for _ in range(bins)]
     for kind, (cost, count) in enumerate(zip(classes.costs, classes.counts, strict=True)):
@@ -137,10 +145,12 @@ def _largest_first(classes: _Classes, bins: int) -> list[Pattern]:
 
 
 def _fill(classes: _Classes, bins: int, limit: float, *, accept_slack: bool) -> list[Pattern] | None:
-    """Packs under `limit`, bin by bin, each starting with the largest item left; None if items remain.
+    """Packs bin by bin up to the height `limit`, each starting with the largest item left; None if items remain.
 
-    accept_slack: take the first combination that wastes no more than each remaining bin may waste on average;
-    this spends large items first. Otherwise the fullest, which spends the small ones that fit everywhere.
+    Args:
+        accept_slack: True to take the first combination that wastes no more than the remaining bins may waste
+            on average, which uses large items first. False to take the fullest combination, which also uses
+            the small items that would fit anywhere.
     """
     counts, left = classes.counts, bins
     total = sum(cost * count for cost, count in zip(classes.costs, counts, strict=True))
@@ -152,8 +162,7 @@ def _fill(classes: _Classes, bins: int, limit: float, *, accept_slack: bool) -> 
         pattern = _Filler(costs=classes.costs, counts=counts, limit=limit, enough=limit - slack).best()
         if pattern is None:
             return None
-        # The same combination stays the best one for as long as there are items for it; with slack to give
-        # away, what the next bin may waste grows or shrinks, so it is chosen anew.
+        # Repeat the combination while there are items for it: without slack it would be chosen again.
         times = min(left, *(have // take for have, take in zip(counts, pattern, strict=True) if take))
         patterns += [pattern] * times
         counts = [have - take * times for have, take in zip(counts, pattern, strict=True)]
@@ -164,13 +173,13 @@ def _fill(classes: _Classes, bins: int, limit: float, *, accept_slack: bool) -> 
 
 @dataclass(kw_only=True)
 class _Filler:
-    """Searches the combination that fills one bin best, large items first."""
+    """The search for the combination of items that fills one bin best, large items first."""
 
     costs: Sequence[float]
     counts: Sequence[int]
     limit: float
     enough: float
-    """A load at which the search is over."""
+    """A load at which the search stops."""
     nodes: int = NODES
     pattern: Pattern | None = None
     pattern_load: float = -1.0
@@ -183,7 +192,13 @@ class _Filler:
         return self.pattern
 
     def _descend(self, start: int, taken: list[int], load: float, *, least: int = 0) -> bool:
-        """True when the search may stop. Recurses once for each cost that is taken, not for each there is."""
+        """Extends `taken` by costs from `start` on; returns True when the search may stop.
+
+        Recurses once for each cost of which items are taken, not for each distinct cost.
+
+        Args:
+            least: 1 if at least one item of the cost at `start` has to be taken, else 0.
+        """
         self.nodes -= 1
         if load > self.pattern_load and least == 0:
             self.pattern, self.pattern_load = tuple(taken), load
@@ -199,12 +214,12 @@ class _Filler:
                     return True
             taken[kind] = 0
             if least:
-                break  # the first must be taken
+                break  # at least one item of the first cost must be taken
         return False
 
 
 def _exchange(classes: _Classes, patterns: Sequence[Pattern], bound: float) -> list[Pattern]:
-    """Lowers the fullest bin by redistributing it with one other bin, until no such pair helps."""
+    """Lowers the fullest bin by redistributing its items and those of one other bin, until no other bin helps."""
     packed = list(patterns)
     loads = [classes.load(pattern) for pattern in packed]
     for _ in range(4 * len(packed)):
@@ -218,7 +233,7 @@ def _exchange(classes: _Classes, patterns: Sequence[Pattern], bound: float) -> l
             seen.add(packed[other])
             pooled = [a + b for a, b in zip(packed[top], packed[other], strict=True)]
             half = (loads[top] + loads[other]) / 2
-            # A share just under half leaves just over half; the closest to half is the best split.
+            # The two new bins add up to the same sum, so the split closest to half is the best.
             share = _Filler(costs=classes.costs, counts=pooled, limit=half, enough=half).best()
             if share is None:
                 continue
@@ -240,59 +255,59 @@ def lower_bound(
     tp: int,
     shares: Mapping[int, Share] = HOSTED,
 ) -> float:
-    """Seconds that the slowest cell of a stage's dp x tp grid needs at least.
+    """Returns the seconds that the slowest cell of a stage's dp x tp grid needs at least.
 
-    The largest of three relaxations, each a bound because dropping or merging constraints cannot raise the
-    optimum:
+    The largest bound of three relaxations is returned. Each is valid, because dropping or merging constraints
+    cannot raise the optimum:
 
-    1. every matrix on its own into dp * tp cells (units forgotten);
-    2. every unit into dp owners: the tp cells of an owner work on its units, so its slowest needs at least
-       1 / tp of the owner's sum, and the fullest owner is bounded by packing whole units into dp bins;
-    3. the matrices of one unit have one owner: they go into tp cells.
+    1. pack matrices into dp * tp cells, as if matrices of a unit could have different owners;
+    2. pack units into dp owners: the tp cells of an owner work on its units, so its slowest cell needs at
+       least 1 / tp of the fullest owner's sum;
+    3. pack the matrices of one unit, which have one owner, into tp cells.
 
     With tp = 1 a cell is an owner and the second is the exact problem. Each is bounded by `packing_bound`.
 
-    A matrix that may be shared, in `shares`, is taken for what is less: on one cell its update or its part of
-    one rank (1, 3), on its owner's cells together its update or all parts (2).
+    A matrix that may be shared (in `shares`) counts with its cheaper mode: the hosted update or one rank's part
+    of the shared update (1, 3), or the hosted update or all ranks' parts (2).
     """
-    pieces: dict[int, list[float]] = defaultdict(list)
-    whole: dict[int, float] = defaultdict(float)
+    on_one_cell: dict[int, list[float]] = defaultdict(list)  # by unit, the cost of each matrix to one cell
+    on_all_cells: dict[int, float] = defaultdict(float)  # by unit, the cost of its matrices to all cells of the owner
     for matrix, cost in zip(matrices, costs, strict=True):
         if matrix.stage == stage:
             share = shares.get(matrix.index)
-            pieces[matrix.unit].append(cost if share is None else min(cost, share.each))
-            whole[matrix.unit] += cost if share is None else min(cost, tp * share.each)
-    if not pieces:
+            on_one_cell[matrix.unit].append(cost if share is None else min(cost, share.each))
+            on_all_cells[matrix.unit] += cost if share is None else min(cost, tp * share.each)
+    if not on_one_cell:
         return 0.0
-    alone = [piece for members in pieces.values() for piece in members]
-    bounds = [packing_bound(alone, dp * tp), packing_bound([*whole.values()], dp) / tp]
-    bounds += [packing_bound(members, tp) for members in {tuple(sorted(members)) for members in pieces.values()}]
+    every_matrix = [cost for members in on_one_cell.values() for cost in members]
+    bounds = [packing_bound(every_matrix, dp * tp), packing_bound([*on_all_cells.values()], dp) / tp]
+    bounds += [packing_bound(members, tp) for members in {tuple(sorted(members)) for members in on_one_cell.values()}]
     return max(bounds)
 
 
 def packing_bound(costs: Sequence[float], bins: int) -> float:
-    """Height that the fullest of `bins` bins has at least when whole items of positive `costs` go into them.
+    """Returns the least possible height of the fullest of `bins` bins that hold items of positive `costs`.
 
     Proof, term by term:
 
-    - *mean*: the heights add up to the sum of the costs, so one is at least sum / bins;
+    - *mean*: the heights add up to the sum of the costs, so some bin is at least sum / bins high;
     - *largest*: some bin holds the largest item;
-    - *pigeonhole*: of the k * bins + 1 largest items some bin holds k + 1, which weigh at least as much as
-      the k + 1 smallest of them;
+    - *pigeonhole*: of the k * bins + 1 largest items some bin holds k + 1, which cost at least as much as
+      the k + 1 smallest of these items;
     - *dual feasible functions* (Lueker 1983; Fekete and Schepers 2001): f on [0, 1] with sum f(x_i) <= 1
-      whenever sum x_i <= 1. Were every bin at most T high, then x_i = cost_i / T would add up to at most 1 in
-      each, hence sum f(x_i) <= bins over all items. Where that fails, every packing is higher than T. `_mass`
-      has the functions.
+      whenever sum x_i <= 1. If every bin were at most T high, x_i = cost_i / T would add up to at most 1 in
+      each bin, so that sum f(x_i) <= bins over all items. If this sum is larger, every packing is higher than
+      T. `_mass` has the functions.
 
-    T is bisected between the bound so far and twice that. Whatever the bisection
-    meets, its lower end has been proven too low for any packing.
+    T is bisected between the first three terms' bound and twice this bound. The lower end of the interval is
+    always a proven bound.
     """
     return _packing_bound(tuple(sorted(costs)), bins)
 
 
 @lru_cache(maxsize=128)
 def _packing_bound(costs: tuple[float, ...], bins: int) -> float:
-    """Cached, for all stages and strategies of a run have the same matrices."""
+    """Computes `packing_bound` of sorted costs. Cached, because stages and strategies of a run share matrices."""
     bound = simple_bound(costs, bins)
     counts = _coarse(sorted(Counter(costs).items()))
     low, high = bound, 2 * bound
@@ -308,7 +323,7 @@ def _packing_bound(costs: tuple[float, ...], bins: int) -> float:
 
 
 def simple_bound(costs: Sequence[float], bins: int) -> float:
-    """The first three terms of `packing_bound`."""
+    """Returns the largest of the first three terms of `packing_bound`."""
     if not costs:
         return 0.0
     items = sorted(costs, reverse=True)
@@ -319,29 +334,31 @@ def simple_bound(costs: Sequence[float], bins: int) -> float:
 
 
 def _coarse(counts: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Reduces costs to at most `_KINDS`, ascending: neighbours become their least,
-    which only lowers the optimum."""
+    """Reduces ascending (cost, number of items) pairs to at most `_KINDS`. Neighbouring costs are replaced by the
+    least of them, which can only lower the optimum."""
     width = -(-len(counts) // _KINDS)
     chunks = [counts[start : start + width] for start in range(0, len(counts), width)]
     return [(chunk[0][0], sum(count for _, count in chunk)) for chunk in chunks]
 
 
 def _mass(counts: Sequence[tuple[float, int]], height: float) -> Iterator[float]:
-    """sum f(cost / height) for every function tried, with x = cost / height; the costs ascend.
+    """Yields sum f(x) over all items for every function f tried, with x = cost / height.
 
     - U_l (0 <= l <= 1/2): 1 for x > 1 - l, x in between, 0 for x < l. Feasible: an item above 1 - l leaves
       room only for items below l.
-    - u_k: x where (k + 1) x is whole, else floor((k + 1) x) / k. Feasible: let the whole ones of a bin add up
-      to a / (k + 1). Over the others sum floor((k + 1) x) < k + 1 - a, so it is at most k - a, and in all a /
-      (k + 1) + (k - a) / k <= 1.
+    - u_k: x where (k + 1) x is an integer, else floor((k + 1) x) / k. Feasible: let the items of a bin with
+      integer (k + 1) x add up to a / (k + 1). Over the others sum floor((k + 1) x) < k + 1 - a, so it is at
+      most k - a, and all items together have at most a / (k + 1) + (k - a) / k <= 1.
 
-    l only matters at the costs themselves. u_k after U_l is feasible too, and leaves its zeros and ones as
-    they are. Every comparison leans by `_TINY` to the side of less mass, so that a rounding error proves
-    nothing.
+    Only values of l that are some x matter. u_k after U_l is feasible too, and keeps zeros and ones. Every
+    comparison is off by `_TINY` towards less mass, so that a rounding error cannot raise the bound.
+
+    Args:
+        counts: (cost, number of items) pairs, ascending by cost.
     """
     xs = [cost / height for cost, _ in counts]
     full = [float(n) for _, n in counts]
-    rows: list[list[float]] = []  # by k: of every cost u_k(x), or for 0 x itself, times how many there are
+    rows: list[list[float]] = []  # rows[k]: u_k(x) of every cost (x for k = 0), times the number of its items
     for least in [0.0, *(x for x in xs if 0 < x <= 0.5)]:
         first, filled = bisect_left(xs, least), bisect_right(xs, 1 - least + _TINY)
         for k in range(_FINEST):
@@ -351,32 +368,34 @@ def _mass(counts: Sequence[tuple[float, int]], height: float) -> Iterator[float]
 
 
 def _u(k: int, x: float) -> float:
+    """Returns u_k(x) of `_mass`."""
     scaled = (k + 1) * x
     if abs(scaled - round(scaled)) <= _TINY * (k + 1):
-        # Whole, or a hair off: the lower of the two readings is safe either way.
+        # An integer up to rounding: the lower of both cases is a valid bound whichever applies.
         return min(x, math.floor(scaled - 2 * _TINY * (k + 1)) / k) if scaled < k + 1 else x
     return math.floor(scaled) / k
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A packing of an owner's matrices, in some order of them."""
+    """The hosts of one owner's matrices: one row of the grid."""
 
     hosts: tuple[int, ...]
-    """TP ranks."""
+    """The TP rank of each matrix."""
     shared: tuple[bool, ...]
+    """True for each matrix that is shared."""
     height: float
-    """Seconds of the busiest host."""
+    """The seconds of the busiest host."""
 
 
 class HostPacker:
-    """Hosts for the matrices of one owner, balanced, and which of them it shares; owners with the same
-    matrices are packed once.
+    """The choice of hosts for an owner's matrices, and of those that are shared. Owners with the same costs are
+    packed only once.
 
     Args:
-        costs: the cost of each matrix to a host of its own.
-        shares: the shares of those that may be shared.
-        all_shared: True if all of these are shared; else as many as balance best.
+        costs: the cost of each matrix if one host updates it.
+        shares: the shares of the matrices that may be shared, by index.
+        all_shared: True to share all matrices in `shares`; False to share as many as balance best.
     """
 
     def __init__(
@@ -386,24 +405,25 @@ class HostPacker:
         self._known: dict[tuple[tuple[float, Share | None], ...], tuple[Row, ...]] = {}
 
     def rows(self, matrices: Sequence[int]) -> list[Row]:
-        """The lowest; and, where there is a choice, with nothing shared and with all that may be. In the
-        order of `matrices`."""
+        """Returns rows by rising height; if sharing is a choice, among them one that shares nothing and one that
+        shares all it may. Entries are in the order of `matrices`."""
         order, rows = self._look_up(matrices)
-        back = sorted(range(len(order)), key=order.__getitem__)
+        inverse = sorted(range(len(order)), key=order.__getitem__)
         return [
             Row(
-                hosts=tuple(row.hosts[place] for place in back),
-                shared=tuple(row.shared[place] for place in back),
+                hosts=tuple(row.hosts[place] for place in inverse),
+                shared=tuple(row.shared[place] for place in inverse),
                 height=row.height,
             )
             for row in rows
         ]
 
     def height(self, matrices: Sequence[int]) -> float:
-        """Seconds of that owner's busiest host."""
+        """Returns the seconds of the busiest host of an owner with these matrices, in the lowest row."""
         return self._look_up(matrices)[1][0].height if matrices else 0.0
 
     def _look_up(self, matrices: Sequence[int]) -> tuple[list[int], tuple[Row, ...]]:
+        """Returns the order of the matrices by falling cost, as places in `matrices`, and the rows in this order."""
         order = sorted(range(len(matrices)), key=lambda p: (-self._costs[matrices[p]], p))
         key = tuple((self._costs[matrices[p]], self._shares.get(matrices[p])) for p in order)
         if key not in self._known:
@@ -411,17 +431,19 @@ class HostPacker:
         return order, self._known[key]
 
     def _packed(self, items: Sequence[tuple[float, Share | None]]) -> Iterator[Row]:
-        """Packs an owner's matrices by falling cost; the costliest that may be are shared first."""
+        """Packs an owner's matrices, given by falling cost. Of the matrices that may be shared, the costliest are
+        shared first; the number shared is chosen by a quick estimate (largest first)."""
         possible = [place for place, (_, share) in enumerate(items) if share is not None]
         counts = [len(possible)] if self._all else sorted({*range(min(len(possible), 2 * self._tp) + 1), len(possible)})
 
         def divided(count: int) -> tuple[list[int], float]:
-            """The places of those that a host updates, and the seconds of every rank for the others."""
+            """Returns the places of the hosted matrices, and each rank's seconds for the `count` shared ones."""
             together = set(possible[:count])
             hosted = [place for place in range(len(items)) if place not in together]
             return hosted, sum(share.each for place, (_, share) in enumerate(items) if share and place in together)
 
         def roughly(count: int) -> float:
+            """Estimates the height of the row that shares `count` matrices."""
             hosted, each = divided(count)
             if not hosted:
                 return each

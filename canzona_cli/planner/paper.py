@@ -1,10 +1,10 @@
-"""The paper's engine (arXiv 2602.06079), as far as its abstract and summaries tell: strategy `paper`.
+"""Strategy `paper`: the engine of the paper (arXiv 2602.06079), as far as its abstract and summaries describe it.
 
-Every bucket is cut into owners' shares between matrices as they lie, weighed by elements: alpha = 0 evens out
-each bucket, alpha = 1 the total. An owner's matrices then join micro-groups in that order, each onto the
-least busy host; a group is closed before the matrix that would take a host above C_max. Nothing of canzona's
-own is used: no updates shared by a TP group, no rings, no other order of owners, no prices but for C_max
-where the user sets none.
+Every bucket is cut, between matrices and in Megatron's order, into one share for each owner, weighted by
+elements: alpha = 0 balances each bucket, alpha = 1 the total. An owner's matrices then join micro-groups in
+this order, each on the host with the fewest elements. A group is closed before the matrix that would take a host
+above C_max. Nothing that canzona adds is used: no updates shared by a TP group, no rings, no other order of
+owners. The cost model is used only to choose C_max if the user sets none.
 """
 
 import heapq
@@ -18,32 +18,35 @@ from canzona_cli.planner.pipeline import Job
 from canzona_cli.planner.plan import PlanSettings
 
 TIMES = (8, 4, 2, 1)
-"""Capacities that are tried where none is asked for, in largest matrices."""
+"""The values of C_max that are tried if the user sets none, as multiples of the largest matrix."""
 
 
 def as_published(asked: PlanSettings) -> PlanSettings:
-    """The settings that the paper's engine has, whatever was asked for of canzona's."""
+    """Replaces settings that the paper's engine does not have by its fixed values."""
     return replace(asked, strategy="paper", layout="contiguous", grouping="greedy", mode="hosted")
 
 
 def capacities(largest_bytes: int, asked_bytes: int | None) -> Iterator[int]:
-    """Smaller and smaller C_max, in bytes, below what was asked for, down to the largest matrix."""
+    """Yields falling values of C_max in bytes, below the value that the user set, down to the largest matrix."""
     for times in TIMES:
         if asked_bytes is None or times * largest_bytes < asked_bytes:
             yield times * largest_bytes
 
 
 def even_start(weights: Sequence[float], owners: int) -> list[int]:
-    """Owner of each piece: the rank whose even share of all of them the piece starts in."""
+    """Divides all pieces evenly by weight and returns the owner of each: the rank in whose share the piece starts."""
     total, starts = sum(weights), accumulate(weights[:-1], initial=0)
     return [min(owners - 1, int(start * owners // total)) for start in starts]
 
 
 def balanced_cuts(buckets: Sequence[Sequence[float]], owners: int, alpha: float) -> list[list[int]]:
-    """Owner of each piece of each bucket; `buckets[b]` are the weights of its pieces in natural order.
+    """Cuts each bucket into consecutive shares; returns the owner of each piece of each bucket.
 
-    alpha = 0 evens out every bucket, alpha = 1 the total over buckets. Where the result's fullest rank is
-    fuller than that of `even_start` applied to the weights, that slicing is kept for all buckets.
+    alpha = 0 balances every bucket, alpha = 1 the total over buckets. If the fullest rank is then fuller than
+    with `even_start` in every bucket, the cuts of `even_start` are returned for all buckets.
+
+    Args:
+        buckets: by bucket, the weights of its pieces in natural order.
     """
     goal = sum(map(sum, buckets)) / owners
     loads = [0.0] * owners
@@ -58,7 +61,7 @@ def balanced_cuts(buckets: Sequence[Sequence[float]], owners: int, alpha: float)
         ]
         boundaries = [0.0, *accumulate(weights)]
         cuts = [_nearest(boundaries, target) for target in accumulate(shares[:-1])]
-        # A rank ends where the next one's first piece is; the cuts ascend.
+        # A piece belongs to the rank after the last cut at or before it; the cuts ascend.
         owners_of[index] = [bisect_right(cuts, piece) for piece in range(len(weights))]
         for weight, owner in zip(weights, owners_of[index], strict=True):
             loads[owner] += weight
@@ -67,6 +70,7 @@ def balanced_cuts(buckets: Sequence[Sequence[float]], owners: int, alpha: float)
 
 
 def _most(buckets: Sequence[Sequence[float]], owned: Sequence[Sequence[int]], owners: int) -> float:
+    """Returns the weight of the fullest rank over all buckets."""
     loads = [0.0] * owners
     for weights, owners_of in zip(buckets, owned, strict=True):
         for weight, owner in zip(weights, owners_of, strict=True):
@@ -75,30 +79,30 @@ def _most(buckets: Sequence[Sequence[float]], owned: Sequence[Sequence[int]], ow
 
 
 def _nearest(boundaries: Sequence[float], target: float) -> int:
-    """Index of the boundary nearest to `target`; the lower of two equally near."""
+    """Returns the index of the boundary nearest to `target`; the lower of two equally near."""
     above = min(bisect_left(boundaries, target), len(boundaries) - 1)
     below = max(0, above - 1)
     return below if target - boundaries[below] <= boundaries[above] - target else above
 
 
 def greedy_hosts(matrices: Sequence[Matrix], indices: Sequence[int], tp: int, capacity: int | None) -> list[int]:
-    """Hosts of an owner's matrices, in the order of `indices`."""
+    """Chooses hosts for an owner's matrices as `rolled_back` does, in the order of `indices`."""
     jobs = [Job(matrix=matrices[index], host=0, seconds=0.0) for index in indices]
     hosts = {job.matrix.index: job.host for group in rolled_back(jobs, tp, capacity) for job in group}
     return [hosts[index] for index in indices]
 
 
 def rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list[Job]]:
-    """The paper's groups: jobs in their order join the open group as long as it can be balanced within C_max.
+    """Makes the paper's micro-groups: jobs join the open group in order, as long as it can be balanced within C_max.
 
-    Each time, the group's jobs go largest first onto the host with the fewest elements (a heap). When a host
-    would hold more than C_max (`capacity`, in elements), the job that caused it is rolled back and opens the
-    next group. Returns jobs with their new hosts.
+    For every job, the whole open group is placed again, largest first onto the host with the fewest elements.
+    If a host would then hold more than C_max (`capacity`, in elements), the job is taken back and opens the
+    next group. Returns the jobs with their new hosts.
     """
     groups: list[dict[int, int]] = []
     opened: list[tuple[int, int]] = []
     for job in jobs:
-        # The whole open group is placed anew each time: a late large job may displace earlier, smaller ones.
+        # The open group is placed again each time, because a large job may displace smaller ones added before it.
         insort(opened, (-job.matrix.elements, job.matrix.index))
         hosts = _least_full(opened, tp, capacity) if groups else None
         if hosts is None:
@@ -111,7 +115,12 @@ def rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list
 
 
 def _least_full(ranked: Sequence[tuple[int, int]], tp: int, capacity: int | None) -> dict[int, int] | None:
-    """Host of each matrix of (-elements, index), ascending; None where one would take a host above `capacity`."""
+    """Places matrices largest first onto the host with the fewest elements; returns each matrix's host, or None if a
+    host would exceed `capacity`.
+
+    Args:
+        ranked: (-elements, index) of each matrix, ascending.
+    """
     heap = [(0, host) for host in range(tp)]
     hosts = {}
     for elements, index in ranked:

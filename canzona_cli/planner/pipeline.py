@@ -1,8 +1,7 @@
-"""The time that a TP group takes for an owner's micro-groups and shared matrices,
-in the order of `planner.order`.
+"""The time that a TP group takes for an owner's micro-groups and shared matrices, in the order of `planner.order`.
 
-Stages are told to a `Pipeline`: the planner's `Clock` adds them up, to compare groupings; the simulator draws
-them.
+`HostedPipeline.run` passes the work to a `Pipeline`: the planner's `Clock` adds up its time to compare groupings,
+and the simulator puts it on a timeline.
 """
 
 from collections import defaultdict
@@ -25,46 +24,45 @@ Activity = Literal["matrix_update", "exchange"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One matrix as its owner's pipeline sees it."""
+    """The update of one matrix, on a host or shared by the TP group."""
 
     matrix: Matrix
     host: int
     seconds: float
-    """The seconds of its update by one rank."""
+    """The seconds of the matrix's update by one rank."""
     share: Share | None = None
-    """The price where the TP group updates it together."""
+    """The costs of the shared update; None if the matrix is hosted."""
 
     @property
     def busy(self) -> float:
-        """The seconds of its host, besides what every rank does."""
+        """The seconds of the update on the host alone; 0 if the matrix is shared."""
         return self.seconds if self.share is None else 0.0
 
     @property
     def received(self) -> int:
-        """The elements that its host receives and updates."""
+        """The elements that the host collects and updates; 0 if the matrix is shared."""
         return self.matrix.elements if self.share is None else 0
 
 
 class Pipeline[Moment](Protocol):
-    """The work of a TP group's ranks in the update phase, in order;
-    a moment is when an exchange has landed."""
+    """A receiver of the work of a TP group's ranks in the update phase, in order. A `Moment` is an exchange's end."""
 
     def work(self, host: int, phase: Activity, seconds: float) -> None: ...
 
     def wait(self, host: int, moment: Moment) -> None: ...
 
     def exchange(self, transfer: Transfer) -> Moment:
-        """Starts once all ranks have come to it and the one before is done."""
+        """Adds an exchange, which starts once all ranks have reached it and the previous exchange is done."""
         ...
 
     def norm(self) -> None:
-        """Tells that all exchanges have started that may start before the gradient norm is known."""
+        """Marks the point at which all exchanges that may start before the gradient norm is known have started."""
         ...
 
 
 class Clock:
-    """The time at which each rank of a TP group is done, where every rank has a device of its own. Seconds
-    since its gradients were reduced.
+    """A `Pipeline` that computes when each rank of a TP group is done, in seconds since the owner's gradients were
+    reduced. Every rank has its own device.
 
     Args:
         norm_s: the seconds of norm, clip and AdamW.
@@ -73,7 +71,7 @@ class Clock:
     def __init__(self, tp: int, norm_s: float = 0.0) -> None:
         self.now = [0.0] * tp
         self.begun = 0.0
-        """The time at which the updates begin."""
+        """The time at which norm, clip and AdamW are done and updates may start."""
         self._free, self._norm_s = 0.0, norm_s
 
     def work(self, host: int, phase: Activity, seconds: float) -> None:
@@ -93,43 +91,44 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class HostedPipeline:
-    """The prices of a TP group's steps."""
+    """The costs of the packing, exchanges and updates of a TP group."""
 
     tp: int
     links: Links
     group: Group
     width: int = 2
-    """Bytes of an element of a weight."""
+    """The bytes of a weight element."""
     grad: int = FP32
-    """Bytes of an element of a gradient on its way."""
+    """The bytes of a gradient element in an exchange."""
     buffer: int = FP32
-    """Bytes of an element of a gradient where it was reduced."""
+    """The bytes of a gradient element in the buffer in which gradients are reduced."""
     taken: int = 0
-    """Bytes of memory traffic per element of a weight behind its exchange."""
+    """The bytes of memory traffic to unpack a weight element after its exchange."""
     own: int = 0
-    """Bytes per element where its host stores it, besides its rounded copy, which is a part of the update."""
+    """The bytes of memory traffic to store a weight element that its host stores itself, besides making its rounded
+    copy, which is part of the update."""
     byte_s: float = 0.0
-    """Seconds of memory traffic for each byte that is packed or unpacked."""
+    """The seconds of memory traffic for each byte that is packed or unpacked."""
     launch_s: float = 0.0
-    """Seconds to launch the copy of a fragment."""
+    """The seconds to launch the copy of a fragment."""
     replay_s: float = 0.0
-    """Seconds to launch a micro-group's updates as one graph; 0 where each operation has its own launch."""
+    """The seconds to launch a micro-group's updates as one graph; 0 if each operation is launched separately."""
     steps: int = 0
-    """The steps of Newton-Schulz."""
+    """The number of Newton-Schulz steps."""
     updating: float = 1.0
+    """The measured time of updates in whole training steps over the summed time of their parts."""
     exchanging: float = 1.0
-    """Measured time of whole steps over that of their parts, of updates and of exchanges."""
+    """The measured time of exchanges in whole training steps over the summed time of their parts."""
     norm_s: float = 0.0
-    """Seconds of norm, clip and AdamW, at least; they hide the first exchanges."""
+    """The least seconds of norm, clip and AdamW, which the first exchanges overlap with."""
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> "HostedPipeline":
         cluster, implemented = config.cluster, implementation(config)
         width, grad = exchange_bytes(config)
         exchanging = step_factor(cluster, "exchange", implemented)
-        # A GPU does not wait to know whether a weight is finite: it reads the old one too, and writes one of
-        # them.
-        chosen = 3 * width if cluster.device == "cuda" else 0
+        # To avoid waiting for the finite flags, a GPU reads both the new and the old weight and writes one of them.
+        select = 3 * width if cluster.device == "cuda" else 0
         return cls(
             tp=layout.tp,
             links=Links(cluster=cluster),
@@ -137,8 +136,8 @@ class HostedPipeline:
             width=width,
             grad=grad,
             buffer=element_bytes(config)[1],
-            taken=chosen or 2 * width,
-            own=0 if cluster.measured_updates else chosen,  # measured updates have it
+            taken=select or 2 * width,
+            own=0 if cluster.measured_updates else select,  # measured updates include it
             byte_s=exchanging / memory_rate(cluster),
             launch_s=exchanging * cluster.launch_us * 1e-6,
             replay_s=cluster.launch_us * 1e-6 if algorithm(config).graph else 0.0,
@@ -150,27 +149,25 @@ class HostedPipeline:
 
     @property
     def packing_s(self) -> float:
-        """Seconds of packing and unpacking per element of a matrix, all ranks together and at least, without
-        launches."""
-        travels = (self.tp - 1) / self.tp
-        return (travels * (self._sent + self.taken) + self._received) * self.byte_s
+        """The least seconds of packing and unpacking per element of a matrix, summed over ranks, without launches."""
+        exchanged = (self.tp - 1) / self.tp
+        return (exchanged * (self._sent + self.taken) + self._received) * self.byte_s
 
     @property
     def _sent(self) -> int:
-        """Bytes of memory traffic per element of a gradient in front of its exchange."""
+        """The bytes of memory traffic to pack a gradient element before its exchange."""
         return self.buffer + self.grad
 
     @property
     def _received(self) -> int:
-        """Bytes of memory traffic per element of a gradient after its exchange."""
+        """The bytes of memory traffic to unpack a gradient element after its exchange."""
         return self.grad + FP32
 
     def seconds(self, groups: Sequence[Sequence[Job]], known: "Loads | None" = None) -> float:
-        """Times an owner's groups in this order, from the first step to the last,
-        without norm, clip and AdamW.
+        """Returns the seconds of an owner's groups, in this order, beyond those of norm, clip and AdamW.
 
         Args:
-            known: the results of groups of the very same jobs so far; new ones are added.
+            known: loads of groups of the same jobs, computed before; new ones are added.
         """
         clock = Clock(self.tp, self.norm_s)
         self.run(groups, clock, known)
@@ -179,7 +176,11 @@ class HostedPipeline:
     def run[Moment](
         self, groups: Sequence[Sequence[Job]], ranks: Pipeline[Moment], known: "Loads | None" = None
     ) -> None:
-        """Has `ranks` work through an owner's micro-groups."""
+        """Passes the work of an owner's micro-groups, and then of its shared matrices, to `ranks` in order.
+
+        Args:
+            known: see `seconds`.
+        """
         if self.tp == 1:
             ranks.norm()
             for group in groups:
@@ -206,29 +207,33 @@ class HostedPipeline:
         self._run_shared([job for group in groups for job in group if job.share], ranks)
 
     def _run_shared[Moment](self, jobs: Sequence[Job], ranks: Pipeline[Moment]) -> None:
+        """Passes the work and exchanges of shared matrices to `ranks`, in the order of `planner.order.turns`."""
         parts = [job.share.fragment for job in jobs if job.share is not None]
         sides = {min(job.matrix.shape) for job in jobs}
         moved = {side: shared_transfers(side, self.steps, self.width, self.links, self.group) for side in sides}
-        behind, landed = shared_exchanges(self.steps), defaultdict[tuple[int, int], list[Moment]](list)
+        after, landed = shared_exchanges(self.steps), defaultdict[tuple[int, int], list[Moment]](list)
         for place, part in turns([len(of_matrix) for of_matrix in parts]):
             for host in range(self.tp):
                 for moment in landed[place, part]:
                     ranks.wait(host, moment)
                 ranks.work(host, "matrix_update", self.updating * parts[place][part])
-            if part < len(behind) and behind[part].exchanges:
+            if part < len(after) and after[part].exchanges:
                 transfer = moved[min(jobs[place].matrix.shape)][part]
-                before = part + 1 + behind[part].under
-                landed[place, before].append(ranks.exchange(transfer.times(self.exchanging)))
+                needed_by = part + 1 + after[part].under
+                landed[place, needed_by].append(ranks.exchange(transfer.times(self.exchanging)))
 
     def _load(self, group: Sequence[Job], known: "Loads") -> "Load":
+        """Returns the load of a micro-group of hosted matrices, from `known` or computed and added to it."""
         key = tuple(job.matrix.index for job in group)
         if key not in known:
-            known[key] = self._priced(group)
+            known[key] = self._new_load(group)
         return known[key]
 
-    def _priced(self, group: Sequence[Job]) -> "Load":
+    def _new_load(self, group: Sequence[Job]) -> "Load":
+        """Computes the load of a micro-group of hosted matrices."""
         tp = self.tp
-        # Elements whose gradients go to others, whose weights come from others, and of a rank's own fragments.
+        # By rank: elements of gradients sent to other hosts, of weights received from other hosts, and of fragments
+        # whose host is the rank itself.
         sent, stored, own = [0] * tp, [0] * tp, [0] * tp
         fragments, hosted, matrices, seconds = [0] * tp, [0] * tp, [0] * tp, [0.0] * tp
         for job in group:
@@ -249,7 +254,7 @@ class HostedPipeline:
             yield (
                 ("exchange", self._copies(hosted[host] * self._received, tp * matrices[host])),
                 ("matrix_update", self.updating * (replay_s + seconds[host])),
-                # Other ranks' fragments, and its own: rounded, then taken where they are finite.
+                # Packs other ranks' fragments, and rounds and stores the host's own where they are finite.
                 ("exchange", self._copies(own[host] * self.own, (tp + 1) * matrices[host])),
             )
             yield (("exchange", self._copies(stored[host] * self.taken, others)),)
@@ -260,14 +265,15 @@ class HostedPipeline:
                 tuple(tuple(part for part in parts if part[1] > 0) for parts in of_hosts)
                 for of_hosts in zip(*map(stages, range(tp)), strict=True)
             ),
-            exchanges=(self._travel(moved.gradients, self.grad), self._travel(moved.weights, self.width)),
+            exchanges=(self._exchange(moved.gradients, self.grad), self._exchange(moved.weights, self.width)),
         )
 
     def _copies(self, size: int, launches: int) -> float:
+        """Returns the seconds of copies that move `size` bytes in `launches` kernels."""
         return size * self.byte_s + launches * self.launch_s
 
-    def _travel(self, traffic: Traffic, width: int) -> Transfer:
-        """`width`: bytes of an element."""
+    def _exchange(self, traffic: Traffic, width: int) -> Transfer:
+        """Returns the all-to-all that moves `traffic`, of `width` bytes an element."""
         sent, received = ([elements * width for elements in side] for side in (traffic.sent, traffic.received))
         return self.links.all_to_all(sent, received, self.group).times(self.exchanging)
 
@@ -277,16 +283,16 @@ class Load:
     """The work and exchanges of one micro-group."""
 
     work: tuple[tuple[tuple[tuple[Activity, float], ...], ...], ...]
-    """The seconds of each thing a host does, in order, by stage and host."""
+    """The activities of a host with their seconds, in order, by stage and host."""
     exchanges: tuple[Transfer, ...]
-    """The exchange after each stage but the last."""
+    """The exchange after each stage except the last."""
 
 
 Loads = dict[tuple[int, ...], Load]
-"""Known loads by the group's matrices, for jobs that have the same hosts and shares every time."""
+"""The loads computed so far, by a group's matrices; valid while jobs keep their hosts and shares."""
 
 
 def planning(config: RunConfig) -> RunConfig:
-    """The run without what changes predicted times, but no plan: the cores its ranks share,
-    what whole steps took."""
+    """Returns the run without profile values that change predicted times but must not change the plan: the cores that
+    ranks share, and the factors measured in whole steps."""
     return replace(config, cluster=replace(config.cluster, cores=None, step_factors={}))

@@ -1,6 +1,6 @@
-"""The `Plan`: which rank updates which matrix, in which buckets and micro-groups. `canzona plan` prints it,
-the engine executes it. Frozen, versioned, and with a hash over its whole content that is the same on every
-rank and machine.
+"""The `Plan`: which rank updates which matrix, in which buckets and micro-groups. `canzona plan` prints it and the
+engine executes it. A plan is frozen and versioned, and has a hash of its content that is the same on every rank
+and node.
 """
 
 import hashlib
@@ -37,13 +37,13 @@ class Cell:
     """One rank of a pipeline stage's grid."""
 
     owner: int
-    """DP rank."""
+    """The DP rank."""
     host: int
-    """TP rank of the owner's TP group."""
+    """The TP rank in the owner's TP group."""
 
     def held(self, matrix: Matrix, tp: int, *, shared: bool) -> Iterator[tuple["Cell", int]]:
-        """Yields who keeps a matrix of this cell, and how many elements of it: the cell all of it, or each of
-        its row a fragment."""
+        """Yields the cells that keep a matrix of this cell, with the elements each keeps: this cell all of them, or,
+        if the matrix is shared, every cell of its row a fragment."""
         if not shared:
             yield self, matrix.elements
             return
@@ -53,14 +53,14 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The cell of each matrix, `cells[matrix.index]`, and the matrices that an owner's whole TP group updates."""
+    """The cell of each matrix, `cells[matrix.index]`, and the matrices that an owner's TP group updates together."""
 
     cells: tuple[Cell, ...]
     shares: Mapping[int, Share] = HOSTED
-    """The prices of shared matrices, by index."""
+    """The costs of the shared matrices, by index."""
 
     def loads(self, matrices: Sequence[Matrix], costs: Sequence[float], stage: int, dp: int, tp: int) -> list[float]:
-        """Seconds of update per cell of a stage, index `owner * tp + host`."""
+        """Returns the update seconds of each cell of a stage, at index `owner * tp + host`."""
         loads = [0.0] * (dp * tp)
         for matrix, cell, cost in zip(matrices, self.cells, costs, strict=True):
             if matrix.stage != stage:
@@ -75,10 +75,8 @@ class Assignment:
 
 
 class Range(NamedTuple):
-    """Consecutive elements of a bucket with one owner; offsets in this rank's (TP fragment) elements.
-
-    A tuple, as it is in a plan's file.
-    """
+    """Consecutive elements of a bucket that have one owner, as offsets into one TP rank's buffer. It is stored in a
+    plan file as a plain list."""
 
     start: CountOrZero
     end: CountOrZero
@@ -88,53 +86,53 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """One unit of gradient reduction and parameter gathering of one stage's matrix buffer."""
+    """A piece of a stage's matrix buffer whose gradients are reduced, and whose weights are gathered, together."""
 
     index: CountOrZero
     stage: CountOrZero
     elements: CountOrZero
-    """The elements of the buffer, padding included."""
+    """The elements of the bucket on one rank, padding included."""
     padding: CountOrZero
     reduction: Reduction = "reduce"
-    """The way its gradients get to their owners."""
+    """The way gradients are reduced to their owners."""
     gathering: Gathering = "broadcast"
-    """The way its weights come back from them."""
+    """The way weights are gathered from their owners."""
     parameters: tuple[str, ...]
     """The parameters in buffer order."""
     ranges: tuple[Range, ...]
-    """Ascending; what lies between two is padding. An owner may have none, or several."""
+    """The owners' ranges, ascending; elements between two ranges are padding. An owner may have none or several."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroGroup:
-    """Matrices of one owner whose fragments travel in one fused all-to-all over the owner's TP group."""
+    """Matrices of one owner whose fragments are sent in one fused all-to-all over the owner's TP group."""
 
     stage: CountOrZero
     owner: CountOrZero
     index: CountOrZero
-    """Order of execution."""
+    """The group's place in the order of execution."""
     matrices: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """The settings that the planner was given."""
+    """The planner's settings."""
 
     strategy: Strategy
     layout: BufferLayout = "owner"
     splitting: Splitting = "split"
     alpha: float = 1.0
     c_max_bytes: int | None = None
-    """Largest fused exchange of one rank; null: chosen by `auto`."""
+    """C_max: the most bytes that a host receives in one fused exchange; null: chosen by the planner."""
     grouping: Grouping = "auto"
     reduction: Reduction | None = None
-    """The way of every bucket; null: chosen for each, see `planner.reduction`."""
+    """The way in which every bucket is reduced; null: chosen for each bucket, see `planner.reduction`."""
     exchange_dtype: Precision = "fp32"
-    """The type in which gradients travel between TP ranks."""
+    """The type in which gradients are sent between TP ranks."""
     mode: Literal["auto"] | Mode = "auto"
 
     def capacity(self, bytes_per_element: int) -> int | None:
-        """Elements that C_max is."""
+        """Returns C_max in elements; None if it is not set."""
         return None if self.c_max_bytes is None else self.c_max_bytes // bytes_per_element
 
 
@@ -153,7 +151,7 @@ class Place:
         return cls(rank=mesh.rank(stage, cell), stage=stage, owner=owner, host=host)
 
     def describe(self, mesh: Mesh) -> str:
-        """`rank 37: owner 4, host 5`."""
+        """Returns the rank as `rank 37: owner 4, host 5`, with its stage if there are several."""
         stage = f"stage {self.stage}, " if mesh.pp > 1 else ""
         return f"rank {self.rank}: {stage}owner {self.owner}, host {self.host}"
 
@@ -163,49 +161,49 @@ class Subject:
     """The inputs of a plan; runs with equal subjects get equal plans."""
 
     model: Mapping[str, Scalar]
-    """Shapes, not names: two models of the same shapes share a plan."""
+    """The model's shapes, without its name: two models of the same shapes share a plan."""
     layout: Mesh
     optimizer: Algorithm
     settings: PlanSettings
     buffers: Mapping[str, Scalar]
-    """Bucket size, overlap, widths of weights and gradients."""
+    """The bucket size and the types of weights and reduced gradients."""
     profile: Mapping[str, Scalar]
-    """The hardware figures that costs come from."""
+    """The values of the hardware profile that costs depend on."""
 
     def content(self) -> dict[str, dict[str, Scalar]]:
-        """Each part as plain values, in the order of the fields."""
+        """Returns each part as plain values, in the order of the fields."""
         return {name: {**part} if isinstance(part, Mapping) else asdict(part) for name, part in vars(self).items()}
 
     def flat(self) -> dict[str, Scalar]:
-        """`layout.tp` and so on."""
+        """Returns all values under dotted keys such as `layout.tp`."""
         return {f"{part}.{name}": value for part, values in self.content().items() for name, value in values.items()}
 
 
 VERSION = 8
-"""Changes with the content or its meaning; a plan of another version is not read."""
+"""The version of plan files, raised when their content or its meaning changes; other versions are not read."""
 _CONTENT = ("version", "subject", "lower_bounds", "matrices", "buckets", "micro_groups")
 _MATRIX = tuple(field.name for field in fields(Matrix))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The whole of it. Equal content has an equal `hash`, whichever process computed it."""
+    """A plan of a run. Plans with equal content have equal hashes, whichever process made them."""
 
     subject: Subject
     matrices: tuple[Matrix, ...]
     costs: tuple[float, ...]
-    """Seconds of one update by one rank, by matrix."""
+    """The seconds of each matrix's update by one rank."""
     assignment: Assignment
     buckets: tuple[Bucket, ...]
     """The matrices' buckets; AdamW's parameters stay in Megatron's own buffers."""
     groups: tuple[MicroGroup, ...]
     lower_bounds: tuple[float, ...]
-    """Seconds, by stage: no assignment updates a stage's matrices in less."""
+    """The lower bound of each stage's update seconds: no assignment is faster."""
     version: int = VERSION
 
     @cached_property
     def hash(self) -> str:
-        """sha256 of the canonical JSON, hexadecimal."""
+        """The sha256 of the content's canonical JSON, in hexadecimal."""
         return _digest(self.content())
 
     @property
@@ -214,16 +212,16 @@ class Plan:
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """The mode of each matrix."""
+        """The mode of each matrix: hosted or shared."""
         return tuple("shared" if matrix.index in self.assignment.shares else "hosted" for matrix in self.matrices)
 
     def loads(self, stage: int) -> list[float]:
-        """Seconds of update per cell of a stage, index `owner * tp + host`."""
+        """Returns the update seconds of each cell of a stage, at index `owner * tp + host`."""
         mesh = self.subject.layout
         return self.assignment.loads(self.matrices, self.costs, stage, mesh.owners, mesh.tp)
 
     def content(self) -> dict[str, object]:
-        """Everything the hash covers, as JSON takes it; the inverse of `from_content`."""
+        """Returns everything that the hash covers, ready for JSON; `from_content` is the inverse."""
         return {
             "version": self.version,
             "subject": self.subject.content(),
@@ -237,7 +235,7 @@ class Plan:
         }
 
     def to_json(self, **extra: object) -> str:
-        """The plan as a file's text: its content, its hash, and `extra`, which the hash does not cover.
+        """Returns the text of a plan file: the content, its hash, and `extra`, which the hash does not cover.
 
         One line per matrix, bucket and micro-group, so that two plans can be compared with `diff`.
         """
@@ -245,12 +243,10 @@ class Plan:
 
     @classmethod
     def from_content(cls, content: Mapping[str, object]) -> "Plan":
-        """The plan that has this content, read from a file or received from another rank.
+        """Makes the plan with this content, read from a file or received from another rank.
 
         Raises:
-            ValueError: something is missing, unknown or of a wrong type, or it names ranks or matrices that
-            do not
-                exist.
+            ValueError: an entry is missing, unknown or of a wrong type, or the plan is inconsistent (see `_check`).
         """
         read = parse(_Content, content)
         plan = cls(
@@ -273,13 +269,13 @@ class Plan:
             groups=read.micro_groups,
         )
         if plan.hash != content_hash(content):
-            raise ValueError("it does not have exactly the entries of a plan")
+            raise ValueError("its entries are not exactly those of a plan")
         _check(plan)
         return plan
 
 
 def content_hash(content: Mapping[str, object]) -> str:
-    """The hash that `content`, read from a file, should have; what the hash does not cover is left out."""
+    """Computes the hash of `content`, read from a file; entries that the hash does not cover are ignored."""
     return _digest({name: content[name] for name in _CONTENT if name in content})
 
 
@@ -289,6 +285,7 @@ def _digest(content: Mapping[str, object]) -> str:
 
 
 def _executed(share: Share | None) -> dict[str, object]:
+    """Returns the entries of a plan file that say how a matrix is executed."""
     if share is None:
         return {"execution": "hosted"}
     return {"execution": "shared", "fragment": share.fragment}
@@ -304,14 +301,14 @@ def _lines(content: Mapping[str, object]) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _MatrixEntry(Matrix):
-    """A matrix in a file."""
+    """A matrix's entry in a plan file."""
 
     seconds: Seconds
     owner: CountOrZero
     host: CountOrZero
     execution: Mode
     fragment: tuple[Seconds, ...] = ()
-    """`Share`, where it is shared."""
+    """The seconds of `Share.fragment` if the matrix is shared, otherwise empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,8 +324,11 @@ class _Content:
 
 
 def _check(plan: Plan) -> None:
-    """Checks what the engine relies on: every matrix once in the list, in the grid, in one range of a bucket
-    and in one micro-group of its owner.
+    """Checks what the engine relies on: every matrix is in the list once, on a cell of the grid, in exactly one range
+    of a bucket and in exactly one micro-group of its owner, and may be shared if the plan shares it.
+
+    Raises:
+        ValueError: the plan is inconsistent.
     """
     mesh, cells = plan.subject.layout, plan.assignment.cells
     if len(plan.lower_bounds) != mesh.pp:
@@ -337,9 +337,9 @@ def _check(plan: Plan) -> None:
         raise ValueError(f"it has two matrices called {twice[0]}")
     for index, (matrix, cell) in enumerate(zip(plan.matrices, cells, strict=True)):
         if matrix.index != index or not 0 <= matrix.stage < mesh.pp or not 0 <= matrix.chunk < mesh.vpp:
-            raise ValueError(f"matrix {matrix.name} is out of place")
+            raise ValueError(f"matrix {matrix.name} has an index, stage or chunk that is not valid")
         if not (0 <= cell.owner < mesh.owners and 0 <= cell.host < mesh.tp):
-            raise ValueError(f"matrix {matrix.name} is on owner {cell.owner}, host {cell.host}: outside of the grid")
+            raise ValueError(f"matrix {matrix.name} is on owner {cell.owner}, host {cell.host}: outside the grid")
         share = plan.assignment.shares.get(index)
         if share is None:
             continue
@@ -349,12 +349,14 @@ def _check(plan: Plan) -> None:
             raise ValueError(f"matrix {matrix.name} cannot be shared as the plan says")
     ranged = [index for bucket in plan.buckets for part in bucket.ranges for index in part.matrices]
     if sorted(ranged) != list(range(len(plan.matrices))):
-        raise ValueError("the buckets do not have every matrix exactly once")
+        raise ValueError("the buckets do not contain every matrix exactly once")
     for bucket in plan.buckets:
         end = 0
         for part in bucket.ranges:
             if not end <= part.start < part.end <= bucket.elements:
-                raise ValueError(f"bucket {bucket.index} of stage {bucket.stage} has ranges that overlap or leave it")
+                raise ValueError(
+                    f"bucket {bucket.index} of stage {bucket.stage} has ranges that overlap or exceed its elements"
+                )
             if any((plan.matrices[i].stage, cells[i].owner) != (bucket.stage, part.owner) for i in part.matrices):
                 raise ValueError(f"bucket {bucket.index} of stage {bucket.stage} gives a matrix to another owner")
             end = part.end
@@ -362,7 +364,7 @@ def _check(plan: Plan) -> None:
             raise ValueError(f"bucket {bucket.index} of stage {bucket.stage} has matrices of several model chunks")
     grouped = [index for group in plan.groups for index in group.matrices]
     if sorted(grouped) != list(range(len(plan.matrices))):
-        raise ValueError("the micro-groups do not have every matrix exactly once")
+        raise ValueError("the micro-groups do not contain every matrix exactly once")
     for group in plan.groups:
         for index in group.matrices:
             if (plan.matrices[index].stage, cells[index].owner) != (group.stage, group.owner):

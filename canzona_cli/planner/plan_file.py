@@ -1,4 +1,4 @@
-"""Plan files: finds or makes the plan of a run, reads stored plans, and tells in what two plans differ."""
+"""Plan files: finds or makes the plan of a run, reads stored plans, and compares two plans."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,17 +16,17 @@ from canzona_cli.planner.make import make_plan, planned_matrices, subject
 from canzona_cli.planner.plan import VERSION, Plan, Subject, content_hash
 
 Difference = tuple[str, object, object]
-"""Key, value in one, value in the other."""
+"""A key, its value in one plan or subject, and its value in the other."""
 _IDENTITY: Mapping[str, tuple[str, ...]] = {
     "matrices": ("name",),
     "buckets": ("stage", "index"),
     "micro_groups": ("stage", "owner", "index"),
 }
-"""The fields that identify an entry of a part."""
+"""The fields that identify an entry in each part of a plan."""
 
 
 def differences(had: Subject, want: Subject) -> list[Difference]:
-    """(key, value in `had`, value in `want`) of everything in which two subjects differ."""
+    """Lists the values in which two subjects differ, as (key, value in `had`, value in `want`)."""
     first, second = had.flat(), want.flat()
     return [
         (key, first.get(key), second.get(key))
@@ -36,11 +36,12 @@ def differences(had: Subject, want: Subject) -> list[Difference]:
 
 
 def first_difference(plan: Plan, other: Plan) -> Difference | None:
-    """(key, value in `plan`, value in `other`); None where their hashes are equal.
+    """Finds the first difference of two plans, as (key, value in `plan`, value in `other`); None if they are equal.
 
-    What comes first causes what follows, as far as that is so: what they were computed from (`layout.tp`),
-    matrices (`matrices[layers.3.gate].owner`), buckets (`buckets[stage 0, index 2].reduction`), micro-groups,
-    bounds. A value that only one of them has is None in the other.
+    Parts are compared in the order in which they depend on each other, so that the first difference is likely
+    the cause of the others: version, subject (`layout.tp`), matrices (`matrices[layers.3.gate].owner`), buckets
+    (`buckets[stage 0, index 2].reduction`), micro-groups, bounds. A value that only one plan has is None in the
+    other.
     """
     if plan.hash == other.hash:
         return None
@@ -58,6 +59,7 @@ def first_difference(plan: Plan, other: Plan) -> Difference | None:
 
 
 def _named(rows: object, names: Sequence[str]) -> dict[str, object]:
+    """Returns a part's entries by label, such as `[stage 0, index 2]`, made from the fields `names`."""
     assert isinstance(rows, list)
     label = "{0}" if len(names) == 1 else ", ".join(f"{name} {{{place}}}" for place, name in enumerate(names))
     return {
@@ -67,6 +69,7 @@ def _named(rows: object, names: Sequence[str]) -> dict[str, object]:
 
 
 def _compared(key: str, mine: object, theirs: object) -> Difference | None:
+    """Finds the first difference of two values below `key`, entry by entry if both are mappings or lists."""
     if mine == theirs:
         return None
     pairs: Sequence[tuple[str, object, object]] = ()
@@ -75,22 +78,22 @@ def _compared(key: str, mine: object, theirs: object) -> Difference | None:
     elif isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
         pairs = [(f"[{place}]", a, b) for place, (a, b) in enumerate(zip_longest(mine, theirs))]
     differences = (_compared(key + name, a, b) for name, a, b in pairs)
-    return next((one for one in differences if one is not None), (key, mine, theirs))
+    return next((difference for difference in differences if difference is not None), (key, mine, theirs))
 
 
 FOLDER = Path("plans")
 _MAKE_ANEW = "make a new one with `canzona plan`"
 _SHOWN = 6
-"""Differences that are spelt out; two unrelated runs differ in dozens."""
+"""The most differences that a message lists; two unrelated runs differ in dozens."""
 
 
 def default_path(config: RunConfig, plan: Plan) -> Path:
-    """`plans/<recipe>-<gpus>gpus-<hash>.json`, where `canzona train` looks."""
+    """Returns `plans/<recipe>-<gpus>gpus-<hash>.json`, where `canzona train` finds the plan."""
     return FOLDER / f"{config.name}-{config.gpus}gpus-{plan.name}.json"
 
 
 def find_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> "Obtained | None":
-    """The plan of a run in `folder`: the newest file's that `load_plan` accepts; None when there is none."""
+    """Finds the plan of a run in `folder`: the newest file that `load_plan` accepts; None if it accepts no file."""
     candidates = folder.glob(f"{config.name}-{config.gpus}gpus-*.json")
     for path in sorted(candidates, key=_written, reverse=True):
         try:
@@ -101,12 +104,12 @@ def find_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> "Obta
 
 
 def load_plan(path: Path, config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
-    """Read the plan of this very run.
+    """Reads a plan and checks that it is for exactly this run.
 
     Raises:
-        ConfigError: it cannot be read, was altered, is of another version, or is for another model, layout,
-        optimizer,
-            setting or profile; every difference is named. Or it is of this run and has matrices of another.
+        ConfigError: the file cannot be read, was altered or has another version; or the plan is for another
+            model, layout, optimizer, setting or profile (the first `_SHOWN` differences are listed); or its
+            matrices or costs are not those of this run.
     """
     plan = read_plan(path)
     expected = subject(config, layout, shapes)
@@ -119,7 +122,7 @@ def load_plan(path: Path, config: RunConfig, layout: Layout, shapes: ModelShapes
         more = len(differing) - _SHOWN
         raise _refused(
             path,
-            f"plan {plan.name} is for another {parts}: {shown}" + (f"; and {more} more" if more > 0 else ""),
+            f"plan {plan.name} is for a different {parts}: {shown}" + (f"; and {more} more" if more > 0 else ""),
             f"{_MAKE_ANEW} and this run's settings",
         )
     matrices = planned_matrices(config, layout, shapes)
@@ -127,15 +130,15 @@ def load_plan(path: Path, config: RunConfig, layout: Layout, shapes: ModelShapes
     if (plan.matrices, plan.costs) != (matrices, update_costs(config, matrices)) or any(
         share != possible.get(index) for index, share in plan.assignment.shares.items()
     ):
-        raise _refused(path, "has other matrices than this run, or other costs of them", _MAKE_ANEW)
+        raise _refused(path, "has different matrices or costs than this run", _MAKE_ANEW)
     return plan
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan, whatever run it is for.
+    """Reads a plan of any run.
 
     Raises:
-        ConfigError: it cannot be read, was altered or is of another version.
+        ConfigError: the file cannot be read, is not a plan, was altered, is damaged or has another version.
     """
     try:
         content = parse_json(read_plain(path))
@@ -156,7 +159,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def _written(path: Path) -> tuple[float, str]:
-    """Returns when it was written, and its name; a link that leads nowhere long ago."""
+    """Returns a file's modification time, 0 for a dangling link, and its name."""
     try:
         return path.stat().st_mtime, path.name
     except OSError:
@@ -173,14 +176,15 @@ def _refused(path: Path, reason: str, fix: str) -> ConfigError:
 
 @dataclass(frozen=True, kw_only=True)
 class Obtained:
-    """A plan and where it was found; `path` is None for a new one."""
+    """A plan and the file it was read from; `path` is None for a newly made plan."""
 
     plan: Plan
     path: Path | None
 
 
 def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Obtained | None:
-    """The plan of a resolved run; None where it executes none.
+    """Returns the plan that a resolved run executes: the file `engine.plan` names, else the newest matching file in
+    `folder`, else a newly made plan. None if the run's strategy has no plan.
 
     Raises:
         ConfigError: `engine.plan` cannot be read or is for another run; or as `make_plan`.

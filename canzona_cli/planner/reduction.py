@@ -1,15 +1,16 @@
-"""A bucket's uneven shares in native collectives of equal parts: who has what of it, and hands it to whom.
+"""The ways to reduce and gather each bucket: collectives for each owner's range, or a ring of equal parts.
 
-A reduce-scatter and an all-gather give every rank as much as any other; owners' shares are not alike:
+Owners' shares of a bucket differ in size, but a reduce-scatter or an all-gather gives every rank an equal part:
 
     ranges of a bucket | 0: aaaaaa | 1: b | 2: cc |
-    equal parts        | aaa | aaa | bcc |     Megatron's buffer as it lies: rank 1 still has to hand its part to 0, and
-                                               rank 2 b to 1
+    equal parts        | aaa | aaa | bcc |     the same buffer: rank 1 has to hand its part to owner 0, and rank 2
+                                               b to owner 1
 
-An all-to-all after the reduce-scatter (before the all-gather) hands over what is not where it belongs. Its
-messages lie in the order of ranks, so parts are cut into runs of ascending owners with an all-to-all each;
-one is usual. Only owners' own shares are copied. Where every part is its owner's, nothing is handed over: it
-is Megatron's own collective.
+An all-to-all after the reduce-scatter (before the all-gather) hands over the elements that a rank has but does
+not own. The messages of an all-to-all are in the order of ranks, so each part is cut into runs of ascending
+owners, with one all-to-all for the first run of all parts, one for the second, and so on; one is usual. A copy
+is needed only of owners' own shares. If every part belongs to its rank, nothing is handed over, and the ring is
+Megatron's own collective.
 """
 
 import math
@@ -29,8 +30,8 @@ from canzona_cli.planner.plan import Bucket, PlanSettings, Range
 
 
 class Segment(NamedTuple):
-    """Consecutive elements of a bucket on one rank's part, of one owner;
-    alignment behind a range belongs to it."""
+    """Consecutive elements of one rank's part of a bucket that have one owner. Padding after a range belongs to the
+    range's owner; a segment of padding alone belongs to the rank."""
 
     owner: int
     start: int
@@ -38,11 +39,11 @@ class Segment(NamedTuple):
 
 
 Run = tuple[Segment, ...]
-"""A run of one rank's part: adjoining segments, each of a later owner than the one before."""
+"""Adjoining segments of one rank's part, in ascending order of owners."""
 
 
 def shares(bucket: Bucket) -> dict[int, int]:
-    """Elements of each owner that has any, alignment inside its ranges included."""
+    """Counts the elements of each owner with a range in the bucket, alignment inside ranges included."""
     elements: dict[int, int] = {}
     for part in bucket.ranges:
         elements[part.owner] = elements.get(part.owner, 0) + part.end - part.start
@@ -50,10 +51,11 @@ def shares(bucket: Bucket) -> dict[int, int]:
 
 
 def handovers(bucket: Bucket, ranks: int) -> tuple[tuple[Run, ...], ...]:
-    """All-to-alls of a ring, in order: of each rank, the run of its part that it hands over (is handed).
+    """Lists the all-to-alls of a ring in order, each as the runs of all ranks' parts that it hands over: to owners
+    after a reduce-scatter, from owners before an all-gather.
 
-    Together they are the whole bucket, in which each rank's part is `bucket.elements / ranks`; none where
-    every part is its owner's.
+    A rank's part has `bucket.elements / ranks` elements, and together the runs cover the bucket. The list is
+    empty if every part belongs to its rank.
     """
     return _handovers(bucket.ranges, bucket.elements, ranks)
 
@@ -71,8 +73,8 @@ def _handovers(ranges: tuple[Range, ...], elements: int, ranks: int) -> tuple[tu
 
 
 def handed(bucket: Bucket, ranks: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Counts, for each of `handovers`, the elements that every rank hands over of its part, and is handed of
-    its share."""
+    """Counts, for each all-to-all of `handovers` after a reduce-scatter, the elements that every rank hands over from
+    its part, and those that it receives of its share."""
     return _handed(bucket.ranges, bucket.elements, ranks)
 
 
@@ -80,20 +82,20 @@ def handed(bucket: Bucket, ranks: int) -> tuple[tuple[tuple[int, ...], tuple[int
 def _handed(
     ranges: tuple[Range, ...], elements: int, ranks: int
 ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    segments = []
+    counts = []
     for runs in _handovers(ranges, elements, ranks):
-        there, owned = [0] * ranks, [0] * ranks
+        sent, received = [0] * ranks, [0] * ranks
         for rank, run in enumerate(runs):
             for owner, start, end in run:
                 if owner != rank:
-                    there[rank] += end - start
-                    owned[owner] += end - start
-        segments.append((tuple(there), tuple(owned)))
-    return tuple(segments)
+                    sent[rank] += end - start
+                    received[owner] += end - start
+        counts.append((tuple(sent), tuple(received)))
+    return tuple(counts)
 
 
 def _parts(ranges: Sequence[Range], elements: int, ranks: int) -> list[list[Segment]]:
-    """Segments of each rank's part, ascending."""
+    """Cuts a bucket into equal parts; returns the segments of each rank's part, ascending."""
     part = elements // ranks
     parts: list[list[Segment]] = [[] for _ in range(ranks)]
     borders = [0, *(later.start for later in ranges[1:]), elements]
@@ -101,13 +103,14 @@ def _parts(ranges: Sequence[Range], elements: int, ranks: int) -> list[list[Segm
         while start < end:
             rank = start // part
             stop = min(end, (rank + 1) * part)
-            # A part that only pads the bucket stays where it is.
+            # A segment of padding alone stays on the rank whose part it is in.
             parts[rank].append(Segment(held.owner if start < held.end else rank, start, stop))
             start = stop
     return parts
 
 
 def _runs(part: Sequence[Segment]) -> list[Run]:
+    """Cuts a part into runs of ascending owners; adjoining segments of one owner are merged."""
     runs: list[list[Segment]] = []
     for segment in part:
         if not runs or segment.owner < runs[-1][-1].owner:
@@ -122,28 +125,32 @@ def _runs(part: Sequence[Segment]) -> list[Run]:
 Native = Literal["reduce_scatter", "all_gather"]
 
 GATHERED: Mapping[Reduction, Gathering] = MappingProxyType({"reduce": "broadcast", "ring": "ring"})
-"""The way weights come back where a way was asked for; else it is chosen apart."""
+"""The way in which weights are gathered if `engine.reduction` is set; otherwise reduction and gathering are chosen
+separately."""
 GATHERED_AHEAD = 4
-"""Buckets whose weights are on their way at the same time: what the first forward needs first starts with the
-end of the updates, and whoever waits for one starts the one so many places behind it. With one, as Megatron
-has it, the second bucket, mostly the first layer's largest matrices, starts with that forward only, and waits
-for a link that was idle."""
+"""The number of buckets that are gathered at the same time. The first buckets that the forward pass needs start when
+the updates end; waiting for a bucket starts the bucket this many places after it. With one, as in Megatron, the
+second bucket, mostly the first layer's largest matrices, would start only with the forward pass, after the link
+was idle."""
 WORTH = 0.95
-"""A ring is chosen where it takes no more than this part of a collective per owner, because it needs memory
-that those do not."""
+"""The relative time at or below which a ring is chosen over a collective for each owner. A ring has to gain something,
+because it needs memory that the others do not."""
 
 
 def scratch_bytes(bucket: Bucket, way: Reduction | Gathering, owners: int, width: int) -> dict[int, int]:
-    """Counts the bytes that ranks hold in addition to the buffer while a bucket travels, of `width` bytes an
-    element: in a ring each its own share, in the order in which it is handed over."""
+    """Counts the bytes that each rank needs in addition to the buffer while a bucket is communicated: in a ring that
+    hands elements over, a copy of the rank's own share.
+
+    Args:
+        width: bytes of an element.
+    """
     if way != "ring" or owners == 1 or not handovers(bucket, owners):
         return {}
     return {owner: share * width for owner, share in shares(bucket).items()}
 
 
 def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
-    """Counts the collectives that a rank takes part in: to reduce the bucket's gradients,
-    to gather its weights."""
+    """Counts the collectives that reduce the bucket's gradients, and those that gather its weights."""
     if owners == 1:
         return 0, 0
     each: Mapping[Reduction | Gathering, int] = {
@@ -155,13 +162,13 @@ def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
 
 
 def sent_elements(bucket: Bucket, way: Reduction | Gathering, owners: int) -> float:
-    """Returns the elements that a rank sends of a bucket; in a ring, what ranks hand over in addition is an
-    n-th, in the mean."""
+    """Returns the elements of a bucket that a rank sends on average: (n - 1) / n of the bucket, and in a ring another
+    1 / n for the elements that ranks hand over."""
     return bucket.elements * (1 if way == "ring" and owners > 1 else (owners - 1) / owners)
 
 
 class ReductionModel:
-    """Prices a run's buckets on its links, and chooses."""
+    """The cost model of a run's reductions and gatherings, and the choice of the way for each bucket."""
 
     def __init__(self, config: RunConfig, layout: Layout) -> None:
         groups = Groups.of(layout, config.cluster)
@@ -169,41 +176,44 @@ class ReductionModel:
         self._width, self._grad = element_bytes(config)
         self._rate = memory_rate(config.cluster)
         self._launch_s = config.cluster.launch_us * 1e-6
-        # gloo's second collective of a ring hides under nothing: it is launched when the first has been
-        # waited for.
+        # With gloo the all-to-all of a ring overlaps with nothing, because it is launched only once the
+        # reduce-scatter has been waited for.
         self._rings = config.cluster.device == "cuda"
 
     def reduce(self, bucket: Bucket) -> Transfer:
-        """Gradients to their owners."""
+        """Returns the transfer that reduces a bucket's gradients to their owners."""
         if bucket.reduction == "ring":
             return self._ring(bucket, "reduce_scatter")
         return self._per_range(bucket, "reduce")
 
     def gather(self, bucket: Bucket) -> Transfer:
-        """New weights from their owners."""
+        """Returns the transfer that gathers a bucket's new weights from their owners."""
         if bucket.gathering == "ring":
             return self._ring(bucket, "all_gather")
         return self._per_range(bucket, "broadcast")
 
     def in_turn(self, buckets: Sequence[Bucket]) -> list[tuple[Transfer, Transfer]]:
-        """Reductions and gatherings of a stage's buckets, the latter in the opposite order, one after another
-        on a stream: of each chain only the part that overlaps the next one's counts as `fill_s`."""
+        """Returns the reduction and the gathering of each of a stage's buckets, run one after another on a stream.
+
+        Gatherings are run in the opposite order. The `fill_s` of each transfer is the part that overlaps with
+        the next chain.
+        """
         reduced = _overlapped([self.reduce(bucket) for bucket in buckets], buckets, self._group.size)
         gathered = _overlapped([self.gather(bucket) for bucket in buckets[::-1]], buckets[::-1], self._group.size)
         return list(zip(reduced, gathered[::-1], strict=True))
 
     def gather_evenly(self, elements: int) -> float:
-        """Seconds that AdamW's parameters take, of which every rank has as many."""
+        """Returns the seconds to gather AdamW's parameters, of which every rank has an equal shard."""
         return self._native(elements, "all_gather").seconds
 
     def choose(self, buckets: Iterable[Bucket], settings: PlanSettings, *, scratch: bool) -> tuple[Bucket, ...]:
-        """The buckets with how each is reduced and gathered.
+        """Chooses how each bucket is reduced and gathered.
 
-        Those that were asked for; else a collective for each owner's range, or, in canzona's plans on GPUs, a
-        ring where it is worth its memory.
+        If `engine.reduction` is set, every bucket gets this way. Otherwise a bucket gets a collective for each
+        owner's range, or, in canzona's plans on GPUs, a ring where the ring is faster by enough (`WORTH`).
 
         Args:
-            scratch: there is memory for rings that nobody asked for.
+            scratch: True if there is memory for rings that the settings do not ask for.
         """
         way = settings.reduction or "reduce"
         plain = [replace(bucket, reduction=way, gathering=GATHERED[way]) for bucket in buckets]
@@ -215,7 +225,7 @@ class ReductionModel:
         return tuple(bucket for _, held in stages for bucket in self._quickest(list(held)))
 
     def _quickest(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
-        """A stage's buckets, each in the way with which all are done soonest."""
+        """Yields a stage's buckets, with the ways by which all reductions, and all gatherings, are done soonest."""
         reduced, gathered = zip(*self.in_turn(buckets), strict=True)
         reducing = _by_chain(reduced, self._ring_seconds(buckets, reduced, "reduce_scatter"))
         gathering = _by_chain(gathered[::-1], self._ring_seconds(buckets, gathered, "all_gather")[::-1])[::-1]
@@ -227,8 +237,8 @@ class ReductionModel:
             )
 
     def _ring_seconds(self, buckets: Sequence[Bucket], chains: Sequence[Transfer], kind: Native) -> list[float]:
-        """Seconds of each bucket in a ring; infinite where it cannot be worth it, because looking up what a
-        ring hands over takes long."""
+        """Returns each bucket's seconds in a ring, or infinity if the ring cannot be faster by enough even without
+        handing over. This avoids computing what a ring hands over, which is slow."""
         return [
             self._ring(bucket, kind).seconds
             if self._native(bucket.elements, kind).seconds <= WORTH * chain.seconds
@@ -237,71 +247,77 @@ class ReductionModel:
         ]
 
     def _per_range(self, bucket: Bucket, kind: Literal["reduce", "broadcast"]) -> Transfer:
-        """A reduction (broadcast) of each range; each adds the work of issuing it."""
+        """Returns the transfer of a reduction (broadcast) for each range; each range after the first adds a launch."""
         width = self._grad if kind == "reduce" else self._width
-        whole = self._links.rooted(
+        transfer = self._links.rooted(
             kind, [share * width for share in shares(bucket).values()], self._group, collectives=len(bucket.ranges)
         )
         issue = (len(bucket.ranges) - 1) * self._launch_s if self._group.size > 1 else 0.0
-        return whole.delayed(issue)
+        return transfer.delayed(issue)
 
     def _ring(self, bucket: Bucket, kind: Native) -> Transfer:
-        """Equal parts of the bucket as it lies, and handing over what is not with its owner,
-        who copies shares then."""
+        """Returns the transfer of equal parts of the bucket, of the all-to-alls that hand elements over, and of the
+        copy of the largest share that this takes."""
         ranks = self._group.size
         if ranks == 1:
             return Transfer()
         width = self._bytes(kind)
-        whole = self._native(bucket.elements, kind)
+        transfer = self._native(bucket.elements, kind)
         messages = handed(bucket, ranks)
         if not messages:
-            return whole
+            return transfer
         for runs in messages:
-            there, owned = ([elements * width for elements in side] for side in runs)
-            sent, received = (there, owned) if kind == "reduce_scatter" else (owned, there)
-            whole = whole.then(self._links.all_to_all(sent, received, self._group)).delayed(self._launch_s)
-        return whole.delayed(2 * max(shares(bucket).values()) * width / self._rate + self._launch_s)
+            from_parts, to_shares = ([elements * width for elements in side] for side in runs)
+            sent, received = (from_parts, to_shares) if kind == "reduce_scatter" else (to_shares, from_parts)
+            transfer = transfer.then(self._links.all_to_all(sent, received, self._group)).delayed(self._launch_s)
+        return transfer.delayed(2 * max(shares(bucket).values()) * width / self._rate + self._launch_s)
 
     def _native(self, elements: int, kind: Native) -> Transfer:
         collective = self._links.reduce_scatter if kind == "reduce_scatter" else self._links.all_gather
         return collective(elements * self._bytes(kind), self._group)
 
     def _bytes(self, kind: Native) -> int:
-        """Returns the bytes of an element on its way."""
+        """Returns the bytes of an element that is communicated: of a gradient or of a weight."""
         return self._grad if kind == "reduce_scatter" else self._width
 
 
 def _overlapped(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners: int) -> list[Transfer]:
-    """The transfers one after another, with what of each chain's filling overlaps the next one's.
+    """Returns the transfers, run one after another, with `fill_s` reduced to the part that overlaps with the next
+    chain.
 
-    A chain that ends at (begins with) an owner starts on the rank behind it. Ranks are done with it in their
-    order, and each may go on: the next chain starts as many hops later as its owner lies behind. Launches of
-    several owners run on several channels, of which the one with the longest way counts.
+    The chain of a reduction to (a broadcast from) an owner starts on the rank after the owner. Ranks finish it
+    in chain order, and each can then start the next chain, so the next chain starts as many hops later as its
+    owner comes after this one. The chains of a launch with several owners run on several channels, of which the
+    one with most hops counts.
     """
     overlaps = [
-        replace(transfer, fill_s=max(0.0, 1 - _hops(one, other, owners) / (owners - 1)) * transfer.fill_s)
+        replace(transfer, fill_s=max(0.0, 1 - _hops(bucket, next_bucket, owners) / (owners - 1)) * transfer.fill_s)
         if transfer.fill_s and following.fill_s
         else replace(transfer, fill_s=0.0)
-        for (one, transfer), (other, following) in pairwise(zip(buckets, transfers, strict=True))
+        for (bucket, transfer), (next_bucket, following) in pairwise(zip(buckets, transfers, strict=True))
     ]
     return [*overlaps, *(replace(last, fill_s=0.0) for last in transfers[-1:])]
 
 
 def _hops(bucket: Bucket, following: Bucket, owners: int) -> int:
-    """Steps round the ring of owners from the first range of a bucket past all to the last of the following one."""
+    """Counts the steps around the ring of owners from the owner of a bucket's first range, through those of all ranges
+    in order, to the owner of the following bucket's last range."""
     roots = [part.owner for part in (*bucket.ranges, *following.ranges)]
     return sum((later - owner) % owners for owner, later in pairwise(roots))
 
 
 def _by_chain(chains: Sequence[Transfer], rings_s: Sequence[float]) -> list[bool]:
-    """Chooses for each of a stream's buckets between a chain (True) and a ring,
-    so that the last one ends soonest.
+    """Chooses for each of a stream's buckets between a chain (True) and a ring, so that the stream ends soonest.
 
-    A chain overlaps a chain only. The last one is judged alone, because it may find the stream idle. A ring
-    has to be `WORTH` its memory.
+    A chain overlaps only with a following chain. The last bucket is judged alone, because the stream may be idle
+    before it. A ring's time is divided by `WORTH`, to make up for its memory.
+
+    Args:
+        chains: each bucket's transfer as a chain, in the order of the stream.
+        rings_s: each bucket's seconds as a ring.
     """
     follows: list[tuple[bool, bool]] = []
-    # Seconds to the end of the stream from a bucket that is a chain, and from one that is not.
+    # Seconds from a bucket to the end of the stream, if the bucket is a chain, and if it is a ring.
     chain_s, ring_s = chains[-1].seconds, rings_s[-1] / WORTH
     chain_s, ring_s = (chain_s, math.inf) if chain_s <= ring_s else (math.inf, ring_s)
     for chain, seconds in zip(chains[-2::-1], rings_s[-2::-1], strict=True):

@@ -244,8 +244,8 @@ def test_a_forged_plan_with_the_right_hash_is_told_from_the_runs_own(tmp_path: P
         return refused.value.problems[0].reason
 
     assert "two matrices called layers.0.proj" in refusal(lambda m: m[1].update(name=m[0]["name"]))
-    assert "other matrices" in refusal(lambda m: m[1].update(name="layers.0.x"))
-    assert "other costs" in refusal(lambda m: m[1].update(seconds=1e-6))
+    assert "different matrices" in refusal(lambda m: m[1].update(name="layers.0.x"))
+    assert "or costs" in refusal(lambda m: m[1].update(seconds=1e-6))
     assert "seconds" in refusal(lambda m: m[1].update(seconds=0))
     assert "rows" in refusal(lambda m: m[1].update(rows=-1))
     assert Plan.from_content(found.plan.content()) == found.plan

@@ -210,7 +210,7 @@ def test_asc_is_planned_as_itself() -> None:
 def test_megatrons_strategies_are_planned_as_canzona_with_a_word_about_it() -> None:
     result = canzona(*SMALL, "engine.strategy=sc", "--dry-run", "--json")
     assert json.loads(result.stdout)["settings"]["strategy"] == "canzona"
-    assert "engine.strategy=sc needs no plan" in told(result)
+    assert "engine.strategy=sc has no plan" in told(result)
 
 
 def test_a_plan_says_how_often_an_optimizer_refreshes_its_factors() -> None:

@@ -250,7 +250,7 @@ def test_nothing_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[Hashable] = []
     timed: list[list[Hashable]] = []
     priced: list[int] = []
-    search, seconds, load = groups_module._groups, HostedPipeline.seconds, HostedPipeline._priced
+    search, seconds, load = groups_module._groups, HostedPipeline.seconds, HostedPipeline._new_load
 
     def groups_of(
         jobs: Sequence[Job], asked: PlanSettings, width: int, pipeline: HostedPipeline
@@ -269,7 +269,7 @@ def test_nothing_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(groups_module, "_groups", groups_of)
     monkeypatch.setattr(HostedPipeline, "seconds", noted)
-    monkeypatch.setattr(HostedPipeline, "_priced", load_of)
+    monkeypatch.setattr(HostedPipeline, "_new_load", load_of)
     plan = attempt(config, mesh, None, planned_matrices(config, mesh, None), None)
     assert set(plan.modes) == {"hosted", "shared"}
     assert len(searched) == len(set(searched)) > 3

@@ -88,7 +88,7 @@ def test_shared_matrices_are_read_as_they_were_planned_and_only_those_that_can_b
     other = {0: Share(fragment=(1.0,) * len(plan.assignment.shares[0].fragment))}
     forged = replace(plan, assignment=replace(plan.assignment, shares=other))
     path.write_text(forged.to_json(), encoding="utf-8")
-    assert "other costs" in refusal(path, config, layout)
+    assert "or costs" in refusal(path, config, layout)
 
 
 def test_a_file_has_a_line_for_every_matrix(planned: tuple[RunConfig, Layout, Plan]) -> None:
@@ -205,7 +205,7 @@ def test_many_differences_are_summed_up(planned: tuple[RunConfig, Layout, Plan],
     found = len(differences(planned[2].subject, subject(config, layout)))
     assert found > 6
     assert f"; and {found - 6} more" in reason
-    assert "for another model, layout" in reason
+    assert "for a different model, layout" in reason
 
 
 def test_another_version_is_refused(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:
@@ -248,11 +248,11 @@ def test_a_plan_with_a_right_hash_but_without_a_part_is_damaged(
 def test_entries_that_a_plan_does_not_have_are_damage(planned: tuple[RunConfig, Layout, Plan]) -> None:
     content = json.loads(planned[2].to_json())
     content["subject"]["layout"]["ep"] = 1
-    with pytest.raises(ValueError, match="exactly the entries"):
+    with pytest.raises(ValueError, match="exactly those of a plan"):
         Plan.from_content(content)
     content = json.loads(planned[2].to_json())
     del content["subject"]["optimizer"]["stack"]  # it has a default
-    with pytest.raises(ValueError, match="exactly the entries"):
+    with pytest.raises(ValueError, match="exactly those of a plan"):
         Plan.from_content(content)
     content = json.loads(planned[2].to_json())
     content["matrices"][0]["owner"] = "nobody"
@@ -266,7 +266,7 @@ def test_a_matrix_outside_of_the_grid_or_in_two_groups_is_damaged(planned: tuple
 
     outside = content()
     outside["matrices"][0]["owner"] = 4
-    with pytest.raises(ValueError, match="outside of the grid"):
+    with pytest.raises(ValueError, match="outside the grid"):
         Plan.from_content(outside)
     twice = content()
     twice["micro_groups"][0]["matrices"].append(twice["micro_groups"][1]["matrices"][0])  # type: ignore[attr-defined, index]
@@ -290,7 +290,7 @@ def test_buckets_that_overlap_or_disagree_with_the_matrices_are_damaged(
         Plan.from_content(changed)
     changed = content()
     changed["buckets"][0]["ranges"].pop()
-    with pytest.raises(ValueError, match="buckets do not have every matrix"):
+    with pytest.raises(ValueError, match="buckets do not contain every matrix"):
         Plan.from_content(changed)
     changed = content()
     changed["buckets"][0]["reduction"] = "magic"  # type: ignore[assignment]
