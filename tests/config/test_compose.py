@@ -280,7 +280,7 @@ class TestNothingIsRunOrLeaked:
         path = tmp_path / "mine.yaml"
         source = {"source": "prepared"} if section == "data" else {}
         path.write_text(yaml.safe_dump({"defaults": ["qwen3-tiny"], section: {**source, name: f"a{char}b"}}))
-        assert "not printable" in problems(f"recipe={path}")[key].reason
+        assert "unprintable" in problems(f"recipe={path}")[key].reason
 
     @pytest.mark.parametrize(
         "override",
@@ -371,8 +371,8 @@ class TestOwnRecipes:
         ("text", "reason"),
         [
             ("train:\n  steps: [1\n", "is not valid YAML: line 3, column 1: "),
-            ("- a\n- b\n", "holds no settings"),
-            ("", "holds no settings"),
+            ("- a\n- b\n", "contains no settings"),
+            ("", "contains no settings"),
             ("defaults: [qwen3-9b]\n", "cannot be composed"),
             (
                 "defaults: [qwen3-tiny]\ngpus: 1\ngpus: 2\n",
