@@ -24,7 +24,7 @@ class Affects(Flag):
     SPREAD = auto()
     """The work of a resumed run is distributed differently over ranks; the loss stays the same: a note."""
     LAYOUT = auto()
-    """As `SPREAD`; the note names the change as part of the layout (TP 2 x DP 4)."""
+    """The same as `SPREAD`, but the note shows the change as part of the layout (TP 2 x DP 4)."""
     MODEL = auto()
     """The saved weights no longer fit the model: resuming is refused."""
     OPTIMIZER = auto()
