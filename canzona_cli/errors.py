@@ -210,7 +210,7 @@ class Diverged(CanzonaError):
 
 
 class WorkerCrashed(CanzonaError):
-    """A worker process ended with an error of its own."""
+    """A worker process ended with an error."""
 
     exit_code = ExitCode.CRASH
     headline = "A worker crashed"

@@ -162,7 +162,7 @@ def export(
 
     check_empty(out, key="OUT")
     checkpoint = choose(where).at(step)
-    manifest, config, with_it = verified_run(checkpoint, tokenizer)
+    manifest, config, tokenizer_files = verified_run(checkpoint, tokenizer)
     from canzona_cli.checkpoint.reader import Reader  # imports torch
     from canzona_cli.huggingface.weights import export_weights
 
@@ -170,14 +170,19 @@ def export(
     total = tensor_bytes(DTYPES[kind][0], (parameter_count(config.model).total,))
     with bar_of_bytes("exporting", total) as on_bytes, Reader(checkpoint.path, manifest, config.model) as reader:
         written = export_weights(
-            reader, out, dtype=kind, seq_length=config.train.seq_length, beside=with_it, on_bytes=on_bytes
+            reader, out, dtype=kind, seq_length=config.train.seq_length, beside=tokenizer_files, on_bytes=on_bytes
         )
     if as_json:
-        facts = {"step": checkpoint.step, "dtype": kind, "tokenizer": with_it.tokenizer or None, **asdict(written)}
+        facts = {
+            "step": checkpoint.step,
+            "dtype": kind,
+            "tokenizer": tokenizer_files.tokenizer or None,
+            **asdict(written),
+        }
         show_page({"version": JSON_VERSION, "folder": str(out.absolute()), **facts})
         return
     typer.echo(
         f"Wrote {shown(out)}: step {checkpoint.step:,}, {size(written.bytes)} in {plural(written.files, 'file')}."
     )
-    if not with_it.tokenizer:
+    if not tokenizer_files.tokenizer:
         progress("note: no tokenizer is known for this run; --tokenizer DIR adds one")

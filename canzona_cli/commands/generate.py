@@ -112,7 +112,7 @@ def _writer(checkpoint: "StoredCheckpoint", tokenizer: Path | None, device: "Dev
     from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
 
-    manifest, config, with_it = verified_run(checkpoint, tokenizer)
+    manifest, config, tokenizer_files = verified_run(checkpoint, tokenizer)
     from canzona_cli.checkpoint.reader import Reader  # imports torch
     from canzona_cli.huggingface.generating import Writer
 
@@ -120,7 +120,7 @@ def _writer(checkpoint: "StoredCheckpoint", tokenizer: Path | None, device: "Dev
     total = tensor_bytes(DTYPES[dtype][0], (parameter_count(config.model).total,))
     with bar_of_bytes("loading", total) as on_bytes, Reader(checkpoint.path, manifest, config.model) as reader:
         length = config.train.seq_length
-        return Writer(reader, with_it, dtype=dtype, device=device, seq_length=length, on_bytes=on_bytes)
+        return Writer(reader, tokenizer_files, dtype=dtype, device=device, seq_length=length, on_bytes=on_bytes)
 
 
 def _converse(writer: "Writer", how: "Choosing") -> None:

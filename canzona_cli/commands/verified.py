@@ -25,7 +25,7 @@ def verified_run(checkpoint: StoredCheckpoint, tokenizer: Path | None) -> tuple[
         ConfigError: there is no such tokenizer.
     """
     refuse(checkpoint.problems, CheckpointInvalid)
-    with_it = beside(RunFiles(checkpoint.path.parent.parent), tokenizer)
+    tokenizer_files = beside(RunFiles(checkpoint.path.parent.parent), tokenizer)
     with bar_of_bytes("hashing", bytes_written(checkpoint.path)) as on_bytes:
         refuse(shortened(verify(checkpoint.path, on_bytes=on_bytes)[1]), CheckpointInvalid)
-    return *saved_run(checkpoint.path), with_it
+    return *saved_run(checkpoint.path), tokenizer_files

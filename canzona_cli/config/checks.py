@@ -296,7 +296,7 @@ def _unused_data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Proble
     for key, value in (("data.path", data.path), ("data.blend", data.blend)):
         # A data group or source on the command line replaces the data of the recipe.
         if value and data.source == "stdlib" and (key in explicit or not chosen):
-            reason = "is not read: data.source is stdlib, Python's own sources"
+            reason = "is not read: data.source is stdlib, the sources of Python's standard library"
             yield Problem(key=key, reason=reason, fix=f"write data=prepared to train on it, or {key}=null")
     for key in ("data.tokenizer", "data.tokenizer_vocab_size"):
         if key in explicit and data.source == "prepared":

@@ -115,10 +115,10 @@ def _unknown_option(group: str, asked: str, dirs: Sequence[Path]) -> Problem:
     options = group_options(group, dirs)
     if group == "recipe" and Path(asked).expanduser().is_dir() and (Path(asked) / "config.yaml").is_file():
         return Problem(key=group, value=asked, reason="is a folder", fix=f"write recipe={Path(asked) / 'config.yaml'}")
-    for beside in (f"{asked}.yaml", f"{asked}.yml") if group in FROM_FILES else ():
-        if Path(beside).expanduser().is_file():
-            reason = f"there is no {group} of this name, but there is a file {beside}"
-            return Problem(key=group, value=asked, reason=reason, fix=f"write {group}={shown(Path(beside))}")
+    for file in (f"{asked}.yaml", f"{asked}.yml") if group in FROM_FILES else ():
+        if Path(file).expanduser().is_file():
+            reason = f"there is no {group} of this name, but there is a file {file}"
+            return Problem(key=group, value=asked, reason=reason, fix=f"write {group}={shown(Path(file))}")
     meant = closest_option(asked, options)
     there = f"there are {', '.join(options)}"
     fix = f"did you mean {meant}? ({there})" if meant else there
@@ -159,8 +159,8 @@ def closest_option(asked: str, options: Mapping[str, Path]) -> str | None:
 
 
 def _no_such_file(group: str, asked: str, path: Path, dirs: Sequence[Path]) -> Problem:
-    beside = [file.name for file in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-    meant = closest(path.name, beside)
+    siblings = [file.name for file in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    meant = closest(path.name, siblings)
     if meant is not None:
         fix = f"did you mean {group}={path.parent / meant}?"
     elif full_name(path.stem, group_options(group, dirs)) is not None:
