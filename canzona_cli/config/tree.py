@@ -72,12 +72,12 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
         except ConfigError as problem:
             tree, error = {}, problem.problems[0].reason
         gpus = tree.get("gpus")
-        ours = path.parent.parent == builtin
+        is_builtin = path.parent.parent == builtin
         recipes.append(
             RecipeInfo(
                 name=name,
                 path=path,
-                builtin=ours,
+                builtin=is_builtin,
                 shadows=any(shadowed([path])) or (lies_flat(path) and (builtin / "recipe" / path.name).is_file()),
                 model=_model(tree),
                 gpus=gpus if isinstance(gpus, int) else None,
@@ -205,7 +205,7 @@ def _stored(options: Mapping[str, str], given: Mapping[str, Path]) -> Iterator[N
             content.setdefault("name", path.stem)
             if group == "recipe":
                 bring_up_to_date(content)
-                _leave_home(content, path)
+                _clear_run_dir(content, path)
                 store.store(_GIVEN, _as_option(content, {*options, *given}), group, package="_global_")
             else:
                 store.store(_GIVEN, content, group)
@@ -214,7 +214,7 @@ def _stored(options: Mapping[str, str], given: Mapping[str, Path]) -> Iterator[N
         store.repo = before
 
 
-def _leave_home(content: Mapping[str, object], path: Path) -> None:
+def _clear_run_dir(content: Mapping[str, object], path: Path) -> None:
     """Sets `run.dir` to null in the config.yaml of a run directory, so that as a recipe it does not reuse that
     directory."""
     run = content.get("run")
