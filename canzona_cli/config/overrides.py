@@ -74,7 +74,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
             problems.append(Problem(key=key, value=text, reason="is not a valid Python argument name", fix=fix))
         elif key == "optimizer.name":
             fix = f"write optimizer={text}"
-            reason = "is set by choosing an optimizer group"
+            reason = "is set by choosing an optimizer"
             problems.append(Problem(key=key, value=text, reason=reason, fix=fix))
         else:
             parsed = _parse_value(key, text)
