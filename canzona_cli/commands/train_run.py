@@ -151,10 +151,10 @@ def _show(job: _Job, look: _Look) -> None:
     try:
         checkpoint = resumption(config, layout)
     except ConfigError as error:
-        tell(f"note: the run would be refused: {error}", "yellow")
+        tell(f"note: without --dry-run, it would be refused: {error}", "yellow")
     else:
         if checkpoint is not None:
-            progress(f"note: the run would {checkpoint.words}")
+            progress(f"note: without --dry-run, it would {checkpoint.words}")
     for problem in preflight.machine_problems(config, layout):
         tell(f"note: this machine cannot run it: {problem.reason}", "yellow")
 

@@ -202,9 +202,9 @@ def test_a_dry_run_says_that_a_run_would_begin_with_other_weights_or_why_not(tmp
     would = canzona(*new)
     assert would.returncode == 0, would.stderr
     newest = root / "checkpoints" / f"step-{STEPS:08d}"
-    assert f"the run would begin at step 1 with the weights of {newest}" in would.stderr
+    assert f"it would begin at step 1 with the weights of {newest}" in would.stderr
     refused = canzona(*new, "model.num_layers=3")
-    assert "the run would be refused: model.num_layers: is " in refused.stderr
+    assert "it would be refused: model.num_layers: is " in refused.stderr
 
 
 def test_what_fails_twice_alike_ends_and_the_command_it_prints_goes_on_with_it(tmp_path: Path, stand_in: None) -> None:
