@@ -1,4 +1,7 @@
-"""The `canzona` command: parse, call, map errors to exit codes. Commands are imported only when they run."""
+"""The `canzona` command: parses arguments, calls a command, maps errors to exit codes.
+
+A command is imported only when it runs.
+"""
 
 import atexit
 import gc
@@ -17,18 +20,18 @@ from canzona_cli import __version__
 from canzona_cli.errors import ExitCode
 
 COMMANDS = {
-    "plan": "Plan who updates which matrix; simulate a step.",
+    "plan": "Plan which rank updates which matrix; simulate a step.",
     "train": "Train a recipe, on a laptop CPU or a GPU cluster.",
     "bench": "Measure strategies side by side, next to their predictions.",
     "tune": "Measure the best layouts; keep the fastest as a recipe.",
     "slurm": "Submit a run to Slurm, or print its sbatch script.",
     "validate": "Check a recipe and its overrides, all mistakes at once.",
-    "recipes": "List, show and copy recipes; see their layouts.",
+    "recipes": "List, show and copy recipes; show their layouts.",
     "clusters": "List, show and copy hardware profiles.",
     "data": "Turn text into training data.",
-    "checkpoint": "List, verify and show them; Hugging Face in and out.",
-    "generate": "Text from a checkpoint, through transformers.",
-    "eval": "Loss of a checkpoint on any prepared data.",
+    "checkpoint": "List, verify, import and export checkpoints (Hugging Face).",
+    "generate": "Generate text from a checkpoint with transformers.",
+    "eval": "Compute the loss of a checkpoint on any prepared data.",
     "report": "Show how a run went and where its step time goes.",
     "calibrate": "Measure this machine; write a cluster profile.",
     "doctor": "Check what this machine has and lacks for training.",
@@ -36,7 +39,7 @@ COMMANDS = {
 
 
 _WORDS = "canzona.words"
-"""The key of a command's own words while it runs."""
+"""The key in click's `meta` of the arguments that follow the command's name."""
 
 
 class LazyCommands(TyperGroup):
@@ -64,7 +67,10 @@ class LazyCommands(TyperGroup):
 
 @contextmanager
 def _better_options(ctx: Any) -> Iterator[None]:
-    """Turns "no such option" into what to write instead: settings are not options."""
+    """Turns a "no such option" error into a ConfigError that suggests what to write instead.
+
+    A common cause is a setting typed as an option.
+    """
     try:
         yield
     except Exception as error:
@@ -73,11 +79,11 @@ def _better_options(ctx: Any) -> Iterator[None]:
         from canzona_cli.commands.instead import Command, other_options
         from canzona_cli.errors import ConfigError
 
-        of, unread = error.ctx, error.option_name  # type: ignore[attr-defined]
+        context, unread = error.ctx, error.option_name  # type: ignore[attr-defined]
         command = Command(
-            name=of.command_path,
-            options=[option for part in of.command.params for option in part.opts if option.startswith("-")],
-            takes_overrides=any(part.name == "overrides" for part in of.command.params),
+            name=context.command_path,
+            options=[option for part in context.command.params for option in part.opts if option.startswith("-")],
+            takes_overrides=any(part.name == "overrides" for part in context.command.params),
         )
         raise ConfigError(*other_options(command, ctx.meta[_WORDS], unread)) from None
 
@@ -97,16 +103,16 @@ def _load(name: str) -> Any:
 app = typer.Typer(
     cls=LazyCommands,
     no_args_is_help=True,
-    rich_markup_mode=None,  # rich's panels would triple the time that help takes to come up
+    rich_markup_mode=None,  # rich's panels would triple the time that help takes to appear
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _name, _help in COMMANDS.items():  # stand-ins, for the list in the help
+for _name, _help in COMMANDS.items():  # placeholders for the list of commands in the help
     app.command(_name, help=_help)(lambda: None)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"canzona {__version__}")
         raise typer.Exit
 
@@ -131,11 +137,11 @@ def main() -> None:
 
     if {"--install-completion", "--show-completion"} & set(sys.argv):
         prepare_completion_options(sys.argv)
-    # A plan makes many objects that last, and few cycles: looking for these all the time would take a tenth
-    # of it, and once more at the end, where Python goes through all that there is, another.
+    # Planning creates many long-lived objects and few cycles. Frequent garbage collection would take a tenth
+    # of its time, and the final collection at exit another tenth, so collect rarely and freeze before exit.
     gc.set_threshold(500_000)
     atexit.register(gc.freeze)
-    os.umask(os.umask(0o077) | 0o002)  # nothing that canzona or what it starts writes is for everybody to change
+    os.umask(os.umask(0o077) | 0o002)  # files of canzona and its child processes are not world-writable
     guard()
     try:
         with bash_words():

@@ -1,5 +1,4 @@
-"""The error family of canzona: each class is one exit code,
-each problem is written for the person at the terminal."""
+"""The errors of canzona: each class has an exit code, and each problem is written for the user."""
 
 import errno
 import os
@@ -39,7 +38,7 @@ class Problem:
 
 
 def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The known word most like `word`, or None when nothing is near."""
+    """Returns the known word most similar to `word`, ignoring case; None if none is similar enough."""
     from difflib import get_close_matches
 
     names = {name.lower(): name for name in known}
@@ -48,7 +47,7 @@ def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 
 class CanzonaError(Exception):
-    """A failure the user can act on. Carries every problem found, never only the first."""
+    """A failure the user can act on. It carries every problem that was detected, not only the first."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.CRASH
     headline: ClassVar[str] = "Failed"
@@ -67,21 +66,23 @@ class ConfigError(CanzonaError):
 
 @dataclass(frozen=True, kw_only=True)
 class Clash:
-    """An option that makes no sense beside another one, or without it."""
+    """A rule for an option that makes no sense together with another option, or without one."""
 
     option: str
     beside: str = ""
+    """The option that `option` must not be combined with; empty for a rule with `without`."""
     without: str = ""
+    """The option that `option` needs."""
     reason: str
     fix: str
-    """May have the option's value: `{}`."""
+    """The fix; `{}` stands for the option's value."""
 
 
 def clashes(given: Mapping[str, object], rules: Iterable[Clash]) -> Iterator[Problem]:
     """Yields a problem for every rule that a command's options break.
 
     Args:
-        given: by option, its value; None, False or empty where it was not typed.
+        given: the value by option; None, False or empty for an option that was not typed.
     """
     for rule in rules:
         value = given[rule.option]
@@ -91,15 +92,17 @@ def clashes(given: Mapping[str, object], rules: Iterable[Clash]) -> Iterator[Pro
 
 
 def refuse(problems: Iterable[Problem], kind: type[CanzonaError] = ConfigError) -> None:
-    """Raise one error with all of them, if there are any."""
+    """Raises one error of this kind with all problems, if there are any."""
     if raised := tuple(problems):
         raise kind(*raised)
 
 
 @contextmanager
 def gathered(problems: list[Problem]) -> Iterator[None]:
-    """Adds what a ConfigError of the block says to `problems`, and goes on behind the block:
-    `refuse` them then."""
+    """Suppresses a ConfigError of the block and appends its problems to `problems`.
+
+    Execution resumes after the block; the caller then calls `refuse`.
+    """
     try:
         yield
     except ConfigError as error:
@@ -114,30 +117,37 @@ class EnvironmentProblem(CanzonaError):
 
 
 def unwritable(key: str, value: object, error: OSError, *, fix: str, what: str = "") -> EnvironmentProblem:
-    """Returns the error that the user's `key` cannot be written, or that `what` cannot be written there."""
+    """Returns the error for a path, given by the user as `key`, that cannot be written.
+
+    Args:
+        what: the file or other thing that cannot be written at that path; empty: the path itself.
+    """
     reason = f"{what} cannot be written: {error.strerror or error}".lstrip()
     return EnvironmentProblem(Problem(key=key, value=value, reason=reason, fix=fix))
 
 
 _FIXES: Final = {
-    errno.ENAMETOOLONG: "choose a shorter path: names of at most 255 bytes, 4,095 in all",
+    errno.ENAMETOOLONG: "choose a shorter path: at most 255 bytes a name and 4,095 bytes in all",
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space, or ask for a larger quota",
     errno.EFBIG: "raise the limit on the size of files: ulimit -f unlimited",
     errno.EMFILE: "raise the limit on open files: ulimit -n 65536",
-    errno.ENFILE: "close other programs: the whole machine has too many files open",
+    errno.ENFILE: "close other programs: this machine has too many open files",
     errno.EAGAIN: "raise the limit on processes: ulimit -u 4096",
-    errno.EACCES: "choose a place that you may use, or ask for permission",
-    errno.EPERM: "choose a place that you may use, or ask for permission",
-    errno.EROFS: "choose a place that can be written",
-    errno.ELOOP: "mend the links: they lead in a circle",
-    errno.EIO: "look at the disk or the file server",
-    errno.ESTALE: "look at the file server",
+    errno.EACCES: "choose a path that you may access, or ask for permission",
+    errno.EPERM: "choose a path that you may access, or ask for permission",
+    errno.EROFS: "choose a path on a writable file system",
+    errno.ELOOP: "fix the symbolic links: they form a cycle",
+    errno.EIO: "check the disk or the file server",
+    errno.ESTALE: "check the file server",
 }
 
 
 def of_the_machine(error: BaseException) -> EnvironmentProblem | None:
-    """Turns an unexpected OSError into an error for the user; None for anything else."""
+    """Turns an OSError with a known fix, or of a deleted working directory, into an error for the user.
+
+    Returns None for any other exception.
+    """
     if not isinstance(error, OSError):
         return None
     if isinstance(error, FileNotFoundError) and not _has_working_directory():
@@ -165,14 +175,14 @@ class DoesNotFit(CanzonaError):
 
 
 class CheckpointInvalid(CanzonaError):
-    """A checkpoint is damaged, incomplete, or of another run; nothing of it has been loaded."""
+    """A checkpoint is damaged, incomplete, or of another run. Nothing was loaded from it."""
 
     exit_code = ExitCode.CHECKPOINT
     headline = "Checkpoint cannot be used"
 
 
 class SaveFailed(EnvironmentProblem):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; earlier checkpoints are unchanged."""
 
     headline = "The checkpoint could not be saved"
 
@@ -185,10 +195,10 @@ class Hang(CanzonaError):
 
 
 class Diverged(CanzonaError):
-    """Training itself went wrong: losses or gradients are not what weights can be learnt from.
+    """Training itself failed: weights cannot be learned from these losses or gradients.
 
     Args:
-        since: the first step of it, where that is known: checkpoints from before are sound.
+        since: the first step of the divergence, if known; checkpoints of earlier steps are sound.
     """
 
     exit_code = ExitCode.CRASH
@@ -200,7 +210,7 @@ class Diverged(CanzonaError):
 
 
 class WorkerCrashed(CanzonaError):
-    """A worker process ended with an error of its own."""
+    """A worker process ended with an error."""
 
     exit_code = ExitCode.CRASH
     headline = "A worker crashed"

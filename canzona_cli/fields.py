@@ -1,8 +1,8 @@
-"""The marks that a setting has at its field: `lr: Annotated[Positive, "Peak learning rate.", CURVE]`.
+"""The annotations of a setting at its field: `lr: Annotated[Positive, "Peak learning rate.", CURVE]`.
 
-The text is its help. `Affects` says what a change of it does, to a run that goes on from a checkpoint and to
-plans. Everything else reads it from there: the range check, `canzona recipes copy`, completion, the
-comparison of a resumed run with the one that was saved, and the planner's choice of what a plan depends on.
+The text is the setting's help. `Affects` says what changing the setting does to a run that is resumed from a
+checkpoint, and to plans. The range check, `canzona recipes copy`, completion, the comparison of a resumed run
+with the saved one, and the planner's list of what a plan depends on all read these annotations.
 """
 
 import math
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 class Affects(Flag):
-    """The effects of a changed value."""
+    """The effects of changing a setting."""
 
     NOTHING = 0
     CURVE = auto()
-    """The loss of a resumed run goes on differently: a warning."""
+    """The loss curve of a resumed run changes: a warning."""
     SPREAD = auto()
-    """The work of a resumed run is shared out differently and the loss stays the same: a note."""
+    """The work of a resumed run is distributed differently over ranks; the loss stays the same: a note."""
     LAYOUT = auto()
-    """Likewise, noted as part of the layout (TP 2 x DP 4)."""
+    """The same as `SPREAD`, but the note shows the change as part of the layout (TP 2 x DP 4)."""
     MODEL = auto()
-    """Other weights than those that were saved: a resumed run is refused."""
+    """The saved weights no longer fit the model: resuming is refused."""
     OPTIMIZER = auto()
-    """Other optimizer state than what was saved: a resumed run is refused."""
+    """The saved optimizer state no longer fits: resuming is refused."""
     PLAN = auto()
-    """A plan is computed from it, once the layout is resolved: runs that differ in it do not share plans."""
+    """A plan depends on the value after the layout is resolved: runs with different values do not share plans."""
 
 
 NOTHING = Affects.NOTHING
@@ -44,8 +44,10 @@ PLAN = Affects.PLAN
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """The numbers that a setting, an entry of it, or a field of a record admits. pydantic checks it wherever
-    a type is annotated with it, as it does the grouped bounds of `annotated_types`."""
+    """The range of numbers that a setting, an entry of a setting, or a field of a record accepts.
+
+    pydantic checks the range wherever a type is annotated with it, like the grouped bounds of `annotated_types`.
+    """
 
     __is_annotated_types_grouped_metadata__: ClassVar = True
 
@@ -65,14 +67,15 @@ class Range:
         return self.above < value < self.below and self.at_least <= value <= self.at_most
 
     def words(self, value: float) -> str:
-        """Says what a number that is not in it must be."""
+        """Returns what a number outside the range must be, for a message: `at least 1 and at most 8`."""
         bounds = {"above": self.above, "at least": self.at_least, "below": self.below, "at most": self.at_most}
         return " and ".join(bound_words(*item, value) for item in bounds.items() if math.isfinite(item[1]))
 
 
 def bound_words(name: str, bound: float, value: float) -> str:
-    """`at most 1,000,000,000`: a bound that a number must keep. The tiny ones only keep zero out: one that is
-    not even above zero is told just that.
+    """Returns a bound in words: `at most 1,000,000,000`.
+
+    A tiny lower bound only excludes zero, so a value of 0 or less gets `above 0` instead.
 
     Args:
         name: `above`, `at least`, `below` or `at most`.
@@ -84,27 +87,27 @@ def bound_words(name: str, bound: float, value: float) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit that a number counts, where its name and help leave it open."""
+    """The unit of a setting whose name and help do not say it."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Example:
-    """An example for error messages, where the default or an arbitrary value of the type would be a bad example."""
+    """An example value for error messages, where the default or an arbitrary value of the type would mislead."""
 
     value: str
 
 
-# No quantity of a run or a machine is beyond these, whatever its unit, and what is computed from a few of
-# them is still a number.
+# No quantity of a run or a machine exceeds these bounds, whatever its unit, and products and quotients of a few
+# of them are still finite.
 Positive = Annotated[float, Range(at_least=1e-9, at_most=1e9)]
 NotNegative = Annotated[float, Range(at_least=0, at_most=1e9)]
 Share = Annotated[float, Range(at_least=0, below=1)]
 Epsilon = Annotated[float, Range(at_least=1e-37, at_most=1)]
-"""An addend beside a number of fp32, which has none below it but denormal ones."""
+"""An epsilon that is added to an fp32 number; smaller positive fp32 numbers are denormal."""
 Factor = Annotated[float, Range(at_least=1e-6, at_most=1e6)]
-"""A measurement over what it should have been."""
+"""A measured time over the modelled time."""
 Seconds = Annotated[float, Range(at_least=1e-12, at_most=1e9)]
 Finite = Annotated[float, Range(at_least=-1e300, at_most=1e300)]
 Count = Annotated[int, Range(at_least=1, at_most=10**12)]

@@ -1,4 +1,4 @@
-"""`canzona bench`: strategies side by side in one session, measured and predicted."""
+"""`canzona bench`: measures strategies side by side and compares them with predictions."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -31,35 +31,43 @@ def bench(
         typer.Option(
             "--strategies",
             metavar="NAME,NAME",
-            help="Some of canzona, paper, asc, layerwise, sc, adamw. [default: every one that the run can have]",
+            help="Some of canzona, paper, asc, layerwise, sc, adamw. [default: all that support the run]",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Measured turns of every strategy.")] = 6,
+    rounds: Annotated[
+        int, typer.Option("--rounds", metavar="N", help="Measured rounds; each strategy runs once a round.")
+    ] = 6,
     steps_per_turn: Annotated[
-        int, typer.Option("--steps-per-turn", metavar="K", help="Training steps in a turn; the first is not counted.")
+        int,
+        typer.Option(
+            "--steps-per-turn", metavar="K", help="Training steps per strategy and round; the first is not measured."
+        ),
     ] = 3,
     as_json: AsJson = False,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.json", help="Also write the JSON here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.json", help="Also write the JSON to this file.")
+    ] = None,
     html: HtmlFile = None,
     sweep: Annotated[
         Literal["gpus", "optimizer", "alpha", "c_max"] | None,
-        typer.Option("--sweep", help="Run one bench, or with --simulate one prediction, for each of several values."),
+        typer.Option("--sweep", help="Run a bench, or with --simulate a prediction, for each value of a setting."),
     ] = None,
     values: Annotated[
         list[str] | None,
-        typer.Option("--values", metavar="VALUE,VALUE", help="The values of --sweep. [default: chosen for the run]"),
+        typer.Option("--values", metavar="VALUE,VALUE", help="The values for --sweep. [default: chosen for the run]"),
     ] = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Run nothing: predict every Qwen3 size, or the recipe's, for --gpus.")
+        bool, typer.Option("--simulate", help="Run nothing; predict the recipe, or every Qwen3 size, on --gpus.")
     ] = False,
     gpus: Annotated[
-        str | None, typer.Option("--gpus", metavar="8..1024", help="With --simulate: numbers of GPUs; 8..1024 doubles.")
+        str | None,
+        typer.Option("--gpus", metavar="8..1024", help="With --simulate: GPU counts; 8..1024 means 8, 16, 32, ..."),
     ] = None,
     recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Run strategies of one recipe in turns on the same data, and compare speed, memory and prediction error.
+    """Run strategies of one recipe interleaved on the same data; compare speed, memory and prediction error.
 
-    Results, configurations, plans and logs are kept in bench/RECIPE-TIME. Ctrl-C stops after the current
+    Results, configurations, plans and logs are written to bench/RECIPE-TIME. Ctrl-C stops after the current
     step, a second Ctrl-C at once.
     """
     from canzona_cli.bench.options import read_options
@@ -156,11 +164,12 @@ def _conclude(
     *,
     as_json: bool,
 ) -> None:
-    """Write and show a result. A fast wrong answer is none: its numbers are kept,
-    but no speed-up is shown.
+    """Writes a result, checks its losses, and shows it.
+
+    If the losses of strategies differ, `check_losses` raises after the JSON was written, so no speed-up is shown.
 
     Args:
-        kind: the command, as the page for a browser names it.
+        kind: the command, as the title of the HTML page.
     """
     from canzona_cli.bench.results import check_losses
 
@@ -176,7 +185,7 @@ def _conclude(
 
 
 def write_json(content: Mapping[str, object], options: "Options", *, as_json: bool) -> None:
-    """Print the JSON for `--json` and write it for `--out`.
+    """Prints the JSON for `--json` and writes it for `--out`.
 
     Raises:
         EnvironmentProblem: the file cannot be written.

@@ -1,4 +1,4 @@
-"""`canzona calibrate`: measure this machine and write a cluster profile that plans and predictions use."""
+"""`canzona calibrate`: measures this machine and writes a cluster profile for plans and predictions."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,23 +11,26 @@ from canzona_cli.commands.output import AsJson, RecipesDirs, overrides_argument,
 def calibrate(
     overrides: Annotated[
         list[str] | None,
-        overrides_argument("recipe=qwen3-mini gpus=4: the matrices to measure, the ranks; cluster=NAME to start from."),
+        overrides_argument(
+            "The matrices and ranks to measure: recipe=qwen3-mini gpus=4; the profile to start from: cluster=NAME."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE.yaml", help="Write the profile here. [default: ./BASE-calibrated.yaml]"),
+        typer.Option("--out", metavar="FILE.yaml", help="The profile to write. [default: ./BASE-calibrated.yaml]"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing profile.")] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer repetitions and sizes, no whole steps: half a minute, but noisier.")
+        bool,
+        typer.Option("--quick", help="Fewer repetitions and sizes, no training steps: half a minute, but noisier."),
     ] = False,
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Measure this machine: products, memory, updates of the recipe's matrices, collectives, whole steps.
+    """Measure this machine and write a cluster profile.
 
-    Writes a cluster profile; any command uses it with `cluster=./FILE.yaml`. Takes one to three minutes.
-    Ctrl-C keeps everything measured until then.
+    Measures matrix products, memory, updates of the recipe's matrices, collectives and training steps, in one to
+    three minutes. Any command uses the profile with `cluster=./FILE.yaml`. Ctrl-C keeps what was measured so far.
     """
     from functools import partial
 

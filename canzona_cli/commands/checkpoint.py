@@ -1,4 +1,4 @@
-"""`canzona checkpoint`: list, verify and show checkpoints; weights from Hugging Face folders and to them."""
+"""`canzona checkpoint`: lists, verifies and shows checkpoints; imports and exports Hugging Face folders."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -10,14 +10,14 @@ from canzona_cli.commands.output import AsJson, RecipesDirs, overrides_argument
 from canzona_cli.commands.output import show as show_page
 
 JSON_VERSION = 1
-"""The version of what `import` and `export` print with --json; additions keep it."""
+"""The version of the JSON of `import` and `export`; added fields do not change it."""
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 Where = Annotated[
     Path | None,
     typer.Argument(
         metavar="[RUN_OR_CHECKPOINT]",
-        help="A run directory or one of its checkpoints. [default: the run under ./runs that was saved last]",
+        help="A run directory or one of its checkpoints. [default: the last saved run in ./runs]",
         show_default=False,
     ),
 ]
@@ -25,14 +25,14 @@ Where = Annotated[
 
 @app.callback()
 def checkpoint() -> None:
-    """List, verify and show checkpoints; import weights and export them."""
+    """List, verify and show checkpoints; import from and export to Hugging Face."""
 
 
 @app.command("list")
 def list_(where: Where = None, as_json: AsJson = False) -> None:
-    """List checkpoints, and say whether each is complete.
+    """List checkpoints and whether each is complete.
 
-    Reads manifests and file sizes only; `canzona checkpoint verify` reads the content.
+    Reads only manifests and file sizes; `canzona checkpoint verify` reads the content.
     """
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.report.checkpoint import Listing
@@ -43,10 +43,10 @@ def list_(where: Where = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def verify(where: Where = None, as_json: AsJson = False) -> None:
-    """Read every byte and compare it with the hashes.
+    """Compare every byte of checkpoints with their hashes.
 
-    Of one checkpoint, or of all of a run. Names each missing, truncated or damaged file; exit code 5 if there
-    is one.
+    Verifies one checkpoint, or all checkpoints of a run. Reports each missing, truncated or damaged file; the exit
+    code is 5 if there is one.
     """
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.checkpoint.verify import shortened
@@ -63,7 +63,7 @@ def verify(where: Where = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def show(where: Where = None, as_json: AsJson = False) -> None:
-    """Show what a checkpoint contains: the newest one, or the one named."""
+    """Show what the newest or a given checkpoint contains."""
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.errors import CheckpointInvalid
     from canzona_cli.report.checkpoint import Content
@@ -77,17 +77,23 @@ def show(where: Where = None, as_json: AsJson = False) -> None:
 
 @app.command("import")
 def import_(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder of a Qwen3, safetensors.")],
-    out: Annotated[Path, typer.Option("--out", metavar="RUN", help="The run directory to make; empty, or not there.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A Hugging Face folder of a Qwen3 model with safetensors.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="RUN", help="The run directory to create; it must be empty or not exist.")
+    ],
     overrides: Annotated[
-        list[str] | None, overrides_argument("The recipe to compare it with; else one is made from its config.json.")
+        list[str] | None,
+        overrides_argument("The recipe that must match the model. [default: derived from its config.json]"),
     ] = None,
     recipes_dir: RecipesDirs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make the checkpoint of step 0 from published weights.
+    """Import weights of a Hugging Face folder as step 0.
 
-    It has fp32 masters and no optimizer state: any layout and optimizer can begin with it.
+    The checkpoint has fp32 masters and no optimizer state, so training can start from it with any layout and
+    optimizer.
     """
     from canzona_cli.commands.output import progress, warn_about
     from canzona_cli.config.recipes import shown
@@ -119,26 +125,29 @@ def import_(
 
 @app.command()
 def export(
-    where: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory, or a checkpoint.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; empty, or not there yet.")],
+    where: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory or one of its checkpoints.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to create; it must be empty or not exist.")],
     to: Annotated[Literal["hf"], typer.Option(help="The format: Hugging Face.")] = "hf",
     dtype: Annotated[
         Literal["bf16", "fp16", "fp32"] | None,
-        typer.Option(help="Of the weights. [default: the run's train.precision]"),
+        typer.Option(help="The type of the weights. [default: the run's train.precision]"),
     ] = None,
     step: Annotated[
-        int | None, typer.Option(metavar="N", help="Of the checkpoint. [default: the newest]", show_default=False)
+        int | None,
+        typer.Option(metavar="N", help="The step of the checkpoint. [default: the newest]", show_default=False),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option("--tokenizer", metavar="DIR", help="A folder whose tokenizer goes with it. [default: the run's]"),
+        typer.Option("--tokenizer", metavar="DIR", help="A folder with the tokenizer to include. [default: the run's]"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write weights as a Hugging Face folder, which transformers and what builds on it read.
+    """Export weights to a Hugging Face folder.
 
-    Whole or not at all: it is written beside OUT, and renamed. The checkpoint's every byte is verified
-    before.
+    Verifies every byte of the checkpoint first. The folder, which transformers can read, is written under a
+    temporary name next to OUT and then renamed, so it is never incomplete.
     """
     from canzona_cli.checkpoint.manifest import tensor_bytes
     from canzona_cli.checkpoint.store import choose
@@ -153,7 +162,7 @@ def export(
 
     check_empty(out, key="OUT")
     checkpoint = choose(where).at(step)
-    manifest, config, with_it = verified_run(checkpoint, tokenizer)
+    manifest, config, tokenizer_files = verified_run(checkpoint, tokenizer)
     from canzona_cli.checkpoint.reader import Reader  # imports torch
     from canzona_cli.huggingface.weights import export_weights
 
@@ -161,14 +170,19 @@ def export(
     total = tensor_bytes(DTYPES[kind][0], (parameter_count(config.model).total,))
     with bar_of_bytes("exporting", total) as on_bytes, Reader(checkpoint.path, manifest, config.model) as reader:
         written = export_weights(
-            reader, out, dtype=kind, seq_length=config.train.seq_length, beside=with_it, on_bytes=on_bytes
+            reader, out, dtype=kind, seq_length=config.train.seq_length, beside=tokenizer_files, on_bytes=on_bytes
         )
     if as_json:
-        facts = {"step": checkpoint.step, "dtype": kind, "tokenizer": with_it.tokenizer or None, **asdict(written)}
+        facts = {
+            "step": checkpoint.step,
+            "dtype": kind,
+            "tokenizer": tokenizer_files.tokenizer or None,
+            **asdict(written),
+        }
         show_page({"version": JSON_VERSION, "folder": str(out.absolute()), **facts})
         return
     typer.echo(
         f"Wrote {shown(out)}: step {checkpoint.step:,}, {size(written.bytes)} in {plural(written.files, 'file')}."
     )
-    if not with_it.tokenizer:
+    if not tokenizer_files.tokenizer:
         progress("note: no tokenizer is known for this run; --tokenizer DIR adds one")

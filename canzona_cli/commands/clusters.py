@@ -1,4 +1,4 @@
-"""`canzona clusters`: list, show and copy hardware profiles."""
+"""`canzona clusters`: lists, shows and copies hardware profiles."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
-Name = Annotated[str, option_argument("cluster", "A profile's name or its file.")]
+Name = Annotated[str, option_argument("cluster", "The name or the file of a profile.")]
 
 
 @app.command("list")
 def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
-    """List the profiles: a GPU's or core's memory and rates, its links, and whether they were measured."""
+    """List the profiles.
+
+    Shows memory and rates of a GPU or CPU rank, its links, and whether they were measured.
+    """
     from canzona_cli.cluster.profiles import list_profiles
     from canzona_cli.report.machines import ProfileList
 
@@ -29,7 +32,7 @@ def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
 
 @app.command()
 def show(name: Name, as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
-    """Print a profile as it is written, with where each number comes from."""
+    """Print the file of a profile, with the source of each number."""
     from canzona_cli.config.recipes import shown
     from canzona_cli.report.machines import profile_json
 
@@ -48,7 +51,10 @@ def copy(
     recipes_dir: RecipesDirs = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a profile of your own to start from, under the name of its file."""
+    """Copy a profile to a file of your own, to edit.
+
+    The copy is named after its file.
+    """
     from canzona_cli.config.recipes import shown, write_recipe
 
     write_recipe(destination, _sound(name, recipes_dir).renamed(destination.stem), force=force, what="a profile")
@@ -56,7 +62,7 @@ def copy(
 
 
 def _sound(name: str, recipes_dirs: list[Path] | None) -> "Profile":
-    """Raises ConfigError with everything that is wrong with it."""
+    """Returns the profile with this name or file. Raises ConfigError with everything that is wrong with it."""
     from canzona_cli.cluster.profiles import find_profile
     from canzona_cli.errors import refuse
 

@@ -1,4 +1,4 @@
-"""`canzona data prepare`: text, JSONL or the standard library to Megatron's .bin/.idx."""
+"""`canzona data prepare`: converts text, JSONL, Parquet or the standard library's sources to Megatron's .bin/.idx."""
 
 from typing import Annotated, Literal
 
@@ -19,7 +19,7 @@ def prepare(
         typer.Argument(
             metavar="INPUT...",
             help="Files, globs or folders of UTF-8 text, JSONL or Parquet (also .gz, .bz2, .xz, .zst), - for standard "
-            "input, or stdlib for the Python standard library's sources.",
+            "input, or stdlib for the sources of the Python standard library.",
             show_default=False,
         ),
     ],
@@ -31,43 +31,47 @@ def prepare(
         str,
         typer.Option(
             metavar="byte|bpe|PATH",
-            help="byte: one token per byte. bpe: a byte-pair encoding learnt from the inputs. PATH: a tokenizer.json, "
+            help="byte: one token per byte. bpe: a byte-pair encoding trained on the inputs. PATH: a tokenizer.json, "
             "or a Hugging Face folder that has one.",
         ),
     ] = "byte",
     vocab_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Entries of a bpe, at least 257. [default: 16384]")
+        int | None, typer.Option(metavar="N", help="Vocabulary size of bpe, at least 257. [default: 16384]")
     ] = None,
     eod: Annotated[
         str | None,
         typer.Option(
             metavar="TOKEN",
             help="End-of-document token of a tokenizer.json. [default: the eos_token of the tokenizer_config.json "
-            "beside it, or one of the usual names]",
+            "next to it, or a common name]",
         ),
     ] = None,
     format: Annotated[
         Literal["auto", "text", "jsonl", "parquet"],
-        typer.Option(help="auto: .jsonl, .ndjson and .parquet by name, the rest is text; standard input by its start."),
+        typer.Option(
+            help="auto: .jsonl, .ndjson and .parquet by name, all else is text; standard input by its first bytes."
+        ),
     ] = "auto",
     text_key: Annotated[
-        str, typer.Option(metavar="NAME", help="The field of a JSONL line, or column of Parquet, that holds its text.")
+        str, typer.Option(metavar="NAME", help="The JSONL field or Parquet column that contains the text.")
     ] = "text",
     document: Annotated[
         Literal["file", "line"],
-        typer.Option(help="What counts as a document in plain text. Every JSONL line or Parquet row is one."),
+        typer.Option(help="What is a document in plain text. Each JSONL line or Parquet row is a document."),
     ] = "file",
     max_bad: Annotated[
         int,
-        typer.Option(metavar="N", help="Lines or rows without a text to leave out, counted and named, before it ends."),
+        typer.Option(
+            metavar="N", help="How many lines or rows without a text to skip and report; one more is an error."
+        ),
     ] = 0,
     workers: Annotated[int | None, typer.Option(metavar="N", help="Processes. [default: one per core]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing PREFIX.")] = False,
 ) -> None:
-    """Turn text into token files that `canzona train data=prepared data.path=PREFIX` reads.
+    """Tokenise text for `canzona train data=prepared data.path=PREFIX`.
 
-    An existing PREFIX stays until the new one is complete. If it fails or is killed, the same command
-    continues after the input files that were finished, and makes the same files byte for byte.
+    An existing PREFIX is replaced only when the new one is complete. After a failure or a kill, the same command
+    resumes after the last finished input file, and writes exactly the same bytes as an uninterrupted run.
     """
     import signal
 
@@ -75,7 +79,7 @@ def prepare(
     from canzona_cli.data.prepare import prepare as run
     from canzona_cli.report.data import preparation_progress, print_prepared
 
-    # After a closed terminal or a scheduler's kill, clean up as after Ctrl-C.
+    # Clean up after a closed terminal or a scheduler's SIGTERM as after Ctrl-C.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     request = PrepareRequest(

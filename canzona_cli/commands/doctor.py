@@ -1,4 +1,4 @@
-"""`canzona doctor`: what this machine can run, and how to fix what it cannot."""
+"""`canzona doctor`: reports what this machine can run, and how to fix the rest."""
 
 import subprocess
 import sys
@@ -17,12 +17,14 @@ def doctor(
         typer.Option(
             "--gpu-check",
             metavar="FILE.json",
-            help="Instead, run a check of ten minutes on the GPUs here: what works, and measured beside simulated.",
+            help="Instead, test the GPUs here for ten minutes and compare measured with simulated times.",
         ),
     ] = None,
 ) -> None:
-    """Check versions, GPUs, NCCL and gloo, memory, disks, ports, Slurm;
-    exit code 3 when nothing can run here."""
+    """Check versions, GPUs, NCCL and gloo, memory, disks, ports and Slurm.
+
+    The exit code is 3 if nothing can run here.
+    """
     if gpu_check is not None:
         from canzona_cli.launch.slurm_job import shipped
 
@@ -32,8 +34,8 @@ def doctor(
 
     from canzona_cli.cluster.doctor import diagnose
 
-    # To standard error, so that --json stays clean; gone by the time the findings are printed.
-    with Console(stderr=True).status("looking at this machine, a few seconds ..."):
+    # On standard error, so that it does not mix with --json; it disappears before the findings are printed.
+    with Console(stderr=True).status("checking this machine (a few seconds) ..."):
         diagnosis = diagnose()
     if json:
         show(diagnosis.as_json())

@@ -1,4 +1,4 @@
-"""`canzona eval RUN`: the loss of any checkpoint on any prepared data, without training."""
+"""`canzona eval RUN`: computes the loss of a checkpoint on prepared data, without training."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,34 +14,33 @@ def eval(
     ],
     overrides: Annotated[
         list[str] | None,
-        overrides_argument("data=prepared data.path=PREFIX gpus=2 parallel.tp=2 ..., over the run's own settings"),
+        overrides_argument("Settings that replace the run's: data=prepared data.path=PREFIX gpus=2 ..."),
     ] = None,
     step: Annotated[
-        int | None, typer.Option("--step", metavar="N", help="The checkpoint of this step. [default: the newest]")
+        int | None, typer.Option("--step", metavar="N", help="The step of the checkpoint. [default: the newest]")
     ] = None,
     documents: Annotated[
         Literal["held-out", "all"] | None,
         typer.Option(
-            help="held-out: those that the run does not train on. [default: held-out of the run's own data, "
-            "all of any other]",
+            help="held-out: the documents that the run does not train on. [default: held-out for the run's data, "
+            "all for other data]",
         ),
     ] = None,
     batches: Annotated[
         str | None,
         typer.Option(
             metavar="N|all",
-            help="Global batches to read; all: every sample once. [default: train.eval_batches]",
+            help="Global batches to evaluate; all: every sample once. [default: train.eval_batches]",
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the JSON to a file too.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Also write the JSON to this file.")] = None,
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Loss, perplexity and bits per byte of a checkpoint, in any layout that fits;
-    nothing is trained or changed.
+    """Compute loss, perplexity and bits per byte of a checkpoint.
 
-    Without settings it is the run's own validation: the same samples, layout and arithmetic, and so the same
-    number.
+    The checkpoint is not changed, and any layout that fits can be used. Without settings it repeats the run's own
+    validation: same samples, layout and arithmetic, and therefore the same loss.
     """
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.commands.output import progress, show, warn, write_out
@@ -66,7 +65,7 @@ def eval(
 
 
 def _batches(text: str | None) -> int | Literal["all"] | None:
-    """Raises ConfigError for anything else."""
+    """Parses `--batches`: a positive number, all, or None. Raises ConfigError for anything else."""
     if text is None:
         return None
     if text == "all":
@@ -75,4 +74,6 @@ def _batches(text: str | None) -> int | Literal["all"] | None:
         return int(text)
     from canzona_cli.errors import ConfigError, Problem
 
-    raise ConfigError(Problem(key="--batches", value=text, reason="is neither a number nor all", fix="--batches 100"))
+    raise ConfigError(
+        Problem(key="--batches", value=text, reason="is neither a positive number nor all", fix="--batches 100")
+    )

@@ -1,4 +1,4 @@
-"""`canzona generate RUN`: text from a checkpoint, through transformers."""
+"""`canzona generate RUN`: generates text from a checkpoint with transformers."""
 
 import sys
 from pathlib import Path
@@ -22,47 +22,54 @@ def generate(
     ],
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", metavar="TEXT", help="The text to continue; '' is the beginning of a document."),
+        typer.Option("--prompt", metavar="TEXT", help="The text to continue; '' starts a new document."),
     ] = None,
     interactive: Annotated[
-        bool, typer.Option("--interactive", help="Ask for prompts, a line each, until the input ends.")
+        bool, typer.Option("--interactive", help="Read one prompt per line until the input ends.")
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to write at most.")] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Maximum number of tokens to generate.")
+    ] = 128,
     temperature: Annotated[
         float,
-        typer.Option(metavar="T", min=0, max=100, help="0: always the likeliest token. 1: as the model has them."),
+        typer.Option(metavar="T", min=0, max=100, help="0: always the likeliest token; 1: the model's probabilities."),
     ] = 0.0,
     top_p: Annotated[
         float,
         typer.Option(
-            metavar="P", min=0.001, max=1, help="Draw from the likeliest tokens that together have this probability."
+            metavar="P", min=0.001, max=1, help="Sample from the likeliest tokens with this total probability."
         ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="The same seed draws the same text.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed; the same seed gives the same text.")] = 0,
     step: Annotated[
-        int | None, typer.Option(metavar="N", help="Of the checkpoint. [default: the newest]", show_default=False)
+        int | None,
+        typer.Option(metavar="N", help="The step of the checkpoint. [default: the newest]", show_default=False),
     ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU if there is one.")] = "auto",
     tokenizer: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A folder with the tokenizer.json to use. [default: the run's own]"),
+        typer.Option(metavar="DIR", help="A folder with the tokenizer.json to use. [default: the run's]"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a checkpoint write, through transformers (canzona[hf]): each prompt by itself,
-    without chat templates."""
+    """Generate text from a checkpoint with transformers (canzona[hf]).
+
+    Each prompt is continued separately, without a chat template.
+    """
     from canzona_cli.errors import Problem, refuse
 
     problems = []
     if interactive == (prompt is not None):
-        reason = "asks for prompts itself" if interactive else "there is nothing to continue"
+        reason = "cannot be combined with --prompt" if interactive else "is missing: there is no text to continue"
         key = "--interactive" if interactive else "--prompt"
-        problems.append(Problem(key=key, reason=reason, fix="give --prompt TEXT, or --interactive"))
+        problems.append(Problem(key=key, reason=reason, fix="give either --prompt TEXT or --interactive"))
     if interactive and as_json:
         fix = "use --prompt TEXT with --json"
-        problems.append(Problem(key="--json", reason="is one object, and --interactive has many texts", fix=fix))
+        problems.append(
+            Problem(key="--json", reason="prints one object, but --interactive generates many texts", fix=fix)
+        )
     if temperature == 0 and top_p < 1:
-        reason = "draws, and with --temperature 0 nothing is drawn"
+        reason = "affects sampling, but --temperature 0 does not sample"
         problems.append(Problem(key="--top-p", value=top_p, reason=reason, fix="add --temperature 1"))
     refuse(problems)
     _require_transformers()
@@ -87,25 +94,25 @@ def generate(
 
 
 def _require_transformers() -> None:
-    """Raises EnvironmentProblem."""
+    """Raises EnvironmentProblem if transformers is not installed."""
     from importlib.util import find_spec
 
     from canzona_cli.errors import EnvironmentProblem, Problem
 
     if find_spec("transformers") is None:
-        fix = "pip install 'canzona[hf]'; canzona checkpoint export needs nothing, and any program reads what it writes"
+        fix = "pip install 'canzona[hf]'; or use canzona checkpoint export, which does not need it, and another program"
         raise EnvironmentProblem(Problem(key="transformers", reason="is not installed here", fix=fix))
 
 
 def _writer(checkpoint: "StoredCheckpoint", tokenizer: Path | None, device: "Device | None") -> "Writer":
-    """The model of a checkpoint, whose every byte is verified before."""
+    """Verifies every byte of a checkpoint, and loads its model."""
     from canzona_cli.checkpoint.manifest import tensor_bytes
     from canzona_cli.commands.verified import verified_run
     from canzona_cli.huggingface.folder import DTYPES
     from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
 
-    manifest, config, with_it = verified_run(checkpoint, tokenizer)
+    manifest, config, tokenizer_files = verified_run(checkpoint, tokenizer)
     from canzona_cli.checkpoint.reader import Reader  # imports torch
     from canzona_cli.huggingface.generating import Writer
 
@@ -113,11 +120,11 @@ def _writer(checkpoint: "StoredCheckpoint", tokenizer: Path | None, device: "Dev
     total = tensor_bytes(DTYPES[dtype][0], (parameter_count(config.model).total,))
     with bar_of_bytes("loading", total) as on_bytes, Reader(checkpoint.path, manifest, config.model) as reader:
         length = config.train.seq_length
-        return Writer(reader, with_it, dtype=dtype, device=device, seq_length=length, on_bytes=on_bytes)
+        return Writer(reader, tokenizer_files, dtype=dtype, device=device, seq_length=length, on_bytes=on_bytes)
 
 
 def _converse(writer: "Writer", how: "Choosing") -> None:
-    """A text for every line of standard input."""
+    """Generates a text for every line of standard input."""
     asks = sys.stdin.isatty()
     while True:
         if asks:

@@ -1,4 +1,4 @@
-"""Suggestions for options and commands that do not exist. Imported only once somebody has typed one."""
+"""Suggestions for options and commands that do not exist. This module is imported only when a user types one."""
 
 import shlex
 from collections.abc import Collection, Sequence
@@ -24,7 +24,7 @@ _OTHER_WORDS = {
     "verify": "checkpoint verify",
     "version": "--version",
 }
-"""The names that other programs, or our own commands one level down, give a command."""
+"""The commands by names that other programs use, and by names of our own subcommands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Command:
     name: str
     """The name as typed: `canzona recipes list`."""
     options: Collection[str]
-    """`--dry-run`, ...: those that exist."""
+    """The options that the command has: `--dry-run`, ..."""
     takes_overrides: bool
 
 
@@ -42,8 +42,8 @@ def other_options(command: Command, words: Sequence[str], unread: str) -> list[P
     """Suggests what to write for each option that the command does not have.
 
     Args:
-        words: the whole command line.
-        unread: the first of them, as the parser names it.
+        words: the arguments after the command's name.
+        unread: the first unknown option, as the parser names it.
     """
     options = []
     for place, word in enumerate(words):
@@ -60,8 +60,8 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
     """Suggests what to write for a command that does not exist.
 
     Args:
-        words: the command line from there on.
-        commands: those that exist.
+        words: the command line from the unknown command on.
+        commands: the commands that exist.
     """
     word, *after = words
     reason = "there is no such command"

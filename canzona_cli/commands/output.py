@@ -1,6 +1,6 @@
-"""The output of commands: JSON for programs, a page for people, warnings on standard error.
+"""The output of commands: JSON, text pages, and warnings on standard error; and shared options.
 
-Imports rich only when it prints, so that help stays quick.
+Imports rich only when printing, so that help stays fast.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ from canzona_cli.config.completion import complete_override
 
 
 def show(content: "Mapping[str, object] | RenderableType") -> None:
-    """Print a mapping as JSON, anything else as a page."""
+    """Prints a mapping as JSON, anything else with rich."""
     if isinstance(content, Mapping):
         from canzona_cli.run.words import json_text
 
@@ -38,21 +38,23 @@ def show(content: "Mapping[str, object] | RenderableType") -> None:
 
 
 def warn(warnings: Iterable[str]) -> None:
-    """A yellow line for each warning, each once."""
+    """Prints each distinct warning as a yellow line on standard error."""
     for warning in dict.fromkeys(warnings):
         tell(f"warning: {warning}", "yellow")
 
 
 def warn_about(composed: "Composed", *notes: str, training: bool = True) -> None:
-    """Warn of what composing a run found, of what its cluster profile is not good for, and of `notes`."""
+    """Prints the warnings of composing a run, warnings about its cluster profile, and `notes`."""
     from canzona_cli.cluster.profiles import profile_warnings
 
     warn((*composed.warnings, *profile_warnings(composed.config.cluster, training=training), *notes))
 
 
 def checked_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | None":
-    """Check what a run will open as far as it is there; warn of what its data is not good for, and say what
-    only running somebody's code would tell.
+    """Checks the data of a run without training, warns about problems with the data, and returns the corpus.
+
+    The corpus is None for the standard library's sources with a built-in tokenizer, which need no check. A note
+    says that custom optimizer code is not tested here.
 
     Raises:
         ConfigError: as `canzona_cli.data.corpus.look_at_data`.
@@ -68,15 +70,16 @@ def checked_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | N
     warn(data_warnings(config, layout, corpus))
     if isinstance(config.optimizer, CustomConfig) and not config.optimizer.built_in:
         source = config.optimizer.source
-        progress(f"note: not tried here: whether {source} can update matrices; a run tries it before it trains")
+        progress(f"note: {source} is not tested here; a run tests it before training")
     return corpus
 
 
 def tell_batch(asked: "RunConfig", layout: "Layout") -> None:
-    """Say so where the number of ranks does not divide the batch that the recipe aims for.
+    """Prints a note if the global batch differs from `train.batch_tokens`, because it must be a multiple of DP x
+    micro-batch.
 
     Args:
-        asked: as composed, its nulls not chosen yet.
+        asked: the configuration as composed, before its nulls are resolved.
     """
     exact = asked.train.batch_tokens / asked.train.seq_length
     if asked.train.global_batch_size is None and layout.global_batch_size != exact:
@@ -87,22 +90,25 @@ def tell_batch(asked: "RunConfig", layout: "Layout") -> None:
 
 
 def progress(line: str) -> None:
-    """A dim line on standard error: what a long command is doing."""
+    """Prints a dim line on standard error, for example what a long command is doing."""
     tell(line, "dim")
 
 
 def tell(line: str, style: str = "") -> None:
-    """A line on standard error, whole however long it is, and never read as markup."""
+    """Prints a line on standard error without wrapping or interpreting markup."""
     from rich.console import Console
 
     Console(stderr=True, highlight=False).print(line, style=style, markup=False, soft_wrap=True)
 
 
 def write_out(path: Path, text: str, fix: str) -> None:
-    """Write what `--out` asks for.
+    """Writes the file of `--out`.
+
+    Args:
+        fix: the fix to show if the file cannot be written.
 
     Raises:
-        EnvironmentProblem: the file cannot be written; `fix` says what to do then.
+        EnvironmentProblem: the file cannot be written.
     """
     from canzona_cli.errors import unwritable
     from canzona_cli.run.files import write_text_atomic
@@ -115,7 +121,7 @@ def write_out(path: Path, text: str, fix: str) -> None:
 
 
 def write_page(path: Path, page: "Document") -> None:
-    """Write what `--html` asks for, and say so.
+    """Writes the page of `--html`, and prints its path and title.
 
     Raises:
         EnvironmentProblem: the file cannot be written.
@@ -125,7 +131,7 @@ def write_page(path: Path, page: "Document") -> None:
 
 
 def overrides_argument(help: str) -> ArgumentInfo:
-    """`KEY=VALUE ...`, completed as it is typed."""
+    """Returns the argument `KEY=VALUE ...` with shell completion."""
     argument: ArgumentInfo = typer.Argument(
         metavar="KEY=VALUE", help=help, autocompletion=complete_override, show_default=False
     )
@@ -133,7 +139,7 @@ def overrides_argument(help: str) -> ArgumentInfo:
 
 
 def option_argument(group: str, help: str) -> ArgumentInfo:
-    """`NAME` of an option of a group, completed as it is typed."""
+    """Returns the argument `NAME`, an option of a group, with shell completion."""
 
     def complete(incomplete: str) -> list[str]:
         return [offer.removeprefix(f"{group}=") for offer in complete_override(f"{group}={incomplete}")]
@@ -144,10 +150,10 @@ def option_argument(group: str, help: str) -> ArgumentInfo:
 
 RecipesDirs = Annotated[
     list[Path] | None,
-    typer.Option("--recipes-dir", metavar="DIR", help="Look for recipes here first; may be repeated."),
+    typer.Option("--recipes-dir", metavar="DIR", help="Search this folder for recipes first; may be repeated."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 HtmlFile = Annotated[
     Path | None,
-    typer.Option("--html", metavar="FILE.html", help="Also write it as a page for a browser: one file, no network."),
+    typer.Option("--html", metavar="FILE.html", help="Also write a self-contained page for a browser."),
 ]

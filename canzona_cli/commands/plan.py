@@ -1,4 +1,4 @@
-"""`canzona plan`: who updates which matrix, and how long a step then takes, without torch or a GPU."""
+"""`canzona plan`: plans which rank updates which matrix, and simulates a step, without torch or a GPU."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -42,27 +42,32 @@ def plan(
     json: AsJson = False,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Write the plan here. [default: plans/RECIPE-GPUSgpus-HASH.json]"),
+        typer.Option(
+            "--out", metavar="FILE", help="The plan file to write. [default: plans/RECIPE-GPUSgpus-HASH.json]"
+        ),
     ] = None,
     html: HtmlFile = None,
     compare: Annotated[
         Literal["strategies", "alpha", "form"] | None,
-        typer.Option("--compare", help="Phases of all strategies, or other alphas or forms."),
+        typer.Option("--compare", help="Compare the phases of all strategies, or alphas, or Muon's forms."),
     ] = None,
     shapes: Annotated[
         Path | None,
-        typer.Option("--shapes", metavar="FILE", help="Plan the shapes in this YAML instead of the recipe's model."),
+        typer.Option(
+            "--shapes", metavar="FILE", help="Plan the shapes in this YAML file instead of the recipe's model."
+        ),
     ] = None,
     layouts: Annotated[
-        bool, typer.Option("--layouts", help="Show the fastest layouts instead of a plan, and why the first one won.")
+        bool,
+        typer.Option("--layouts", help="Show the fastest layouts instead of a plan, and why the first is the fastest."),
     ] = False,
-    assumptions: Annotated[bool, typer.Option("--assumptions", help="List what the simulation assumes.")] = False,
+    assumptions: Annotated[bool, typer.Option("--assumptions", help="List the assumptions of the simulation.")] = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Plan which rank updates which matrix: load balance, bound, traffic, memory, simulated step times.
+    """Plan which rank updates which matrix.
 
-    Unless it is a dry run, the plan is written where `canzona train` finds it. A dry run without a recipe
-    shows every built-in size.
+    Shows load balance and its bound, traffic, memory and simulated step times. Except in a dry run, the plan is
+    written to plans/, where `canzona train` looks for it. A dry run without a recipe shows every built-in size.
     """
     if dry_run and not {out, html, compare, shapes} - {None} and not _names_recipe(overrides or ()):
         from canzona_cli.report.layouts import overview
@@ -108,7 +113,7 @@ def plan(
         write_out(written, text, fix="name another place with --out FILE")
     figures = {**study.as_json(), "plan_file": None if written is None else str(written)}
     if json and html is None:
-        show(figures)  # before anything is imported that lays out pages
+        show(figures)  # before the imports for pages
         return
     from canzona_cli.report.plan import PlanView
 
@@ -117,7 +122,7 @@ def plan(
     if config.data.source == "prepared":
         from canzona_cli.data.corpus import ensure_corpus  # imports numpy
 
-        with suppress(ConfigError):  # a plan is made of what cannot be trained yet, too
+        with suppress(ConfigError):  # the data of a plan may not exist yet
             corpus = ensure_corpus(config)
     view = PlanView(study=study, written=written, phases=phases, assumptions=assumptions, corpus=corpus)
     if html is not None:
@@ -128,7 +133,7 @@ def plan(
 
 
 def _with_hint(problem: Problem) -> Problem:
-    """Adds a hint: somebody who names no recipe may want to see all sizes."""
+    """Adds to the problem of a missing recipe the hint that a dry run shows all sizes."""
     if problem.key != "recipe" or problem.value is not None:
         return problem
     return replace(problem, fix=f"{problem.fix}; or see a plan of every size: canzona plan --dry-run")

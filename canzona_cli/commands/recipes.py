@@ -1,4 +1,4 @@
-"""`canzona recipes`: list, show and copy recipes, make them, and show their layouts on numbers of GPUs."""
+"""`canzona recipes`: lists, shows and copies recipes, derives them from Hugging Face, and shows their layouts."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from canzona_cli.config.tree import RecipeInfo
 
 JSON_VERSION = 1
-"""The version of what the commands print with --json; additions keep it."""
+"""The version of the JSON of these commands; added fields do not change it."""
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
-Name = Annotated[str, option_argument("recipe", "A recipe's name or its file.")]
+Name = Annotated[str, option_argument("recipe", "The name or the file of a recipe.")]
 OverrideList = Annotated[list[str] | None, overrides_argument("Settings to change.")]
 
 
 @app.command("list")
 def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
-    """List every recipe, yours and the built-in ones."""
+    """List all recipes, yours and the built-in ones."""
     from canzona_cli.config.recipes import shown
     from canzona_cli.config.tree import list_recipes
     from canzona_cli.model.families import parameter_count
@@ -60,7 +60,7 @@ def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
 
 @app.command()
 def show(name: Name, overrides: OverrideList = None, as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
-    """Print a recipe as composed, and the files it comes from.
+    """Print a composed recipe and the files it comes from.
 
     Null values are chosen when a run starts.
     """
@@ -89,7 +89,7 @@ def copy(
     recipes_dir: RecipesDirs = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a recipe of your own to start from.
+    """Copy a recipe to a file of your own, to edit.
 
     The file is complete: it has every setting with its value and its meaning.
     """
@@ -106,16 +106,16 @@ def copy(
 
 @app.command("from-hf")
 def from_hf(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder of a Qwen3.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder of a Qwen3 model.")],
     destination: Annotated[Path, typer.Argument(metavar="DEST.yaml", help="The file to write.")],
     overrides: OverrideList = None,
     recipes_dir: RecipesDirs = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a recipe for a published model.
+    """Write a recipe for a Hugging Face model.
 
-    Its shape and tokenizer are the folder's; the rest is that of recipe=NAME, or of the built-in one nearest
-    in size.
+    Shape and tokenizer are those of the folder; the rest comes from recipe=NAME, or from the built-in recipe that
+    is closest in size.
     """
     from dataclasses import replace
 
@@ -135,19 +135,19 @@ def from_hf(
 def layouts(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="Recipes. [default: all built-in sizes]", show_default=False),
+        typer.Argument(metavar="NAME", help="The recipes. [default: all built-in GPU sizes]", show_default=False),
     ] = None,
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Show each size on 1 to 1024 GPUs.
+    """Show the layout of each size on 1 to 1024 GPUs.
 
-    The layout, the batch and the memory of the fullest GPU; where the model does not fit, how it would.
+    Also shows the batch and the memory of the fullest GPU or, if the model does not fit, what would make it fit.
     """
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.tree import list_recipes
     from canzona_cli.model.families import parameter_count
-    from canzona_cli.report.layouts import layouts as of_sizes
+    from canzona_cli.report.layouts import layouts as layouts_of_size
 
     dirs = recipes_dir or ()
     recipes = names or [recipe.name for recipe in list_recipes(dirs) if recipe.builtin and recipe.cluster != "cpu"]
@@ -155,15 +155,15 @@ def layouts(
     if not names:
         configs.sort(key=lambda config: parameter_count(config.model).total)
     if as_json:
-        show_page({"version": JSON_VERSION, "recipes": [of_sizes(config).as_json() for config in configs]})
+        show_page({"version": JSON_VERSION, "recipes": [layouts_of_size(config).as_json() for config in configs]})
         return
     for index, config in enumerate(configs):
         if index:
             typer.echo()
-        show_page(of_sizes(config))
+        show_page(layouts_of_size(config))
 
 
 def _content(recipe: "RecipeInfo") -> dict[str, object]:
-    """A recipe's line in `canzona recipes list --json`."""
+    """Returns a recipe's entry in `canzona recipes list --json`."""
     named = ("name", "builtin", "shadows", "gpus", "cluster", "optimizer", "description", "error")
     return {"path": str(recipe.path), **{name: getattr(recipe, name) for name in named}}

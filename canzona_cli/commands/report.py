@@ -1,4 +1,4 @@
-"""`canzona report RUN_DIR`: how a run went, from the files it left; and how runs differ."""
+"""`canzona report RUN_DIR`: shows how a run went, from the files in its directory, or compares runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,11 +15,13 @@ CLASHES = (
         reason="a trace shows one run",
         fix="write one trace for each run, without --compare",
     ),
-    Clash(option="--html", beside="--trace", reason="a trace is all that is written", fix="ask for the page by itself"),
+    Clash(
+        option="--html", beside="--trace", reason="--trace writes only the trace", fix="write the page without --trace"
+    ),
     Clash(
         option="--json",
         beside="--trace",
-        reason="writing a trace prints nothing",
+        reason="--trace prints no report",
         fix="leave --json out, or run `canzona report --json` by itself",
     ),
 )
@@ -30,11 +32,11 @@ def report(
         list[Path] | None,
         typer.Argument(
             metavar="RUN_DIR",
-            help="The run directory that `canzona train` named. [default: the newest under ./runs]",
+            help="The run directory that `canzona train` printed. [default: the newest in ./runs]",
             show_default=False,
         ),
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Show run directories side by side.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare two or more run directories.")] = False,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -44,8 +46,10 @@ def report(
     html: HtmlFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a run went: status, loss, validation, step-time breakdown.
-    Works on failed and unfinished runs too."""
+    """Show status, loss, validation and step-time breakdown of a run.
+
+    Failed and unfinished runs can be shown too.
+    """
     run_dirs = run_dirs or _newest()
     _check_usage(run_dirs, compare=compare, trace=trace, html=html, as_json=as_json)
     if trace is not None:
@@ -70,7 +74,7 @@ def report(
 
 
 def _compare(run_dirs: list[Path], *, html: Path | None, as_json: bool) -> None:
-    """Two runs in every detail; of more a row each."""
+    """Shows two runs in detail, or more runs with one row each."""
     from canzona_cli.report.compare import ComparedView, SeveralView, several_page
     from canzona_cli.run.compare import compared, several_runs
 
@@ -85,28 +89,30 @@ def _compare(run_dirs: list[Path], *, html: Path | None, as_json: bool) -> None:
 
 
 def _newest() -> list[Path]:
-    """This directory where it is a run's, else the newest run below ./runs, and which one that is."""
+    """Returns the current directory if it is a run directory, else the newest run in ./runs.
+
+    Raises ConfigError if there is no run.
+    """
     from canzona_cli.errors import ConfigError, Problem
     from canzona_cli.run.files import RunFiles
     from canzona_cli.run.summary import newest_run
 
     newest = Path() if RunFiles(Path()).config.exists() else newest_run(Path("runs"))
     if newest is None:
-        reason = "there is no run under ./runs"
+        reason = "there is no run in ./runs"
         raise ConfigError(Problem(key="RUN_DIR", reason=reason, fix="canzona report RUN_DIR"))
     return [newest]
 
 
 def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, html: Path | None, as_json: bool) -> None:
-    """Refuse what does not go together: several directories without --compare,
-    a trace beside another output."""
+    """Raises ConfigError for options and a number of run directories that do not go together."""
     from canzona_cli.bench.options import page_problems
 
     problems = [*page_problems(html)]
     if compare == (len(run_dirs) == 1):
         given = {
-            True: "there is one run directory, but two or more are compared",
-            False: f"there are {len(run_dirs)} run directories, but one is shown",
+            True: "there is one run directory, but --compare needs two or more",
+            False: f"there are {len(run_dirs)} run directories, but only --compare takes several",
         }
         fix = "canzona report --compare RUN_A RUN_B ..."
         problems.append(Problem(key="RUN_DIR", value=" ".join(map(str, run_dirs)), reason=given[compare], fix=fix))

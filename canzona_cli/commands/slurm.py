@@ -1,4 +1,4 @@
-"""`canzona slurm`: a run as a Slurm job, printed or submitted."""
+"""`canzona slurm`: prints or submits a run as a Slurm job."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,27 +19,29 @@ Time = Annotated[str | None, typer.Option(metavar="TIME", help="Time limit: minu
 Partition = Annotated[str | None, typer.Option(metavar="NAME", help="Partition to run in.")]
 Account = Annotated[str | None, typer.Option(metavar="NAME", help="Account to charge.")]
 Qos = Annotated[str | None, typer.Option(metavar="NAME", help="Quality of service.")]
-Nodes = Annotated[int | None, typer.Option(min=1, help="Machines (cluster.nodes). [default: as few as have the GPUs]")]
+Nodes = Annotated[
+    int | None, typer.Option(min=1, help="Number of nodes (cluster.nodes). [default: as few as possible]")
+]
 Array = Annotated[
-    str | None, typer.Option(metavar="TASKS", help="With --sweep: these of its runs, for example 0-3, or 0-7%2.")
+    str | None, typer.Option(metavar="TASKS", help="With --sweep: only these tasks, for example 0-3 or 0-7%2.")
 ]
 Sweep = Annotated[
     bool,
-    typer.Option("--sweep", help="A job array, a task for each value where settings have several: train.seed=1,2."),
+    typer.Option("--sweep", help="Use a job array with a task for each combination of values: train.seed=1,2."),
 ]
 JobName = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job. [default: the recipe's]")]
 CpusPerTask = Annotated[
-    int | None, typer.Option(metavar="N", help="Share machines: ask for N cores on each instead of whole machines.")
+    int | None, typer.Option(metavar="N", help="Share nodes: ask for N cores on each instead of exclusive nodes.")
 ]
-Requeues = Annotated[int, typer.Option(metavar="N", help="How often a preempted job may be queued again.")]
+Requeues = Annotated[int, typer.Option(metavar="N", help="How often a preempted job may be requeued.")]
 SignalBefore = Annotated[
-    int, typer.Option(metavar="S", help="The job saves and queues again this many seconds before its time limit.")
+    int, typer.Option(metavar="S", help="Save and requeue this many seconds before the time limit.")
 ]
 Sbatch = Annotated[
     list[str] | None,
-    typer.Option(metavar="OPTION", help="Another option of sbatch: '--constraint=h100'; may be repeated."),
+    typer.Option(metavar="OPTION", help="A further sbatch option: '--constraint=h100'; may be repeated."),
 ]
-Needs = Annotated[bool, typer.Option("--needs", help="Only print how many machines the run needs, and GPUs on each.")]
+Needs = Annotated[bool, typer.Option("--needs", help="Only print the number of nodes and of GPUs per node.")]
 
 
 def slurm(
@@ -63,8 +65,8 @@ def slurm(
 ) -> None:
     """Print a run's sbatch script, or submit it.
 
-    The script is scripts/train.sbatch filled in. A job that is preempted, or near its time limit, saves a
-    checkpoint, queues again and continues from there.
+    The script is scripts/train.sbatch, filled in. A job that is preempted or close to its time limit saves a
+    checkpoint, requeues itself and resumes from the checkpoint.
     """
     from canzona_cli.launch.slurm_job import JobOptions
     from canzona_cli.launch.torchrun import node_count, ranks_per_node
@@ -87,7 +89,7 @@ def slurm(
     if needs:
         typer.echo(f"{node_count(config)} {ranks_per_node(config) if config.cluster.device == 'cuda' else 0}")
         return
-    obtain_plan(config, layout)  # what cannot be planned is not submitted
+    obtain_plan(config, layout)  # refuses the run if it cannot be planned
     checked_inputs(config, layout)
     arguments += ["--sweep"] if sweep else []
     arguments += [word for folder in recipes_dir or [] for word in ("--recipes-dir", str(folder.absolute()))]
@@ -104,8 +106,8 @@ def _resolved(
     if sweep:
         return _swept(arguments, options, recipes_dirs)
     if options.array is not None:
-        reason = "all tasks would be one and the same run"
-        fix = "say in what they differ, with --sweep: train.seed=1,2,3,4 --sweep"
+        reason = "all tasks would be the same run"
+        fix = "add --sweep and the values that differ: train.seed=1,2,3,4 --sweep"
         raise ConfigError(Problem(key="--array", value=options.array, reason=reason, fix=fix))
     return *resolve(_composed_with_options(arguments, options, recipes_dirs)), options
 
@@ -137,7 +139,7 @@ def _submit(config: "RunConfig", options: "JobOptions", arguments: list[str], *,
 
 
 def _content(config: "RunConfig", *, script: str | None = None, job: "Submitted | None" = None) -> dict[str, object]:
-    """Returns what `--json` prints; additions keep `version`."""
+    """Returns the JSON of `--json`; added fields do not change `version`."""
     from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
     return {
@@ -152,7 +154,7 @@ def _content(config: "RunConfig", *, script: str | None = None, job: "Submitted 
 
 
 def _run_dir(job: "Submitted", config: "RunConfig") -> str:
-    """Returns the directory in which a sweep's runs lie."""
+    """Returns the run directory of a job, or the parent directory of a sweep's runs."""
     from canzona_cli.run.files import sweep_root
 
     root = sweep_root(config.run.root, job.job_id) if job.array else f"{config.run.root}/{config.name}-{job.job_id}"
@@ -162,10 +164,10 @@ def _run_dir(job: "Submitted", config: "RunConfig") -> str:
 def _swept(
     arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]
 ) -> tuple["RunConfig", "Layout", "JobOptions"]:
-    """Resolves all runs of a sweep; returns the first one, and the options with the array.
+    """Resolves all runs of a sweep; returns the first run, and the options with `array` set.
 
     Raises:
-        CanzonaError: as `swept_runs`; what is wrong with the options; runs that need different machines.
+        CanzonaError: as `swept_runs`, or the options are wrong, or the runs need different numbers of nodes or ranks.
     """
     from canzona_cli.cluster.fit import swept_runs
     from canzona_cli.errors import Problem, refuse
@@ -182,14 +184,14 @@ def _swept(
     needed = {(node_count(run.config), ranks_per_node(run.config)) for run in runs}
     if len(needed) > 1:
         shown = " or ".join(f"{nodes} x {ranks}" for nodes, ranks in sorted(needed))
-        reason, fix = "the tasks of an array all get the same machines", "submit a sweep for each number of GPUs"
+        reason, fix = "all tasks of an array get the same nodes", "submit a sweep for each number of GPUs"
         problems.append(Problem(key="--sweep", value=shown, reason=reason, fix=fix))
     refuse(problems)
     return runs[0].config, runs[0].layout, options
 
 
 def _composed_with_options(arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]) -> "RunConfig":
-    """Composes the run, and checks it together with the job's options.
+    """Composes the run, and checks it and the job's options.
 
     Raises:
         ConfigError: the mistakes of both at once.
@@ -217,7 +219,7 @@ def _say(job: "Submitted", config: "RunConfig") -> None:
         "log": str(job.log),
         "run": _run_dir(job, config),
         "watch": f"squeue --jobs={job.job_id}",
-        "requeue": f"scancel --signal=USR2 {job.job_id}  (saves a checkpoint, queues again, continues from it)",
+        "requeue": f"scancel --signal=USR2 {job.job_id}  (saves a checkpoint, requeues, resumes from it)",
         "end": f"scancel {job.job_id}  (its checkpoints stay)",
     }
     console = Console(highlight=False)

@@ -1,4 +1,4 @@
-"""`canzona train`: its options. `train_run` does the work, and is imported only then."""
+"""`canzona train`: the options of the command. `train_run`, imported later, does the work."""
 
 from typing import Annotated
 
@@ -12,16 +12,16 @@ CLASHES = (
     Clash(
         option="--prepare-only",
         beside="--dry-run",
-        reason="writes the run directory, and a dry run writes nothing",
+        reason="writes the run directory, but --dry-run writes nothing",
         fix="leave out one of the two",
     ),
     Clash(
         option="--json",
         without="a dry run",
-        reason="a run is shown while it is going on",
-        fix="add --dry-run; of a run: canzona report --json",
+        reason="needs --dry-run or --prepare-only",
+        fix="add --dry-run; for the results of a run: canzona report --json",
     ),
-    Clash(option="--json", beside="--sweep", reason="shows one run", fix="leave out --json, or --sweep"),
+    Clash(option="--json", beside="--sweep", reason="shows only one run", fix="leave out --json, or --sweep"),
 )
 
 
@@ -30,20 +30,18 @@ def train(
         list[str] | None, overrides_argument("recipe=qwen3-tiny gpus=4 parallel.tp=2 train.steps=100 ...")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what the run comes to and its torchrun command; start nothing.")
+        bool, typer.Option("--dry-run", help="Print the resolved run and its torchrun command; start nothing.")
     ] = False,
     prepare_only: Annotated[
         bool,
-        typer.Option("--prepare-only", help="Write the run directory, print the torchrun command; start nothing."),
+        typer.Option("--prepare-only", help="Write the run directory and print the torchrun command; start nothing."),
     ] = False,
     show_config: Annotated[
-        bool, typer.Option("--config", help="With --dry-run or --prepare-only: print the resolved configuration too.")
+        bool, typer.Option("--config", help="With --dry-run or --prepare-only: also print the resolved settings.")
     ] = False,
     sweep: Annotated[
         bool,
-        typer.Option(
-            "--sweep", help="One run after another for settings with several values (optimizer.lr=1e-3,3e-3)."
-        ),
+        typer.Option("--sweep", help="Start a run for each combination of values (optimizer.lr=1e-3,3e-3)."),
     ] = False,
     trace: Annotated[
         str | None,
@@ -60,14 +58,16 @@ def train(
         typer.Option(
             "--weights-from",
             metavar="RUN|CHECKPOINT|DIR",
-            help="Begin with the weights of another run or of a Hugging Face folder (init=, checkpoint.weights_from).",
+            help="Start from the weights of a run or a Hugging Face folder (also init=).",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run or --prepare-only: print JSON.")] = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Train a model, or continue the run in run.dir. Ctrl-C saves after the current step;
-    twice stops at once."""
+    """Train a model, or resume the run in run.dir.
+
+    Ctrl-C saves after the current step; a second Ctrl-C stops at once.
+    """
     from canzona_cli.launch.stop import Preempted, Requests, before_workers, handled
 
     printed = dry_run or prepare_only
@@ -76,7 +76,7 @@ def train(
     if show_config and not printed:
         files = [text for text in overrides or () if "=" not in text]
         fix = f"write recipe={files[0]}" if files else "add --dry-run"
-        problems.append(Problem(key="--config", reason="shows the configuration of a dry run", fix=fix))
+        problems.append(Problem(key="--config", reason="needs --dry-run or --prepare-only", fix=fix))
     refuse(problems)
     if not printed:
         unattended()
@@ -85,7 +85,7 @@ def train(
     with handled(requests.add, to_the_end=True):
         try:
             arguments = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile), *_weights(weights_from)]
-            # Both take a while to import, in which signals may come.
+            # Importing either takes a while, and signals that arrive meanwhile must be handled.
             if sweep:
                 from canzona_cli.commands.train_sweep import sweep as train_swept
 
@@ -101,17 +101,20 @@ def train(
 
 
 def _weights(where: str | None) -> list[str]:
-    """Returns the weights as an override."""
+    """Returns the override for `--weights-from`, or none."""
     from canzona_cli.config.overrides import text_value
 
     return [] if where is None else [f"checkpoint.weights_from={text_value(where)}"]
 
 
 def _recorded_steps(**options: str | None) -> list[str]:
-    """`--trace 5-7` as the override run.trace_steps=[5,7]; `--trace 5` is one step.
+    """Turns `--trace 5-7` into the override run.trace_steps=[5,7], and `--trace 5` into a single step.
+
+    Args:
+        options: the value by option, `trace` and `profile`; None if it was not typed.
 
     Raises:
-        ConfigError: with every option that names no steps.
+        ConfigError: every option whose value is not a range of steps.
     """
     overrides, problems = [], []
     for name, text in options.items():

@@ -1,6 +1,6 @@
 """The work of `canzona train`: resolve, check, prepare, launch, watch, report.
 
-Apart from the command's options, so that its help and completion come without these imports.
+It is separate from the command's options, so that help and completion do not need these imports.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,15 +58,16 @@ def run(
     as_json: bool = False,
     show_config: bool = False,
 ) -> None:
-    """Runs the whole command.
+    """Runs `canzona train` for one run.
 
     Args:
-        prepare_only: write the run directory and say how to start the workers, without starting them.
-        show_config: True if a dry run prints the resolved configuration.
-        requests: the requests that signals ask for; it raises until workers run.
+        requests: the stop requests of signals; they raise exceptions until the workers run.
+        dry_run: True to print the resolved run, and write and start nothing.
+        prepare_only: True to write the run directory and print the command that starts the workers.
+        show_config: True to print the resolved configuration in both cases.
 
     Raises:
-        Preempted: asked to stop before it was known where the run lies.
+        Preempted: a request to stop arrived before the run was resolved.
         typer.Exit: the run ended with an exit code other than 0.
     """
     console = Console(highlight=False)
@@ -94,7 +95,8 @@ def run(
 
 
 def _composed(overrides: list[str], recipes_dirs: list[Path]) -> Composed:
-    """Composes the run; from a Hugging Face folder without a recipe, one that is made for its model."""
+    """Composes the run. If weights come from a Hugging Face folder and no recipe is given, derives the recipe from
+    the folder."""
     asked = parse_overrides(overrides)
     folder = Path(str(asked.values.get("checkpoint.weights_from") or "")).expanduser()
     if "recipe" in asked.groups or not is_hugging_face(folder):
@@ -104,16 +106,16 @@ def _composed(overrides: list[str], recipes_dirs: list[Path]) -> Composed:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """A resolved run, as this machine starts it."""
+    """A resolved run, as this node starts it."""
 
     config: RunConfig
     layout: Layout
     plan: Obtained | None
-    """The plan it executes; None for a run that executes none."""
+    """The plan that the run executes; None for a strategy without a plan."""
 
     @property
     def node_rank(self) -> int:
-        """The number of this machine among those of the run."""
+        """The number of this node among the nodes of the run."""
         return 0 if torchrun.node_count(self.config) == 1 else self.config.cluster.node_rank or 0
 
     @cached_property
@@ -149,16 +151,16 @@ def _show(job: _Job, look: _Look) -> None:
     try:
         checkpoint = resumption(config, layout)
     except ConfigError as error:
-        tell(f"note: it would be refused: {error}", "yellow")
+        tell(f"note: without --dry-run, it would be refused: {error}", "yellow")
     else:
         if checkpoint is not None:
-            progress(f"note: it would {checkpoint.words}")
+            progress(f"note: without --dry-run, it would {checkpoint.words}")
     for problem in preflight.machine_problems(config, layout):
-        tell(f"note: this machine could not run it: {problem.reason}", "yellow")
+        tell(f"note: this machine cannot run it: {problem.reason}", "yellow")
 
 
 def _prepare(job: _Job, look: _Look) -> None:
-    """Writes everything that workers need to the disk; another launcher starts them."""
+    """Writes everything that the workers need to the run directory, for another launcher to start them."""
     config, layout = job.config, job.layout
     check_free(config, resumes=True)
     resumption(config, layout)
@@ -174,7 +176,7 @@ def _prepare(job: _Job, look: _Look) -> None:
 def _print_start(
     job: _Job, look: _Look, corpus: PreparedCorpus | None, run_dir: Path, *, prepared: bool = False
 ) -> None:
-    """Prints what the run comes to, and what starts it."""
+    """Prints the resolved run and the command that starts it."""
     config = replace(job.config, run=replace(job.config.run, dir=str(run_dir))) if prepared else job.config
     shown = DryRun(
         config=config,
@@ -196,14 +198,14 @@ def _print_start(
 def _launch(
     job: _Job, console: Console, requests: Requests, *, typed: tuple[list[str], list[Path]]
 ) -> tuple[Outcome, RunDirectory]:
-    """Check, prepare data and run directory, and supervise the ranks of this machine until they end.
+    """Checks the run, prepares data and run directory, and supervises the ranks of this node until they end.
 
     Args:
-        typed: overrides and folders of recipes.
+        typed: the overrides and recipe folders as typed, for the command that resumes the run.
     """
     config, layout, node_rank = job.config, job.layout, job.node_rank
     _check(job)
-    console.quiet = node_rank > 0  # machine 0 shows the run; its output and this one's often go to one file
+    console.quiet = node_rank > 0  # node 0 shows the run; all nodes often write to the same file
     first_view = make_view(config, layout, console)
     with _progress_of(first_view, requests) as on_progress:
         corpus = ensure_corpus(config, on_progress)
@@ -213,7 +215,7 @@ def _launch(
         first_meeting = _meet(run, job, corpus, restarts=0)
     if node_rank:
         last = torchrun.node_count(config) - 1
-        tell(f"machine {node_rank} of 0 to {last} starts its ranks; machine 0 shows the run; its files: {run.path}")
+        tell(f"machine {node_rank} of 0 to {last} starts its ranks; machine 0 shows the run; run directory: {run.path}")
     per_node = torchrun.ranks_per_node(config)
     command_to_resume = resume_command(*typed, config, run.path)
     restarts = Restarts(most=config.run.restarts)
@@ -230,7 +232,8 @@ def _launch(
             warn(() if restarts.done else data_warnings(config, layout, corpus))
         view.header(run_dir=run.path, corpus=corpus, plan=job.plan, earlier=run.earlier)
         requests.raising = False
-        # On a terminal the view's own console prints above the live frame; a pipe's reader would not see it.
+        # On a terminal, the console of the view prints above the live frame. On a pipe it may be invisible, so use
+        # standard error.
         say = console.print if console.is_terminal else tell
         trackers, start = () if node_rank else config.run.trackers, 0 if run.earlier is None else run.earlier.step
         with tracked(run.files, trackers, start=start, environment=command.environment, say=say):
@@ -252,7 +255,7 @@ def _launch(
 
 
 def _check(job: _Job) -> None:
-    """Refuses a run before anything is prepared for it."""
+    """Refuses a run that cannot start here, before anything is written."""
     preflight.check_machine(job.config, job.layout)
     preflight.check_nodes(job.config)
     if job.node_rank == 0:
@@ -262,8 +265,7 @@ def _check(job: _Job) -> None:
 
 @contextmanager
 def _progress_of(view: TrainView, requests: Requests) -> Iterator[Callable[[str, float], None]]:
-    """Shows the progress of what happens before the launch;
-    gives the terminal back before an error is shown."""
+    """Shows the progress of the preparation before the launch, and restores the terminal before an error is shown."""
     shown = False
 
     def on_progress(what: str, fraction: float) -> None:
@@ -286,33 +288,36 @@ def _progress_of(view: TrainView, requests: Requests) -> Iterator[Callable[[str,
 
 
 def _claim(job: _Job) -> RunDirectory:
-    """Opens the run directory: machine 0 creates it or resumes in it,
-    the others wait there for machine 0's address."""
+    """Returns the run directory. Node 0 creates it or resumes in it; the other nodes wait there later for node 0's
+    address."""
     if job.node_rank == 0:
         return RunDirectory.create(job.config, resumes=True)
     return RunDirectory(RunFiles(Path(job.config.run.dir or "").absolute()))
 
 
 def _bring_in(config: RunConfig, run: RunDirectory) -> None:
-    """Imports the weights of a Hugging Face folder, if the run begins with one,
-    as its checkpoint of step 0."""
+    """Imports the weights of a Hugging Face folder as the checkpoint of step 0.
+
+    Does nothing if the run does not start from such a folder, or already has a checkpoint.
+    """
     where = config.checkpoint.weights_from
     folder = Path(where or "").expanduser()
     if where is None or not is_hugging_face(folder) or CheckpointStore(run.files.checkpoints).latest() is not None:
         return
     from canzona_cli.huggingface.weights import import_weights  # imports torch
 
-    progress(f"note: imports the weights in {folder}")
+    progress(f"note: importing the weights in {folder}")
     pretrained = open_folder(folder, key="checkpoint.weights_from")
     pretrained.check(config.model)
     import_weights(pretrained, config, run.files)
 
 
 def _meet(run: RunDirectory, job: _Job, corpus: PreparedCorpus, *, restarts: int) -> tuple[Machines, LaunchCommand]:
-    """Prepares an attempt: machine 0 decides where it begins, the others hear where the ranks meet.
+    """Prepares an attempt: node 0 decides what to resume from; the other nodes wait for the rendezvous address.
 
     Returns:
-        The link to the other machines, and the command that starts the ranks of this one."""
+        The link to the other nodes, and the command that starts the ranks of this node.
+    """
     config = job.config
     machines = Machines(run.files, node_rank=job.node_rank, nodes=torchrun.node_count(config), restarts=restarts)
     if job.node_rank:
@@ -325,7 +330,7 @@ def _meet(run: RunDirectory, job: _Job, corpus: PreparedCorpus, *, restarts: int
 
 
 def _say_resumption(run: RunDirectory, resumption: Resumption | None) -> None:
-    """Says how a continued run differs from the one before, before anything starts."""
+    """Prints how a resumed run differs from the saved one, before anything starts."""
     for note in run.notes:
         progress(f"note: {note}")
     warn(() if resumption is None else resumption.warnings)
@@ -347,7 +352,7 @@ def _conclude(outcome: Outcome, run: RunDirectory, config: RunConfig, console: C
 
 def _show_end(outcome: Outcome, run: RunDirectory, config: RunConfig, console: Console) -> None:
     if config.cluster.node_rank and torchrun.node_count(config) > 1:
-        # machine 0 has reported everything; both often write to one file
+        # node 0 has reported everything, and both often write to the same file
         if outcome.exit_code:
             tell(f"machine {config.cluster.node_rank}: {outcome.message}")
     elif outcome.failed:
@@ -364,13 +369,13 @@ def _show_end(outcome: Outcome, run: RunDirectory, config: RunConfig, console: C
 
 
 def _recordings(run: RunDirectory, config: RunConfig) -> Iterator[str]:
-    """Says where the requested traces are, or why there are none."""
+    """Yields lines that say where the requested traces are, or why there are none."""
     if config.run.trace_steps is not None:
         try:
             ranks = write_trace(run.path, run.files.trace)
             shown = f"trace of {plural(ranks, 'rank')}, measured and planned"
             yield f"{shown}: {run.files.trace} (open it in ui.perfetto.dev)"
-        except CanzonaError as error:  # the run itself went well
+        except CanzonaError as error:  # the run itself succeeded
             yield f"no trace of steps {config.run.trace_steps[0]} to {config.run.trace_steps[1]}: {error}"
     if config.run.profile_steps is not None:
         first = config.run.profile_steps[0]
@@ -386,4 +391,4 @@ def _say_why(outcome: Outcome) -> None:
         tell("\n".join(("", *outcome.traceback)), "dim")
     if outcome.log is not None:
         place = "the launcher" if outcome.rank is None else f"rank {outcome.rank}"
-        tell(f"\nwhole output of {place}: {outcome.log}")
+        tell(f"\nfull output of {place}: {outcome.log}")

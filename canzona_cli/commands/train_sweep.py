@@ -1,5 +1,7 @@
-"""`canzona train --sweep`: one run after another, each in a directory called after its values; in a task of a
-Slurm array only that task's run."""
+"""`canzona train --sweep`: one run after another, each in a directory named after its values.
+
+In a task of a Slurm array, only the run of this task.
+"""
 
 import shlex
 import time
@@ -34,14 +36,14 @@ def sweep(
     prepare_only: bool,
     show_config: bool,
 ) -> None:
-    """The whole command.
+    """Runs `canzona train --sweep`.
 
     Args:
-        requests: the requests that signals ask for; it raises while nothing runs.
+        requests: the stop requests of signals; they raise exceptions while no run trains.
 
     Raises:
         CanzonaError: a run cannot be composed; nothing was started.
-        typer.Exit: with the largest exit code of the runs, or as what stopped the sweep.
+        typer.Exit: with the largest exit code of the runs or, after a stop, with the exit code of the stop.
     """
     runs, step = swept_runs(arguments, recipes_dirs), current_step()
     root = _root(runs, step)
@@ -65,12 +67,15 @@ def sweep(
 
 
 def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], requests: Requests) -> int:
-    """Each after the one before, whatever became of that, until somebody wants them to stop."""
+    """Trains the runs one after another, also after failures, until the sweep is stopped; returns the exit code.
+
+    Runs that finished earlier are skipped.
+    """
     codes = [int(ExitCode.OK)]
     for number, run in enumerate(runs, 1):
         where = f"run {number} of {len(runs)}: {run.combination.words}"
         if finished(RunFiles(root / run.combination.name), run.config) is not None:
-            tell(f"{where}: has been done before", "bold")
+            tell(f"{where}: is already finished", "bold")
             continue
         tell(f"\n{where}", "bold")
         codes.append(_train(_overrides(run, root), recipes_dirs, requests))
@@ -80,11 +85,14 @@ def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], r
 
 
 def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests) -> int:
-    """One run to its end; its exit code. A wish to stop that came too late for it is one for the sweep."""
+    """Trains one run and returns its exit code.
+
+    A stop request that arrived too late to affect the run stops the sweep: the exit code is then that of the stop.
+    """
     code = int(ExitCode.OK)
     try:
         requests.raising = True
-        if requests.reason is None:  # else somebody asked between two runs
+        if requests.reason is None:  # else a stop was requested between two runs
             train_run.run(overrides, recipes_dirs, requests, dry_run=False)
     except typer.Exit as end:
         code = end.exit_code
@@ -99,22 +107,24 @@ def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests) -
 
 
 def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
-    """A row for each run that left a directory, the others, and how to see this again or to go on."""
+    """Shows a row for each run with a directory, the runs that were not started, and commands to resume and to
+    report."""
     left = [root / run.combination.name for run in runs if holds_run(RunFiles(root / run.combination.name))]
     typer.echo()
     if left:
         show(SeveralView(several=several_runs(left)))
     never = [run.combination.words for run in runs if root / run.combination.name not in left]
     if never:
-        tell(f"not begun: {', '.join(never)}", "yellow")
+        tell(f"not started: {', '.join(never)}", "yellow")
     if stopped:
-        tell(f"stopped; the same command with run.dir={shlex.quote(str(root))} continues each run where it was")
+        tell(f"stopped; the same command with run.dir={shlex.quote(str(root))} resumes each run")
     if left:
-        tell(f"canzona report --compare {shlex.quote(str(root))}/*  shows this again; --html FILE.html draws it")
+        tell(f"canzona report --compare {shlex.quote(str(root))}/*  shows this again; --html FILE.html writes a page")
 
 
 def _root(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:
-    """The directory that the runs lie in; what it is called in Slurm stays the same after a requeue."""
+    """Returns the parent directory of the runs: run.dir, or a new name with the Slurm job's id, which a requeue keeps,
+    or the time."""
     settings = runs[0].config.run
     if settings.dir is not None:
         return Path(settings.dir).absolute()

@@ -1,4 +1,4 @@
-"""`canzona tune`: measure the simulator's best layouts on real ranks, and keep the fastest as a recipe."""
+"""`canzona tune`: measures the simulator's best layouts on real ranks, and writes the fastest as a recipe."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,12 +11,15 @@ from canzona_cli.commands.output import AsJson, RecipesDirs, overrides_argument,
 def tune(
     overrides: Annotated[list[str] | None, overrides_argument("recipe=mini gpus=4 cluster=./here.yaml ...")] = None,
     count: Annotated[
-        int, typer.Option("--candidates", metavar="N", help="How many of the fastest layouts, by the simulator.")
+        int,
+        typer.Option(
+            "--candidates", metavar="N", help="How many of the layouts with the fastest simulated step to measure."
+        ),
     ] = 4,
-    everything: Annotated[bool, typer.Option("--all", help="Every layout that is possible and fits.")] = False,
-    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Turns of every layout.")] = 3,
+    everything: Annotated[bool, typer.Option("--all", help="Measure every valid layout that fits in memory.")] = False,
+    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Rounds; each layout runs once a round.")] = 3,
     steps: Annotated[
-        int, typer.Option("--steps", metavar="K", help="Measured steps of a turn, after two that warm up.")
+        int, typer.Option("--steps", metavar="K", help="Measured steps per layout and round, after two warm-up steps.")
     ] = 3,
     out: Annotated[
         Path | None,
@@ -26,11 +29,10 @@ def tune(
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Measure the simulator's best layouts in turns, next to their predictions;
-    write a recipe with the fastest.
+    """Measure the simulator's best layouts, and write the fastest as a recipe.
 
-    Settings that are typed hold for all layouts. Raw numbers are kept in tune/RECIPE-TIME. Ctrl-C stops after
-    the current step.
+    The layouts run interleaved, and are shown with their predictions. Typed settings hold for all layouts. Raw
+    numbers are written to tune/RECIPE-TIME. Ctrl-C stops after the current step.
     """
     from canzona_cli.bench.layouts import content_of, prepare, run, tuned_recipe
     from canzona_cli.config.recipes import check_destination, shown, write_recipe

@@ -1,4 +1,4 @@
-"""`canzona validate`: whether a recipe with these overrides can run, and what it resolves to."""
+"""`canzona validate`: checks whether a recipe with overrides can run, and shows the resolved run."""
 
 from typing import Annotated
 
@@ -22,11 +22,11 @@ def validate(
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Check a recipe and its overrides, how they fit the cluster, plan, prepared data and the checkpoint to
-    continue from; shows all mistakes at once.
+    """Check a recipe and its overrides, and show all mistakes at once.
 
-    Exit code 0 when `canzona train` with the same arguments has a sound configuration, 2 when not, 4 when the
-    model does not fit in the cluster's memory, 5 when the checkpoint cannot be used.
+    Also checks the cluster, the plan, prepared data and the checkpoint to resume from. The exit code is 0 if
+    `canzona train` can use the same arguments, 2 if the configuration is wrong, 4 if the model does not fit in the
+    cluster's memory, and 5 if the checkpoint cannot be used.
     """
 
     from rich.console import Console

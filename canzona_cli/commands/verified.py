@@ -1,4 +1,4 @@
-"""A checkpoint whose weights a command hands on."""
+"""Verifies a checkpoint before a command exports or uses its weights."""
 
 from pathlib import Path
 
@@ -15,17 +15,17 @@ from canzona_cli.run.files import RunFiles
 
 
 def verified_run(checkpoint: StoredCheckpoint, tokenizer: Path | None) -> tuple[Manifest, RunConfig, Beside]:
-    """Reads a checkpoint, the run it is of, and what goes with its weights; every byte is verified.
+    """Verifies every byte of a checkpoint; returns its manifest, its run's configuration and its tokenizer files.
 
     Args:
-        tokenizer: a folder whose tokenizer goes with them; None: the run's.
+        tokenizer: a folder with the tokenizer to use; None: the run's tokenizer.
 
     Raises:
-        CheckpointInvalid: it is damaged.
+        CheckpointInvalid: the checkpoint is damaged.
         ConfigError: there is no such tokenizer.
     """
     refuse(checkpoint.problems, CheckpointInvalid)
-    with_it = beside(RunFiles(checkpoint.path.parent.parent), tokenizer)
+    tokenizer_files = beside(RunFiles(checkpoint.path.parent.parent), tokenizer)
     with bar_of_bytes("hashing", bytes_written(checkpoint.path)) as on_bytes:
         refuse(shortened(verify(checkpoint.path, on_bytes=on_bytes)[1]), CheckpointInvalid)
-    return *saved_run(checkpoint.path), with_it
+    return *saved_run(checkpoint.path), tokenizer_files

@@ -1,4 +1,4 @@
-"""The folder for things that canzona can make again."""
+"""The cache folder, for files that canzona can create again."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,9 @@ from canzona_cli.config.schema import RunConfig
 
 
 def cache_root(config: RunConfig) -> Path:
-    """Returns the folder of corpora, indices and layouts: `data.cache_dir`,
-    $CANZONA_CACHE or ~/.cache/canzona."""
+    """Returns the folder of cached corpora, sample indices and searched layouts.
+
+    The first that is set of `data.cache_dir` and $CANZONA_CACHE, else ~/.cache/canzona.
+    """
     chosen = config.data.cache_dir or os.environ.get("CANZONA_CACHE") or "~/.cache/canzona"
     return Path(chosen).expanduser().absolute()

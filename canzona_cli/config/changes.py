@@ -1,5 +1,5 @@
-"""Differences of a resumed run from the saved one: impossible, another loss curve,
-or work shared differently."""
+"""The differences between a resumed run and the saved one, by their effect: resuming is impossible, the loss
+curve changes, or work is distributed differently."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -15,16 +15,16 @@ class Changes:
     """The differences between the saved run and the run that resumes it."""
 
     problems: tuple[Problem, ...]
-    """The reasons why it cannot be resumed."""
+    """The reasons why the run cannot be resumed."""
     warnings: tuple[str, ...]
-    """One for each setting whose change alters the loss curve."""
+    """A warning for each setting whose change alters the loss curve."""
     spread: tuple[str, ...]
-    """One for each setting whose change shares the work out differently, apart from the layout.
-    The curve stays."""
+    """A note for each setting whose change distributes the work differently, apart from the layout.
+    The loss curve stays the same."""
 
 
 def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
-    """Compare two resolved runs by what their settings say they affect.
+    """Compares two resolved runs by the effects that their settings declare.
 
     Args:
         old: the run as it was saved.
@@ -52,7 +52,7 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
 
 
 def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem, ...]:
-    """Lists why the weights of a run do not fit another: one for each setting of the model that differs."""
+    """Returns a problem for each model setting whose difference keeps `old`'s weights from fitting `new`."""
     before, now = _settings(old), _settings(new)
     return tuple(
         Problem(
@@ -67,8 +67,10 @@ def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem
 
 
 def _settings(config: RunConfig) -> dict[str, object]:
-    """All settings, the schedule with its nulls chosen:
-    another number of steps may well be another schedule."""
+    """Returns all settings by dotted key, with the nulls of the schedule resolved.
+
+    The schedule's nulls depend on the number of steps, so a change of `train.steps` may change the schedule.
+    """
     chosen = config.schedule.complete(config.train.steps)
     return dict(leaves(asdict(config))) | {f"schedule.{name}": value for name, value in vars(chosen).items()}
 
@@ -87,7 +89,7 @@ def _impossible(differing: Mapping[str, tuple[object, object]], step: int) -> It
 
 
 def _same_class(previous: object, value: object) -> bool:
-    """Returns True if two sources name the same class; in another file it may be the next version of it."""
+    """Returns True if two sources name the same class, even in different files: a user may have moved the class."""
     return str(previous).rpartition(":")[2] == str(value).rpartition(":")[2]
 
 

@@ -1,7 +1,7 @@
-"""Checks whether the values of a run make sense together, and finds settings that were typed without effect.
+"""Checks whether the values of a run work together, and detects settings that were typed but have no effect.
 
-A run that would train something else than was typed is refused; where training is the same, a warning
-mentions it. The arithmetic of layouts is in `config.layout_rules`.
+A run is refused if ignoring a setting would change what is trained; if training stays the same, there is a
+warning. The arithmetic of layouts is in `config.layout_rules`.
 """
 
 import ast
@@ -24,14 +24,13 @@ from canzona_cli.config.settings import settings, with_own_values
 from canzona_cli.errors import Problem, closest
 
 BYTE_TOKENIZER_IDS = 257
-"""256 bytes and the end of a document."""
+"""The ids of the byte tokenizer: 256 bytes and an end-of-document token."""
 
 
 def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem]:
-    """Everything about values that are each in range and cannot work together; empty when nothing is wrong.
+    """Returns a problem for each combination of valid values that cannot work; empty if all is well.
 
-    Without `training`, what only a run would need is left out: a plan can be made for what cannot be trained
-    yet.
+    Without `training`, checks of what only a run needs are skipped: planning works before training is possible.
     """
     problems = [
         *_values(config),
@@ -48,10 +47,10 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
 
 
 def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool = True) -> Iterator[str]:
-    """Yields what is typed without effect on what is trained, and what will run but not as well as it could.
+    """Yields a warning for each typed setting that is ignored, and for each value that will probably work badly.
 
-    Without `training`, a plan is made whatever strategy the run has. What would train something else than was
-    typed is refused (`unused_problems`).
+    These do not change what is trained; settings that would are refused (`unused_problems`). Without `training`,
+    a plan is made whatever strategy the run has, so the settings of plans are not reported as ignored.
     """
     execution, strategy = execution_of(config), config.engine.strategy
     if execution is Execution.ADAMW and explicit & {"engine", "engine.strategy"}:
@@ -68,22 +67,22 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         if execution is Execution.ADAMW and "engine.splitting" in explicit:
             yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"
     elif config.cluster.device == "cpu" and getattr(config.optimizer, "graph", False) is True:
-        yield "optimizer.graph is ignored: CUDA graphs are of GPUs"
+        yield "optimizer.graph is ignored: CUDA graphs need GPUs"
     if config.optimizer.lr > (highest := config.optimizer.PLAUSIBLE_LR):
         name = config.optimizer.name
         yield f"optimizer.lr={config.optimizer.lr:g} is above {highest:g}: with {name} training probably diverges"
     if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
         yield "train.batch_tokens is ignored: train.global_batch_size is set"
     if strategy in IN_ORDER and config.engine.mode == "shared" and not unplanned:
-        yield f"engine.mode=shared is ignored: engine.strategy is {strategy}, which updates every matrix on one host"
+        yield f"engine.mode=shared is ignored: engine.strategy is {strategy}, which updates each matrix on one host"
     for key, only in (("layout", "contiguous"), ("grouping", "greedy")):
         if strategy == "paper" and not unplanned and f"engine.{key}" in explicit and vars(config.engine)[key] != only:
-            yield f"engine.{key} is ignored: engine.strategy is paper, which has {only}"
+            yield f"engine.{key} is ignored: engine.strategy is paper, which always uses {only}"
     tp = config.parallel.tp
     if tp == 1 and "engine.exchange_dtype" in explicit and not unplanned:
         yield "engine.exchange_dtype is ignored: with parallel.tp=1 there is no exchange between TP ranks"
     if tp is not None and tp > config.cluster.gpus_per_node:
-        yield f"parallel.tp={tp} spans machines of {config.cluster.gpus_per_node}; expect slow tensor parallelism"
+        yield f"parallel.tp={tp} spans nodes of {config.cluster.gpus_per_node} ranks; expect slow tensor parallelism"
     if "train.loss_spike_sigmas" in explicit and config.train.loss_spike == "ignore":
         yield "train.loss_spike_sigmas is ignored: train.loss_spike is ignore"
     for key in ("sample_prompt", "sample_tokens"):
@@ -96,12 +95,12 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
 def _values(config: RunConfig) -> Iterator[Problem]:
     train, most = config.train, settings()["train.global_batch_size"].range.at_most
     if train.global_batch_size is None and train.batch_tokens // train.seq_length > most:
-        reason = f"is more than {most:,} sequences of {train.seq_length} tokens, the most that a step has"
+        reason = f"is more than {most:,} sequences of {train.seq_length} tokens, the limit of one step"
         fix = f"use train.batch_tokens={int(most) * train.seq_length} or less"
         yield Problem(key="train.batch_tokens", reason=reason, fix=fix)
     if config.data.validation_fraction == 0 and config.train.eval_interval > 0:
         fix = "hold some documents out, or switch validation off with train.eval_interval=0"
-        yield Problem(key="data.validation_fraction", reason="leaves nothing to validate on", fix=fix)
+        yield Problem(key="data.validation_fraction", reason="leaves no documents for validation", fix=fix)
     if config.optimizer.min_lr > config.optimizer.lr:
         reason = f"is above optimizer.lr={config.optimizer.lr}, so the schedule would raise the rate"
         yield Problem(key="optimizer.min_lr", reason=reason, fix="use optimizer.min_lr_ratio=0.1 instead")
@@ -137,13 +136,13 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
 
 def _engine(config: RunConfig) -> Iterator[Problem]:
     if config.optimizer.clip == "adamw" and execution_of(config) in (Execution.LAYERWISE, Execution.MEGATRON_SC):
-        reason = f"is canzona's own; with engine.strategy={config.engine.strategy} Megatron clips all gradients alike"
+        reason = f"needs canzona's engine; with engine.strategy={config.engine.strategy} Megatron clips all gradients"
         yield Problem(
             key="optimizer.clip", reason=reason, fix="use optimizer.clip=all or none, or engine.strategy=canzona"
         )
     chosen = config.optimizer
     if isinstance(chosen, MomentumConfig) and chosen.form == "gram" and chosen.coefficients in STANDARD_ONLY:
-        reason = f"rounding blows up optimizer.coefficients={chosen.coefficients} in that form"
+        reason = f"is numerically unstable with optimizer.coefficients={chosen.coefficients}"
         yield Problem(
             key="optimizer.form", reason=reason, fix="use optimizer.form=auto, or optimizer.coefficients=quintic"
         )
@@ -163,7 +162,7 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
 
 
 def _custom(config: RunConfig) -> Iterator[Problem]:
-    """A user's own optimizer: where its class is, and what it is called with."""
+    """Checks the class of a custom optimizer and the options that it is called with."""
     custom = config.optimizer
     if not isinstance(custom, CustomConfig):
         return
@@ -192,14 +191,20 @@ def _data(config: RunConfig) -> Iterator[Problem]:
     data, vocabulary = config.data, config.model.vocab_size
     if data.source == "prepared":
         if data.path and data.blend:
-            reason = f"is given beside data.path={data.path}"
-            yield Problem(key="data.blend", reason=reason, fix="add that path to it with a weight, and data.path=null")
+            reason = f"cannot be combined with data.path={data.path}"
+            yield Problem(
+                key="data.blend",
+                reason=reason,
+                fix="add that path to the blend with a weight, and write data.path=null",
+            )
         elif not data.path and not data.blend:
-            fix = "make it with `canzona data prepare`, then write data.path=PREFIX (of PREFIX.bin and PREFIX.idx)"
+            fix = "run `canzona data prepare`, then write data.path=PREFIX (for PREFIX.bin and PREFIX.idx)"
             yield Problem(key="data.path", reason="prepared data needs a path", fix=fix)
         places = Counter(os.path.abspath(os.path.expanduser(path)) for path in data.blend or {})
         for place in (place for place, times in places.items() if times > 1):
-            yield Problem(key="data.blend", value=place, reason="is in it twice", fix="give it one weight, the sum")
+            yield Problem(
+                key="data.blend", value=place, reason="is listed twice", fix="list it once, with the sum of its weights"
+            )
         return
     if data.tokenizer == "bpe" and data.tokenizer_vocab_size > vocabulary:
         reason = f"produces token ids beyond the model's vocabulary of {vocabulary}"
@@ -233,7 +238,7 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
 
 
 def _recorded_steps(config: RunConfig) -> Iterator[Problem]:
-    """Steps to trace or profile are steps of the run."""
+    """Checks that the steps to trace or profile are steps of the run."""
     last = config.train.steps
     for key in ("trace_steps", "profile_steps"):
         asked = getattr(config.run, key)
@@ -244,7 +249,7 @@ def _recorded_steps(config: RunConfig) -> Iterator[Problem]:
 
 
 def _measurements(config: RunConfig) -> Iterator[Problem]:
-    """The profile's tables."""
+    """Checks the tables of measurements in the cluster profile."""
     table = config.cluster.matmul_tflops
     sizes = [size for size, _ in table]
     if sizes != sorted(set(sizes)):
@@ -262,11 +267,11 @@ def _measurements(config: RunConfig) -> Iterator[Problem]:
 
 
 def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> list[Problem]:
-    """Lists typed settings that the run would ignore and thereby train something else.
+    """Lists typed settings that the run would ignore, so that it would train something else than was asked for.
 
     Args:
         explicit: dotted keys, and groups, that the command line sets.
-        training: False for planning only, which has canzona's plan whatever strategy the run has.
+        training: False for planning only, which makes canzona's plan whatever the run's strategy.
     """
     problems = [
         *_unused_data(config, explicit),
@@ -289,14 +294,14 @@ def _unused_data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Proble
     data = config.data
     chosen = explicit & {"data", "data.source"}
     for key, value in (("data.path", data.path), ("data.blend", data.blend)):
-        # Data chosen on the command line replace those that a recipe names.
+        # A data group or source on the command line replaces the data of the recipe.
         if value and data.source == "stdlib" and (key in explicit or not chosen):
-            reason = "is not read: data.source is stdlib, Python's own sources"
+            reason = "is not read: data.source is stdlib, the sources of Python's standard library"
             yield Problem(key=key, reason=reason, fix=f"write data=prepared to train on it, or {key}=null")
     for key in ("data.tokenizer", "data.tokenizer_vocab_size"):
         if key in explicit and data.source == "prepared":
-            reason = "has no effect: prepared data have the tokenizer that they were prepared with"
-            fix = "leave it out, or make other data: canzona data prepare ... --tokenizer NAME"
+            reason = "has no effect: prepared data was already tokenised"
+            fix = "leave it out, or prepare the data again: canzona data prepare ... --tokenizer NAME"
             yield Problem(key=key, reason=reason, fix=fix)
         elif key == "data.tokenizer_vocab_size" and key in explicit and data.tokenizer != "bpe":
             reason = f"has no effect: data.tokenizer is {data.tokenizer}"
@@ -316,7 +321,7 @@ def _unused_schedule(config: RunConfig, explicit: frozenset[str]) -> Iterator[Pr
         "optimizer.min_lr_ratio": optimizer.min_lr_ratio,
     }
     for key in (key for key, value in ends.items() if key in explicit and value is not None):
-        reason = "has no effect: schedule.decay is constant, so the rate never comes down"
+        reason = "has no effect: schedule.decay is constant, so the rate never decreases"
         yield Problem(key=key, reason=reason, fix="write schedule.decay=cosine, linear or wsd, or leave it out")
 
 
@@ -331,7 +336,7 @@ def _unused_clipping(config: RunConfig, explicit: frozenset[str]) -> Iterator[Pr
 
 
 def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
-    """Lists settings that only canzona's engine knows, in a run of another one."""
+    """Yields settings that only canzona's engine supports, in a run that does not use this engine."""
     execution, engine, optimizer = execution_of(config), config.engine, config.optimizer
     adamw = execution is Execution.ADAMW
     if execution is Execution.PLANNED:
@@ -339,7 +344,7 @@ def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Prob
     why = "optimizer is adamw" if adamw else f"engine.strategy is {engine.strategy}"
     instead = "leave it out" if adamw else "use engine.strategy=canzona, or leave it out"
     if "train.non_finite" in explicit and not execution.ours:
-        reason = f"has no effect: {why}, which runs Megatron's own optimizer, and that has no such guard"
+        reason = f"has no effect: {why}, which runs Megatron's own optimizer, and that optimizer has no such guard"
         yield Problem(key="train.non_finite", reason=reason, fix=instead)
     if adamw:
         return
@@ -350,22 +355,24 @@ def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Prob
     if execution.ours:
         return
     if "engine.splitting" in explicit and engine.splitting in ("split", "per_head"):
-        reason = f"is further than Megatron's own Muon splits ({why}): it leaves gate and up together"
+        reason = f"splits further than Megatron's own Muon can ({why}), which keeps gate and up together"
         fix = "use engine.splitting=qkv, or engine.strategy=canzona"
         yield Problem(key="engine.splitting", reason=reason, fix=fix)
     if "optimizer.form" in explicit and isinstance(optimizer, MomentumConfig) and optimizer.form == "gram":
-        reason = f"has no effect: {why}, which runs Megatron's own Muon, and that has the standard form alone"
+        reason = f"has no effect: {why}, which runs Megatron's own Muon, and that has only the standard form"
         yield Problem(
             key="optimizer.form", reason=reason, fix="use engine.strategy=canzona, or optimizer.form=standard"
         )
 
 
 _DYNAMIC = {"globals", "exec", "setattr"}
-"""The calls that may give something to any name."""
+"""The calls that may define any name of a module at run time."""
 
 
 def source_problem(place: str, name: str) -> str | None:
-    """Says why a file or module has no such class; None if it has one, or if only running it would tell.
+    """Returns why a file or module does not have this class, without importing it.
+
+    Returns None if the class is there, or if only running the code could show whether it is.
 
     Args:
         place: the path of a .py file, or the name of an installed module.
@@ -381,7 +388,7 @@ def source_problem(place: str, name: str) -> str | None:
 
 
 def _located(module: str) -> ModuleSpec | str:
-    """Returns where a module is, without importing the packages above it; else what is missing."""
+    """Returns the spec of a module, without importing its parent packages; else a message saying what is missing."""
     first, *rest = module.split(".")
     try:
         spec = find_spec(first)
@@ -389,12 +396,12 @@ def _located(module: str) -> ModuleSpec | str:
         spec = None
     if spec is None:
         return f"there is no package {first} here"
-    whole = first
+    dotted = first
     for part in rest:
-        above, whole = whole, f"{whole}.{part}"
-        # An imported package may have added folders to its path, where an import looks too.
+        above, dotted = dotted, f"{dotted}.{part}"
+        # An imported package may have added folders to its __path__; an import would search these too.
         path = getattr(sys.modules.get(above), "__path__", spec.submodule_search_locations)
-        spec = PathFinder.find_spec(whole, path or [])
+        spec = PathFinder.find_spec(dotted, path or [])
         if spec is None:
             return f"{above} has no module {part}"
     return spec
@@ -406,7 +413,7 @@ def _missing(path: Path, name: str) -> str | None:
         module = symtable.symtable(text, str(path), "exec")
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
-        return f"{path} is no Python: {getattr(error, 'msg', error)}" + (f", line {line}" if line else "")
+        return f"{path} is not valid Python: {getattr(error, 'msg', error)}" + (f", line {line}" if line else "")
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
     bound = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_assigned() or symbol.is_imported()}

@@ -1,8 +1,8 @@
 """Shell completion of overrides: recipe names after `recipe=`, options of the other groups, keys, choices.
 
-Bash hands over words that it has split at every `=` and `:` (COMP_WORDBREAKS), and inserts what comes back
-after the last break. `bash_words` undoes the split before Typer reads the words, and takes off completions
-what bash already has. Nothing here may be slow: it runs at every press of Tab.
+Bash splits the command line at every `=` and `:` (COMP_WORDBREAKS), and inserts a completion after the last
+such break. `bash_words` joins the words again before Typer reads them, and removes from each completion the
+part before the break. This module must stay fast, because it runs at every press of Tab.
 """
 
 import io
@@ -18,10 +18,10 @@ from canzona_cli.errors import ConfigError
 
 COMPLETE_VARIABLE = "_CANZONA_COMPLETE"
 CALIBRATED = "`canzona calibrate`"
-"""The words in the first line of a calibrated profile."""
+"""A text in the first line of every calibrated profile."""
 
-# Typer's own script for bash, but without a space after a key, and with files only where there is nothing
-# else.
+# Typer's script for bash, except that no space follows a key, and that files are offered only if there is no
+# other completion.
 BASH_SCRIPT = """
 %(complete_func)s() {
     local IFS=$'\\n'
@@ -37,7 +37,7 @@ complete -o default -F %(complete_func)s %(prog_name)s
 
 
 def complete_override(incomplete: str) -> list[str]:
-    """Ways to finish one `KEY=VALUE`; empty where only the user knows (the shell then offers files)."""
+    """Returns the completions of one `KEY=VALUE`; empty for a free value (the shell then offers files)."""
     key, equals, _ = incomplete.partition("=")
     offers = [f"{key}={value}" for value in _values(key)] if equals else [f"{name}=" for name in _keys(incomplete)]
     return [offer for offer in offers if offer.startswith(incomplete)]
@@ -45,10 +45,9 @@ def complete_override(incomplete: str) -> list[str]:
 
 @contextmanager
 def bash_words() -> Iterator[None]:
-    """Around Typer's completion in bash: joins the words it reads,
-    and takes what bash has off the words it prints.
+    """Joins the words that Typer reads in a bash completion, and shortens the completions that it prints.
 
-    Does nothing outside a completion in bash. Where COMP_WORDBREAKS has no `=` there is nothing to join.
+    Does nothing outside a bash completion, and joins nothing if COMP_WORDBREAKS does not contain `=`.
     """
     if not os.environ.get(COMPLETE_VARIABLE, "").endswith("_bash"):
         yield
@@ -66,15 +65,15 @@ def bash_words() -> Iterator[None]:
 
 
 def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, str]:
-    """The words as they were before bash split them at `=`.
+    """Joins the words that bash split at `=`.
 
     Args:
         words: COMP_WORDS; the first is the command itself.
-        current: COMP_CWORD, the place of the word the cursor is in.
+        current: COMP_CWORD, the index of the word at the cursor.
 
     Returns:
-        The joined words, the place of the cursor's word among them, and how much of that word bash leaves
-        alone: a completion is inserted after it.
+        The joined words, the index of the cursor's word among them, and the prefix of that word that bash keeps:
+        bash inserts a completion after this prefix.
     """
     joined: list[str] = []
     place, already = len(words), ""
@@ -91,9 +90,9 @@ def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, st
 
 
 def prepare_completion_options(arguments: list[str]) -> None:
-    """Makes Typer's --install-completion and --show-completion write `BASH_SCRIPT`, and take a shell's name.
+    """Makes Typer's --install-completion and --show-completion write `BASH_SCRIPT`, and accept a shell's name.
 
-    Without a name Typer asks the process tree which shell it runs under; a script or a container may have
+    Without a name, Typer detects the shell from the parent processes; in a script or a container there may be
     none.
     """
     from typer import _completion_shared
@@ -104,9 +103,9 @@ def prepare_completion_options(arguments: list[str]) -> None:
 
 
 def _profiles_here() -> list[str]:
-    """Profiles in this folder, as `canzona calibrate` leaves them."""
+    """Lists the calibrated profiles in the current folder."""
     profiles = []
-    for file in sorted(file for file in Path().glob("*.yaml") if file.is_file()):  # nobody waits for a pipe
+    for file in sorted(file for file in Path().glob("*.yaml") if file.is_file()):  # opening a pipe would block
         try:
             with file.open(encoding="utf-8", errors="replace") as text:
                 if CALIBRATED in text.readline():
@@ -117,7 +116,11 @@ def _profiles_here() -> list[str]:
 
 
 def _keys(prefix: str) -> list[str]:
-    """Keys that begin like this. Sections first, so that an empty word does not offer a hundred settings."""
+    """Returns the keys to offer for a prefix.
+
+    Settings inside sections are offered only once the prefix matches a single section, so that an empty word
+    does not list every setting.
+    """
     from canzona_cli.config.settings import sections, settings
 
     if "." in prefix:

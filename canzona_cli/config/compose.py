@@ -1,5 +1,5 @@
-"""Loads one run's configuration: recipe, groups and overrides composed by Hydra, typed,
-and checked as a whole."""
+"""Loads the configuration of one run: Hydra composes recipe, groups and overrides; then the values are typed
+and checked together."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,24 +33,26 @@ from canzona_cli.errors import ConfigError, Problem, refuse
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """A checked configuration, and where it came from. Values that are null are still to be fitted."""
+    """A checked configuration and the files it came from. `canzona_cli.cluster.fit` resolves its null values later."""
 
     config: RunConfig
     explicit: frozenset[str]
-    """Dotted keys, and groups, that the command line sets."""
+    """The dotted keys and the groups that the command line sets."""
     warnings: tuple[str, ...]
     recipe_file: Path
     files: tuple[Path, ...]
-    """Everything it was composed from, in the order of application."""
+    """The files it was composed from, in the order of application."""
 
 
 def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), training: bool = True) -> Composed:
     """Composes and checks the run that `overrides` (`KEY=VALUE`, one of them `recipe=...`) ask for.
 
-    A recipe, model, ... is looked for in `recipes_dirs`, then $CANZONA_RECIPES_DIR, then among the built-in
-    ones. Raises ConfigError with every problem at once: of the recipe, of each override, of types, and of how
-    values go together. A bad value does not hide the others: the rest is checked with the recipe's own in its
-    place. Without `training` it is for planning only, and what only a run needs is not asked for.
+    Recipes and the options of other groups are searched in `recipes_dirs`, then in $CANZONA_RECIPES_DIR, then
+    among the built-in ones. A bad value does not hide other problems: the remaining values are checked with the
+    recipe's value in its place. Without `training`, checks of what only a run needs are skipped.
+
+    Raises:
+        ConfigError: every problem at once, of the recipe, of single overrides, of types, and of combinations.
     """
     try:
         return _compose(overrides, (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir()), training=training)
@@ -61,9 +63,11 @@ def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), 
 
 
 def load_resolved(path: Path) -> RunConfig:
-    """Reads a run directory's config.yaml. Raises ConfigError with every problem."""
+    """Reads the config.yaml of a run directory, also of older versions. Raises ConfigError with every problem."""
     tree = read_yaml(path)
-    if isinstance(run := tree.get("run"), dict) and "tensorboard" in run:  # as runs had it before they had trackers
+    if (
+        isinstance(run := tree.get("run"), dict) and "tensorboard" in run
+    ):  # older runs have this switch instead of `trackers`
         run["trackers"] = ["tensorboard"] if run.pop("tensorboard") else []
     bring_up_to_date(tree)
     unsafe = list(content_problems(tree, shown(path)))
@@ -74,7 +78,7 @@ def load_resolved(path: Path) -> RunConfig:
 
 
 def dump_resolved(config: RunConfig) -> str:
-    """The configuration as YAML that `load_resolved` and `recipe=FILE` read back to an equal one."""
+    """Returns the configuration as YAML; `load_resolved` and `recipe=FILE` read an equal configuration from it."""
     import yaml
 
     text: str = yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=120)
@@ -86,7 +90,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     problems = list(asked.problems)
     options, given = _choices(asked, dirs, problems)
     if "recipe" not in {*options, *given}:
-        # Nothing to lay the overrides over: only what is wrong with each by itself can be reported.
+        # Without a recipe, only the problems of single overrides can be reported.
         problems += _checked_alone(asked)
         raise ConfigError(*problems)
     try:
@@ -133,7 +137,10 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
 
 
 def _choose_min_lr(tree: dict[str, object], asked: Overrides, problems: list[Problem]) -> None:
-    """A minimum learning rate on the command line counts, whatever ratio the recipe has."""
+    """Drops the recipe's `min_lr_ratio` if the command line sets `min_lr`.
+
+    Adds a problem if the command line sets both.
+    """
     ratio = "optimizer.min_lr_ratio"
     if "optimizer.min_lr" not in asked.values:
         return
@@ -145,8 +152,10 @@ def _choose_min_lr(tree: dict[str, object], asked: Overrides, problems: list[Pro
 
 
 def _choose_batch(tree: dict[str, object], asked: Overrides) -> None:
-    """A number of tokens on the command line counts, whatever number of sequences the recipe has. Where both
-    are typed the number of sequences counts, and a warning says so."""
+    """Drops the recipe's number of sequences if the command line sets only the number of tokens.
+
+    If the command line sets both, the number of sequences takes precedence; `config_warnings` mentions it.
+    """
     tokens, sequences = "train.batch_tokens", "train.global_batch_size"
     if tokens not in asked.values or asked.values.get(sequences) is not None:
         return
@@ -155,8 +164,10 @@ def _choose_batch(tree: dict[str, object], asked: Overrides) -> None:
 
 
 def _choose_source(tree: dict[str, object], asked: Overrides) -> None:
-    """Prepared data on the command line are trained on, whatever the recipe has,
-    also without `data=prepared`."""
+    """Switches `data.source` from stdlib to prepared if the command line gives a path or a blend.
+
+    So `data=prepared` may be left out. The recipe's tokenizer settings are dropped.
+    """
     typed = asked.values.get("data.path") or asked.values.get("data.blend")
     data = tree.get("data")
     if not typed or "data" in asked.groups or "data.source" in asked.values or not isinstance(data, dict):
@@ -169,8 +180,10 @@ def _choose_source(tree: dict[str, object], asked: Overrides) -> None:
 
 
 def _with_rates(config: RunConfig, asked: Overrides) -> RunConfig:
-    """The optimizer's own learning rate where the recipe has one, and the minimum from its ratio: the decimal
-    product, so that 0.1 of 0.0003 is 0.00003 to the bit."""
+    """Resolves `optimizer.lr` from `lrs`, if it was not typed, and `min_lr` from `min_lr_ratio`.
+
+    The minimum is the decimal product, so that 0.1 of 0.0003 is exactly the float 0.00003.
+    """
     optimizer = config.optimizer
     for name in optimizer.lrs.keys() - OPTIMIZERS.keys():
         fix = f"use {', '.join(OPTIMIZERS)}"
@@ -184,11 +197,10 @@ def _with_rates(config: RunConfig, asked: Overrides) -> RunConfig:
 
 
 def _choices(asked: Overrides, dirs: Sequence[Path], problems: list[Problem]) -> tuple[dict[str, str], dict[str, Path]]:
-    """Returns the command line's choices: options by group, under their full names,
-    and the files it gives instead.
+    """Returns the chosen options by group, under their full names, and the files given instead of options.
 
-    What there is not is added to `problems`. For a misspelt recipe, the one that was probably meant is
-    chosen.
+    Options and files that do not exist are added to `problems`. A misspelt recipe is replaced by the closest one,
+    so that the other values can still be checked.
     """
     options: dict[str, str] = {}
     given: dict[str, Path] = {}
@@ -215,8 +227,10 @@ def _choices(asked: Overrides, dirs: Sequence[Path], problems: list[Problem]) ->
 
 
 def _stand_in(base: Mapping[str, object], asked: Overrides, bad: Collection[str]) -> RunConfig | None:
-    """The run with the recipe's own values, or else the defaults, in place of bad ones, so that the others
-    can be checked together; None where neither makes a run."""
+    """Returns the run with the recipe's values in place of bad ones, so that the others can be checked together.
+
+    If the recipe's values are bad as well, the defaults replace them; None if that does not make a valid run.
+    """
     values = {key: value for key, value in asked.values.items() if not _among(key, bad)}
     without: dict[str, object] = {}
     for key, value in leaves(base):
@@ -230,7 +244,7 @@ def _stand_in(base: Mapping[str, object], asked: Overrides, bad: Collection[str]
 
 
 def _checked_alone(asked: Overrides) -> list[Problem]:
-    """Wrong types among the overrides, told without a recipe."""
+    """Returns the type errors of the overrides, which can be detected without a recipe."""
     tree: dict[str, object] = {}
     for key, value in asked.values.items():
         put(tree, key, value)
@@ -243,7 +257,7 @@ def _checked_alone(asked: Overrides) -> list[Problem]:
 
 
 def _among(key: str, keys: Collection[str]) -> bool:
-    """Returns True if a key is one of `keys`, or it and one of them are a mapping and its entry."""
+    """Returns True if a key is one of `keys`, or if the key and one of `keys` are a mapping and an entry of it."""
     return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in keys)
 
 

@@ -1,5 +1,4 @@
-"""The five ways to execute a run's updates: decided here once from optimizer and strategy,
-and asked everywhere."""
+"""The five ways to execute the updates of a run. `execution_of` derives the way from optimizer and strategy."""
 
 from dataclasses import replace
 from enum import Enum
@@ -8,34 +7,34 @@ from typing import Literal
 from canzona_cli.config.schema import AdamWConfig, Layout, RunConfig, Splitting, Strategy
 
 AnyStrategy = Strategy | Literal["adamw"]
-"""The strategies of matrix optimizers, and AdamW, the yardstick of their overhead."""
+"""The strategies of matrix optimizers, and AdamW, the baseline for their overhead."""
 PLANNED: tuple[Strategy, ...] = ("canzona", "paper", "asc")
-"""Strategies that execute a plan."""
+"""The strategies that execute a plan."""
 IN_ORDER: tuple[Strategy, ...] = ("paper", "asc")
-"""Strategies whose buckets keep Megatron's order, whatever `engine.layout`,
-and whose matrices are updated by hosts."""
+"""The strategies that keep Megatron's order of buckets, whatever `engine.layout`, and update every matrix on its
+host."""
 
 
 class Execution(Enum):
-    """The ranks that update each weight, and the code that does it."""
+    """The way a run's updates are executed: which ranks update each weight, and with which code."""
 
     PLANNED = "planned"
-    """Strategies of `PLANNED`: a plan gives each matrix an owner and a host,
-    and canzona's engine executes it."""
+    """The strategies in `PLANNED`: a plan gives each matrix an owner and a host, and canzona's engine executes
+    the plan."""
     REDUNDANT = "redundant"
-    """Strategy sc by canzona's engine, for optimizers that Megatron does not have:
-    every rank updates every matrix."""
+    """Strategy sc with canzona's engine, for optimizers that Megatron does not have: every rank updates every
+    matrix."""
     MEGATRON_SC = "megatron_sc"
-    """Strategy sc with Muon: Megatron's own, and every rank updates everything."""
+    """Strategy sc with Megatron's own Muon: every rank updates every matrix."""
     LAYERWISE = "layerwise"
-    """Megatron's `LayerWiseDistributedOptimizer`: owners of whole matrices,
-    and every TP rank repeats their updates."""
+    """Megatron's `LayerWiseDistributedOptimizer`: each matrix has an owner among the data-parallel ranks, and every
+    TP rank of the owner repeats its update."""
     ADAMW = "adamw"
     """Megatron's `DistributedOptimizer` updates every parameter element by element."""
 
     @property
     def ours(self) -> bool:
-        """True if canzona's engine updates the matrices; otherwise all of the step is Megatron's."""
+        """True if canzona's engine updates the matrices, False if Megatron's optimizer does the entire step."""
         return self in (Execution.PLANNED, Execution.REDUNDANT)
 
     @property
@@ -45,13 +44,13 @@ class Execution(Enum):
 
     @property
     def everywhere(self) -> bool:
-        """True if every rank updates everything: optimizer state is not sharded,
-        and no parameter is gathered."""
+        """True if every rank updates every parameter, so optimizer state is not sharded and no parameter is
+        gathered."""
         return self in (Execution.REDUNDANT, Execution.MEGATRON_SC)
 
 
 def execution_of(config: RunConfig) -> Execution:
-    """The way that executes `config`; AdamW leaves `engine.strategy` without effect."""
+    """Returns the way to execute the updates of `config`. With AdamW, `engine.strategy` has no effect."""
     if config.optimizer.name == "adamw":
         return Execution.ADAMW
     match config.engine.strategy:
@@ -64,39 +63,43 @@ def execution_of(config: RunConfig) -> Execution:
 
 
 def strategy_of(config: RunConfig) -> AnyStrategy:
-    """The strategy a run has in tables and records."""
+    """Returns the strategy of a run for tables and records: `engine.strategy`, or adamw."""
     return "adamw" if execution_of(config) is Execution.ADAMW else config.engine.strategy
 
 
 def splitting_of(config: RunConfig) -> Splitting:
-    """Returns what the run updates as one matrix: Megatron's own optimizers split q,
-    k and v apart at most."""
+    """Returns the splitting of weights into matrices that the run uses.
+
+    Megatron's own optimizers only support fused and qkv, so any finer `engine.splitting` becomes qkv there.
+    """
     splitting = config.engine.splitting
     return splitting if execution_of(config).ours or splitting == "fused" else "qkv"
 
 
 def overlaps_param_gather(config: RunConfig) -> bool:
-    """Returns True if parameters are gathered under the forward pass;
-    a strategy that updates everywhere has none."""
+    """Returns True if parameter gathering is overlapped with the forward pass.
+
+    Needs both overlap settings, and a strategy that gathers parameters at all.
+    """
     parallel = config.parallel
     return parallel.overlap_param_gather and parallel.overlap_grad_reduce and not execution_of(config).everywhere
 
 
 def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
-    """Returns True if parameters are gathered by whole model chunks,
-    as Megatron-LM does with interleaved pipelines.
+    """Returns True if the parameters of an entire model chunk are gathered together.
 
-    Its `align_param_gather`, on by default; its other way, and the only one without interleaving, is one
-    bucket ahead. A plan has an order of its own.
+    Megatron-LM does so with interleaved pipelines (`align_param_gather`, on by default); otherwise it gathers one
+    bucket ahead of its use. Runs that execute a plan follow the plan's order instead.
     """
     planned = execution_of(config) is Execution.PLANNED
     return overlaps_param_gather(config) and layout.vpp > 1 and not planned
 
 
 def with_strategy(config: RunConfig, strategy: AnyStrategy) -> RunConfig:
-    """The same run under another strategy; AdamW takes the rates of the run's own optimizer.
+    """Returns the run with another strategy.
 
-    Settings of the engine that only another strategy can have are dropped: a plan file.
+    adamw keeps the learning rates, weight decay, clipping and AdamW settings of the run's optimizer. A plan file
+    is dropped for every strategy except canzona.
     """
     if strategy == "adamw":
         optimizer = config.optimizer

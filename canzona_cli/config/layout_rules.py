@@ -1,10 +1,9 @@
-"""The layouts that are possible at all: the arithmetic Megatron-core 0.19 and torchrun ask for.
+"""The rules for valid layouts: the divisibility that Megatron-core 0.19 and torchrun require.
 
-Only what is set is checked: a null is chosen later by `canzona_cli.cluster.fit`, which keeps to the same
-rules. Sources: `TransformerConfig.__post_init__` (heads and query groups over tp), `get_num_layers_to_build`
-(even pipeline stages), `WrappedTorchNorm` (no sequence parallelism), `get_batch_on_this_cp_rank` (2 * cp
-slices of a sequence), `forward_backward_pipelining_with_interleaving` (micro-batches in groups of as many as
-there are stages).
+Null values are not checked here; `canzona_cli.cluster.fit` chooses them later by the same rules. Sources:
+`TransformerConfig.__post_init__` (heads and query groups over tp), `get_num_layers_to_build` (even pipeline
+stages), `WrappedTorchNorm` (no sequence parallelism), `get_batch_on_this_cp_rank` (2 * cp slices of a sequence),
+`forward_backward_pipelining_with_interleaving` (micro-batches in groups of pp).
 """
 
 import math
@@ -16,21 +15,22 @@ from canzona_cli.errors import Problem
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors of a positive number, ascending."""
+    """Returns all divisors of a positive number, ascending."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return tuple(small + [number // n for n in reversed(small) if n * n != number])
 
 
 def possible_tp(model: ModelConfig) -> tuple[int, ...]:
-    """Tensor-parallel sizes that leave whole heads, whole query groups and equal slices on every rank, ascending."""
+    """Returns the tensor-parallel sizes that divide heads, query groups, ffn rows and vocabulary, ascending."""
     return divisors(math.gcd(*(count for count, _ in _cut_by_tp(model))))
 
 
 def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]], called: str) -> Iterator[Problem]:
-    """One problem where `parts` (the value of `key`) does not divide each of the counts of something.
+    """Yields one problem if `parts`, the value of `key`, does not divide every count.
 
     Args:
-        called: the word for the parts: stages.
+        counts: pairs of a count and its name: (36, "layers").
+        called: the name of the parts: stages.
     """
     uneven = " or ".join(f"{count} {what}" for count, what in counts if count % parts)
     if uneven:
@@ -39,24 +39,23 @@ def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]], c
 
 
 def pipeline_problems(layers: int, pp: int, vpp: int) -> Iterator[Problem]:
-    """Lists what keeps `layers` from being cut into `pp` stages of `vpp` model chunks each."""
+    """Yields the reasons why `layers` cannot be cut into `pp` stages of `vpp` model chunks each."""
     uneven = list(uneven_problems("parallel.pp", pp, [(layers, "layers")], "stages"))
     yield from uneven
     if vpp > 1 and pp == 1:
-        reason = "model chunks take turns with those of other pipeline stages, and with parallel.pp=1 there are none"
+        reason = "model chunks interleave pipeline stages, and with parallel.pp=1 there is only one stage"
         yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix="use parallel.vpp=1, or a larger parallel.pp")
     elif not uneven:
         yield from uneven_problems("parallel.vpp", vpp, [(layers // pp, "layers of a stage")], "chunks")
 
 
 def layout_problems(config: RunConfig) -> list[Problem]:
-    """Everything about the parallelism, the machines and the batch of a run that cannot work;
-    empty when it can."""
+    """Returns the problems with the parallelism, the nodes and the batch of a run; empty if the layout can work."""
     return with_own_values(config, [*_parallelism(config), *_machines(config), *_batch(config)])
 
 
 def _cut_by_tp(model: ModelConfig) -> list[tuple[int, str]]:
-    """Returns the counts that tensor parallelism deals out evenly."""
+    """Returns the counts, with their names, that a tensor-parallel size must divide."""
     return [
         (model.num_attention_heads, "attention heads"),
         (model.num_query_groups, "key/value heads"),
@@ -97,7 +96,7 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
             fix = "set parallel.sequence_parallel=false, or cluster.transformer_engine=true where it is installed"
             yield Problem(key="parallel.sequence_parallel", reason=reason, fix=fix)
         if tp == 1:
-            reason = "there is nothing to shard over with parallel.tp=1"
+            reason = "needs more than one TP rank, and parallel.tp is 1"
             fix = "set parallel.sequence_parallel=false, or a larger parallel.tp"
             yield Problem(key="parallel.sequence_parallel", reason=reason, fix=fix)
         if tp is not None and tp > 1 and train.seq_length % (tp * cp):
@@ -132,7 +131,7 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
         spread = parallel.tp * parallel.pp * parallel.cp
         dp = config.gpus // spread if config.gpus % spread == 0 else 1
     else:
-        dp = 1  # still open: the fit looks for one that divides the batch
+        dp = 1  # not known yet: `canzona_cli.cluster.fit` chooses a dp that divides the batch
     pp = parallel.pp if (parallel.vpp or 1) > 1 else None
     factors = [
         (name, n) for name, n in (("dp", dp), ("micro-batch", micro), ("pp (with vpp > 1)", pp)) if n is not None

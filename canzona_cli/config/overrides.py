@@ -1,4 +1,4 @@
-"""Reading `KEY=VALUE` arguments: each one on its own, so that every bad one is reported together."""
+"""Reads `KEY=VALUE` arguments one by one, so that all bad arguments are reported together."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,42 +12,42 @@ from canzona_cli.errors import Problem, closest
 
 _BARE_NUMBER = re.compile(r"[-+\w.]+")
 _PLAIN = re.compile(r"[\w./~@%+-]*[./~@%+-][\w./~@%+-]*")
-"""A value that is a plain word. Letters alone might be true or null, digits alone a number."""
+"""A text that needs no quotes: letters alone might be true or null, digits alone a number."""
 _SHORT = {"init": "checkpoint.weights_from"}
-"""The short names that may be typed for a setting."""
+"""The short names of settings on the command line."""
 _NOT_HERE = {
     ("expert", "experts", "moe"): (
         "canzona trains dense models: each layer has one feed-forward network",
         "leave it out",
     ),
-    ("tensorboard", "wandb", "mlflow"): ("trackers stand in one list", "write run.trackers=[{}]"),
+    ("tensorboard", "wandb", "mlflow"): ("trackers are listed in one setting", "write run.trackers=[{}]"),
     ("comet", "neptune", "aim"): (
-        "canzona knows no such tracker",
+        "canzona does not support this tracker",
         "write run.trackers=[tensorboard], or read metrics.jsonl in the run directory: a line for every step",
     ),
     ("epoch", "epochs"): ("the length of a run is its number of steps", "write train.steps=N"),
 }
-"""Features that people look for and canzona does not have, by words of the key: why, and what there is
-instead, with `{}` for the matching word."""
+"""The reason and the fix for keys that people expect from other programs, by words of the key.
+In a fix, `{}` stands for the matching word."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """The requests of the command line."""
+    """The parsed overrides of a command line."""
 
     groups: Mapping[str, str]
-    """The option asked for, by group (`recipe`, `model`, ...); the recipe may be a path."""
+    """The chosen option by group (`recipe`, `model`, ...); a recipe or cluster may be a path."""
     values: Mapping[str, object]
-    """Value by dotted key; only keys that exist."""
+    """The value by dotted key; only keys that exist."""
     texts: Mapping[str, str]
     """The values as they were typed, by dotted key."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...] = ()
-    """Settings that were typed more than once: the last counts."""
+    """The warnings about settings that were typed more than once with different values; the last value counts."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> Overrides:
-    """Reads every argument by Hydra's override grammar. Problems are returned, not raised."""
+    """Parses every argument with Hydra's override grammar. Problems are returned in the result, not raised."""
     groups: dict[str, str] = {}
     values: dict[str, object] = {}
     texts: dict[str, str] = {}
@@ -57,8 +57,8 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
         key, equals, text = argument.partition("=")
         key, text = _SHORT.get(key.strip(), key.strip()), text.strip()
         if not _is_text(argument):
-            fix = "give the file or directory a name in UTF-8"
-            problems.append(Problem(key=key, value=text, reason="is not UTF-8, which a run's files are", fix=fix))
+            fix = "rename the file or directory: its name must be UTF-8"
+            problems.append(Problem(key=key, value=text, reason="is not UTF-8", fix=fix))
         elif not equals or not key:
             problems.append(_not_an_override(argument))
         elif key[0] in "+~":
@@ -74,7 +74,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
             problems.append(Problem(key=key, value=text, reason="is not a valid Python argument name", fix=fix))
         elif key == "optimizer.name":
             fix = f"write optimizer={text}"
-            reason = "is set by choosing an optimizer, with all of its settings"
+            reason = "is set by choosing an optimizer"
             problems.append(Problem(key=key, value=text, reason=reason, fix=fix))
         else:
             parsed = _parse_value(key, text)
@@ -89,11 +89,11 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
 
 
 def as_override(option: str, value: str, *, exact: bool = False) -> str | None:
-    """Returns `--gpus 4` as an override: `gpus=4`; None if it looks like no setting.
+    """Returns an option as an override, `gpus=4` for `--gpus 4`; None if it does not resemble a setting.
 
     Args:
-        value: empty where none was typed.
-        exact: only where it is the name of a setting, not where it looks like one.
+        value: the option's value; empty if none was typed.
+        exact: accept only exact names of settings, not similar ones.
     """
     word = option.lstrip("-").replace("-", "_").lower()
     key = word if word in GROUPS else exact_key(word) or (None if exact or len(word) < 2 else closest_key(word))
@@ -104,20 +104,20 @@ def as_override(option: str, value: str, *, exact: bool = False) -> str | None:
 
 
 def key_of(override: str) -> str:
-    """Returns the key that `KEY=VALUE` sets."""
+    """Returns the key that `KEY=VALUE` sets, with short names replaced by full ones."""
     key = override.partition("=")[0].strip()
     return _SHORT.get(key, key)
 
 
 def text_value(text: str) -> str:
-    """A text as an override's value: quoted where the grammar would read it as something else."""
+    """Returns a text as the value of an override, quoted if Hydra's grammar might read it as something else."""
     if _PLAIN.fullmatch(text):
         return text
     return "'" + re.sub(r"(\\*)('|$)", lambda at: 2 * at[1] + ("\\'" if at[2] else ""), text) + "'"
 
 
 def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
-    """A key that no setting has, with the one that was probably meant."""
+    """Returns the problem for a key that is not a setting, with the setting that was probably meant as its fix."""
     if (removed := removed_setting_problem(key, text, where=where)) is not None:
         return removed
     names = sections().get(key)
@@ -159,7 +159,7 @@ def _parse_value(key: str, text: str) -> tuple[object] | Problem:
         return Problem(key=key, value=text, reason="is not a valid value", fix=f"write {key}=VALUE")
     except HydraException as error:
         if _takes_text(key):
-            return (text,)  # a path may hold parentheses, equals signs, ... that mean something to the grammar
+            return (text,)  # a path may contain parentheses, equals signs, ..., which are special in the grammar
         if (bare := text.rstrip(",; ")) not in ("", text) and not isinstance(_parse_value(key, bare), Problem):
             return Problem(key=key, value=text, reason=f"ends in {text[len(bare) :]!r}", fix=f"write {key}={bare}")
         reason = str(error).splitlines()[0].partition(" expecting ")[0].rstrip(".")  # what follows is Hydra's grammar
@@ -169,7 +169,7 @@ def _parse_value(key: str, text: str) -> tuple[object] | Problem:
         return _sweep(key, text)
     value = override.value()
     if _takes_text(key) and value is not None and not isinstance(value, str | list | dict):
-        value = text.strip("'\"")  # `cluster.rdzv_id=0042` is a name that happens to look like a number
+        value = text.strip("'\"")  # for example `cluster.rdzv_id=0042`, a name that looks like a number
     return (value,)
 
 
@@ -186,8 +186,8 @@ def _takes_text(key: str) -> bool:
 
 
 def _sweep(key: str, text: str) -> Problem:
-    fix = "add --sweep to `canzona train` or `canzona slurm`: a run for each value" + (
-        f"; or quote a comma that belongs to the value: {key}=\"'{text}'\"" if _takes_text(key) else ""
+    fix = "add --sweep to `canzona train` or `canzona slurm` to start a run for each value" + (
+        f"; or quote the value if it is a single text: {key}=\"'{text}'\"" if _takes_text(key) else ""
     )
     return Problem(key=key, value=text, reason="asks for several runs", fix=fix)
 
@@ -206,6 +206,6 @@ def _not_an_override(argument: str) -> Problem:
 def _not_a_change(key: str, text: str) -> Problem:
     bare = key.lstrip("+~")
     known = bare if bare in settings() or bare in GROUPS else closest_key(bare)
-    reason = f"{key[: len(key) - len(bare)]} would add or remove a setting, and canzona's settings are fixed"
+    reason = f"{key[: len(key) - len(bare)]} would add or remove a setting, but canzona's settings are fixed"
     fix = f"write {known}=VALUE" if known else "write KEY=VALUE with a key that exists"
     return Problem(key=key, value=text, reason=reason, fix=fix)

@@ -1,7 +1,7 @@
-"""Files that anybody may have written, read within bounds before anything looks at what they mean.
+"""Reads untrusted YAML and JSON files within limits, before any other code interprets their content.
 
-Plain files alone, no larger, no deeper and of no more values than anything that canzona needs; numbers that a
-machine has. Every YAML and JSON file is read here. Nothing in it is slow to import.
+Accepts only regular files, and limits their size, their depth and the number and magnitude of their values to
+what canzona needs. Every YAML and JSON file is read here. This module is fast to import.
 """
 
 import json
@@ -18,41 +18,40 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 LARGEST: Final = 256 << 20
-"""Bytes of a file that a program writes."""
+"""The largest file written by a program that is read, in bytes."""
 LARGEST_YAML: Final = 1 << 20
-"""Bytes of a file that people write; a calibrated profile has 50 KiB."""
+"""The largest YAML file that is read, in bytes; a calibrated profile has 50 KiB."""
 DEEPEST: Final = 32
-"""Levels of lists and mappings; a recipe has 4."""
+"""The most levels of nested lists and mappings; a recipe has 4."""
 MOST_VALUES: Final = 100_000
-"""The most values in a YAML file, an alias counted as all that it stands for."""
+"""The most values in a YAML file, with aliases expanded."""
 LARGEST_INTEGER: Final = 1 << 63
 
 
 class Unreadable(ValueError):
-    """An error for a file unlike any of its kind; the message completes a sentence:
-    `is not a regular file`."""
+    """A file cannot be read or exceeds a limit. The message is a predicate of the file: `is not a regular file`."""
 
 
 class Absent(Unreadable, FileNotFoundError):
-    """There is no such file."""
+    """The file does not exist."""
 
 
 def read_plain(path: Path, *, most: int | None = LARGEST, follow: bool = True) -> bytes:
-    """The content of a plain file; nobody's pipe or terminal is waited for.
+    """Returns the content of a regular file. Pipes and terminals are refused, so that nothing blocks.
 
     Args:
-        most: bytes; None for a file that grows for as long as a run lasts.
-        follow: True if it may be a link to one.
+        most: the largest size in bytes; None: no limit, for files that grow during a run.
+        follow: True if the path may be a symbolic link.
 
     Raises:
-        Unreadable: there is none (`Absent`), it is something else, is too large, or cannot be read.
+        Unreadable: the file does not exist (`Absent`), is not a regular file, is too large, or cannot be read.
     """
     try:
         facts = path.stat(follow_symlinks=follow)
         if not stat.S_ISREG(facts.st_mode):
             raise Unreadable("is not a regular file")
         if most is not None and facts.st_size > most:
-            raise Unreadable(f"is larger than {most >> 20} MiB, the most that is read")
+            raise Unreadable(f"is larger than the limit of {most >> 20} MiB")
         return path.read_bytes()
     except OSError as error:
         kind = Absent if isinstance(error, FileNotFoundError) else Unreadable
@@ -60,10 +59,10 @@ def read_plain(path: Path, *, most: int | None = LARGEST, follow: bool = True) -
 
 
 def parse_json(text: bytes) -> object:
-    """The value of a JSON text.
+    """Parses a JSON text.
 
     Raises:
-        Unreadable: it is none, is nested too deeply, or has a number that is none.
+        Unreadable: the text is not JSON, is nested too deeply, or has a number that is not finite or too large.
     """
     try:
         value: object = json.loads(text, parse_constant=_no_number)
@@ -78,10 +77,10 @@ def parse_json(text: bytes) -> object:
 
 
 def parse_yaml(text: bytes) -> object:
-    """Reads a YAML text as OmegaConf does: no key twice, `1e3` a number, a date a text.
+    """Parses a YAML text by OmegaConf's rules: duplicate keys are errors, `1e3` is a number, a date is a text.
 
     Raises:
-        Unreadable: it is not valid, is nested too deeply, stands for too many values, or refers to itself.
+        Unreadable: the text is not valid, is nested too deeply, expands to too many values, or refers to itself.
     """
     from yaml import MarkedYAMLError, YAMLError, load
 
@@ -95,7 +94,7 @@ def parse_yaml(text: bytes) -> object:
         raise
     except RecursionError:
         raise Unreadable(_TOO_DEEP) from None
-    except (YAMLError, ValueError) as error:  # Python reads no integer of more than 4,300 digits
+    except (YAMLError, ValueError) as error:  # ValueError: an integer of more than 4,300 digits
         message = str(error)
         if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
             message = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem or error.context}"
@@ -105,7 +104,7 @@ def parse_yaml(text: bytes) -> object:
 
 
 _EXPONENT: Final = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$")
-"""Numbers that YAML 1.1 takes for texts, because they have no point or no sign in their exponent."""
+"""Numbers that YAML 1.1 reads as texts, because they have no decimal point or no sign in the exponent."""
 _TOO_DEEP: Final = f"is nested more than {DEEPEST} levels deep"
 
 
@@ -114,27 +113,27 @@ def _no_number(name: str) -> object:
 
 
 def _check(value: object, *, finite: bool) -> None:
-    """Depth, and values: text, numbers, true, false and null.
+    """Raises Unreadable if a value is nested too deeply, or contains anything but texts, numbers, booleans and nulls.
 
     Args:
-        finite: refuse infinities too; settings say themselves which of them is one.
+        finite: True to refuse infinities and NaN too. In YAML they are accepted here; the range of a setting decides.
     """
     level: Sequence[object] = [value]
     for _ in range(DEEPEST + 1):
         below: list[object] = []
-        for one in level:
-            if isinstance(one, dict):
-                below += [*one, *one.values()]
-            elif isinstance(one, list):
-                below += one
-            elif isinstance(one, int):
-                if abs(one) >= LARGEST_INTEGER:
-                    raise Unreadable(f"has an integer of {len(str(one)):,} digits")
-            elif isinstance(one, float):
-                if finite and not math.isfinite(one):
-                    raise Unreadable("has a number beyond what a computer takes for one")
-            elif one is not None and not isinstance(one, str):
-                raise Unreadable(f"has a value that is neither text nor a number: {type(one).__name__}")
+        for item in level:
+            if isinstance(item, dict):
+                below += [*item, *item.values()]
+            elif isinstance(item, list):
+                below += item
+            elif isinstance(item, int):
+                if abs(item) >= LARGEST_INTEGER:
+                    raise Unreadable(f"has an integer of {len(str(item)):,} digits")
+            elif isinstance(item, float):
+                if finite and not math.isfinite(item):
+                    raise Unreadable("has a number that is too large for a float")
+            elif item is not None and not isinstance(item, str):
+                raise Unreadable(f"has a value that is neither text nor a number: {type(item).__name__}")
         if not below:
             return
         level = below
@@ -142,13 +141,13 @@ def _check(value: object, *, finite: bool) -> None:
 
 
 def _check_expansion(text: str) -> None:
-    """Refuses a text whose aliases stand for more than its file may hold, before anything is made of it."""
+    """Raises Unreadable if aliases expand to too many values or to themselves, before any value is constructed."""
     import yaml
 
     expanded: dict[str | None, int] = {}
-    """The number of values an anchor stands for; an anchor whose value is still open is not in it."""
+    """The number of values by anchor; anchors of unfinished values are missing."""
     open_values: list[tuple[str | None, int]] = []
-    """The lists and mappings around an event: anchor, and values so far."""
+    """The lists and mappings around the current event: the anchor, and the number of values before it."""
     total = 0
     for event in yaml.parse(text, Loader=_loader()):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -167,12 +166,12 @@ def _check_expansion(text: str) -> None:
             total += 1
             expanded[anchor] = total - before
         if total > MOST_VALUES:
-            raise Unreadable(f"stands for more than {MOST_VALUES:,} values")
+            raise Unreadable(f"expands to more than {MOST_VALUES:,} values")
 
 
 @cache
 def _loader() -> Any:
-    """Returns PyYAML's safe loader with OmegaConf's rules, and in C where it is built so."""
+    """Returns PyYAML's safe loader with OmegaConf's rules, in C if PyYAML was built with it."""
     import yaml
     from yaml.constructor import ConstructorError
 
@@ -200,8 +199,10 @@ _NO_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 
 def adapter[T](kind: type[T]) -> "TypeAdapter[T]":
-    """Made once: that takes longer than all it then reads. And without pydantic's plugins, as Typer does: to
-    look for them it reads the entry points of every package there is."""
+    """Returns the pydantic adapter of a type, cached because creating it takes longer than using it.
+
+    pydantic's plugins are disabled: searching for them reads the entry points of every installed package.
+    """
     made: TypeAdapter[T] = _made(kind)  # type: ignore[arg-type]
     return made
 

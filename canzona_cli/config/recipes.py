@@ -1,4 +1,4 @@
-"""Finds recipes and the options of the other groups in their folders, and writes recipe files."""
+"""Locates recipes and the options of other groups in their folders, and writes recipe files."""
 
 import json
 import os
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 RECIPES_DIR_VARIABLE = "CANZONA_RECIPES_DIR"
 GROUPS = ("recipe", "model", "optimizer", "engine", "cluster", "data")
 FROM_FILES = ("recipe", "cluster")
-"""Groups whose option may be given as the path of a file."""
+"""The groups whose option may be the path of a file."""
 
 
 def builtin_recipes_dir() -> Path:
-    """The recipes that came with canzona: inside the package in a wheel, beside it in an editable install."""
+    """Returns the folder of built-in recipes: inside the package in a wheel, next to it in an editable install."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "_recipes", package.parent / "recipes"):
         if (folder / "config.yaml").is_file():
@@ -31,9 +31,9 @@ def builtin_recipes_dir() -> Path:
 
 
 def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
-    """The user's own recipe folders as absolute paths: `--recipes-dir` first, then $CANZONA_RECIPES_DIR.
+    """Returns the user's recipe folders as absolute paths: those of `--recipes-dir`, then $CANZONA_RECIPES_DIR.
 
-    Raises ConfigError naming every folder that is not there.
+    Raises ConfigError with every folder that does not exist.
     """
     from_environment = [part for part in os.environ.get(RECIPES_DIR_VARIABLE, "").split(os.pathsep) if part]
     named = [("--recipes-dir", path) for path in recipes_dirs]
@@ -48,10 +48,9 @@ def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
 
 
 def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
-    """Options of one group by name, each with the file that provides it;
-    the first folder wins. Sorted by name.
+    """Returns the files of a group's options, sorted by name; of equal names, the first folder takes precedence.
 
-    A folder without folders of groups holds recipes.
+    A folder without group folders contains recipes.
     """
     options: dict[str, Path] = {}
     for folder in dirs:
@@ -62,14 +61,12 @@ def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
 
 
 def lies_flat(recipe: Path) -> bool:
-    """Returns True if a recipe lies in a folder of recipes and nothing else, rather than in a group's: Hydra
-    takes it as a given file."""
+    """Returns True if a recipe is not in a `recipe/` group folder; Hydra then treats it like a file given by path."""
     return recipe.parent.name != "recipe"
 
 
 def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | None:
-    """The option that a user means by `option`: itself, or with `qwen3-` in front (`8b`,
-    `tiny`); case is free."""
+    """Returns the option with this name, or with this name after `qwen3-` (`8b`, `tiny`), ignoring case; else None."""
     lowered = {name.lower(): name for name in options}
     for candidate in (option.lower(), f"qwen3-{option.lower()}"):
         if candidate in lowered:
@@ -78,10 +75,10 @@ def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | No
 
 
 def shown(path: Path) -> str:
-    """A path as the user would write it: relative to here when it lies below, else absolute."""
+    """Returns a path for messages: relative to the current folder if it is inside that folder, else unchanged."""
     try:
         return f"./{path.resolve().relative_to(Path.cwd())}"
-    except (ValueError, RuntimeError):  # of a link to itself
+    except (ValueError, RuntimeError):  # RuntimeError: a symbolic link to itself
         return str(path)
 
 
@@ -91,7 +88,7 @@ def is_file_name(asked: str) -> bool:
 
 
 def find_option(group: str, asked: str, dirs: Sequence[Path]) -> str:
-    """The full name of an option of a group. Raises ConfigError with the nearest name when there is none."""
+    """Returns the full name of a group's option. Raises ConfigError with the closest name if there is none."""
     name = full_name(asked, group_options(group, dirs))
     if name is None:
         raise ConfigError(_unknown_option(group, asked, dirs))
@@ -99,29 +96,29 @@ def find_option(group: str, asked: str, dirs: Sequence[Path]) -> str:
 
 
 def find_file(group: str, asked: str, dirs: Sequence[Path]) -> Path:
-    """The file at this path, which takes the place of an option of the group.
+    """Returns the absolute path of a file that is given instead of an option of the group.
 
-    Raises ConfigError when there is none, it is not a mapping in YAML, or it asks for code or environment
-    variables.
+    Raises ConfigError if there is no such file, if it is not a YAML mapping, or if it names code to run or
+    refers to environment variables.
     """
     path = Path(asked).expanduser()
     if not path.is_file():
         raise ConfigError(_no_such_file(group, asked, path, dirs))
-    from canzona_cli.config.secrets import content_problems  # it knows every setting: help and completion do without
+    from canzona_cli.config.secrets import content_problems  # imports the schema, which help and completion do not need
 
     refuse(content_problems(read_yaml(path), shown(path), "" if group == "recipe" else group))
     return path.resolve()
 
 
 def _unknown_option(group: str, asked: str, dirs: Sequence[Path]) -> Problem:
-    """An option its group does not have: the nearest one, and all of them."""
+    """Returns the problem of an unknown option: its fix is the closest option, and the list of all."""
     options = group_options(group, dirs)
     if group == "recipe" and Path(asked).expanduser().is_dir() and (Path(asked) / "config.yaml").is_file():
         return Problem(key=group, value=asked, reason="is a folder", fix=f"write recipe={Path(asked) / 'config.yaml'}")
-    for beside in (f"{asked}.yaml", f"{asked}.yml") if group in FROM_FILES else ():
-        if Path(beside).expanduser().is_file():
-            reason = f"there is no such {group} by name, but a file {beside}"
-            return Problem(key=group, value=asked, reason=reason, fix=f"write {group}={shown(Path(beside))}")
+    for file in (f"{asked}.yaml", f"{asked}.yml") if group in FROM_FILES else ():
+        if Path(file).expanduser().is_file():
+            reason = f"there is no {group} of this name, but there is a file {file}"
+            return Problem(key=group, value=asked, reason=reason, fix=f"write {group}={shown(Path(file))}")
     meant = closest_option(asked, options)
     there = f"there are {', '.join(options)}"
     fix = f"did you mean {meant}? ({there})" if meant else there
@@ -129,21 +126,24 @@ def _unknown_option(group: str, asked: str, dirs: Sequence[Path]) -> Problem:
 
 
 def read_yaml(path: Path) -> dict[str, object]:
-    """One YAML file of settings. Raises ConfigError when it cannot be read or is no mapping."""
+    """Reads a YAML file of settings.
+
+    Raises ConfigError if the file cannot be read, is not a non-empty mapping, or has a `hydra` section.
+    """
     try:
         content = parse_yaml(read_plain(path, most=LARGEST_YAML))
     except Unreadable as error:
         raise ConfigError(Problem(key=shown(path), reason=f"{error}")) from error
     if not isinstance(content, dict) or not content:
-        raise ConfigError(Problem(key=shown(path), reason="holds no settings", fix="write `key: value` lines"))
+        raise ConfigError(Problem(key=shown(path), reason="contains no settings", fix="write `key: value` lines"))
     if "hydra" in content:
-        reason = f"sets up Hydra itself, and a recipe only holds values of a run (in {shown(path)})"
+        reason = f"would configure Hydra itself; a recipe only contains settings of a run (in {shown(path)})"
         raise ConfigError(Problem(key="hydra", reason=reason, fix="remove it"))
     return {str(key): value for key, value in content.items()}
 
 
 def shadowed(files: Sequence[Path]) -> Iterator[tuple[str, str, Path]]:
-    """Yields (group, option, file) of those files of a configuration that hide a built-in one."""
+    """Yields (group, option, file) for each file of a configuration that hides a built-in option of its name."""
     builtin = builtin_recipes_dir()
     for file in files:
         group = file.parent.name
@@ -152,15 +152,15 @@ def shadowed(files: Sequence[Path]) -> Iterator[tuple[str, str, Path]]:
 
 
 def closest_option(asked: str, options: Mapping[str, Path]) -> str | None:
-    """The option that a misspelt name was probably meant to be."""
+    """Returns the option that a misspelt name was probably meant to be; None if none is similar."""
     short = {name.removeprefix("qwen3-"): name for name in options}
     meant = closest(asked, [*options, *short])
     return None if meant is None else short.get(meant, meant)
 
 
 def _no_such_file(group: str, asked: str, path: Path, dirs: Sequence[Path]) -> Problem:
-    beside = [file.name for file in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-    meant = closest(path.name, beside)
+    siblings = [file.name for file in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    meant = closest(path.name, siblings)
     if meant is not None:
         fix = f"did you mean {group}={path.parent / meant}?"
     elif full_name(path.stem, group_options(group, dirs)) is not None:
@@ -176,17 +176,16 @@ _WIDTH = 120
 
 
 def recipe_text(config: "RunConfig", *, origin: str, notes: Sequence[str] = ()) -> str:
-    """The configuration as a recipe file that depends on no other file.
-    Null settings are chosen at the start of a run.
+    """Returns the text of a self-contained recipe file, with the meaning of each setting as a comment.
 
     Args:
-        config: the config to write.
-        origin: the recipe it was copied from.
-        notes: more to say of it, a line each.
+        config: the configuration to write; null settings stay null.
+        origin: the recipe that it was copied from.
+        notes: further lines for the comment at the top.
     """
     import yaml
 
-    from canzona_cli.config.settings import settings  # help and completion do without
+    from canzona_cli.config.settings import settings  # help and completion do not need it
 
     lines = [
         "# @package _global_",
@@ -203,12 +202,12 @@ def recipe_text(config: "RunConfig", *, origin: str, notes: Sequence[str] = ()) 
         else:
             lines += _setting(name, value, explained.get(name, ""), indent="")
     text = "\n".join(lines) + "\n"
-    assert yaml.safe_load(text) == json.loads(json.dumps(asdict(config)))  # whose tuples are lists
+    assert yaml.safe_load(text) == json.loads(json.dumps(asdict(config)))  # JSON turns tuples into lists, as YAML does
     return text
 
 
 def write_recipe(destination: Path, text: str, *, force: bool, what: str = "a recipe") -> None:
-    """Writes the file. Raises ConfigError when it exists and `force` is off, or when it cannot be written."""
+    """Writes a recipe or profile. Raises ConfigError if `check_destination` refuses the path, or if writing fails."""
     check_destination(destination, force=force, what=what)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -216,22 +215,23 @@ def write_recipe(destination: Path, text: str, *, force: bool, what: str = "a re
             file.write(text)
     except OSError as error:
         reason = f"cannot be written: {error.strerror}"
-        fix = "choose a folder you may write to"
+        fix = "choose a folder that you may write to"
         raise ConfigError(Problem(key="DEST", value=str(destination), reason=reason, fix=fix)) from error
 
 
 def check_destination(destination: Path, *, force: bool, what: str = "a recipe", key: str = "DEST") -> None:
-    """Raises ConfigError for a file that `write_recipe` would not write,
-    before it costs anything to have its text.
+    """Raises ConfigError if `write_recipe` would refuse this path, before the text is computed.
+
+    Refused are names without .yaml or .yml, folders, and, without `force`, existing files.
 
     Args:
-        key: where the user named it.
+        key: the option or argument that named the path, for the message.
     """
     reason = fix = ""
     if destination.suffix not in (".yaml", ".yml"):
-        reason, fix = f"{what} file ends in .yaml", f"name it {destination.with_suffix('.yaml')}"
+        reason, fix = f"the name of {what} file must end in .yaml", f"write {destination.with_suffix('.yaml')}"
     elif destination.is_dir():
-        reason, fix = "is a folder", "name a file in it"
+        reason, fix = "is a folder", "give the path of a file in it"
     elif destination.exists() and not force:
         reason, fix = "already exists", "choose another name, or replace it with --force"
     if reason:
@@ -241,7 +241,7 @@ def check_destination(destination: Path, *, force: bool, what: str = "a recipe",
 def _setting(name: str, value: object, meaning: str, *, indent: str) -> list[str]:
     import yaml
 
-    if isinstance(value, list | tuple | dict):  # a table stays on one line
+    if isinstance(value, list | tuple | dict):  # on one line
         line = f"{indent}{name}: " + yaml.safe_dump(value, width=10_000, default_flow_style=True).rstrip("\n")
     else:
         line = indent + yaml.safe_dump({name: value}, width=10_000).rstrip("\n")

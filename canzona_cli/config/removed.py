@@ -1,8 +1,7 @@
-"""Settings, values and options that canzona had once: what to use instead,
-and how a stored configuration is read.
+"""Removed settings, values and options: what to use instead, and how stored configurations are updated.
 
-An entry here is all that a removal needs. Whoever types it is told what to use; a run directory or a recipe
-that was written before keeps working where the entry says what its value means today.
+Removing a setting needs only an entry here. A user who types it gets a message with the replacement; run
+directories and recipes written earlier keep working if the entry says what the old value means today.
 """
 
 from collections.abc import Mapping
@@ -16,9 +15,9 @@ class RemovedSetting:
     """A setting that no longer exists."""
 
     instead: str
-    """The fix: a whole phrase."""
+    """The fix, as a complete phrase."""
     without_effect: tuple[object, ...] | None = None
-    """Values that a stored configuration may have: leaving them out changes nothing that is trained. None: any."""
+    """The values that can be dropped from a stored configuration without changing training; None: any value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,25 +25,25 @@ class RemovedValue:
     """A value that a setting no longer has."""
 
     instead: str
-    """The fix: a whole phrase."""
+    """The fix, as a complete phrase."""
     stored_as: object
-    """The value that a stored configuration is read with; the loss curve is the same with it."""
+    """The value that replaces the removed one in stored configurations; the loss curve stays the same."""
 
 
 REMOVED_SETTINGS: Mapping[str, RemovedSetting] = {
     "optimizer.highest_lr": RemovedSetting(instead="leave it out: a learning rate that is too high is a warning"),
     "checkpoint.failure_hours": RemovedSetting(
-        instead="leave it out; for minutes between saves: sqrt(seconds a save stalls x hours between failures x 2)"
+        instead="leave it out; minutes between saves: sqrt(2 x seconds a save stalls x hours between failures)"
     ),
     "run.log_interval": RemovedSetting(instead="leave it out: metrics.jsonl has a line for every step"),
 }
 """The removed settings, by dotted key."""
 
-_BY_OWNER_OR_RING = "use engine.reduction=reduce or ring, or leave it out: the fastest is chosen for each bucket"
+_BY_OWNER_OR_RING = "use engine.reduction=reduce or ring, or leave it out: the faster is then chosen for each bucket"
 _SEARCHED = "use engine.grouping=auto (searched), or greedy (the paper's)"
 
 REMOVED_VALUES: Mapping[tuple[str, str], RemovedValue] = {
-    ("engine.mode", "rows"): RemovedValue(instead="use engine.mode=shared, which is what rows was", stored_as="shared"),
+    ("engine.mode", "rows"): RemovedValue(instead="use engine.mode=shared, the new name of rows", stored_as="shared"),
     ("engine.layout", "aligned"): RemovedValue(
         instead="use engine.layout=owner: buckets whose owners have equal shares need no padding", stored_as="owner"
     ),
@@ -63,7 +62,7 @@ REMOVED_OPTIONS: Mapping[str, str] = {
 
 
 def removed_setting_problem(key: str, value: object, *, where: str = "") -> Problem | None:
-    """Explains a setting that was removed; None for any other key."""
+    """Returns the problem for a removed setting; None for any other key."""
     removed = REMOVED_SETTINGS.get(key)
     if removed is None:
         return None
@@ -71,10 +70,9 @@ def removed_setting_problem(key: str, value: object, *, where: str = "") -> Prob
 
 
 def bring_up_to_date(tree: dict[str, object]) -> None:
-    """Reads a stored configuration as today's: drops removed settings that have no effect,
-    and maps removed values.
+    """Updates a stored configuration in place: drops removed settings without effect, and replaces removed values.
 
-    A removed setting with another value stays, and is refused like any unknown key.
+    A removed setting with a value that has an effect stays, and is later refused like any unknown key.
 
     Args:
         tree: sections and settings, changed in place.
@@ -91,7 +89,7 @@ def bring_up_to_date(tree: dict[str, object]) -> None:
 
 
 def _place(tree: dict[str, object], key: str) -> tuple[dict[str, object] | None, str]:
-    """The section that holds a setting, None where it does not, and the setting's bare name."""
+    """Returns the section that contains a setting, or None if it is not set, and the setting's bare name."""
     first, dot, name = key.partition(".")
     section = tree.get(first) if dot else tree
     name = name if dot else first

@@ -1,8 +1,9 @@
-"""Limits on every configuration: it may not hold secrets, run code unasked, or carry characters that end up
-in file names, commands and terminals. Texts of others are written down without their secrets.
+"""Protects configurations and logs: refuses secrets, unrequested code, and characters that are unsafe in file
+names, commands or terminals, and redacts secrets from texts.
 
-Tokens, keys and passwords are recognised by their name, by how they look, or because an environment variable
-of such a name holds them. Standard library and the schema only: workers use it before their slow imports.
+Tokens, keys and passwords are recognised by their names, by their format, or as the value of an environment
+variable with such a name. Imports only the standard library and the schema, because workers use this module
+before their slow imports.
 """
 
 import logging
@@ -27,7 +28,7 @@ _SECRET_WORDS = frozenset(
 )
 _KEY_KINDS = frozenset(("api", "access", "private", "secret", "signing", "encryption", "ssh", "auth", "license"))
 _PLACES = frozenset(("file", "path", "dir", "folder", "name", "id", "type", "count", "budget"))
-"""The last word of a name that says where a secret lies or how much of something there is, not what it is."""
+"""The last words of names that give the location or the amount of something, not a secret itself."""
 _LOOKS = re.compile(
     r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"  # GitHub, GitLab
@@ -40,26 +41,27 @@ _LOOKS = re.compile(
 _IN_URL = re.compile(r"(?P<before>\b[a-z][a-z0-9+.-]*://[^\s/:@]*:)(?P<secret>[^\s/@]+)(?=@)", re.IGNORECASE)
 _NAMED = re.compile(r"""(?P<name>[A-Za-z_][\w.-]*)(?P<between>["']?\s*[=:]\s*["']?)(?P<value>[^\s"',;&]+)""")
 _DIRECTORIES = ("PWD", "OLDPWD")
-"""The shells' variables of the current and the last directory: no passwords,
-and the beginning of many a path."""
+"""Variables of the shell with the current and the previous directory. They are not passwords, although named
+`PWD`, and many paths start with them."""
 _SHORTEST = 8
-"""Characters. A shorter value of an environment variable would be found in innocent words."""
+"""The shortest value of an environment variable that counts as a secret, in characters. Shorter values would also
+match ordinary words."""
 
 REFERENCE = re.compile(r"\$\{\s*([\w.\[\]]+)\s*\}")
 """A reference to another setting, by its name."""
 _ARGUMENTS = ("run.dir", "cluster.rdzv_endpoint")
-"""Settings that, or whose last part, become arguments of torchrun:
-a leading dash would make an option of them."""
+"""Settings that become arguments of torchrun, entirely or with their last path component. A leading dash would
+make them options."""
 _OWN_RULES = ("name", "cluster.rdzv_id")
-"""Settings that `canzona_cli.config.checks` is stricter about."""
+"""Settings that `canzona_cli.config.checks` checks more strictly."""
 _PROSE = ("description",)
-"""Settings that may have several lines."""
+"""Settings that may contain line breaks and tabs."""
 _FOLDERS = ("run.dir", "run.root")
 
 
 def secret_name(name: str) -> bool:
-    """Returns True if a name is probably a secret's: `HF_TOKEN`, `apiKey`, `options.password`;
-    not `tokenizer`."""
+    """Returns True if a name probably belongs to a secret: `HF_TOKEN`, `apiKey`, `options.password`; not
+    `tokenizer`."""
     words = [word.lower() for word in _WORD.findall(name)]
     if not words or words[-1] in _PLACES:
         return False
@@ -68,7 +70,7 @@ def secret_name(name: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """The text with every secret that can be recognised in it replaced by `***`."""
+    """Returns the text with every recognised secret replaced by `***`."""
     for secret in _from_environment():
         text = text.replace(secret, HIDDEN)
     text = _LOOKS.sub(HIDDEN, text)
@@ -77,7 +79,7 @@ def redacted(text: str) -> str:
 
 
 def shown_value(key: str, value: object) -> object:
-    """A setting's value for an error message: hidden where the setting's name says that it is a secret."""
+    """Returns a setting's value for an error message: `***` if its name is that of a secret, else redacted."""
     if isinstance(value, bool | int | float | None):
         return value
     if secret_name(key.rpartition(".")[2]):
@@ -86,7 +88,7 @@ def shown_value(key: str, value: object) -> object:
 
 
 def secret_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
-    """Settings that hold a secret, by dotted key. Their values are not in the problems.
+    """Yields a problem for each setting that contains a secret. The problems do not show the values.
 
     Args:
         settings: a configuration as nested mappings and sequences.
@@ -98,16 +100,16 @@ def secret_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
         elif _LOOKS.search(value) or _IN_URL.search(value):
             what = "looks like a secret (a token, a private key, or a password in an address)"
         elif any(secret in value for secret in in_environment):
-            what = "holds the value of an environment variable that is named like a secret"
+            what = "contains the value of an environment variable that is named like a secret"
         else:
             continue
-        reason = f"{what}, and config.yaml in the run directory would show it to whoever can read that"
+        reason = f"{what}, and anyone who can read the run directory would see it in config.yaml"
         fix = "leave it out; let the code that needs it read it from an environment variable"
         yield Problem(key=key, value=HIDDEN, reason=reason, fix=fix)
 
 
 def safety_problems(config: RunConfig) -> Iterator[Problem]:
-    """Secrets, and characters that no name or path may have."""
+    """Yields a problem for each secret, unprintable character, and leading dash of a torchrun argument."""
     tree = asdict(config)
     yield from secret_problems(tree)
     for key, _, text in _texts(tree, names=True):
@@ -117,39 +119,39 @@ def safety_problems(config: RunConfig) -> Iterator[Problem]:
         if strange:
             named = ", ".join(char.encode("unicode_escape").decode("ascii") for char in strange[:4])
             reason = (
-                f"has characters that are not printable ({named}); they could hide what a terminal, a file name "
-                "or a command really says"
+                f"contains unprintable characters ({named}), which could disguise a file name, a command or "
+                "what a terminal shows"
             )
             yield Problem(key=key, value=text, reason=reason, fix="leave them out")
         elif key in _ARGUMENTS and Path(text).name.startswith("-"):
-            reason = "begins with a dash, so a command would take it for an option"
-            yield Problem(key=key, value=text, reason=reason, fix="begin with a letter")
+            reason = "starts with a dash, so torchrun would read it as an option"
+            yield Problem(key=key, value=text, reason=reason, fix="start with a letter")
 
 
 def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: bool) -> Iterator[Problem]:
-    """Lists what a recipe asks for that only the command line may.
+    """Yields what a recipe asks for although only the command line may: custom code, and `..` in folders.
 
     Args:
-        explicit: dotted keys that the command line sets.
-        training: True if a run would load code.
+        explicit: the dotted keys that the command line sets.
+        training: True if a run would load the code.
     """
     custom = config.optimizer
     if training and isinstance(custom, CustomConfig) and custom.source and not custom.built_in:
         code_settings = {"optimizer.source", "optimizer.allow"}
         if not code_settings & set(explicit):
-            reason = "a recipe asks to run this code, and code is only run when the command line asks for it"
+            reason = "the recipe names this code, but code only runs if the command line names it"
             fix = f"if you trust it: optimizer.source={custom.source}"
             yield Problem(key="optimizer.source", value=custom.source, reason=reason, fix=fix)
     for key in _FOLDERS:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
         if value is not None and key not in explicit and ".." in Path(value).parts:
-            fix = f"if it is meant: {key}={value} on the command line"
-            yield Problem(key=key, value=value, reason="a recipe leads out of the folder it is used in", fix=fix)
+            fix = f"if that is intended: {key}={value} on the command line"
+            yield Problem(key=key, value=value, reason="the recipe points outside the current folder with ..", fix=fix)
 
 
 def content_problems(content: object, where: str, key: str = "") -> Iterator[Problem]:
-    """`_target_` keys and resolvers anywhere in a YAML tree."""
+    """Yields a problem for each `_target_` key and each resolver anywhere in a YAML tree."""
     for place, name, text in _texts(content, key, names=True):
         if name == text == "_target_":
             yield target_problem(place, f"in {where}")
@@ -158,35 +160,37 @@ def content_problems(content: object, where: str, key: str = "") -> Iterator[Pro
 
 
 def target_problem(key: str, where: str) -> Problem:
-    """`_target_` would let a recipe name code to run."""
-    return Problem(key=key, reason=f"_target_ {where} would run code; a recipe only holds values", fix="remove it")
+    """Returns the problem of a `_target_` key, with which a recipe could name code to run."""
+    return Problem(key=key, reason=f"_target_ {where} would run code; a recipe only contains values", fix="remove it")
 
 
 def resolver_problem(key: str, value: str) -> Problem | None:
-    """Refuses all but `${section.setting}`: what resolvers give would stand in the run directory, secrets included.
+    """Returns a problem if a value contains any interpolation except `${section.setting}`; else None.
 
-    Whatever is not plainly a reference is refused, because resolvers' names may be put together:
-    `${oc.${name}:HOME}`.
+    The results of resolvers, secrets included, would be written to the run directory. Everything that is not a
+    plain reference is refused, because the name of a resolver can be assembled: `${oc.${name}:HOME}`.
     """
     if "${" not in REFERENCE.sub("", value):
         return None
     reason = (
-        "only other settings can be referred to; environment variables and other resolvers would end up, "
-        "secrets included, in the run directory's config.yaml"
+        "a value can refer only to other settings; environment variables and resolvers could write secrets "
+        "to config.yaml in the run directory"
     )
-    return Problem(key=key, value=value, reason=reason, fix=f'let the shell fill it in: {key}="$VARIABLE"')
+    return Problem(key=key, value=value, reason=reason, fix=f'let the shell expand it: {key}="$VARIABLE"')
 
 
 class RedactingFormatter(logging.Formatter):
-    """Log lines, tracebacks included, without secrets."""
+    """A log formatter that redacts secrets, also in tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted(super().format(record))
 
 
 def _from_environment() -> list[str]:
-    """Values of this process's variables that are named like secrets; the longest first,
-    for one may hold another."""
+    """Returns the values of environment variables that are named like secrets.
+
+    The longest comes first, because a value may contain another one.
+    """
     variables = {
         value
         for name, value in os.environ.items()
@@ -197,7 +201,7 @@ def _from_environment() -> list[str]:
 
 def _hide_named(match: re.Match[str]) -> str:
     name, value = match["name"], match["value"]
-    # "key: value" and "the token: missing" are sentences.
+    # "key: value" and "the token: missing" are prose, not assignments.
     sentence = name.lower() in ("key", "token") and ":" in match["between"]
     harmless = re.fullmatch(r"-?[\d.]+(e-?\d+)?|None|null|true|false|(VALUE|NAME)[?.]?|\$\w+", value) is not None
     if sentence or harmless or not secret_name(name):
@@ -206,9 +210,10 @@ def _hide_named(match: re.Match[str]) -> str:
 
 
 def _texts(value: object, key: str = "", name: str = "", *, names: bool = False) -> Iterator[tuple[str, str, str]]:
-    """(dotted key, own name, text) of every text in a tree; entries of a list have the list's.
+    """Yields (dotted key, name, text) for every text in a tree. Entries of a list have the key and name of the list.
 
-    With `names`, the names are texts too: those of an optimizer's options are as free as their values.
+    Args:
+        names: True to yield the names in mappings as texts too; a user may choose the names of optimizer options.
     """
     if isinstance(value, Mapping):
         for inner_key, inner in value.items():

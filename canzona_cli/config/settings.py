@@ -1,5 +1,7 @@
-"""The settings that exist, read off the schema: dotted names, types, defaults, what their fields say about
-them; and which of them a misspelt key was probably meant to be."""
+"""The table of all settings, derived from the schema: dotted keys, types, defaults and annotations.
+
+Also guesses the setting that a misspelt key was meant to be.
+"""
 
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,36 +22,36 @@ class Setting:
     """One setting of a run."""
 
     key: str
-    """Dotted: `train.steps`."""
+    """The dotted key: `train.steps`."""
     kind: Kind
     choices: tuple[str, ...] = ()
-    """The values of a choice."""
+    """The allowed values of a setting of kind `choice`."""
     optional: bool
-    """True if null (automatic) is a value of it."""
+    """True if null (chosen automatically) is an allowed value."""
     required: bool
-    """True if composition must give it a value."""
+    """True if there is no default, so that composition must set a value."""
     default: object = None
     """The default value."""
     range: Range
     """The range of a number."""
     help: str
-    """Empty where the field has none, which a test refuses."""
+    """The help; a test refuses settings without one."""
     unit: str
     affects: Affects | None
-    """None where the field does not say, which a test refuses."""
+    """The effects of a change; None if the field declares none, which a test refuses."""
     example: str
     optimizers: frozenset[str] = frozenset()
-    """The optimizers that have an `optimizer.*` setting."""
+    """The optimizers that have this `optimizer.*` setting."""
 
     @property
     def meaning(self) -> str:
-        """The help and the unit, on one line."""
+        """The help and the unit in one line."""
         return f"{self.help} In {self.unit}." if self.unit else self.help
 
 
 @cache
 def settings() -> Mapping[str, Setting]:
-    """Every setting by dotted key, in the schema's order."""
+    """Returns every setting by dotted key, in the order of the schema."""
     known_settings: dict[str, Setting] = {}
     top_level = {setting.key: setting for setting in _settings_of(RunConfig, "")}
     for name, hint in get_type_hints(RunConfig).items():
@@ -69,19 +71,20 @@ def settings() -> Mapping[str, Setting]:
 
 
 def setting_of(key: str) -> Setting | None:
-    """The setting a dotted key is of; `optimizer.options.momentum` is an entry of `optimizer.options`."""
+    """Returns the setting of a dotted key; for an entry like `optimizer.options.momentum`, the setting
+    `optimizer.options`. None for an unknown key."""
     return settings().get(mapping_key(key) or key)
 
 
 def mapping_key(key: str) -> str | None:
-    """The mapping that a key is an entry of, if it is one."""
+    """Returns the key of the mapping that this key is an entry of; None for any other key."""
     return next(
         (name for name, known in settings().items() if known.kind == "mapping" and key.startswith(f"{name}.")), None
     )
 
 
 def problem_with(config: RunConfig, key: str, reason: str, fix: str = "") -> Problem:
-    """Returns a problem with a setting of a run, shown with the value that it has."""
+    """Returns a problem with a setting of a run, including the value of the setting."""
     value: object = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -89,7 +92,7 @@ def problem_with(config: RunConfig, key: str, reason: str, fix: str = "") -> Pro
 
 
 def with_own_values(config: RunConfig, problems: Iterable[Problem]) -> list[Problem]:
-    """The problems, each without a value shown with the one that its setting has in the run."""
+    """Returns the problems, filling in the run's value for each problem without a value."""
     return [
         problem_with(config, problem.key, problem.reason, problem.fix) if problem.value is None else problem
         for problem in problems
@@ -98,7 +101,7 @@ def with_own_values(config: RunConfig, problems: Iterable[Problem]) -> list[Prob
 
 @cache
 def sections() -> Mapping[str, frozenset[str]]:
-    """The names of the sections (`train`, `model`, ...) with the bare names of their settings."""
+    """Returns the bare names of the settings by section (`train`, `model`, ...)."""
     names_by_section: dict[str, set[str]] = {}
     for key in settings():
         section, dot, name = key.partition(".")
@@ -109,7 +112,11 @@ def sections() -> Mapping[str, frozenset[str]]:
 
 @cache
 def affecting(effect: Affects, section: str = "") -> tuple[str, ...]:
-    """The settings whose change has an effect, in the schema's order; of a section, their bare names."""
+    """Returns the settings whose change has this effect, in the order of the schema.
+
+    Args:
+        section: return only the settings of this section, by bare name; empty: all settings, by dotted key.
+    """
     prefix = f"{section}." if section else ""
     return tuple(
         key.removeprefix(prefix)
@@ -138,24 +145,25 @@ OTHER_WORDS = {
     "output_dir": "run.dir",
     "resume": "run.dir",
 }
-"""The names that other programs give a setting of ours, where they look different.
-A run continues in its directory."""
+"""The names that other programs use for settings of canzona, if they look different. `resume` is `run.dir`,
+because a run continues in its directory."""
 
 
 def exact_key(word: str) -> str | None:
-    """The setting that `word` is the name, the last word, or another program's name of;
-    None where several share it."""
+    """Returns the setting with this dotted key, bare name, or name in another program.
+
+    Returns None if there is none, or if several settings share the bare name.
+    """
     flat = word.replace("-", "_").lower()
     known = [key for key in settings() if flat in (key, key.rpartition(".")[2])]
     return OTHER_WORDS.get(flat) or (known[0] if len(known) == 1 or flat in known else None)
 
 
 def closest_key(key: str) -> str | None:
-    """The setting the user probably meant by `key`.
+    """Returns the setting that the user probably meant by `key`; None if none is similar enough.
 
-    `tp` means `parallel.tp`, `train.lr` means `optimizer.lr`: the last word counts most, then the whole.
-    Words left out are forgiven: `num_heads` means `num_attention_heads`, though it looks more like
-    `num_layers`.
+    `tp` means `parallel.tp`, `train.lr` means `optimizer.lr`: the bare name counts more than the section.
+    Omitted words cost little: `num_heads` means `num_attention_heads`, although it looks more like `num_layers`.
     """
     flat = key.strip("/").replace("/", ".").replace("-", "_").lower()
     last = flat.rpartition(".")[2]
@@ -165,20 +173,22 @@ def closest_key(key: str) -> str | None:
     best, best_score = None, 0.0
     for name in known:
         section, _, bare = name.rpartition(".")
-        whole = SequenceMatcher(None, flat, name).ratio()
+        entire = SequenceMatcher(None, flat, name).ratio()
         word = SequenceMatcher(None, last, bare).ratio()
         left_out = set(bare.split("_")) - set(last.split("_"))
         if set(last.split("_")) < set(bare.split("_")):
             word = max(word, 0.95 - 0.05 * len(left_out))
-        score = max(whole, 0.9 * word + 0.1 * SequenceMatcher(None, flat.rpartition(".")[0], section).ratio())
+        score = max(entire, 0.9 * word + 0.1 * SequenceMatcher(None, flat.rpartition(".")[0], section).ratio())
         if score > best_score:
             best, best_score = name, score
     return best if best_score >= 0.7 else None
 
 
 def leaves(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Every setting that a tree of sections gives, by its dotted key.
-    A mapping such as `optimizer.options` is one."""
+    """Yields the dotted key and the value of every setting in a tree of sections.
+
+    A mapping such as `optimizer.options` is a single value.
+    """
     for name, value in tree.items():
         if isinstance(value, Mapping) and name in sections():
             yield from ((f"{name}.{inner_name}", inner) for inner_name, inner in value.items())
@@ -207,8 +217,7 @@ def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
 
 
 def _kind(hint: object) -> tuple[Kind, tuple[str, ...], bool, tuple[object, ...]]:
-    """Returns the sort of value a type hint asks for, the choices it names, whether it admits None, and its
-    annotations at any depth."""
+    """Returns what a type hint says: the kind of value, the choices, True if None is allowed, and all annotations."""
     if get_origin(hint) is Annotated:
         inner, *marks = get_args(hint)
         kind, choices, optional, inner_marks = _kind(inner)
@@ -216,7 +225,7 @@ def _kind(hint: object) -> tuple[Kind, tuple[str, ...], bool, tuple[object, ...]
     if get_origin(hint) in (Union, types.UnionType):
         rest = [part for part in get_args(hint) if part is not type(None)]
         kind, choices, _, inner_marks = _kind(rest[0]) if len(rest) == 1 else ("other", (), False, ())
-        if all(get_origin(part) is Literal for part in rest):  # "auto" beside the names of a shared alias
+        if all(get_origin(part) is Literal for part in rest):  # a union of "auto" and a shared alias
             kind, choices = "choice", tuple(choice for part in rest for choice in get_args(part))
         return kind, choices, len(rest) < len(get_args(hint)), inner_marks
     if get_origin(hint) is Literal:

@@ -1,4 +1,4 @@
-"""Several runs from one command line: every combination of the values of Hydra's sweeps (`A,B`, `range(1,4)`)."""
+"""Expands a command line with Hydra's sweeps (`A,B`, `range(1,4)`) into a run for each combination of values."""
 
 import itertools
 import re
@@ -12,9 +12,9 @@ from canzona_cli.config.settings import setting_of
 from canzona_cli.errors import ConfigError, Problem, refuse
 
 MOST_RUNS = 1000
-"""Slurm's own limit for an array, unless a cluster sets another."""
+"""The most runs of a sweep: Slurm's default limit for an array."""
 _LONGEST_NAME = 120
-"""Characters of a directory's name, of the 255 that file systems take."""
+"""The most characters of a run's directory name; file systems allow 255 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,26 +22,26 @@ class Combination:
     """One run of a sweep."""
 
     name: str
-    """The name of its directory, unique in the sweep: `lr=0.001_seed=2`."""
+    """The name of the run's directory, unique in the sweep: `lr=0.001_seed=2`."""
     values: Mapping[str, str]
     """The swept settings with this run's values, as typed."""
     overrides: tuple[str, ...]
-    """All of its arguments, none of them a sweep."""
+    """All arguments of the run, with single values."""
 
     @property
     def words(self) -> str:
-        """`optimizer.lr=0.001 train.seed=2`."""
+        """The swept settings and their values: `optimizer.lr=0.001 train.seed=2`."""
         return " ".join(f"{key}={value}" for key, value in self.values.items())
 
 
 def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
-    """The runs that `arguments` ask for; the last setting that is swept changes fastest.
-    The same ones each time.
+    """Returns the runs of a sweep, always in the same order; the last swept setting changes fastest.
 
-    What is no sweep, and what cannot be read, stays as it is: composing a run says what is wrong with it.
+    Arguments that are not sweeps or cannot be parsed are kept; composing a run reports their problems.
 
     Raises:
-        ConfigError: nothing is swept, or what cannot be listed is, or there are too many or equal runs.
+        ConfigError: no setting is swept, a setting is swept twice, the values of a sweep cannot be listed or
+            repeat, `run.dir` is swept, or there are more than `MOST_RUNS` runs.
     """
     problems: list[Problem] = []
     choices = [_values(argument, problems) for argument in arguments]
@@ -50,7 +50,7 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
         reason, fix = "no setting has several values", "for example optimizer.lr=1e-3,3e-3, or train.seed='range(1,5)'"
         problems.append(Problem(key="--sweep", reason=reason, fix=fix))
     problems += [
-        Problem(key=key, reason="is swept twice", fix="write all its values at once")
+        Problem(key=key, reason="is swept twice", fix="write all values in one argument")
         for key, count in Counter(swept).items()
         if count > 1
     ]
@@ -72,7 +72,7 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
 
 
 def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
-    """The overrides that a sweep stands for; none where the argument is no sweep, or a wrong one."""
+    """Returns the overrides that a sweep expands to; empty if the argument is not a sweep or cannot be expanded."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -89,24 +89,24 @@ def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
     shuffled = getattr(override.value(), "shuffle", False)
     try:
         values = () if shuffled else tuple(itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1))
-    except HydraException:  # of intervals and globs
+    except HydraException:  # intervals and globs have no list of values
         values = ()
     if not values:
-        reason = "is no list of values that comes out the same each time"
-        problems.append(Problem(key=key, value=text, reason=reason, fix=f"name the values: {key}=A,B,C"))
+        reason = "is not a fixed list of values"
+        problems.append(Problem(key=key, value=text, reason=reason, fix=f"list the values: {key}=A,B,C"))
         return ()
     twice = sorted(value for value, count in Counter(values).items() if count > 1)
     if twice:
         reason = f"asks for the same run several times: {', '.join(twice)}"
-        problems.append(Problem(key=key, value=text, reason=reason, fix="name each value once"))
+        problems.append(Problem(key=key, value=text, reason=reason, fix="list each value once"))
     if key == "run.dir":
-        reason = "the runs of a sweep lie in one directory, each below it"
+        reason = "all runs of a sweep are in subdirectories of one directory"
         problems.append(Problem(key=key, value=text, reason=reason, fix="run.dir=DIR, or leave it out"))
     return tuple(f"{key}={value}" for value in values)
 
 
 def _name(values: Mapping[str, str]) -> str:
-    """Joins the last words of the settings, where those tell them apart."""
+    """Returns the directory name of a run: `lr=0.001_seed=2`, with the full key where bare names are ambiguous."""
     last = Counter(key.rpartition(".")[2] for key in values)
     short = {key: bare if last[bare := key.rpartition(".")[2]] == 1 else key for key in values}
     name = "_".join(f"{short[key]}={value.strip('\'"')}" for key, value in values.items())
@@ -114,7 +114,7 @@ def _name(values: Mapping[str, str]) -> str:
 
 
 def _distinct(combinations: Sequence[Combination]) -> list[Combination]:
-    """Names that are alike, once what no directory is called was replaced, get their run's number."""
+    """Appends the number of the run to each name that is not unique after replacing unsafe characters."""
     count = Counter(run.name for run in combinations)
     return [
         run if count[run.name] == 1 else replace(run, name=f"{run.name}_{number}")

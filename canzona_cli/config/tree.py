@@ -1,5 +1,4 @@
-"""The tree of values that a run's files come to: Hydra composes it,
-and the command line's values are laid over it."""
+"""Composes the files of a run with Hydra into a tree of values, and applies the command line's values to it."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,16 +25,16 @@ from canzona_cli.config.settings import leaves, sections, settings
 from canzona_cli.errors import ConfigError, Problem, refuse
 
 SCHEME = "canzona"
-"""Marks the folders that Hydra reads by `_folder_source`."""
+"""The URL scheme of the folders that Hydra reads through `_folder_source`."""
 _LONGEST = 10_000
-"""Characters that references may come to; a path has 4,096."""
+"""The most characters of a value with its references resolved; a path has at most 4,096."""
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 _MISSING = "???"
 _PRIMARY = "_canzona_"
-# What is given as a file takes this place in its group: a name of its own, so that a recipe may build on a
-# built-in one it is named after.
+# The option name of a recipe or profile given as a file. With a separate name, a recipe may build on a built-in
+# recipe that has the same name.
 _GIVEN = "_given_"
-# The setting that distinguishes a section that is complete from one that adjusts its group's file.
+# A section with this setting is complete; a section without it only adjusts the file of its group.
 _COMPLETE = {"model": "name", "optimizer": "name", "engine": "strategy", "cluster": "name", "data": "source"}
 
 
@@ -47,20 +46,22 @@ class RecipeInfo:
     path: Path
     builtin: bool
     shadows: bool
-    """A user's recipe that hides a built-in one of its name."""
+    """True for a user's recipe that hides a built-in recipe of the same name."""
     model: ModelConfig | None
-    """None when the recipe leaves the shape open."""
+    """The shape of the model; None if the recipe does not define it completely."""
     gpus: int | None
     cluster: str
     optimizer: str
     description: str
     error: str = ""
-    """The reason why the file could not be read; the other fields then say little."""
+    """The reason why the recipe could not be read; most other fields are then empty."""
 
 
 def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
-    """The user's own recipes by name, then the built-in ones.
-    Raises ConfigError for a folder that is not there."""
+    """Returns the user's recipes by name, then the built-in ones.
+
+    Raises ConfigError for a folder that does not exist.
+    """
     builtin = builtin_recipes_dir()
     dirs = (*user_recipes_dirs(recipes_dirs), builtin)
     recipes = []
@@ -71,12 +72,12 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
         except ConfigError as problem:
             tree, error = {}, problem.problems[0].reason
         gpus = tree.get("gpus")
-        ours = path.parent.parent == builtin
+        is_builtin = path.parent.parent == builtin
         recipes.append(
             RecipeInfo(
                 name=name,
                 path=path,
-                builtin=ours,
+                builtin=is_builtin,
                 shadows=any(shadowed([path])) or (lies_flat(path) and (builtin / "recipe" / path.name).is_file()),
                 model=_model(tree),
                 gpus=gpus if isinstance(gpus, int) else None,
@@ -92,17 +93,18 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
 def composed(
     options: Mapping[str, str], given: Mapping[str, Path], dirs: Sequence[Path]
 ) -> tuple[dict[str, object], list[Path]]:
-    """Composes a tree by Hydra from files alone; returns it with these files in their order of application.
-
-    References to other settings are not resolved yet.
+    """Composes a tree of values from files with Hydra, without resolving references to other settings.
 
     Args:
-        options: the options that are asked for by name, by group.
-        given: the recipe, and the cluster profile, that are given as files.
-        dirs: where options are looked for; the first folder wins.
+        options: the options chosen by name, by group.
+        given: the files of the recipe or the cluster profile that were chosen by path, by group.
+        dirs: the folders to search for options; the first folder takes precedence.
+
+    Returns:
+        The tree, and the files it was composed from in the order of application.
 
     Raises:
-        ConfigError: a file cannot be read or composed, or asks for code or environment variables.
+        ConfigError: a file cannot be read or composed, names code to run, or refers to environment variables.
     """
     from hydra import compose, initialize
     from hydra.errors import HydraException
@@ -113,7 +115,8 @@ def composed(
     where = shown(recipe)
     folders = ",".join(text_value(f"{SCHEME}://{folder}") for folder in dirs)
     overrides = [f"{group}='{name}'" for group, name in {**options, **dict.fromkeys(given, _GIVEN)}.items()]
-    # A `defaults:` list is resolved while Hydra composes, before what it leads to can be looked at.
+    # Hydra resolves `defaults:` lists while composing, before the content can be checked, so they must not be able
+    # to read environment variables.
     OmegaConf.clear_resolver("oc.env")
     read = _folder_source()
     read.clear()
@@ -123,15 +126,15 @@ def composed(
             container = OmegaConf.to_container(merged, resolve=False)
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(_composition_problem(error, where)) from error
-        except RecursionError as error:  # Hydra follows a defaults list that leads back to its own file for ever
-            reason = "builds on itself: its `defaults:` name a recipe, or group file, that leads back to it"
-            fix = "give the file another name than what it builds on, or run it by its path: recipe=./FILE.yaml"
+        except RecursionError as error:  # Hydra follows a cycle of `defaults:` lists for ever
+            reason = "builds on itself: its `defaults:` lead back to the same file"
+            fix = "rename the file so that it differs from what it builds on, or give its path: recipe=./FILE.yaml"
             raise ConfigError(Problem(key=where, reason=reason, fix=fix)) from error
     assert isinstance(container, dict)
     tree = {str(key): value for key, value in container.items()}
     refuse(content_problems(tree, where))
-    # Hydra reads a recipe before those that it builds on, and applies it after them; group files come before
-    # recipes.
+    # Hydra reads a recipe before the recipes that it builds on, but applies it after them. Files of the other groups
+    # are applied before recipes.
     files = {group: [path for path in reversed(read) if path.parent.name == group] for group in GROUPS}
     for group, path in given.items():
         files[group].append(path)
@@ -140,7 +143,10 @@ def composed(
 
 @cache
 def _folder_source() -> list[Path]:
-    """Teaches Hydra to read folders by `read_yaml`, which knows bounds; the files that it has read."""
+    """Registers a Hydra config source that reads folders with `read_yaml` and its limits.
+
+    Returns the list to which the source appends each file that it reads.
+    """
     from hydra.core.object_type import ObjectType
     from hydra.core.plugins import Plugins
     from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -187,8 +193,7 @@ def _folder_source() -> list[Path]:
 
 @contextmanager
 def _stored(options: Mapping[str, str], given: Mapping[str, Path]) -> Iterator[None]:
-    """Keeps in Hydra's memory what is not an option in a folder:
-    the primary configuration and the given files."""
+    """Puts the primary configuration and the given files into Hydra's ConfigStore during the block."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
@@ -200,7 +205,7 @@ def _stored(options: Mapping[str, str], given: Mapping[str, Path]) -> Iterator[N
             content.setdefault("name", path.stem)
             if group == "recipe":
                 bring_up_to_date(content)
-                _leave_home(content, path)
+                _clear_run_dir(content, path)
                 store.store(_GIVEN, _as_option(content, {*options, *given}), group, package="_global_")
             else:
                 store.store(_GIVEN, content, group)
@@ -209,18 +214,23 @@ def _stored(options: Mapping[str, str], given: Mapping[str, Path]) -> Iterator[N
         store.repo = before
 
 
-def _leave_home(content: Mapping[str, object], path: Path) -> None:
-    """Takes its own directory out of a run's config.yaml: as a recipe it repeats the run somewhere else."""
+def _clear_run_dir(content: Mapping[str, object], path: Path) -> None:
+    """Sets `run.dir` to null in the config.yaml of a run directory, so that as a recipe it does not reuse that
+    directory."""
     run = content.get("run")
     if isinstance(run, dict) and path.name == "config.yaml" and Path(str(run.get("dir"))).name == path.parent.name:
         run["dir"] = None
 
 
 def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object]:
-    """The content of a recipe file as an option of the recipe group.
+    """Turns the content of a recipe file into an option of the recipe group, by completing its `defaults:` list.
 
-    A section that is complete (a run's config.yaml, a copied recipe) replaces its group's file, unless the
-    command line chooses an option of that group, which then replaces the section.
+    A complete section (from a run's config.yaml or a copied recipe) replaces the file of its group. If the
+    command line chooses an option of that group, the section is removed instead.
+
+    Args:
+        content: the content of the file, changed in place.
+        chosen: the groups that the command line chooses.
     """
     defaults = content.pop("defaults", [])
     entries: list[object] = list(defaults) if isinstance(defaults, list) else [defaults]
@@ -238,7 +248,7 @@ def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object
 
 
 def _composition_problem(error: Exception, where: str) -> Problem:
-    """Hydra's message about a recipe's files, without its search path and its hint to add keys."""
+    """Returns Hydra's error about a recipe's files as a problem, without the search path and Hydra's own hints."""
     lines = [line.strip() for line in str(error).splitlines()]
     meant = [
         line
@@ -251,9 +261,9 @@ def _composition_problem(error: Exception, where: str) -> Problem:
 
 
 def with_values(base: Mapping[str, object], values: Mapping[str, object], problems: list[Problem]) -> dict[str, object]:
-    """The tree with the command line's values laid over it and references to other settings filled in.
+    """Applies the command line's values to a tree, and resolves references to other settings.
 
-    References that lead nowhere are added to `problems`, and their settings left out.
+    References that cannot be resolved are added to `problems`, and their settings are left out.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -261,7 +271,7 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
     config = OmegaConf.create(_with_defaults(base))
     for key, value in values.items():
         try:
-            # A blend that is typed is the whole of it: no share of a recipe's sets is left over.
+            # A typed blend replaces the blend of the recipe instead of adding to it.
             merge = isinstance(value, Mapping) and key != "data.blend"
             OmegaConf.update(config, key, value, merge=merge, force_add=True)
         except OmegaConfBaseException as error:
@@ -275,7 +285,7 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
         if value == _MISSING:
             continue
         if _stands_for(key, texts, ()) > _LONGEST:
-            reason = "its references lead back to it, or stand for a text too long to read"
+            reason = "its references form a cycle or expand to a text that is too long"
             problems.append(Problem(key=key, value=value, reason=reason, fix="write the value itself"))
             continue
         try:
@@ -283,8 +293,8 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
             if OmegaConf.is_config(filled):
                 filled = OmegaConf.to_container(filled, resolve=True)
         except OmegaConfBaseException as error:
-            reason = f"the reference cannot be followed: {str(error).splitlines()[0]}"
-            fix = "refer to a setting by its whole name, for example ${train.seq_length}"
+            reason = f"the reference cannot be resolved: {str(error).splitlines()[0]}"
+            fix = "refer to a setting by its full key, for example ${train.seq_length}"
             problems.append(Problem(key=key, value=value, reason=reason, fix=fix))
             continue
         put(resolved, key, filled)
@@ -292,11 +302,13 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
 
 
 def _stands_for(name: str, texts: Mapping[str, str], within: tuple[str, ...]) -> int:
-    """Characters of a setting, or of a section, once its references are filled in;
-    too many where that has no end.
+    """Returns the length of a setting or section with references resolved, or more than `_LONGEST` for a cycle.
+
+    Only texts with references, and the texts they refer to, are counted.
 
     Args:
-        within: the names that are being filled in with it.
+        name: the key of the setting or section.
+        within: the keys that are being resolved around it, to detect cycles.
     """
     length = 0
     for key in (name,) if name in texts else [key for key in texts if key.startswith(f"{name}.")]:
@@ -310,9 +322,9 @@ def _stands_for(name: str, texts: Mapping[str, str], within: tuple[str, ...]) ->
 
 
 def _with_defaults(tree: Mapping[str, object]) -> dict[str, object]:
-    """The tree with the schema's defaults below it, so that `${train.seed}` works where no file sets the seed.
+    """Adds the schema's defaults to a tree, so that `${train.seed}` works if no file sets the seed.
 
-    A section that lacks what only a recipe can say is not begun here: it is reported as missing.
+    A section that is absent and has required settings stays absent; it is later reported as missing.
     """
     known = settings()
     full: dict[str, object] = dict(tree)
@@ -331,7 +343,7 @@ def _with_defaults(tree: Mapping[str, object]) -> dict[str, object]:
 
 
 def put(tree: dict[str, object], key: str, value: object) -> None:
-    """Sets the value of a dotted key, making its sections."""
+    """Sets the value of a dotted key in place, creating its sections."""
     *sections_above, name = key.split(".")
     for section in sections_above:
         below = tree.setdefault(section, {})

@@ -1,4 +1,4 @@
-"""Types a tree of values as a run's configuration, or explains everything that is wrong with it."""
+"""Converts a tree of values to the typed configuration of a run, or reports everything that is wrong with it."""
 
 import json
 import math
@@ -26,12 +26,12 @@ _EXAMPLE_OPTIONS = {
 
 
 def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -> RunConfig | list[Problem]:
-    """The typed configuration, or everything that is wrong with the tree.
+    """Returns the typed configuration, or all problems of the tree.
 
     Args:
         tree: sections and settings, as JSON values.
-        texts: how values were typed on the command line, by dotted key; shown in problems.
-        where: the file that the other values came from, for problems.
+        texts: the values as typed on the command line, by dotted key, to show in problems.
+        where: the file that all other values came from, to show in problems.
     """
     hints = get_type_hints(RunConfig, include_extras=True)
     problems = list(_unknown(tree, where))
@@ -55,15 +55,15 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
                     if len(detail["loc"]) <= 1 or (setting is not None and setting.kind == "choice"):
                         problems.append(_explained(key, detail["type"], detail["input"], texts, where))
                         continue
-                    whole = value[detail["loc"][0]] if isinstance(value, Mapping) else value
-                    if isinstance(whole, Mapping):
-                        key, whole = f"{key}.{detail['loc'][1]}", whole[detail["loc"][1]]
-                    if all(problem.key != key for problem in problems):  # somewhere inside a list: said once
+                    inner = value[detail["loc"][0]] if isinstance(value, Mapping) else value
+                    if isinstance(inner, Mapping):
+                        key, inner = f"{key}.{detail['loc'][1]}", inner[detail["loc"][1]]
+                    if all(problem.key != key for problem in problems):  # report a list once, not each bad entry
                         bound = _bound(detail["type"], detail.get("ctx", {}), detail["input"])
-                        inside = f"has {detail['input']}, and that must be {bound}" if bound else ""
-                        problems.append(_bad_inside(key, whole, inside, texts, where))
+                        reason = f"contains {detail['input']}, which must be {bound}" if bound else ""
+                        problems.append(_bad_inside(key, inner, reason, texts, where))
         elif name in sections():
-            try:  # a section nobody mentions is made of its defaults, if it has them all
+            try:  # an absent section gets its defaults, if all its settings have one
                 parts[name] = adapter(kind).validate_json("{}", strict=True)
             except ValidationError:
                 problems.append(_missing_section(name))
@@ -78,11 +78,11 @@ _BOUNDS = {
     "less_than": ("lt", "below"),
     "less_than_equal": ("le", "at most"),
 }
-"""The bound that was crossed, by pydantic's name of an error: its name of the bound, and ours."""
+"""The violated bound by pydantic's error type: pydantic's name of the bound, and our words for it."""
 
 
 def _bound(error: str, context: Mapping[str, float], value: float) -> str:
-    """The bound that a number inside a list or a mapping is beyond; empty where something else is wrong."""
+    """Returns in words the bound that a number in a list or mapping violates; empty for any other error."""
     if error not in _BOUNDS:
         return ""
     key, name = _BOUNDS[error]
@@ -117,7 +117,7 @@ def _bad_optimizer(tree: Mapping[str, object], texts: Mapping[str, str]) -> Prob
 
 
 def _unknown(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
-    """Keys that no setting has, or not with this optimizer."""
+    """Yields a problem for each key that is not a setting, or is not a setting of this optimizer."""
     known, in_section = settings(), sections()
     variant = _optimizer_type(tree)
     optimizer = next((name for name, kind in OPTIMIZERS.items() if kind is variant), None)
@@ -138,7 +138,7 @@ def _unknown(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
 
 
 def _explained(key: str, error: str, value: object, texts: Mapping[str, str], where: str) -> Problem:
-    """Explains one of pydantic's findings to the person who typed the value."""
+    """Turns a pydantic error about a setting into a problem for the user."""
     if error == "missing":
         return _missing(key, where)
     setting = settings()[key]
@@ -153,9 +153,9 @@ def _explained(key: str, error: str, value: object, texts: Mapping[str, str], wh
     if setting.kind == "list":
         return _bad_inside(key, value, "", texts, where)
     null = ", or null to have it chosen" if setting.optional else ""
-    whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
+    integral = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
     expected, fix = {
-        "integer": ("a whole number", f"write {key}={value:.0f}" if whole else f"give a whole number{null}"),
+        "integer": ("a whole number", f"write {key}={value:.0f}" if integral else f"give a whole number{null}"),
         "number": ("a number", _example(setting)),
         "boolean": ("true or false", f"write {key}=true or {key}=false{null}"),
         "mapping": ("a mapping of names to values", _example(setting)),
@@ -164,10 +164,10 @@ def _explained(key: str, error: str, value: object, texts: Mapping[str, str], wh
 
 
 def _bad_inside(key: str, value: object, wrong: str, texts: Mapping[str, str], where: str) -> Problem:
-    """A list with an entry, or an entry of a mapping with a value, of the wrong type.
+    """Returns the problem of a list with a wrong entry, or of an entry of a mapping with a wrong value.
 
     Args:
-        wrong: the reason, if more is known than the type.
+        wrong: the reason, if it is more specific than a wrong type; empty otherwise.
     """
     setting = setting_of(key)
     assert setting is not None

@@ -36,14 +36,14 @@ class OptimizerBase:
     lr: Annotated[Positive, "Peak learning rate.", Example("0.0003"), CURVE]
     lrs: Annotated[
         dict[str, Positive],
-        "A recipe's peak learning rates of some optimizers, by name, in place of lr unless that is typed.",
+        "Peak learning rates by optimizer, used instead of lr unless lr is typed; for recipes.",
         Example("'{soap:0.002}'"),
         NOTHING,
     ] = field(default_factory=dict, hash=False)
     min_lr: Annotated[NotNegative, "Learning rate at the end of the decay.", Example("0.00003"), CURVE] = 0.0
     min_lr_ratio: Annotated[
         Share | None,
-        "min_lr as a share of lr, so that it follows where lr is changed; null: min_lr itself counts.",
+        "min_lr as a share of lr, so that it changes with lr; null: min_lr is used as it is.",
         Example("0.1"),
         NOTHING,
     ] = None
@@ -53,9 +53,9 @@ class OptimizerBase:
     clip_grad: Annotated[NotNegative, "Maximum global gradient norm; 0 switches clipping off.", CURVE] = 1.0
     clip: Annotated[
         Clip,
-        "Whose gradients clip_grad scales down, by the norm of all: all; adamw, those of AdamW's parameters, while a"
-        " matrix optimizer has its own as they are (their size does not matter to a single update of Muon's, but to"
-        " the weight of this step in its momentum, which a spike of the embeddings then leaves alone); none.",
+        "Which gradients clip_grad scales down, by the norm of all gradients. all: every gradient. adamw: only those of"
+        " parameters that AdamW updates, so that a spike of the embeddings' gradients does not reduce the weight of"
+        " the step in a matrix optimizer's momentum. none.",
         CURVE,
     ] = "all"
     beta1: Annotated[Share, "AdamW's decay of the first moment.", CURVE] = 0.9

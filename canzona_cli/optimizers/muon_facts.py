@@ -35,7 +35,7 @@ class NewtonSchulzConfig(OptimizerBase):
     ] = "quintic"
     scale_mode: Annotated[
         ScaleMode,
-        "How the update's size depends on the matrix shape: spectral is sqrt(max(rows, cols)).",
+        "How the update is scaled by the shape of the matrix; spectral: by sqrt(max(rows, cols)).",
         CURVE,
     ] = "spectral"
     scale_factor: Annotated[
@@ -51,23 +51,23 @@ class MomentumConfig(NewtonSchulzConfig):
     nesterov: Annotated[bool, "Use Nesterov's form of the momentum.", CURVE] = True
     form: Annotated[
         Literal["auto"] | Form,
-        "How the iteration is worked out: standard multiplies the matrix in every step; gram its Gram matrix, and the"
-        " matrix every other step, which is less work where one side is longer; auto: for each shape, what the plan"
-        " prices lower; standard on CPUs in bf16, whose digits are too few for gram, with the coefficients cans, and in"
-        " Megatron's own Muon (sc, layerwise).",
+        "How Newton-Schulz is computed. standard: products with the matrix in every step. gram: products with its Gram"
+        " matrix, and with the matrix only every other step, which is less work if one side is longer. auto: the"
+        " cheaper one by the cost model for each shape, but standard on CPUs in bf16 (too imprecise for gram), with the"
+        " coefficients cans, and in Megatron's own Muon (sc, layerwise).",
         CURVE | PLAN,
     ] = "auto"
     stack: Annotated[
         Literal["auto"] | bool,
-        "Update a host's matrices of one shape together, in batched products: for many small matrices on a GPU; auto:"
-        " those that the plan prices lower so. On CPUs that is known only where canzona calibrate measured both ways.",
+        "Update a host's matrices of the same shape together in batched products, for many small matrices on a GPU."
+        " auto: where the cost model says that it is faster; on CPUs, only where canzona calibrate measured both ways.",
         CURVE | PLAN,
     ] = "auto"
     graph: Annotated[
         Literal["auto"] | bool,
-        "On GPUs, capture the updates of a micro-group as one CUDA graph and replay it; where that fails, updates run"
-        " kernel by kernel, with a warning. auto: on GPUs. It changes no result, but what plans take launches to cost:"
-        " cluster.graph_launch_us each, and launch_us for each micro-group.",
+        "On GPUs, capture the updates of a micro-group as one CUDA graph and replay it; if that fails, updates run"
+        " kernel by kernel, with a warning. auto: on GPUs. Results stay the same, only launch costs in plans change:"
+        " cluster.graph_launch_us per operation, and launch_us per micro-group.",
         PLAN,
     ] = "auto"
 

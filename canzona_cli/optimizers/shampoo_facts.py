@@ -29,19 +29,19 @@ class KroneckerConfig(OptimizerBase):
     shampoo_beta: Annotated[Share, "Decay of the Kronecker factors.", CURVE] = 0.95
     precondition_frequency: Annotated[
         Count,
-        "Steps between refreshes of what is derived from the factors: Shampoo's inverse roots, SOAP's eigenbases.",
+        "Steps between refreshes of Shampoo's inverse roots or SOAP's eigenbases.",
         CURVE | PLAN,
     ] = 10
     max_preconditioner_dim: Annotated[Side, "A side longer than this is not preconditioned.", CURVE | PLAN] = 8192
     stagger: Annotated[
         bool,
-        "Spread refreshes over the period, so that no step has all of them: a matrix's turn depends on the layout."
-        " false: all at the same step; any layout trains the same model.",
+        "Spread refreshes over the period, so that no step has all of them. The step in which a matrix is refreshed"
+        " then depends on the layout. false: all in the same step, so that every layout trains the same model.",
         CURVE,
     ] = True
     tf32: Annotated[
         bool,
-        "On GPUs, multiply in TF32; false: in full fp32, several times slower. Decompositions are always fp32.",
+        "On GPUs, multiply in TF32; false: in fp32, several times slower. Decompositions are always in fp32.",
         CURVE | PLAN,
     ] = True
 
@@ -52,17 +52,17 @@ class ShampooConfig(KroneckerConfig):
 
     name: Annotated[Literal["shampoo"], "The optimizer.", OPTIMIZER | PLAN]
     grafting: Annotated[
-        Literal["none", "sgd", "adam"], "The method whose update's norm a Shampoo update is given.", CURVE | PLAN
+        Literal["none", "sgd", "adam"], "The method that provides the norm of each Shampoo update.", CURVE | PLAN
     ] = "adam"
     roots: Annotated[
         Literal["auto"] | RootMethod,
-        "How inverse roots are computed: eigh from eigenvalues, newton by products alone, which GPUs are better at;"
-        " auto: what the plan prices lower. Both to the rounding of fp32.",
+        "How inverse roots are computed. eigh: from eigenvalues. newton: only by products, which GPUs are better at."
+        " auto: the faster one by the cost model. Both are accurate to fp32 rounding.",
         CURVE | PLAN,
     ] = "auto"
     shampoo_eps: Annotated[
         Epsilon,
-        "Added to the factors' eigenvalues, relative to the largest, besides sqrt(n) * 2^-23 of it, which is noise.",
+        "Added to a factor's eigenvalues, relative to its largest, in addition to sqrt(n) * 2^-23 for rounding noise.",
         Example("1e-12"),
         CURVE,
     ] = 1e-12

@@ -135,7 +135,7 @@ def test_a_manifest_of_no_time_and_a_bomb_for_settings_are_told_apart(tmp_path: 
     for command in ("list", "show", "verify"):
         done = canzona("checkpoint", command, str(folder.parents[1]))
         assert done.returncode == 0, "its settings are shown where they can be read, and nothing else hangs on them"
-    with pytest.raises(CheckpointInvalid, match="stands for more than") as refused:
+    with pytest.raises(CheckpointInvalid, match="expands to more than") as refused:
         resumption(resolve("gpus=1", f"run.dir={root.parent}")[0], resolve("gpus=1")[1])
     assert "checkpoint.resume=step-00000010" in refused.value.problems[0].fix
     manifest = read_manifest(folder)

@@ -73,14 +73,14 @@ NO_JSON = {
     "a list": holding("[1, 2]"),
 }
 NO_YAML = {
-    "nothing": (holding(""), "holds no settings"),
-    "a billion laughs": (holding(LAUGHS), f"stands for more than {MOST_VALUES:,} values"),
+    "nothing": (holding(""), "contains no settings"),
+    "a billion laughs": (holding(LAUGHS), f"expands to more than {MOST_VALUES:,} values"),
     "laughs in merges": (
         holding(
             "a0: &a0 {k: 1}\n"
             + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 8)}]}}\n" for n in range(1, 12))
         ),
-        f"stands for more than {MOST_VALUES:,} values",
+        f"expands to more than {MOST_VALUES:,} values",
     ),
     "itself": (holding("name: &a [x, *a]\n"), "refers to itself"),
     "1,500 brackets": (holding("name: " + "[" * 1500 + "]" * 1500), "levels deep"),
@@ -150,7 +150,7 @@ def test_an_odd_yaml_file_is_refused_in_words(kind: str, tmp_path: Path) -> None
     for reader, read in readers.items():
         with pytest.raises(CanzonaError) as refused:
             read()
-        if reader != "shapes" or said != "holds no settings":
+        if reader != "shapes" or said != "contains no settings":
             assert said in str(refused.value), reader
     if kind not in NO_FILES:
         (mine,) = (info for info in list_recipes([tmp_path]) if info.name == "mine")
@@ -162,7 +162,7 @@ def test_a_bomb_ends_a_command_with_exit_code_2(tmp_path: Path) -> None:
     path.write_text(LAUGHS)
     assert len(LAUGHS) < 700
     done = canzona("validate", f"recipe={path}")
-    assert (done.returncode, "stands for more than" in done.stderr) == (2, True)
+    assert (done.returncode, "expands to more than" in done.stderr) == (2, True)
     assert "Traceback" not in done.stderr
 
 

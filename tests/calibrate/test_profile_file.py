@@ -51,7 +51,7 @@ def test_what_could_not_be_written_is_refused_before_anything_is_measured(tmp_pa
     (tmp_path / "folder.yaml").mkdir()
     refused: list[tuple[Path, bool, type[CanzonaError], str]] = [
         (there, False, ConfigError, "--force"),
-        (tmp_path / "folder.yaml", True, ConfigError, "name a file in it"),
+        (tmp_path / "folder.yaml", True, ConfigError, "give the path of a file in it"),
         (tmp_path / "profile.json", False, ConfigError, "profile.yaml"),
         (there / "below.yaml", False, EnvironmentProblem, "--out FILE.yaml"),
     ]

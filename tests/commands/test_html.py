@@ -171,7 +171,7 @@ def test_mistakes_are_told_before_anything_is_done(tmp_path: Path) -> None:
         (("report", "run", "--html", "page.htm"), "use --html page.html"),
         (("plan", "recipe=tiny", "--dry-run", "--html", "page.png"), "use --html page.html"),
         (("bench", "recipe=tiny", "--html", "file/page.html"), "choose a file in a writable folder"),
-        (("report", "run", "--html", "page.html", "--trace", "trace.json"), "ask for the page by itself"),
+        (("report", "run", "--html", "page.html", "--trace", "trace.json"), "write the page without --trace"),
     ):
         done = canzona(*arguments, cwd=tmp_path)
         assert done.returncode == 2, done.stderr

@@ -244,7 +244,7 @@ def test_a_trace_is_of_one_run_and_no_json(tmp_path: Path) -> None:
     text = " ".join(done.stderr.split())
     assert "2 problems" in text
     assert "a trace shows one run" in text
-    assert "writing a trace prints nothing" in text
+    assert "--trace prints no report" in text
 
 
 def test_a_run_without_timelines_has_no_trace(tmp_path: Path) -> None:

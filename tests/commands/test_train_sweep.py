@@ -44,7 +44,7 @@ def test_each_run_has_its_turn_whatever_became_of_the_others_and_the_sweep_goes_
         "seed=4": ("interrupted", 130),
     }, "the one that failed cost no other; Ctrl-C ends the sweep"
     said = " ".join(done.stderr.split())
-    assert "not begun: train.seed=5" in said
+    assert "not started: train.seed=5" in said
     assert "run.dir=" in said
     rows = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("seed=")]
     assert rows[:4] == ["seed=2", "seed=3", "seed=1", "seed=4"]
@@ -52,7 +52,7 @@ def test_each_run_has_its_turn_whatever_became_of_the_others_and_the_sweep_goes_
 
     again = train("train.seed=2,3,1,5", "run.dir='here, there'")
     assert again.returncode == 70, "the largest exit code"
-    assert "run 1 of 4: train.seed=2: has been done before" in " ".join(again.stderr.split())
+    assert "run 1 of 4: train.seed=2: is already finished" in " ".join(again.stderr.split())
     assert results(root)["seed=5"] == ("done", 0)
 
 
@@ -99,7 +99,7 @@ def test_a_sweep_is_an_array_of_as_many_tasks_as_runs(tmp_path: Path) -> None:
     assert "tasks 0 to 2 only" in " ".join(outside.stderr.split())
     machines = canzona("slurm", "recipe=qwen3-8b", "--sweep", "gpus=8,16", cwd=tmp_path)
     assert machines.returncode == 2
-    assert "the same machines" in " ".join(machines.stderr.split())
+    assert "the same nodes" in " ".join(machines.stderr.split())
     equal = canzona("slurm", *TINY, "--array", "0-3", cwd=tmp_path)
     assert equal.returncode == 2
     assert "train.seed=1,2,3,4 --sweep" in " ".join(equal.stderr.split())

@@ -181,7 +181,7 @@ class TestOptionsOfAnOwnOptimizer:
         path = tmp_path / "config.yaml"
         path.write_text(dump_resolved(config), encoding="utf-8")
         assert load_resolved(path) == config
-        with pytest.raises(ConfigError, match="only run when the command line asks"):
+        with pytest.raises(ConfigError, match="only runs if the command line names it"):
             compose_run([f"recipe={path}"])
         again = compose_run([f"recipe={path}", "optimizer.source=torch.optim:SGD"])
         assert again.config.optimizer == config.optimizer
@@ -252,7 +252,7 @@ class TestNothingIsRunOrLeaked:
             yaml.safe_dump({"defaults": ["qwen3-tiny", {"override /optimizer": "custom"}], "optimizer": own})
         )
         problem = problems(f"recipe={path}")["optimizer.source"]
-        assert "only run when the command line asks" in problem.reason
+        assert "only runs if the command line names it" in problem.reason
         assert compose_run([f"recipe={path}", "optimizer.allow=[torch]"]).config.optimizer.name == "custom"
         assert compose_run([f"recipe={path}"], training=False).config.optimizer.name == "custom", "plans load none"
 
@@ -266,7 +266,7 @@ class TestNothingIsRunOrLeaked:
     def test_a_recipe_that_leads_out_of_its_folder(self, key: str, value: str, tmp_path: Path) -> None:
         path = tmp_path / "mine.yaml"
         path.write_text(yaml.safe_dump({"defaults": ["qwen3-tiny"], "run": {key: value}}))
-        assert "leads out" in problems(f"recipe={path}")[f"run.{key}"].reason
+        assert "points outside" in problems(f"recipe={path}")[f"run.{key}"].reason
         typed = compose_run([f"recipe={path}", f"run.{key}={value}"]).config.run
         assert getattr(typed, key) == value, "whoever types it means it"
 
@@ -280,7 +280,7 @@ class TestNothingIsRunOrLeaked:
         path = tmp_path / "mine.yaml"
         source = {"source": "prepared"} if section == "data" else {}
         path.write_text(yaml.safe_dump({"defaults": ["qwen3-tiny"], section: {**source, name: f"a{char}b"}}))
-        assert "not printable" in problems(f"recipe={path}")[key].reason
+        assert "unprintable" in problems(f"recipe={path}")[key].reason
 
     @pytest.mark.parametrize(
         "override",
@@ -371,8 +371,8 @@ class TestOwnRecipes:
         ("text", "reason"),
         [
             ("train:\n  steps: [1\n", "is not valid YAML: line 3, column 1: "),
-            ("- a\n- b\n", "holds no settings"),
-            ("", "holds no settings"),
+            ("- a\n- b\n", "contains no settings"),
+            ("", "contains no settings"),
             ("defaults: [qwen3-9b]\n", "cannot be composed"),
             (
                 "defaults: [qwen3-tiny]\ngpus: 1\ngpus: 2\n",

@@ -92,13 +92,13 @@ def test_numbers_inside_lists_and_mappings_have_ranges_too() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("cluster.matmul_tflops=[[2048,1e300]]", "has 1e+300, and that must be at most 1,000,000,000"),
-        ("cluster.collectives=[[all_reduce,2,1024,0,1]]", "has 0, and that must be above 0"),
-        ("cluster.step_factors={exchange:0}", "has 0, and that must be above 0"),
-        ("cluster.step_factors={exchange:-1}", "has -1, and that must be above 0"),
-        ("cluster.step_factors={exchange:nan}", "has nan, and that must be at most 1,000,000"),
-        ("cluster.step_factors={exchange:1e-7}", "has 1e-07, and that must be at least 1e-06"),
-        ("run.trace_steps=[0,5]", "has 0, and that must be at least 1"),
+        ("cluster.matmul_tflops=[[2048,1e300]]", "contains 1e+300, which must be at most 1,000,000,000"),
+        ("cluster.collectives=[[all_reduce,2,1024,0,1]]", "contains 0, which must be above 0"),
+        ("cluster.step_factors={exchange:0}", "contains 0, which must be above 0"),
+        ("cluster.step_factors={exchange:-1}", "contains -1, which must be above 0"),
+        ("cluster.step_factors={exchange:nan}", "contains nan, which must be at most 1,000,000"),
+        ("cluster.step_factors={exchange:1e-7}", "contains 1e-07, which must be at least 1e-06"),
+        ("run.trace_steps=[0,5]", "contains 0, which must be at least 1"),
     ],
 )
 def test_a_number_inside_a_list_or_mapping_is_refused_with_its_bound(override: str, said: str) -> None:

@@ -52,8 +52,8 @@ def test_what_may_be_there_is_not_refused(own: Path, text: str) -> None:
         ("class Singed: ...", "did you mean Singed?"),
         ("class Lion: ...\nclass Tiger: ...", "its classes are Lion, Tiger"),
         ("def outer():\n    class Signed: ...", "it has no class"),
-        ("class Signed", "is no Python: expected ':', line 2"),
-        ("\0", "is no Python"),
+        ("class Signed", "is not valid Python: expected ':', line 2"),
+        ("\0", "is not valid Python"),
     ],
 )
 def test_what_is_missing_is_told_with_what_is_there(own: Path, text: str, said: str) -> None:

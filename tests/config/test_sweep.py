@@ -45,9 +45,9 @@ def test_names_are_safe_short_and_never_shared() -> None:
     [
         ("train.seed=1", "no setting has several values"),
         ("train.seed=1,2,1", "the same run several times: 1"),
-        ("optimizer.lr=interval(0,1)", "no list of values"),
-        ("train.seed=shuffle(range(1,9))", "no list of values"),
-        ("run.dir=a,b", "lie in one directory"),
+        ("optimizer.lr=interval(0,1)", "not a fixed list of values"),
+        ("train.seed=shuffle(range(1,9))", "not a fixed list of values"),
+        ("run.dir=a,b", "subdirectories of one directory"),
         (f"train.seed=range(0,{MOST_RUNS + 1})", "more than 1,000 runs"),
     ],
 )

@@ -180,7 +180,7 @@ def test_what_makes_no_blend_is_told_at_once(tmp_path: Path) -> None:
     for bad in ({"a": 0}, {"a": -1}):
         with pytest.raises(ConfigError, match="above 0"):
             compose_run([*run, *blend(tmp_path, {**bad, "b": 1})])
-    with pytest.raises(ConfigError, match="is in it twice"):
+    with pytest.raises(ConfigError, match="is listed twice"):
         compose_run([*run, *blend(tmp_path, {"a": 1, "../sets.1/a": 1})])
     with pytest.raises(ConfigError, match=r"data\.path=elsewhere"):
         compose_run([*run, *blend(tmp_path, {"a": 1}), "data.path=elsewhere"])

@@ -1,10 +1,9 @@
-"""The typed schema of a run: what a recipe, its groups and the overrides come to.
+"""The typed schema of a run's configuration.
 
-Plain frozen dataclasses, so that every other module can use them without knowing how they were filled.
-`canzona_cli.config.compose` fills them from Hydra and reports all mistakes at once. A field whose type admits
-`None` is chosen by `canzona_cli.cluster.fit` unless the user sets it; every other field has its value after
-composition. A new setting is one field here, with its `About`, and a line in a recipe where its default is
-not enough.
+Plain frozen dataclasses, so that other modules can use them without depending on Hydra. `canzona_cli.config.compose`
+fills them and reports all mistakes at once. Many fields that are None after composition are chosen later by
+`canzona_cli.cluster.fit`; for the others the help says what null means. A new setting is one annotated field here
+(`canzona_cli.fields`), and a line in a recipe if the default does not suit it.
 """
 
 from canzona_cli.config.schema.cluster import ClusterConfig, Collective, Device

@@ -1,4 +1,4 @@
-"""The settings of every known optimizer, and of a user's own."""
+"""The settings of every known optimizer, and of a user's custom optimizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,20 +20,23 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomConfig(OptimizerBase):
-    """Any torch optimizer on whole matrices, by its class: a user's own,
-    or a file of `canzona_cli/optimizers`."""
+    """A torch optimizer that updates whole matrices, given by its class: a user's, or one of
+    `canzona_cli/optimizers`."""
 
     name: Annotated[Literal["custom"], "The optimizer.", OPTIMIZER | PLAN]
     PLAUSIBLE_LR: ClassVar[float] = 10.0
     source: Annotated[
         str,
-        "FILE.py:Class, or module:Class of an installed package that `allow` names. It is called with the "
+        "FILE.py:Class, or module:Class of an installed package listed in `allow`. The class is called with the "
         "matrices, lr, weight_decay and `options`.",
         Example("my_optimizer.py:MyOptimizer"),
         OPTIMIZER | CURVE,
     ]
     allow: Annotated[
-        tuple[str, ...], "Packages a class may be taken from; files need no entry.", Example("[my_package]"), NOTHING
+        tuple[str, ...],
+        "Packages whose classes `source` may name; files need no entry.",
+        Example("[my_package]"),
+        NOTHING,
     ] = ()
     options: Annotated[
         dict[str, bool | int | float | str | tuple[bool | int | float | str, ...]],
@@ -43,14 +46,14 @@ class CustomConfig(OptimizerBase):
     ] = field(default_factory=dict, hash=False)
     cost_like: Annotated[
         UpdateName,
-        "The optimizer whose update costs and state sizes plans assume for it, unless cluster.measured_updates has"
-        " entries named custom.",
+        "The optimizer whose update costs and state sizes plans assume for the class, unless cluster.measured_updates"
+        " has entries named custom.",
         SPREAD | PLAN,
     ] = "muon"
 
     @property
     def built_in(self) -> bool:
-        """True if the class is one of canzona's own, which a recipe may name without anybody's consent."""
+        """True if the class is part of canzona; a recipe may name such a class without the user's consent."""
         return self.source.startswith("canzona_cli.optimizers.")
 
 

@@ -1,4 +1,4 @@
-"""A whole run: who updates the matrices, what is saved, where its files go, and all sections together."""
+"""The settings of engine, checkpoints and run directory; the complete configuration; mesh and layout."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -34,143 +34,156 @@ BufferLayout = Literal["contiguous", "owner"]
 Splitting = Literal["fused", "qkv", "split", "per_head"]
 Grouping = Literal["greedy", "auto"]
 Mode = Literal["hosted", "shared"]
-"""The ways to update a matrix: whole by its host, or by the owner's TP group together."""
+"""The ways to update a matrix: as a whole on its host, or jointly by the TP group of its owner."""
 Reduction = Literal["reduce", "ring"]
-"""The ways in which a bucket's gradients get to their owners: one reduction per owner, or a reduce-scatter of
-the bucket in equal parts, which are then handed on to their owners."""
+"""The ways to reduce a bucket's gradients to their owners: one reduction per owner, or a reduce-scatter in equal
+parts followed by sending parts on to their owners."""
 Gathering = Literal["broadcast", "ring"]
-"""The ways in which a bucket's weights return: one broadcast per owner, or handed back and all-gathered."""
+"""The ways to gather a bucket's weights: one broadcast per owner, or sending ranges into equal parts followed by an
+all-gather."""
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
-"""The trackers, by package."""
+"""The supported trackers, by the name of their package."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The settings of who updates the matrices."""
+    """The settings of the engine: which ranks update which matrices, and how."""
 
     strategy: Annotated[
         Strategy,
-        "canzona, paper (the engine of arXiv 2602.06079) and asc execute a Plan; layerwise is Megatron's own; sc (each "
-        "rank updates everything) is too with Muon, and is done by canzona's engine with other optimizers. AdamW alone "
-        "needs none of them.",
+        "canzona, paper (the engine of arXiv 2602.06079) and asc execute a plan. layerwise is Megatron's layer-wise "
+        "optimizer. sc: every rank updates every matrix, with Megatron's own Muon or, for other optimizers, canzona's "
+        "engine. Without effect for optimizer=adamw.",
         SPREAD | PLAN,
     ]
     layout: Annotated[
         BufferLayout,
-        "Order of a bucket's parameters: contiguous (natural order, the paper's) or owner (by owner, uneven "
-        "shards, no padding).",
+        "Order of the parameters in a bucket: contiguous (Megatron's order, as in the paper), or owner (sorted by "
+        "owner, with uneven shards and no padding).",
         SPREAD | PLAN,
     ] = "owner"
     splitting: Annotated[
         Splitting,
-        "What counts as one matrix. fused: weights as Megatron stores them; qkv: q, k and v apart (as far as sc "
-        "and layerwise go); split: gate and up apart too; per_head: q, k and v by head, gate and up apart.",
+        "What counts as one matrix. fused: weights as Megatron stores them; qkv: q, k and v separate (the finest that "
+        "sc with Muon and layerwise support); split: gate and up separate too; per_head: also each head of q, k and v.",
         SPREAD | PLAN,
     ] = "split"
     alpha: Annotated[
         float,
         Range(at_least=0, at_most=1),
-        "Balance over data-parallel ranks: 0 evens out communication, 1 compute, in between both.",
+        "What is balanced over data-parallel ranks: 0 communication, 1 compute, in between a mixture.",
         SPREAD | PLAN,
     ] = 1.0
     grouping: Annotated[
         Grouping,
-        "How micro-groups are cut: greedy with rollback (the paper's), auto (searched).",
+        "How matrices are divided into micro-groups: greedy (with rollback, as in the paper), auto (by search).",
         SPREAD | PLAN,
     ] = "auto"
     mode: Annotated[
         Literal["auto"] | Mode,
-        "Who updates a matrix: hosted (its host, whole), shared (the owner's TP group together, wherever the optimizer "
-        "and the matrix allow it), auto (by matrix, searched). paper, asc: hosted.",
+        "Who updates a matrix: hosted (its host alone), shared (the TP group of its owner together, if optimizer and "
+        "matrix allow it), auto (chosen for each matrix by search). Strategies paper and asc are always hosted.",
         SPREAD | PLAN,
     ] = "auto"
     c_max_mib: Annotated[
-        Positive | None, "Largest fused exchange of one rank; null: chosen.", Unit("MiB"), Example("64"), SPREAD | PLAN
+        Positive | None,
+        "Size limit of one rank's fused exchange; null: chosen.",
+        Unit("MiB"),
+        Example("64"),
+        SPREAD | PLAN,
     ] = None
     reduction: Annotated[
         Reduction | None,
-        "How gradients get to their owners, and weights back: reduce (and broadcast) by owner, or one "
-        "native collective of equal parts that are handed on to owners (ring). null: the faster for each bucket.",
+        "How gradients reach their owners, and weights return: reduce (one reduction and one broadcast per owner), or "
+        "ring (a reduce-scatter and an all-gather of equal parts, and messages between their ranks and the owners). "
+        "null: the faster for each bucket.",
         SPREAD | PLAN,
     ] = None
     plan: Annotated[
         str | None,
-        "A plan file to execute, as `canzona plan` wrote it; null: the newest in ./plans for this very run, else a"
-        " new plan. The same run is always planned the same.",
+        "A plan file of `canzona plan` to execute; null: the newest file in ./plans that fits this run, else a new"
+        " plan. Planning is deterministic.",
         NOTHING,
     ] = None
     exchange_dtype: Annotated[
         Precision,
-        "Precision of gradients on their way between TP ranks; bf16 halves the exchange and rounds them.",
+        "Precision in which gradients are sent between TP ranks; bf16 halves the data, but rounds gradients.",
         CURVE | PLAN,
     ] = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """The settings of when a run is saved, what is kept of it, and what a run continues from."""
+    """The settings of saving and resuming: when a run saves, which checkpoints it keeps, where it starts."""
 
-    every_steps: Annotated[Count | None, "Steps between two checkpoints; null: by time alone.", NOTHING] = None
-    every_minutes: Annotated[Positive | None, "Minutes between two checkpoints; null: by steps alone.", NOTHING] = 30.0
-    at_end: Annotated[bool, "Also after the last step. A preempted or interrupted run is always saved.", NOTHING] = True
-    asynchronous: Annotated[bool, "Write while training continues; false: wait for the disk.", NOTHING] = True
-    keep: Annotated[Count, "Newest checkpoints to keep.", NOTHING] = 3
+    every_steps: Annotated[Count | None, "Steps between two checkpoints; null: only by time.", NOTHING] = None
+    every_minutes: Annotated[Positive | None, "Minutes between two checkpoints; null: only by steps.", NOTHING] = 30.0
+    at_end: Annotated[
+        bool, "Save after the last step too. A preempted or interrupted run is always saved.", NOTHING
+    ] = True
+    asynchronous: Annotated[
+        bool, "Write checkpoints while training continues; false: training waits for the disk.", NOTHING
+    ] = True
+    keep: Annotated[Count, "Number of newest checkpoints to keep.", NOTHING] = 3
     keep_every: Annotated[
-        Count | None, "Keep checkpoints at multiples of this many steps for ever; null: only the newest.", NOTHING
+        Count | None,
+        "Also keep checkpoints at multiples of this many steps for good; null: keep only the newest.",
+        NOTHING,
     ] = None
     resume: Annotated[
         str,
-        "auto: the newest checkpoint of the run directory, else from the start. Or the name of a checkpoint in it "
-        "(step-00000030), or the path of a checkpoint or of another run's directory.",
+        "What the run resumes from. auto: the newest checkpoint in the run directory, or the start if there is none. "
+        "Or the name of a checkpoint there (step-00000030), or the path of a checkpoint or of another run directory.",
         NOTHING,
     ] = "auto"
     weights_from: Annotated[
         str | None,
-        "A run's directory, a checkpoint's path or a Hugging Face folder: the run begins at its first step with those "
-        "weights, and with a new optimizer (another one, annealing); once it has saved, it continues from that. "
-        "init=DIR is short for it. null: random weights.",
+        "A run directory, a checkpoint or a Hugging Face folder: the run starts at its first step with the weights "
+        "from there and a new optimizer state, for example for annealing. Once it has a checkpoint, it resumes from "
+        "that. Short form: init=DIR. null: random weights.",
         NOTHING,
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """The settings of where a run leaves its files, and what it reports on the way."""
+    """The settings of the run directory, trackers, hang detection, restarts, traces and profiles."""
 
     dir: Annotated[str | None, "The run directory; null: `<root>/<recipe>-<time>`.", NOTHING] = None
-    root: Annotated[str, "Folder in which runs without a directory of their own get one.", NOTHING] = "runs"
+    root: Annotated[str, "Folder in which run directories are created when `dir` is null.", NOTHING] = "runs"
     trackers: Annotated[
         tuple[TrackerName, ...],
-        "What takes the numbers of metrics.jsonl as well, of tensorboard, wandb and mlflow. Where they send them, and "
-        "with which key, their own environment variables say (WANDB_MODE, MLFLOW_TRACKING_URI, ...).",
+        "Trackers that also get the numbers of metrics.jsonl: tensorboard, wandb, mlflow. Their own environment "
+        "variables set the server and its key (WANDB_MODE, MLFLOW_TRACKING_URI, ...).",
         Example("[tensorboard,wandb,mlflow]"),
         NOTHING,
     ] = ()
     hang_timeout_s: Annotated[
         Positive | None,
-        "Time without progress on any rank after which the run is ended and the stuck rank is named; three times "
-        "as long for start-up, loading, saving and the first step. null: never.",
+        "Time without progress of a rank after which the run is ended and the stuck rank reported; three times as long "
+        "for start-up, loading, saving and the first step. null: never.",
         Unit("seconds"),
         NOTHING,
     ] = 600.0
     restarts: Annotated[
         CountOrZero,
-        "How often one launch starts a run again whose workers crashed or hung, after 10 s, and 20 s, 40 s, ... while "
-        "it gets no further; 0: never. Not what fails twice alike at one step, what diverged, nor a mistake.",
+        "How often one launch restarts a run whose workers crashed or hung: after 10 s, then 20 s, 40 s, ... while it "
+        "makes no progress; 0: never. A run is not restarted if it fails twice in the same way at the same step, "
+        "diverged, or has a user's mistake.",
         NOTHING,
     ] = 0
     trace_steps: Annotated[
         tuple[Count, Count] | None,
-        "First and last step whose timelines go into trace.json; null: no trace.json, and those of the last two "
-        "steps are kept for `canzona report --trace`.",
+        "First and last step whose timelines are written to trace.json; null: no trace.json, but the timelines of the "
+        "last two steps are kept for `canzona report --trace`.",
         Example("[5,7]"),
         NOTHING,
     ] = None
     profile_steps: Annotated[
         tuple[Count, Count] | None,
-        "First and last step to record with torch's profiler, on every rank of up to 8, else on rank 0; it slows "
-        "those steps, which the breakdown leaves out.",
+        "First and last step to record with torch's profiler, on every rank if there are at most 8, else on rank 0. "
+        "The profiler slows these steps down; the breakdown leaves them out.",
         Example("[5,7]"),
         NOTHING,
     ] = None
@@ -178,10 +191,10 @@ class RunSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything `canzona train` needs to know."""
+    """The complete configuration of a run, as `canzona train` uses it."""
 
     name: Annotated[str, "The recipe's name.", NOTHING]
-    gpus: Annotated[Ranks, "Ranks in all (GPUs, or CPU processes on a CPU cluster profile).", SPREAD | PLAN]
+    gpus: Annotated[Ranks, "Total number of ranks: GPUs, or CPU processes with a CPU cluster profile.", SPREAD | PLAN]
     model: ModelConfig
     train: TrainConfig
     optimizer: OptimizerConfig
@@ -197,24 +210,24 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The ranks of one job, which a plan is for; `gpus == tp * pp * cp * dp`."""
+    """The ranks of one job by parallel axis, which a plan is made for; `gpus == tp * pp * cp * dp`."""
 
     tp: Ranks
     pp: Ranks
     vpp: Count = 1
-    """Model chunks of each pipeline stage; chunk c of stage s has the layers of part `c * pp + s` of `pp * vpp`."""
+    """The model chunks of each pipeline stage; chunk c of stage s has the layers of part `c * pp + s` of `pp * vpp`."""
     cp: Ranks
     dp: Ranks
 
     @property
     def owners(self) -> int:
-        """Ranks that share out the matrices of a stage, for gradients are reduced over them: data and context
-        parallel."""
+        """The number of data-parallel and context-parallel ranks. Gradients are reduced over these, so the
+        matrices of a stage are divided among them."""
         return self.dp * self.cp
 
     @property
     def cells(self) -> int:
-        """Ranks of one stage."""
+        """The number of ranks of one pipeline stage."""
         return self.owners * self.tp
 
     @property
@@ -222,33 +235,35 @@ class Mesh:
         return self.cells * self.pp
 
     def rank(self, stage: int, cell: int) -> int:
-        """Global rank of cell `owner * tp + host`, by Megatron's order: tp innermost, then cp, dp, pp."""
+        """Returns the global rank of cell `owner * tp + host` in Megatron's order: tp innermost, then cp, dp, pp."""
         return stage * self.cells + cell
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Mesh):
-    """A resolved spread of one job over its ranks; all numbers concrete."""
+    """A resolved layout of one job: the mesh, batch sizes and recomputation, without nulls."""
 
     micro_batch_size: Count
-    """Sequences."""
+    """The sequences of one micro-batch."""
     num_microbatches: Count
-    """Micro-batches of one step on one data-parallel rank (gradient accumulation)."""
+    """The micro-batches of one step on one data-parallel rank (gradient accumulation)."""
     global_batch_size: Count
-    """Sequences; `dp * micro_batch_size * num_microbatches`."""
+    """The sequences of one step; `dp * micro_batch_size * num_microbatches`."""
     recompute: Recompute
     sequence_parallel: bool
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks alone."""
+        """The mesh of this layout."""
         return Mesh(tp=self.tp, pp=self.pp, vpp=self.vpp, cp=self.cp, dp=self.dp)
 
     @cached_property
     def bare(self) -> "Layout":
-        """Tensor, pipeline and data-parallel ranks, model chunks, and nothing else: what depends on these
-        alone is the same for all layouts that have the same here, and computed once. Context-parallel ranks
-        count as data-parallel ones."""
+        """The layout reduced to tensor, pipeline and data-parallel ranks and model chunks, as a cache key.
+
+        Results that depend only on these are computed once for all layouts with the same value. Context-parallel
+        ranks count as data-parallel ones.
+        """
         return replace(
             self,
             cp=1,
@@ -262,7 +277,7 @@ class Layout(Mesh):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The ranks of each axis as a layout is written: (("TP", 2), ("DP", 4)).
-        Only DP is named with one rank."""
+        """The ranks of each axis, for display: (("TP", 2), ("DP", 4)). An axis with one rank is left out, except
+        DP."""
         axes = (("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("DP", self.dp))
         return tuple((name, ranks) for name, ranks in axes if ranks > 1 or name == "DP")

@@ -1,5 +1,4 @@
-"""The settings of training: model, data, batch, length and learning-rate schedule,
-and how it is spread over ranks."""
+"""The settings of training: model, parallelism, batch, length, learning-rate schedule and data."""
 
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
@@ -26,7 +25,7 @@ from canzona_cli.fields import (
 Layers = Annotated[int, Range(at_least=1, at_most=2048)]
 Heads = Annotated[int, Range(at_least=1, at_most=2048)]
 Sequences = Annotated[int, Range(at_least=1, at_most=1 << 16)]
-"""The sequences of one step; simulations walk through its micro-batches."""
+"""The number of sequences in a step. It is bounded because simulations iterate over the micro-batches."""
 Recompute = Literal["none", "selective", "full"]
 NonFinite = Literal["stop", "skip"]
 Divergence = Literal["stop", "warn"]
@@ -34,9 +33,9 @@ LossSpike = Literal["ignore", "warn", "stop"]
 DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
 
 WARMUP_SHARE = 20
-"""A twentieth of the decay is warm-up ..."""
+"""The divisor of the decay steps that gives the warm-up steps: a twentieth."""
 WARMUP_CEILING = 2000
-"""... up to this many steps, which is what published runs of these sizes use."""
+"""The most warm-up steps, as in published runs of these model sizes."""
 WSD_DECAY_SHARE = 10
 
 
@@ -52,7 +51,7 @@ class ModelConfig:
     num_query_groups: Annotated[Heads, "Key/value heads (GQA groups).", MODEL | PLAN]
     head_dim: Annotated[Side, "Width of one attention head.", MODEL | PLAN]
     vocab_size: Annotated[Side, "Rows of the embedding.", MODEL | PLAN]
-    tied_embeddings: Annotated[bool, "Whether the output layer shares the embedding's weight.", MODEL | PLAN]
+    tied_embeddings: Annotated[bool, "Share one weight between embedding and output layer.", MODEL | PLAN]
     rope_base: Annotated[float, Range(at_least=1, at_most=1e12), "Base of the rotary embedding.", CURVE] = 1_000_000.0
     norm_eps: Annotated[Epsilon, "Epsilon of the RMSNorms.", CURVE] = 1e-6
     qk_norm: Annotated[bool, "Normalise queries and keys, head by head.", MODEL] = True
@@ -65,21 +64,20 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The settings that spread one model over ranks. dp is what is left: `gpus / (tp * pp * cp)`."""
+    """The settings that distribute one model over ranks. dp follows from them: `gpus / (tp * pp * cp)`."""
 
     tp: Annotated[Ranks | None, "Tensor-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
     pp: Annotated[Ranks | None, "Pipeline stages; null: chosen.", LAYOUT | PLAN] = None
     vpp: Annotated[
         Count | None,
-        "Model chunks of each pipeline stage, which take turns (interleaved 1F1B): as many times less waiting at the"
-        " ends of a step, and as many times more messages. 1: each stage has consecutive layers; null: chosen.",
+        "Model chunks of each pipeline stage (interleaved 1F1B): n chunks divide the idle time at the ends of a step by"
+        " n and multiply the messages by n. 1: each stage has consecutive layers; null: chosen.",
         LAYOUT | PLAN,
     ] = None
     cp: Annotated[Ranks | None, "Context-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
     sequence_parallel: Annotated[
         bool | None,
-        "Shard activations of norms over TP ranks. It needs Transformer Engine; null: on where there is one and tp"
-        " > 1.",
+        "Shard activations of norms over TP ranks. Needs Transformer Engine; null: true if it is used and tp > 1.",
         NOTHING,
     ] = None
     overlap_grad_reduce: Annotated[bool, "Reduce a bucket's gradients during the backward pass.", PLAN] = True
@@ -91,11 +89,13 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The job: how long, on how much data a step, in which precision."""
+    """The settings of the training job: its length, batch, precision, guards, validation and samples."""
 
     steps: Annotated[Count, "Optimizer steps of the run.", NOTHING]
     seq_length: Annotated[Side, "Tokens in a sequence.", CURVE]
-    batch_tokens: Annotated[Count, "Tokens per optimizer step to aim for when `global_batch_size` is null.", NOTHING]
+    batch_tokens: Annotated[
+        Count, "Target number of tokens per optimizer step when `global_batch_size` is null.", NOTHING
+    ]
     global_batch_size: Annotated[
         Sequences | None,
         "Sequences per optimizer step over all ranks; null: the multiple of dp nearest to `batch_tokens`.",
@@ -106,7 +106,7 @@ class TrainConfig:
     ] = None
     recompute: Annotated[
         Recompute | None,
-        "Activation recomputation: none, selective (core attention), full (whole layers); null: chosen.",
+        "Activation recomputation: none, selective (core attention), full (entire layers); null: chosen.",
         SPREAD,
     ] = None
     precision: Annotated[Precision, "bf16: bf16 weights with fp32 masters. fp32: everything in fp32.", CURVE | PLAN] = (
@@ -117,23 +117,23 @@ class TrainConfig:
     )
     non_finite: Annotated[
         NonFinite,
-        "On NaN or infinite gradients: stop all ranks before any weight changes, or skip that step and count it.",
+        "On NaN or infinite gradients: stop all ranks before any weight changes, or skip and count the step.",
         NOTHING,
     ] = "stop"
     loss_spike: Annotated[
         LossSpike,
-        "On a sudden rise of the loss: ignore it, warn, or stop and leave the last checkpoint as it is.",
+        "On a sudden rise of the loss: ignore it, warn, or stop without saving another checkpoint.",
         NOTHING,
     ] = "warn"
     loss_spike_sigmas: Annotated[
-        Positive, "A rise counts when the loss is this many standard deviations above its recent mean.", NOTHING
+        Positive, "How many standard deviations above its recent mean a loss counts as a spike.", NOTHING
     ] = 8.0
     divergence: Annotated[
         Divergence,
-        "When training is lost: stop (exit code 70, naming the last checkpoint from before), or warn, train on, and end"
-        " so only where it is still lost after the last step. Lost is a loss that stays half-way back to a uniform"
-        " guess, or above what it began with, or a validation worse than before training, twice or at the end. None of"
-        " it mends itself overnight, and spikes, warm-ups and new data do not reach it.",
+        "If training diverges: stop (exit code 70, naming the last checkpoint before), or warn, continue, and fail only"
+        " if it is still diverged after the last step. Diverged means that the loss stays half-way back to that of a"
+        " uniform guess, or above its initial value, or that a validation is worse than before training, twice or at"
+        " the end. Loss spikes, warm-ups and new data do not trigger it.",
         NOTHING,
     ] = "stop"
     seed: Annotated[
@@ -141,14 +141,14 @@ class TrainConfig:
     ] = 1234
     eval_interval: Annotated[
         CountOrZero,
-        "Steps between validations; 0 for none. Validation also runs before step 1 and after the last step.",
+        "Steps between validations; 0: no validation. Validation also runs before step 1 and after the last step.",
         NOTHING,
     ] = 100
-    eval_batches: Annotated[Count, "Global batches a validation reads, of each set of a blend.", NOTHING] = 8
+    eval_batches: Annotated[Count, "Global batches that a validation reads from each set of a blend.", NOTHING] = 8
     sample_every: Annotated[
         CountOrZero,
-        "Steps between samples of what the model writes (its likeliest token each time), in the live view, events.jsonl"
-        " and trackers; another follows the last step. 0: none.",
+        "Steps between text samples from the model (always the likeliest token), shown in the live view, events.jsonl"
+        " and trackers; another one follows the last step. 0: none.",
         NOTHING,
     ] = 0
     sample_prompt: Annotated[
@@ -159,28 +159,28 @@ class TrainConfig:
     ] = None
     sample_tokens: Annotated[
         Count,
-        "Most tokens of a sample. Each is a forward pass over prompt and sample; both end with the sequence.",
+        "Most tokens of a sample. Each takes a forward pass; prompt and sample together fit one sequence.",
         NOTHING,
     ] = 48
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Learning rate over steps: linear warm-up, then a decay."""
+    """The settings of the learning rate over steps: a linear warm-up, then a decay."""
 
     decay: Annotated[DecayStyle, "Shape of the decay after the warm-up.", CURVE] = "cosine"
     warmup_steps: Annotated[
-        CountOrZero | None, "Steps of linear warm-up; null: a twentieth of `decay_steps`, 2000 at most.", CURVE
+        CountOrZero | None, "Steps of linear warm-up; null: a twentieth of `decay_steps`, at most 2000.", CURVE
     ] = None
-    decay_steps: Annotated[
-        Count | None, "Step at which the rate has reached its minimum; null: `train.steps`.", CURVE
-    ] = None
+    decay_steps: Annotated[Count | None, "Step at which the rate reaches its minimum; null: `train.steps`.", CURVE] = (
+        None
+    )
     wsd_decay_steps: Annotated[
-        Count | None, "For wsd, steps of the final decay; null: a tenth of what follows the warm-up.", CURVE
+        Count | None, "For wsd: steps of the final decay; null: a tenth of the steps after the warm-up.", CURVE
     ] = None
 
     def complete(self, steps: int) -> "ScheduleConfig":
-        """The schedule with its nulls chosen for a run of `steps` steps."""
+        """Returns the schedule with its nulls resolved for a run of `steps` steps."""
         decay_steps = self.decay_steps if self.decay_steps is not None else steps
         warmup_steps = self.warmup_steps
         if warmup_steps is None:
@@ -193,25 +193,29 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The settings of where tokens come from."""
+    """The settings of the training data and its tokenizer."""
 
     source: Annotated[
         Literal["stdlib", "prepared"],
-        "stdlib: the Python standard library's own sources, tokenised once and cached. prepared: files at `path`, or"
-        " those of `blend`.",
+        "stdlib: the source code of the Python standard library, tokenised once and cached. prepared: the files of"
+        " `path` or `blend`.",
         CURVE,
     ]
     path: Annotated[str | None, "For prepared: the prefix of the .bin/.idx pair, without extension.", CURVE] = None
     blend: Annotated[
         dict[str, Positive] | None,
-        "For prepared, in place of path: prefixes of several pairs, each with its weight, that is, its share of the"
-        " samples in relation to the others'.",
+        "For prepared, instead of path: the prefixes of several pairs, each with its weight, the relative share of its"
+        " samples.",
         Example("'{data/code:0.7,data/web:0.3}'"),
         CURVE,
     ] = field(default=None, hash=False)
     tokenizer: Annotated[str, "For stdlib: byte, bpe, or the path of a Hugging Face tokenizer.json.", CURVE] = "byte"
-    tokenizer_vocab_size: Annotated[Side, "Entries of a bpe trained on the spot.", CURVE] = 16384
-    validation_fraction: Annotated[Share, "Share of the documents held out, from the end.", CURVE] = 0.02
+    tokenizer_vocab_size: Annotated[
+        Side, "For bpe: entries of the vocabulary, which is trained on the data.", CURVE
+    ] = 16384
+    validation_fraction: Annotated[
+        Share, "Share of documents, from the end, that are held out for validation.", CURVE
+    ] = 0.02
     cache_dir: Annotated[
         str | None,
         "Folder of prepared corpora, sample indices and searched layouts; null: $CANZONA_CACHE, else ~/.cache/canzona.",
