@@ -70,7 +70,7 @@ def product(
 
     Args:
         a, b: (side, side) or (batch, side, side), symmetric.
-        out: Of the same shape, contiguous, overwritten; may share memory with `add` only.
+        out: A contiguous tensor of the same shape, overwritten; may share memory with `add` only.
         add: Symmetric, of the same shape. None: nothing is added.
         beta: The factor of `add`; ignored without `add`.
         alpha: The factor of the product.
