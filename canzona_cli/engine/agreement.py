@@ -88,7 +88,7 @@ class _RankCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class _Content:
-    """One rank's plan."""
+    """The plan of one rank."""
 
     plan: Mapping[str, object]
 

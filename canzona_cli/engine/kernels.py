@@ -115,7 +115,7 @@ def _load(ladder: Mapping[str, Callable[[], Kernel]]) -> tuple[dict[str, Kernel]
         try:
             loaded[name] = load()
         except Exception as error:  # importing an optional package may raise anything
-            refused.append(KernelTrial(kernel=name, refused=_words(error)))
+            refused.append(KernelTrial(kernel=name, refused=_error_text(error)))
     return loaded, refused
 
 
@@ -225,10 +225,10 @@ def _trial(name: str, kernel: Kernel, cases: Sequence[_Case], seconds: Seconds) 
             return KernelTrial(kernel=name, refused="its results differ from cuBLAS's")
         times = [seconds(lambda: cases[-1].run(kernel)) for _ in range(_REPEATS)]
     except Exception as error:  # from a compiler or a driver that does not support the kernel on this GPU
-        return KernelTrial(kernel=name, refused=_words(error))
+        return KernelTrial(kernel=name, refused=_error_text(error))
     return KernelTrial(kernel=name, seconds=statistics.median(times))
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     text = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {text}"[:200]

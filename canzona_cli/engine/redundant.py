@@ -22,7 +22,7 @@ from canzona_cli.model.matrices import Matrix
 
 
 class FragmentGather:
-    """Gathers the fragments of a matrix on every TP rank, one matrix at a time and without overlap.
+    """The gathering of a matrix's fragments on every TP rank, one matrix at a time and without overlap.
 
     Args:
         matrices: all matrices that will be gathered; the largest determines the size of the messages.

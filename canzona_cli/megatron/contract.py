@@ -52,7 +52,7 @@ def keeps(*attributes: str) -> Check:
     def check(thing: object) -> str | None:
         if not isinstance(thing, type):
             return "it is not a class"
-        words = _words(thing.__init__)  # type: ignore[misc]
+        words = _tokens(thing.__init__)  # type: ignore[misc]
         assigned = {
             name
             for owner, dot, name, then in zip(words, words[1:], words[2:], words[3:], strict=False)
@@ -77,7 +77,7 @@ def says(*texts: str) -> Check:
     """Returns a check that these tokens occur in the source code; quotes of strings are ignored."""
 
     def check(thing: object) -> str | None:
-        return _lacks("mention of", texts, {word.strip("'\"") for word in _words(thing)})
+        return _lacks("mention of", texts, {word.strip("'\"") for word in _tokens(thing)})
 
     return check
 
@@ -95,7 +95,7 @@ def reads(digest: str) -> Check:
 
 def source_digest(code: Hashable) -> str:
     """Returns a digest of an object's source code without comments and line breaks."""
-    return hashlib.sha256("\n".join(_words(code)).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(_tokens(code)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ def _lacks(kind: str, needed: tuple[str, ...], known: object) -> str | None:
 
 
 @functools.cache
-def _words(code: Hashable) -> tuple[str, ...]:
+def _tokens(code: Hashable) -> tuple[str, ...]:
     """Splits the source of `code` into tokens, without comments and line breaks. The beginning and end of a block
     become INDENT and DEDENT."""
     unwrapped = inspect.unwrap(code) if callable(code) else code

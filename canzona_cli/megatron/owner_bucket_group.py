@@ -191,8 +191,8 @@ def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -
         group.next_param_gather_bucket_group = group.previous_grad_reduce_bucket_group = None
     if chunks[0].ddp_config.overlap_param_gather:
         order = gathering_order(chunks)
-        for group, behind in zip(order, order[GATHERED_AHEAD:], strict=False):
-            group.next_param_gather_bucket_group = behind
+        for group, following in zip(order, order[GATHERED_AHEAD:], strict=False):
+            group.next_param_gather_bucket_group = following
 
 
 def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:

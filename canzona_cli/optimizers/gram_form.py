@@ -168,9 +168,9 @@ def _segment(
     centred_gram(x if wide else x.mT, known[0], r)
     spread = norm_of_rows(r) if len(steps) > 1 else 0.0
     applied = polynomial(r, steps, known, workspace)
-    behind = applied.error(error, mean, spread)
+    error_after = applied.error(error, mean, spread)
     applied.apply(x, out, wide=wide)
-    return behind
+    return error_after
 
 
 def centred_gram(short: torch.Tensor, alpha: Number, out: torch.Tensor) -> None:
@@ -206,8 +206,8 @@ class Polynomial:
         rows, unit = -(-side // _every(side)), torch.finfo(self.q.dtype).eps / 2 / 3**0.5
         root: Number = mean**0.5
         lost = spread * self.before * self.before * (abs(self.slope) * unit / rows**1.5)
-        behind: Number = norm_of_rows(self.q, self.gamma) * (error + root * unit) * float(rows) ** -0.5 + lost
-        return behind
+        error_after: Number = norm_of_rows(self.q, self.gamma) * (error + root * unit) * float(rows) ** -0.5 + lost
+        return error_after
 
     def left(self) -> Number:
         """Estimates the mean square of the singular values after the steps, from some rows of the last step's
@@ -224,8 +224,8 @@ class Polynomial:
         if value is not None:
             some = some.clone()
             some[..., first::every].diagonal(dim1=-2, dim2=-1).add_(_flat(value))
-        behind = torch.matmul(some, r).float() + alpha * some.float()
-        return _number(behind.mul_(some.float()).sum((-2, -1)) / -(-side // every))
+        product = torch.matmul(some, r).float() + alpha * some.float()
+        return _number(product.mul_(some.float()).sum((-2, -1)) / -(-side // every))
 
     def apply(self, x: torch.Tensor, out: torch.Tensor, *, wide: bool) -> None:
         """Writes (gamma I + q) x, multiplied from x's short side, into `out`. Must be called last, because gamma is

@@ -50,7 +50,7 @@ class KLShampoo(KroneckerOptimizer):
         vectors = {f"eigenvalues_{side}": (length,) for side, length in self._lengths(p)}
         return {**super().state_shapes(p), **bases, **vectors, "exp_avg": tuple(p.shape)}
 
-    def _seen(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
+    def _factor_inputs(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
         """Returns the gradient whitened on the other side, and averages it into the eigenvalues. In fp32 whatever
         `precision` is."""
         with products("fp32"):
@@ -65,7 +65,7 @@ class KLShampoo(KroneckerOptimizer):
         roots = {side: self._inverse_root(p, side) for side in sides}
         if len(sides) < 2:
             self._follow(p, self._sandwich(p, "Q_", grad, transpose="L"), roots)
-            return super()._seen(p, grad)
+            return super()._factor_inputs(p, grad)
         basis, other = state["Q_L"], state["Q_R"]
         left = torch.mm(basis.mT, grad, out=self.workspace.like("sandwich_L", p))
         right = torch.mm(grad, other, out=self.workspace.like("sandwich_R", p))
@@ -91,10 +91,10 @@ class KLShampoo(KroneckerOptimizer):
 
     def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
         if self.state[stack[0][0]]["step"] == 1:
-            self._keep(stack, "Q_", self._eigenbases(stack, factors))
+            self._store_squares(stack, "Q_", self._eigenbases(stack, factors))
             return
         bases = torch.stack([self.state[p][f"Q_{side}"] for p, side in stack])
-        self._keep(stack, "Q_", self._orthonormal(stack, factors @ bases, bases))
+        self._store_squares(stack, "Q_", self._orthonormal(stack, factors @ bases, bases))
 
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         state, beta1, out = self.state[p], self.betas[0], self.workspace.like("turned", p)

@@ -41,8 +41,8 @@ class KroneckerSettings(TypedDict, total=False):
 
 
 class KroneckerOptimizer(MatrixOptimizer):
-    """Maintains the Kronecker factors of each matrix. A subclass computes a square (a root or an eigenbasis) from each
-    factor, and the direction of the update from the gradient.
+    """The base class of optimizers with Kronecker factors, which it maintains. A subclass computes a square (a
+    root or an eigenbasis) from each factor, and the direction of the update from the gradient.
 
     State of a matrix: `step`, the number of its updates so far; `L` (rows, rows) and `R` (cols, cols), the factors,
     packed: moving averages corrected for their start at zero; and what the subclass adds. A side longer than
@@ -111,13 +111,13 @@ class KroneckerOptimizer(MatrixOptimizer):
         self.precision = precision
         self.workspace = workspace or Workspace()
         self._offsets = dict(zip(matrices, offsets, strict=True))
-        self._unsaid: list[tuple[torch.Tensor, torch.Tensor, float, str]] = []
+        self._pending_reports: list[tuple[torch.Tensor, torch.Tensor, float, str]] = []
 
     @abstractmethod
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
         """Adds the subclass's initial state of matrix `p` to `state`."""
 
-    def _seen(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
+    def _factor_inputs(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
         """Returns, for each side, the matrix X (side, other side) whose X X^T is averaged into the factor. It may be
         scratch."""
         return {"L": grad, "R": grad.mT}
@@ -157,9 +157,9 @@ class KroneckerOptimizer(MatrixOptimizer):
         return tensors
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
-        self._say()
+        self._report_pending()
         with products(self.precision):
-            due = [p for p in matrices if self._learn(p)]
+            due = [p for p in matrices if self._average_factors(p)]
         with products("fp32"):
             for stack in self._stacks(due):
                 length = stack[0][0].size(SIDES.index(stack[0][1]))
@@ -173,7 +173,7 @@ class KroneckerOptimizer(MatrixOptimizer):
             for p in matrices:
                 self._update(p, self._gradient(p), group)
 
-    def _learn(self, p: torch.Tensor) -> bool:
+    def _average_factors(self, p: torch.Tensor) -> bool:
         """Averages the gradient of `p` into its factors and returns True if `p` is due for a refresh in this step."""
         state = self.state[p]
         if not state:
@@ -185,7 +185,7 @@ class KroneckerOptimizer(MatrixOptimizer):
         state["step"] = done + 1
         # This weight makes the average a bias-corrected one at every step (as in emerging-optimizers' SOAP).
         weight = (1 - self.shampoo_beta) / (1 - self.shampoo_beta ** (done + 1))
-        seen = self._seen(p, self._gradient(p))
+        seen = self._factor_inputs(p, self._gradient(p))
         for side, length in self._lengths(p):
             average_gram(state[side], seen[side], weight, self._square(p, 1, length)[0])
         period = self.precondition_frequency
@@ -265,7 +265,7 @@ class KroneckerOptimizer(MatrixOptimizer):
                 for (p, side), basis, new in zip(stack, bases, powered, strict=True)
             ]
 
-    def _keep(
+    def _store_squares(
         self, stack: Sequence[tuple[torch.Tensor, Side]], name: str, bases: Sequence[torch.Tensor | None]
     ) -> None:
         for (p, side), new in zip(stack, bases, strict=True):
@@ -275,15 +275,15 @@ class KroneckerOptimizer(MatrixOptimizer):
     def _bounded(self, p: torch.Tensor, size: torch.Tensor, limit: float, words: str) -> None:
         """Reports `words`, formatted with `size`, if `size` exceeds the limit. On a GPU the report follows with the
         next update, when the host has waited for the device anyway; this call does not wait."""
-        self._unsaid.append((p, size.to("cpu", non_blocking=True), limit, words))
+        self._pending_reports.append((p, size.to("cpu", non_blocking=True), limit, words))
         if size.device.type == "cpu":
-            self._say()
+            self._report_pending()
 
-    def _say(self) -> None:
-        for p, size, limit, words in self._unsaid:
+    def _report_pending(self) -> None:
+        for p, size, limit, words in self._pending_reports:
             if (worst := float(size)) > limit:
                 self._report(p, words.format(worst))
-        self._unsaid.clear()
+        self._pending_reports.clear()
 
     def _report(self, p: torch.Tensor, reason: str) -> None:
         if self.on_fallback is not None:

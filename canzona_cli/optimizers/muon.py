@@ -142,7 +142,7 @@ class Muon(MatrixOptimizer):
                 self._set_rates(matrices[0], group)
             if self.graph and not on_host and not excluded:
                 replayed = self._replayed.setdefault(id(group), Replayed())
-                replayed.run(lambda: self._update_all(matrices, group), lambda: self._fixed(matrices, group))
+                replayed.run(lambda: self._update_all(matrices, group), lambda: self._graph_key(matrices, group))
             else:
                 self._update_all(matrices, group)
         # Not in `_update`: replaying a CUDA graph would not run this host code.
@@ -150,9 +150,9 @@ class Muon(MatrixOptimizer):
             count_down(self.state[p])
 
     def _update_all(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
-        for _, same in groupby(sorted(matrices, key=self._kind) if self.stack else matrices, key=self._kind):
+        for _, same in groupby(sorted(matrices, key=self._batch_key) if self.stack else matrices, key=self._batch_key):
             of_shape = list(same)
-            most = self._most(of_shape)
+            most = self._batch_size(of_shape)
             for first in range(0, len(of_shape), most):
                 together = of_shape[first : first + most]
                 if len(together) > 1:
@@ -166,7 +166,7 @@ class Muon(MatrixOptimizer):
             self._rates[id(group)] = p.new_empty(3)
         muon_cuda.set_rates(self._rates[id(group)], group["lr"], group["weight_decay"])
 
-    def _fixed(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> Hashable:
+    def _graph_key(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> Hashable:
         """Returns everything else that may change and that a captured update of these matrices depends on: if it
         differs from the previous step's, the update must not be replayed."""
         state = [value for p in matrices for value in self.state[p].values() if isinstance(value, torch.Tensor)]
@@ -177,7 +177,7 @@ class Muon(MatrixOptimizer):
         decay = group["weight_decay"] if in_gram_form else None
         return group["momentum"], decay, self.workspace.nbytes, places
 
-    def _most(self, of_shape: Sequence[torch.Tensor]) -> int:
+    def _batch_size(self, of_shape: Sequence[torch.Tensor]) -> int:
         """Returns how many matrices of one shape are updated in one batch at most."""
         if isinstance(self.stack, bool):
             return len(of_shape) if self.stack else 1
@@ -243,7 +243,7 @@ class Muon(MatrixOptimizer):
             # The unscaled direction is not needed any more, so its buffer takes the result.
             into = self.workspace.like("muon_direction", matrices[0]) if wider else None
             result, trusted = gram_newton_schulz(x, self.steps, self.workspace, into)
-            self._judge(matrices, trusted)
+            self._record_trust(matrices, trusted)
             if x.ndim == 2 and result.dtype is torch.float32:
                 return result  # `_move` leaves an untrusted one out
             # Filled rather than multiplied by 0, because an untrusted result may be NaN.
@@ -256,14 +256,14 @@ class Muon(MatrixOptimizer):
                 self._direction(p, p.grad, group["momentum"], again, side=min(p.shape), again=True)
                 iterate.copy_(newton_schulz(again, self.steps, Workspace()))
                 distrust(self.state[p])
-                self._tell(p)
+                self._report_fallback(p)
         return result
 
-    def _tell(self, p: torch.Tensor) -> None:
+    def _report_fallback(self, p: torch.Tensor) -> None:
         if self.on_fallback is not None:
             self.on_fallback(p, LOST)
 
-    def _judge(self, matrices: Sequence[torch.Tensor], trusted: torch.Tensor) -> None:
+    def _record_trust(self, matrices: Sequence[torch.Tensor], trusted: torch.Tensor) -> None:
         """Records on the device which updates are `trusted`. The flags have fixed addresses, so that a replayed
         graph writes them too."""
         for p in matrices:
@@ -308,7 +308,7 @@ class Muon(MatrixOptimizer):
         """Returns the dtype of the iterate X of `p`."""
         return self.dtype if self._form(p) == "gram" else self._standard
 
-    def _kind(self, p: torch.Tensor) -> tuple[tuple[int, ...], str, Form]:
+    def _batch_key(self, p: torch.Tensor) -> tuple[tuple[int, ...], str, Form]:
         return tuple(p.shape), str(p.device), self._form(p)
 
     def _apply(self, p: torch.Tensor, x: torch.Tensor, group: Mapping[str, float]) -> None:

@@ -62,7 +62,7 @@ def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dev
     try:
         optimizer = make(params)
     except Exception as error:
-        raise UnusableOptimizer(f"it cannot be constructed with 2-D parameters: {_words(error)}") from error
+        raise UnusableOptimizer(f"it cannot be constructed with 2-D parameters: {_error_text(error)}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnusableOptimizer(f"it is not a torch optimizer but {_describe(optimizer)}")
     needed = _required_arguments(optimizer)
@@ -76,7 +76,7 @@ def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dev
                 optimizer.step()
         except Exception as error:
             raise UnusableOptimizer(
-                f"step {number} failed on 2-D parameters without closure or autograd: {_words(error)}"
+                f"step {number} failed on 2-D parameters without closure or autograd: {_error_text(error)}"
             ) from error
         for p, old in zip(params, before, strict=True):
             _check(p, old, number)
@@ -113,7 +113,7 @@ def _from_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise UnusableOptimizer(f"{path} fails when it is loaded: {_words(error)}") from error
+        raise UnusableOptimizer(f"{path} fails when it is loaded: {_error_text(error)}") from error
     return module
 
 
@@ -125,7 +125,7 @@ def _from_package(place: str, allow: Sequence[str]) -> ModuleType:
     try:
         return importlib.import_module(place)
     except Exception as error:
-        raise UnusableOptimizer(f"{place} cannot be imported: {_words(error)}") from error
+        raise UnusableOptimizer(f"{place} cannot be imported: {_error_text(error)}") from error
 
 
 def _is_optimizer(thing: object) -> bool:
@@ -151,5 +151,5 @@ def _describe(thing: object) -> str:
     return f"the class {thing.__qualname__}" if inspect.isclass(thing) else f"a {type(thing).__name__}"
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

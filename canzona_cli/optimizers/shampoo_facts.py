@@ -25,7 +25,7 @@ roots."""
 
 @dataclass(frozen=True, kw_only=True)
 class KroneckerConfig(OptimizerBase):
-    """Settings of Shampoo, SOAP and their kin."""
+    """The settings of optimizers with Kronecker factors: Shampoo, SOAP, KL-Shampoo and SOAP-Muon."""
 
     shampoo_beta: Annotated[Share, "Decay of the Kronecker factors.", CURVE] = 0.95
     precondition_frequency: Annotated[

@@ -50,15 +50,15 @@ class SharedMuon(muon.Muon):
         x, trusted = yield from gram_by_rows(x, self.steps, ranks, workspace, wide=_is_wide(p, whole))
         trusted |= square.view(()) == 0  # a direction of zeros gives an exact update of zeros, whatever the estimate
         if muon.by_blocks(p) and not bool(trusted):
-            self._tell(p)
+            self._report_fallback(p)
             return False
-        self._take(p, x, trusted, whole)
+        self._write_update(p, x, trusted, whole)
         return True
 
-    def _take(self, p: torch.Tensor, update: torch.Tensor, trusted: torch.Tensor, whole: Shape) -> None:
+    def _write_update(self, p: torch.Tensor, update: torch.Tensor, trusted: torch.Tensor, whole: Shape) -> None:
         group = self._settings(p)
         if not muon.by_blocks(p):
-            self._judge([p], trusted)
+            self._record_trust([p], trusted)
             update.masked_fill_(trusted.logical_not(), 0)
             self._set_rates(p, group)
         self._move(p, update, group, whole)

@@ -118,18 +118,18 @@ def gram_by_rows(
         r = workspace.get("ns_gram", (side, side), x.dtype, x.device)
         alpha = follows(of_segment[:1], mean_square(x, wide=wide))[0]
         centred_gram(x if wide else x.mT, alpha, r)
-        sums = torch.cat([_told(alpha, x), _told(norm_of_rows(r), x).square()])
+        sums = torch.cat([_as_tensor(alpha, x), _as_tensor(norm_of_rows(r), x).square()])
         parts = workspace.get("ns_half", (ranks.count, side // ranks.count, side), x.dtype, x.device)
         yield ranks.total(sums), ranks.swap(parts, r)
         mean = _number(sums[0]) if number else norm * norm / side
         known = follows(of_segment, mean)
-        _add_up(r[rows], parts, rows.start, sums[0] - _told(known[0], x))
+        _add_up(r[rows], parts, rows.start, sums[0] - _as_tensor(known[0], x))
         yield (ranks.gather(r, r[rows]),)
-        rounded = _number((sums[1] + _told(norm_of_rows(r), x).square()).sqrt())
+        rounded = _number((sums[1] + _as_tensor(norm_of_rows(r), x).square()).sqrt())
         polynomial = yield from _polynomial(r, of_segment, known, ranks, workspace, twin)
         apply(x, polynomial.q, polynomial.gamma, twin, wide=wide)
         error = polynomial.error(error, mean, rounded)
-        left = _told(polynomial.left_of(rows), x)
+        left = _as_tensor(polynomial.left_of(rows), x)
         x, twin = twin, x
     # A rank that does not trust its result makes the sum infinite, so that all ranks decide alike. Otherwise they
     # would wait for each other in different collectives.
@@ -202,8 +202,9 @@ def _multiply(rows: torch.Tensor, whole: torch.Tensor, out: torch.Tensor, alpha:
     plain(rows, whole.mT, out, out, 1.0, alpha)
 
 
-def _told(value: Number, like: torch.Tensor) -> torch.Tensor:
-    if isinstance(value, float):  # filled in: a copy to a device would wait for it
+def _as_tensor(value: Number, like: torch.Tensor) -> torch.Tensor:
+    """Converts a number to fp64 (1,) on the device of `like`."""
+    if isinstance(value, float):  # `full` does not synchronise, whereas a copy from the host would
         return torch.full((1,), value, dtype=torch.float64, device=like.device)
     return value.double().view(1)
 
