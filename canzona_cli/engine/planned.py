@@ -86,8 +86,8 @@ class PlannedOptimizer(MasterOptimizer):
 
     def _update(self) -> None:
         """Updates the micro-groups in the order of `planner.order.order`, so that messages of neighbouring groups
-        are in flight while a group is updated, and then the shared matrices. Returns when packing and writing on
-        the other stream are ordered before further work on the current one."""
+        are in flight while a group is updated, and then the shared matrices. At the end, the current stream waits
+        for the stream that packs messages and writes weights."""
         self._run(None)
         self._begun = 0
         if self._sharing is not None:

@@ -25,8 +25,7 @@ class SharedMatrix:
 
     Args:
         optimizer: the optimizer of all shared matrices of this rank.
-        gradient: scratch, fp32, flat, at least as long as the fragment; shared by matrices that are updated one after
-            another.
+        gradient: scratch, fp32, flat, at least as long as the fragment; all shared matrices of the rank use it.
     """
 
     def __init__(self, wiring: Wiring, matrix: Matrix, optimizer: SharedMuon, gradient: torch.Tensor) -> None:
@@ -158,7 +157,7 @@ class Sharing:
     @torch.no_grad()
     def update(self, scale: float) -> None:
         """Updates all matrices in Gram form, interleaved in the order of `planner.order.turns`, and writes their
-        weights. Collective over the TP ranks."""
+        weights, except for matrices that are left to `update_alone`. Collective over the TP ranks."""
         running: dict[int, Turns[None]] = {}
         landing: dict[int, Sequence[Wait] | None] = {}
         for place, part in turns(self._parts):

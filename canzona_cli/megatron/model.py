@@ -156,7 +156,10 @@ def can_compile(world: World) -> bool:
     works = torch.tensor(float(lacks is None), device=world.device)
     torch.distributed.all_reduce(works, torch.distributed.ReduceOp.MIN)
     if world.rank == 0 and not works:
-        _LOG.warning("SwiGLU and the loss run unfused: %s is missing", lacks or "what `canzona doctor` names elsewhere")
+        _LOG.warning(
+            "SwiGLU and the loss run unfused: %s is missing",
+            lacks or "a requirement on another node (`canzona doctor` there names it)",
+        )
     return bool(works)
 
 

@@ -92,7 +92,7 @@ def _check(p: torch.Tensor, old: torch.Tensor, number: int) -> None:
             f"step {number} turned a {shape} parameter of {old.dtype} into {tuple(p.shape)} of {p.dtype}"
         )
     if not bool(p.isfinite().all()):
-        raise UnusableOptimizer(f"step {number} put values that are not finite into a {shape} parameter")
+        raise UnusableOptimizer(f"step {number} produced values that are not finite in a {shape} parameter")
 
 
 def _from_file(path: Path) -> ModuleType:
