@@ -1,9 +1,9 @@
-"""Executes a `Plan`: fragments travel to the hosts of their matrices,
-are updated there whole, and travel back.
+"""Executes a `Plan`: gradient fragments are sent to the hosts of their matrices, which update whole matrices and send
+fragments of the new weights back.
 
-The ranks of a pipeline stage are a grid: along a row, tensor-parallel (TP) ranks store different fragments of
-every matrix; down a column, data-parallel ranks store the same ones. The plan gives each matrix a cell of the
-grid:
+The ranks of a pipeline stage are a grid. Along a row, tensor-parallel (TP) ranks store different fragments of
+every matrix; down a column, data-parallel ranks store the same fragments. The plan assigns each matrix to a cell of
+the grid:
 
                      TP 0         TP 1         TP 2         TP 3
                  +------------+------------+------------+------------+
@@ -14,22 +14,23 @@ grid:
     (dp 1)       |            |            |            |            |
                  +------------+------------+------------+------------+
 
-The way of one matrix, `u0`, through a step:
+The path of one matrix, `u0`, through a step:
 
     backward         every rank has a gradient fragment of u0, for its own tokens
       1. reduce      down each column, to row 1: the owners have reduced fragments
           (megatron/owner_bucket_group)
-      2. to the host along row 1: fragments of TP 0, 2 and 3 travel to TP 1, fused     (hosted, wire;
+      2. to the host along row 1: fragments of TP 0, 2 and 3 are sent to TP 1, fused   (hosted, wire;
                      with those of its micro-group in one all-to-all                    planner/exchange)
       3. update      TP 1 has all of u0: momentum, Newton-Schulz, new fp32 master      (build, optimizers/)
       4. back        along row 1: fragments of the new weight, in the model's dtype    (hosted)
       5. gather      down each column, from row 1 to the parameters of every owner
           (megatron/owner_bucket_group)
 
-A matrix that is shared instead of hosted stays where it is reduced to: after the micro-groups every rank of
-the row updates its own fragment, and squares of its short side are gathered between products (`shared`).
+A shared matrix does not have a host: its fragments stay on the ranks of its owner's row. After the micro-groups, every
+rank of the row updates its fragment, and squares of the matrix's short side are gathered between products (`shared`).
 
-Steps 2 to 4 are a pipeline over micro-groups (`planned`): while group i is updated, gradients of i + 1 come
-in and weights of i - 1 go out. Megatron's AdamW updates everything else (`canzona_optimizer` chains the two).
-Strategy sc has no plan: every rank updates every matrix (`redundant`). `build` puts the parts together.
+Steps 2 to 4 are a pipeline over micro-groups (`planned`): while group i is updated, gradients of group i + 1 are
+received and weights of group i - 1 are sent. Megatron's AdamW updates all other parameters (`canzona_optimizer` chains
+the two). Strategy sc does not have a plan: every rank updates every matrix of its stage (`redundant`). `build` puts the
+parts together.
 """

@@ -1,5 +1,5 @@
-"""Checks before anything is built: all ranks have the same plan, for this model and these ranks;
-optimizers work."""
+"""Checks before the engine is built: all ranks have the same plan, the plan is for this model and these ranks, and a
+user's own optimizer works."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,42 +15,46 @@ from canzona_cli.planner.plan_file import first_difference
 
 
 class PlanRefused(ConfigError):
-    """The plan cannot be executed here."""
+    """Raised when the plan cannot be executed on these ranks."""
 
     headline = "The plan does not fit this run"
 
 
 def agree_on_plan(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: World) -> Plan:
-    """Returns this rank's plan, once every rank has the same and it fits. Collective.
+    """Returns this rank's plan, after checking that every rank has the same plan and that it fits. Collective.
 
     Raises:
-        PlanRefused: on all ranks together, with the first difference that each refusing rank found.
+        PlanRefused: on all ranks together, with the first problem of each rank that has one, or with the first
+            difference between two ranks' plans.
     """
-    everyone = gather(_Found(digest=None if plan is None else plan.hash, problem=_own_problem(plan, chunks, world)))
+    everyone = gather(
+        _RankCheck(digest=None if plan is None else plan.hash, problem=_plan_problem(plan, chunks, world))
+    )
     problems = [answer.problem for answer in everyone if answer.problem is not None]
     if not problems and len({answer.digest for answer in everyone}) > 1:
         problems = _disagreement(plan, everyone)
     if problems:
-        # Ranks that found the same say it once.
+        # A problem that several ranks have is reported once.
         raise PlanRefused(*dict.fromkeys(problems))
     assert plan is not None
     return plan
 
 
 class OptimizerRefused(ConfigError):
-    """A user's own optimizer cannot update whole matrices here."""
+    """Raised when a user's own optimizer cannot update whole matrices."""
 
     headline = "The optimizer cannot be used"
 
 
 def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: World) -> T:
-    """Returns what `make` made, once every rank could make it. Collective.
+    """Returns the result of `make`, after checking that `make` worked on every rank. Collective if `source` is given.
 
     Args:
-        source: the path of a user's class, which may be on some machines and not on others; None for ours.
+        source: the path of a user's class, whose file may be missing on some nodes; None for an optimizer of
+            canzona, which is not checked.
 
     Raises:
-        OptimizerRefused: on all ranks together, with what each refusing rank found.
+        OptimizerRefused: on all ranks together, with the problem of each rank on which `make` failed.
     """
     if source is None:
         return make()
@@ -66,7 +70,7 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
             fix="canzona calls the class with a list of 2-D parameters, lr=, weight_decay= and optimizer.options, then "
             "step() without arguments",
         )
-    problems = [answer.problem for answer in gather(_Found(problem=problem)) if answer.problem is not None]
+    problems = [answer.problem for answer in gather(_RankCheck(problem=problem)) if answer.problem is not None]
     if problems:
         raise OptimizerRefused(*dict.fromkeys(problems))
     assert made is not None
@@ -74,25 +78,26 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
-    """The digest of the plan and the problem of one rank, as it tells the others."""
+class _RankCheck:
+    """The result of one rank's checks, which all ranks exchange."""
 
     digest: str | None = None
-    """The digest of its plan."""
+    """The digest of the rank's plan."""
     problem: Problem | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Content:
-    """One rank's plan."""
+    """The plan of one rank."""
 
     plan: Mapping[str, object]
 
 
-def _own_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: World) -> Problem | None:
-    fix = "start the run anew: `canzona train` plans it for these ranks"
+def _plan_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: World) -> Problem | None:
+    """Returns the first reason why this rank cannot execute the plan; None if the plan fits."""
+    fix = "start a new run: `canzona train` makes a plan for these ranks"
     if plan is None:
-        return Problem(key="plan", reason="there is no plan, and strategies canzona, paper and asc need one", fix=fix)
+        return Problem(key="plan", reason="there is no plan; strategies canzona, paper and asc need one", fix=fix)
     planned, actual = plan.subject.layout, world.layout.mesh
     for name in ("tp", "pp", "vpp", "cp", "dp"):
         here, there = getattr(actual, name), getattr(planned, name)
@@ -110,8 +115,8 @@ def _own_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: Wo
     return None
 
 
-def _disagreement(plan: Plan | None, everyone: "list[_Found]") -> list[Problem]:
-    """Describes what differs between rank 0's plan and the first other one."""
+def _disagreement(plan: Plan | None, everyone: "list[_RankCheck]") -> list[Problem]:
+    """Describes the first difference between rank 0's plan and the first plan that differs from it. Collective."""
     other = next(rank for rank, answer in enumerate(everyone) if answer.digest != everyone[0].digest)
     assert plan is not None
     plans = gather(_Content(plan=plan.content()))
@@ -123,6 +128,6 @@ def _disagreement(plan: Plan | None, everyone: "list[_Found]") -> list[Problem]:
             key="plan",
             value=f"{first.name} and {second.name}",
             reason=f"ranks 0 and {other} have different plans; the first difference is {answer}",
-            fix="give every machine the same canzona version and the same run directory",
+            fix="use the same canzona version and the same run directory on every machine",
         )
     ]

@@ -1,4 +1,4 @@
-"""Puts the engine of one rank together: by a plan, or, for strategy sc, with everything on every rank."""
+"""Builds the engine of one rank: from a plan, or, for strategy sc, with all matrices of the stage on every rank."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -39,12 +39,12 @@ from canzona_cli.planner.order import by_rank, refreshes
 from canzona_cli.planner.plan import Plan
 
 _OURS = __name__.partition(".")[0]
-"""This package: its optimizers need no consent."""
+"""The name of canzona's package, whose classes `optimizer.allow` does not have to list."""
 
 Kind = Callable[..., torch.optim.Optimizer]
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stack", "graph", "form", "stagger", "tf32"}
-"""Settings that the classes do not take under their own names."""
+"""The settings that optimizer classes do not take as arguments of the same names."""
 
 
 def build_engine(
@@ -58,8 +58,7 @@ def build_engine(
             matrices of its stage.
 
     Raises:
-        OptimizerRefused: on all ranks together: a user's own class cannot update 2-D parameters by `step()`
-            alone.
+        OptimizerRefused: on all ranks together, if a user's own class cannot update 2-D parameters by `step()` alone.
     """
     if plan is not None:
         mine, ranks = updated_matrices(plan, world), by_rank(plan.matrices, plan.assignment.cells)
@@ -82,7 +81,7 @@ def build_engine(
         )
         for matrix in mine
     }
-    # What all tensor-parallel ranks do alike for a shared matrix counts once, where it is hosted.
+    # All TP ranks take the same fallbacks for a shared matrix; only the rank in its cell of the plan counts them.
     fallbacks = Fallbacks((m for m in mine if m.index not in shared or cells[m.index].host == world.tp_rank), masters)
     source = config.optimizer.source if isinstance(config.optimizer, CustomConfig) else None
     wiring = Wiring(
@@ -106,8 +105,8 @@ def build_engine(
         build_adamw(chunks, world, adamw_settings(config)),
         updater,
         chunks,
-        # With a plan every gradient element is reduced on one rank; without, data-parallel ranks have equal
-        # gradients.
+        # With a plan, every gradient element is reduced to one rank. Without a plan, data-parallel ranks have equal
+        # gradients, which count once.
         stats_group=world.groups.intra_dist_opt if plan is not None else world.groups.mp,
         timer=timer,
         non_finite=config.train.non_finite,
@@ -116,8 +115,8 @@ def build_engine(
 
 
 def updated_matrices(plan: Plan, world: World) -> list[Matrix]:
-    """Lists the matrices that a rank has masters and state of, whole or,
-    where they are shared, as a fragment."""
+    """Returns the matrices for which this rank keeps an fp32 master and optimizer state: whole matrices that it hosts,
+    and shared matrices of its owner, of which it keeps a fragment."""
     return [
         matrix
         for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
@@ -126,19 +125,20 @@ def updated_matrices(plan: Plan, world: World) -> list[Matrix]:
     ]
 
 
-def _owned(plan: Plan, world: World) -> list[tuple[Matrix, ...]]:
-    """Lists the micro-groups of this rank's owner in order."""
+def _micro_groups(plan: Plan, world: World) -> list[tuple[Matrix, ...]]:
+    """Returns the micro-groups of this rank's owner, in order."""
     here = (world.pp_rank, world.owner)
     groups = sorted((group for group in plan.groups if (group.stage, group.owner) == here), key=lambda g: g.index)
     return [tuple(plan.matrices[index] for index in group.matrices) for group in groups]
 
 
 def _hosting(config: RunConfig, plan: Plan, world: World, wiring: Wiring) -> Hosting:
-    """Binds the hosted matrices of this rank's owner to messages, scratch and optimizers. Collective."""
+    """Allocates messages, scratch and optimizers for the hosted matrices of this rank's owner, and fills the masters.
+    Collective over the TP ranks."""
     tp, rank, device = world.layout.tp, wiring.rank, wiring.device
     hosts = {matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)}
-    batches = _owned(plan, world)
-    if tp == 1:  # nothing travels: groups are cut to what scratch there is for
+    batches = _micro_groups(plan, world)
+    if tp == 1:  # nothing is sent, so groups are limited only by the scratch for gradients
         batches = [
             tuple(run)
             for batch in batches
@@ -185,10 +185,10 @@ def _hosting(config: RunConfig, plan: Plan, world: World, wiring: Wiring) -> Hos
 
 
 def _sharing(plan: Plan, world: World, wiring: Wiring) -> Sharing | None:
-    """Makes the optimizer of the fragments that this rank's owner shares,
-    with the model's weights as masters."""
+    """Makes the optimizer of this rank's fragments of shared matrices, with masters copied from the model's weights.
+    None if the owner does not have shared matrices."""
     shares = plan.assignment.shares
-    matrices = [matrix for batch in _owned(plan, world) for matrix in batch if matrix.index in shares]
+    matrices = [matrix for batch in _micro_groups(plan, world) for matrix in batch if matrix.index in shares]
     if not matrices:
         return None
     sharing = Sharing(wiring, matrices, [len(shares[matrix.index].fragment) for matrix in matrices])
@@ -200,11 +200,11 @@ def _sharing(plan: Plan, world: World, wiring: Wiring) -> Sharing | None:
 def optimizer_factory(
     config: RunConfig, ranks: Sequence[Sequence[Matrix]], on_fallback: OnFallback | None = None
 ) -> MakeOptimizer:
-    """Returns the function that makes an optimizer of some of the matrices a rank hosts.
+    """Returns a function that makes the optimizer of some of this rank's matrices.
 
     Args:
-        ranks: the matrices that this rank and all that wait for it update: refreshes of factors take turns
-            (`planner.order`).
+        ranks: the matrices that each rank updates, over which `planner.order` spreads refreshes of factors.
+        on_fallback: called when an optimizer uses a fallback.
 
     Raises:
         UnusableOptimizer: a user's own class cannot update 2-D parameters by `step()` alone.
@@ -219,23 +219,22 @@ def optimizer_factory(
         return _preconditioned(config, chosen, kind, refreshes(config, chosen, ranks).turns, on_fallback)
 
     def plain(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return kind(params, chosen.lr, weight_decay=chosen.weight_decay, **_own(chosen))
+        return kind(params, chosen.lr, weight_decay=chosen.weight_decay, **_specific_settings(chosen))
 
     return plain
 
 
 def _class_of(chosen: OptimizerBase) -> Kind:
-    """Imports the class that the optimizer's facts name."""
+    """Imports the optimizer's class, which its facts name."""
     update = known()[chosen.name].update
-    assert update is not None, f"{chosen.name} updates no matrices"
+    assert update is not None, f"{chosen.name} does not update matrices"
     module, _, name = update.partition(":")
     kind: Kind = getattr(import_module(f"canzona_cli.optimizers.{module}"), name)
     return kind
 
 
-def _own(chosen: OptimizerBase) -> dict[str, object]:
-    """Collects the settings that only this optimizer or its kin have;
-    its class takes them by the same names."""
+def _specific_settings(chosen: OptimizerBase) -> dict[str, object]:
+    """Returns the settings that not every optimizer has; its class takes them under the same names."""
     names = {field.name for field in fields(chosen)} - _NO_ARGUMENTS
     return {name: getattr(chosen, name) for name in names}
 
@@ -255,7 +254,7 @@ def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind, on_fallba
             form={shape: form_of(how, *shape, config.cluster) for shape in shapes},
             on_fallback=on_fallback,
             workspace=workspace,
-            **_own(chosen),
+            **_specific_settings(chosen),
         )
 
     return make
@@ -264,7 +263,7 @@ def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind, on_fallba
 def _preconditioned(
     config: RunConfig, chosen: KroneckerConfig, kind: Kind, turns: Mapping[int, int], on_fallback: OnFallback | None
 ) -> MakeOptimizer:
-    workspace, settings = Workspace(), _own(chosen)
+    workspace, settings = Workspace(), _specific_settings(chosen)
     if "roots" in settings:
         settings["roots"] = algorithm(config).roots
     if isinstance(chosen, NewtonSchulzConfig):

@@ -19,10 +19,10 @@ from canzona_cli.megatron.timers import PhaseTimer
 
 
 class NonFiniteGradients(Diverged):
-    """A gradient is NaN or infinite; no weight and no state has changed in this step.
+    """Raised when a gradient is NaN or infinite. No weight and no state has changed in this step.
 
     Args:
-        loss: the loss of the step, where it is known; nats per token.
+        loss: the loss of the step in nats per token; None if it is not known on this rank.
     """
 
     def __init__(self, *problems: Problem, loss: float | None = None) -> None:
@@ -32,23 +32,28 @@ class NonFiniteGradients(Diverged):
 
 @dataclass(frozen=True, kw_only=True)
 class _Culprits:
-    """Parameters with non-finite gradients on one rank, as it tells the others."""
+    """The parameters with non-finite gradients on one rank, which the ranks exchange."""
 
     names: tuple[str, ...]
 
 
 class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
-    """One step: norm and finite check, clip, AdamW, its gathering under the matrix updates, the matrices.
+    """The optimizer of a run. A step computes the gradient norm and checks that it is finite, clips, runs AdamW, and
+    updates the matrices; gathering AdamW's parameters overlaps with the matrix updates.
 
-    The first gradients set out to their hosts before all that, and are thrown away where it ends the step.
-    AdamW goes first so that its parameters, which the next forward needs first, travel while matrices are
-    updated. The norm is the step's one host synchronisation; it comes before any state changes. With it comes
-    how many updates of the step before went wrong: until then nobody needs to know.
+    Gradients of the first micro-groups are sent to their hosts before the norm is known. If the norm is not finite,
+    they are discarded. AdamW runs before the matrices, so that its parameters, which the next forward pass needs
+    first, are gathered while matrices are updated. Reading the norm is the only host synchronisation of a step, before
+    any state changes. The number of failed updates of the previous step is read together with it.
 
     Args:
-        matrices: by the plan (`PlannedOptimizer`), or all of them on every rank (`RedundantOptimizer`).
-        stats_group: ranks over which every gradient element is counted once: all of them, or, where
-            data-parallel ranks have equal gradients, those of one model replica.
+        adamw: Megatron's AdamW for all other parameters.
+        matrices: the optimizer of the matrices: by the plan (`PlannedOptimizer`), or all matrices of a stage on every
+            rank (`RedundantOptimizer`).
+        stats_group: the ranks over which every gradient element counts once: all ranks, or, if data-parallel ranks
+            have equal gradients, the ranks of one model replica.
+        non_finite: "stop" to raise, "skip" to leave the step out, if the norm is not finite.
+        clip: the parameters whose gradients are clipped.
     """
 
     def __init__(
@@ -65,19 +70,20 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         self._adamw, self.matrices, self._chunks = adamw, matrices, chunks
         self._stats_group, self._timer, self._non_finite, self._clip = stats_group, timer, non_finite, clip
         self.skipped = 0
-        """Steps skipped so far for non-finite gradients, the same on every rank."""
+        """The number of steps skipped so far for non-finite gradients, the same on every rank."""
         self.fallbacks = 0
-        """Updates of the step before the last that were not finite or needed a fallback, on all ranks."""
+        """The number of updates, on all ranks, of the step before the last that were not finite or needed a
+        fallback."""
         self.captures = 0
-        """CUDA graphs that all ranks had captured before the last step."""
+        """The number of CUDA graphs that all ranks together had captured before the last step."""
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:
-        """Update everything once.
+        """Updates all parameters of this rank once. Collective.
 
         Returns:
-            Whether weights were updated, the global gradient norm before clipping, and None (zeros are not
-            counted).
+            True if weights were updated, False if the step was skipped; the global gradient norm before clipping; and
+            None in place of Megatron's count of zeros.
 
         Raises:
             NonFiniteGradients: on every rank together, with non_finite="stop".
@@ -94,7 +100,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
             self.matrices.repair()
         if not finite:
             self.skipped += 1
-            # Every rank has its parameters as they were.
+            # No rank's parameters have changed, so the next forward pass must not wait for a gathering.
             nothing_to_gather(self._chunks)
             return False, norm, None
         clip = self.config.clip_grad
@@ -107,8 +113,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """AdamW, the gathering of its first model chunk,
-        the matrices with what follows (`gathering_order`)."""
+        """Runs AdamW, starts gathering AdamW's parameters of the first model chunk, and updates the matrices,
+        which also starts gathering the parameters of `gathering_order`."""
         with self._timer.phase("adamw_update"):
             self._adamw.step_with_ready_grads()
         if self._chunks[0].ddp_config.overlap_param_gather:
@@ -118,11 +124,11 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def settle(self) -> int:
-        """Count and repair what went wrong in the last update now, not with the next norm.
-        Collective; the host waits.
+        """Counts and repairs the failed updates of the last step now rather than in the next step. Collective; the host
+        waits for the device.
 
         Returns:
-            As `fallbacks`, but of the last step.
+            The number of updates of the last step that were not finite or needed a fallback, on all ranks.
         """
         count = self.matrices.fallbacks()
         torch.distributed.all_reduce(count, group=self._stats_group)
@@ -133,11 +139,12 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """Computes the global norm of the reduced gradients, before clipping; sets `fallbacks` and `captures`."""
+        """Computes the global norm of the reduced gradients before clipping, and sets `fallbacks` and `captures`.
+        Collective; the host waits for the device."""
         counted = self._adamw.get_grads_for_grad_norm()
         squares = self._squares([*counted, *self.matrices.gradients_for_norm()])
-        # What tensor-parallel ranks have equal copies of counts on one of them; a copy that is broken has to
-        # be seen.
+        # Gradients of which tensor-parallel ranks have equal copies count on one rank. The other copies are added with
+        # factor 0, so that a copy that is not finite makes the norm not finite.
         seen = {gradient.data_ptr() for gradient in counted}
         copies = [param.grad for param in self._adamw.get_parameters() if param.grad is not None]
         squares += 0.0 * self._squares([gradient for gradient in copies if gradient.data_ptr() not in seen])
@@ -154,8 +161,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         return torch.stack(list(torch._foreach_norm(gradients, 2, torch.float32))).square().sum()
 
     def _culprits(self) -> list[Problem]:
-        """Names the parameters with non-finite gradients on any rank,
-        the same list on every rank. Collective."""
+        """Returns the problem that names the parameters with non-finite gradients on any rank, the same on every rank.
+        Collective."""
         gradients = (
             (name, getattr(parameter, "main_grad", None)) for name, parameter in global_parameters(self._chunks)
         )
@@ -165,7 +172,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         ranks = [rank for rank, names in zip(members, everyone, strict=True) if names]
         culprits = list(dict.fromkeys(name for names in everyone for name in names))
         reason = (
-            f"NaN or infinite in {len(culprits)} of the parameters, the first is {culprits[0]}, on ranks {ranks[:8]}"
+            f"NaN or infinite in {len(culprits)} parameters, the first is {culprits[0]}, on ranks {ranks[:8]}"
             if culprits
             else "their global norm overflows fp32"
         )
@@ -174,6 +181,6 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
                 key="gradients",
                 value="not finite",
                 reason=f"{reason}; no weight has changed",
-                fix="lower optimizer.lr, or look at the data of this step; train.non_finite=skip skips such steps",
+                fix="lower optimizer.lr, or check the data of this step; train.non_finite=skip skips such steps",
             )
         ]

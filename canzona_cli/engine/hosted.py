@@ -1,5 +1,5 @@
-"""One micro-group on one TP rank: its part of the two all-to-alls,
-and the update of the matrices it hosts."""
+"""The update of one micro-group on one TP rank: its part of the two all-to-alls, and the update of the matrices that
+this rank hosts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,20 +16,21 @@ from canzona_cli.run.phases import Phase
 
 
 class HostedGroup:
-    """Call, in the pipeline's order: send_gradients, receive_gradients, step, send_weights, receive_weights.
+    """A micro-group on one TP rank. Call, in the pipeline's order: send_gradients, receive_gradients, step,
+    send_weights, receive_weights.
 
-    Everything is bound to its place once; a step moves data and allocates nothing. Gradients are put together
-    and matrices updated on the current stream; what is sent, and weights that come back, are left to
+    All views of buffers are made at set-up; a step only copies data and does not allocate memory. Assembling gradients
+    and updating matrices run on the current stream. Packing messages and writing the weights that arrive run on
     `wiring.aside`, which the caller joins.
 
     Args:
         hosted: the matrices of the micro-group that this rank hosts, in the plan's order.
-        gradients: fragments from all ranks to the hosts of their matrices.
-        weights: fragments of new weights from the hosts back to all ranks.
-        scratch: fp32, flat, of at least `scratch_elements(hosted)`; gradients of what is updated, one group
-            at a time.
-        finite: by hosted matrix, where to say how the update went: a number, or NaN or infinite where it was
-            not.
+        gradients: the exchange of gradient fragments, from all ranks to the hosts of their matrices.
+        weights: the exchange of new weight fragments, from the hosts back to all ranks.
+        scratch: fp32, flat, of at least `scratch_elements(hosted)` elements, for the gradients of the group that is
+            being updated; all groups share it.
+        finite: (hosted,), receives for each hosted matrix the sum of its new master, which is NaN or infinite if the
+            update was not finite.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class HostedGroup:
         self.hosted = hosted
         self._wiring, self._gradients, self._weights = wiring, gradients, weights
         self._spans: dict[AllToAll, Span] = {}
-        # With one TP rank nothing travels: what is copied is a part of the update.
+        # With one TP rank nothing is sent, and the time for copies counts as part of the update.
         self._moving: Phase = "exchange" if wiring.tp_group is not None else "matrix_update"
         self._on_host = wiring.device.type == "cpu"
         self._masters = [wiring.masters[m.index] for m in hosted]
@@ -52,15 +53,15 @@ class HostedGroup:
         self._finite = finite
 
         fragments = wiring.fragments
-        # Gradients out: own parameter to message.
+        # Gradients to send: from this rank's parameters into the message.
         self._grad_pack = _packed(gradients, ((p, fragments.gradient(p.matrix)) for p in gradients.route.sends))
-        # Gradients in: message and own parameter to the whole.
+        # Gradients received: from the message and this rank's parameters into whole matrices.
         self._grads: list[torch.Tensor] = []
-        """Gradients of the hosted matrices, fp32 (rows, columns)."""
+        """The gradients of the hosted matrices, fp32 (rows, columns)."""
         self._grad_unpack: list[Copy] = []
         self._in_place: list[torch.Tensor] = []
         self._bind_gradients(scratch)
-        # Weights out: master to messages and to own parameter.
+        # Weights to send: from masters into messages and into this rank's parameters.
         self._weight_pack = _packed(
             weights,
             (
@@ -70,16 +71,16 @@ class HostedGroup:
         )
         self._flag_sends = [weights.send[f[0] : f[-1] + 1] for f in weights.route.send_flags if f]
         self._own_weights = [
-            (place, _own_write(fragments, m, fragments.in_whole(m, master.detach(), wiring.rank)))
+            (place, _local_write(fragments, m, fragments.in_whole(m, master.detach(), wiring.rank)))
             for place, (m, master) in enumerate(zip(hosted, self._masters, strict=True))
             if wiring.rank in m.holders(fragments.tp)
         ]
-        # Weights in: message to own parameter.
+        # Weights received: from the message into this rank's parameters.
         self._bind_arriving_weights()
 
     def _bind_gradients(self, scratch: torch.Tensor) -> None:
-        """Binds the place where each hosted matrix's gradient is put together: in `scratch`, or where it lies
-        whole already."""
+        """Chooses where each hosted matrix's gradient is assembled, and makes the copies: in `scratch`, or in
+        Megatron's buffer if the whole gradient is already there."""
         fragments, rank = self._wiring.fragments, self._wiring.rank
         offset = 0
         for matrix in self.hosted:
@@ -99,7 +100,7 @@ class HostedGroup:
                 self._grad_unpack.append(Copy(fragments.in_whole(matrix, whole, rank), fragments.gradient(matrix)))
 
     def _bind_arriving_weights(self) -> None:
-        """Binds fragments of what is hosted elsewhere, each with the flag of its matrix."""
+        """Makes the writes of fragments whose matrices other ranks host, each with the place of the matrix's flag."""
         fragments, weights = self._wiring.fragments, self._weights
         arriving = weights.route.receive_flags
         places = {matrix.index: number for number, (matrix, _) in enumerate(arriving)}
@@ -116,7 +117,7 @@ class HostedGroup:
         ]
 
     def run(self, stage: int, scale: float) -> None:
-        """Runs one stage of the pipeline (`planner.pipeline`); `scale` multiplies gradients (clipping)."""
+        """Runs stage 0, 1 or 2 of the pipeline (`planner.order`); `scale` multiplies gradients (clipping)."""
         if stage == 0:
             self.send_gradients()
         elif stage == 1:
@@ -127,17 +128,17 @@ class HostedGroup:
             self.receive_weights()
 
     def send_gradients(self) -> None:
-        """Pack this rank's fragments and send them to their hosts."""
+        """Packs this rank's gradient fragments and starts sending them to their hosts."""
         with self._wiring.timer.phase(self._moving), self._wiring.aside.work():
             for copy in self._grad_pack:
                 copy.run()
             self._start(self._gradients)
 
     def receive_gradients(self, scale: float) -> None:
-        """Wait for the fragments and put the hosted matrices' gradients together,
-        times `scale` (clipping)."""
+        """Waits for the gradient fragments and assembles the hosted matrices' gradients, multiplied by `scale`
+        (clipping)."""
         with self._wiring.timer.phase(self._moving):
-            # Where nothing comes in, only the next message to be packed has to wait until this one is away.
+            # A rank that does not receive anything only has to wait before it packs the next message in this buffer.
             with nullcontext() if self._grad_unpack else self._wiring.aside.work():
                 self._finish(self._gradients)
             for copy in self._grad_unpack:
@@ -147,12 +148,12 @@ class HostedGroup:
                     gradient.mul_(scale)
 
     def discard(self) -> None:
-        """Wait for the fragments; nobody reads them."""
+        """Waits for the gradient fragments without using them."""
         with self._wiring.timer.phase(self._moving):
             self._finish(self._gradients)
 
     def step(self) -> None:
-        """Update the hosted matrices."""
+        """Updates the hosted matrices, and records in `finite` whether each update was finite."""
         if self.optimizer is None:
             return
         with self._wiring.timer.phase("matrix_update"):
@@ -161,11 +162,12 @@ class HostedGroup:
             self.optimizer.step()
             for place, master in enumerate(self._masters):
                 master.grad = None
-                # A sum is finite only if all of it is; weights are far too small to overflow it.
+                # A sum is finite only if all elements are; weights are far too small for their sum to overflow.
                 torch.sum(master.detach(), dim=(0, 1), out=self._finite[place])
 
     def send_weights(self) -> None:
-        """Pack the others' fragments in model precision, send them back, and write own ones."""
+        """Packs the other ranks' fragments of the new weights in the model's dtype, starts sending them, and
+        writes this rank's fragments."""
         with self._wiring.timer.phase(self._moving), self._wiring.aside.work():
             for copy in self._weight_pack:
                 copy.run()
@@ -175,8 +177,7 @@ class HostedGroup:
             write_finite(self._own_weights, self._finite, on_host=self._on_host)
 
     def receive_weights(self) -> None:
-        """Wait for the updated fragments and write them;
-        those of a non-finite update are left as they were."""
+        """Waits for the new weight fragments and writes them; weights whose update was not finite stay unchanged."""
         with self._wiring.timer.phase(self._moving), self._wiring.aside.work():
             self._finish(self._weights)
             if self._weight_unpack:
@@ -201,29 +202,29 @@ class HostedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Hosting:
-    """The hosted matrices of one owner, in micro-groups, with the memory they are updated in."""
+    """The hosted matrices of one owner as micro-groups, with the memory for their update, on one TP rank."""
 
     matrices: tuple[Matrix, ...]
-    """The matrices of all groups, in the groups' order, whichever rank hosts them."""
+    """The matrices of all groups, in the groups' order, on whichever rank they are hosted."""
     owned: tuple[Matrix, ...]
     """The hosted and the shared matrices of the owner, in the plan's order."""
     hosts: Mapping[int, int]
-    """The host of each matrix, by index."""
+    """The TP rank that hosts each matrix, by matrix index."""
     groups: Sequence[HostedGroup]
     finite: torch.Tensor
-    """A number for each matrix hosted here, finite where its last update was."""
+    """A number for each matrix that this rank hosts, finite if its last update was finite."""
     places: torch.Tensor
-    """The places of those matrices among `matrices`."""
+    """The indices in `matrices` of the matrices that this rank hosts."""
     bytes: int
-    """Bytes of message buffers and gradient scratch."""
+    """The bytes of message buffers and gradient scratch."""
 
 
 @torch.no_grad()
 def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[Matrix]) -> None:
-    """Makes masters of the model's weights. Collective:
-    every TP rank calls it with the same matrices that travel."""
+    """Copies the model's weights into the masters of the matrices' hosts. Collective over the TP ranks: all of
+    them pass the same matrices."""
     fragments, masters, rank, tp = wiring.fragments, wiring.masters, wiring.rank, wiring.fragments.tp
-    # A few at a time: this needs memory on top of the pipeline's own.
+    # In batches, because this allocates messages in addition to the pipeline's.
     for batch in runs(matrices, BATCH_BYTES // 4):
         route = to_hosts(batch, [hosts[matrix.index] for matrix in batch], rank=rank, tp=tp)
         exchange = AllToAll(route, Messages.for_routes([route], torch.float32, wiring.device), 0, wiring.tp_group)
@@ -244,7 +245,8 @@ def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[
 def runs(
     matrices: Sequence[Matrix], limit: int, size: Callable[[Matrix], int] = lambda matrix: matrix.elements
 ) -> list[list[Matrix]]:
-    """Groups consecutive matrices whose sizes add up to at most `limit`, or one that alone exceeds it."""
+    """Splits matrices into runs of consecutive ones whose sizes add up to at most `limit`. A matrix that alone exceeds
+    `limit` is a run of its own."""
     batches: list[list[Matrix]] = []
     filled = 0
     for matrix in matrices:
@@ -257,32 +259,34 @@ def runs(
 
 
 def scratch_elements(wiring: Wiring, hosted: Iterable[Matrix]) -> int:
-    """Counts the fp32 elements that the gradients of matrices hosted here need next to Megatron's buffer."""
+    """Returns the fp32 elements of scratch that the gradients of the hosted matrices need in addition to Megatron's
+    buffer."""
     return sum(matrix.elements for matrix in hosted if not lies_whole(wiring, matrix))
 
 
 def lies_whole(wiring: Wiring, matrix: Matrix) -> bool:
-    """Tells whether the reduced gradient can be handed to an optimizer as it lies in this rank's Megatron buffer."""
+    """Returns True if the whole reduced gradient is in this rank's Megatron buffer, contiguous and in fp32, so that an
+    optimizer can use it without a copy."""
     if senders(matrix, wiring.rank, wiring.fragments.tp) != range(wiring.rank, wiring.rank + 1):
         return False
     gradient = wiring.fragments.gradient(matrix)
     return gradient.dtype is torch.float32 and gradient.numel() == matrix.elements and gradient.is_contiguous()
 
 
-def _own_write(fragments: Fragments, matrix: Matrix, source: torch.Tensor) -> Write:
+def _local_write(fragments: Fragments, matrix: Matrix, source: torch.Tensor) -> Write:
+    """Returns the write of this rank's fragment of a new weight."""
     weight = fragments.weight(matrix)
-    # The fragment's reduced gradient has been used up when its weight is written, and has room for the
-    # rounded weight.
+    # When the weight is written, its reduced gradient is not needed any more, so its memory holds the rounded weight.
     same = weight.dtype is source.dtype
     room = weight if same else fragments.gradient(matrix).view(weight.dtype)[..., : weight.shape[-1]]
     return Write(target=weight, source=source, rounded=room)
 
 
 def _packed(exchange: AllToAll, parcels: Iterable[tuple[Parcel, torch.Tensor]]) -> list[Copy]:
-    """Lists copies of fragments to their places in the message that is sent."""
+    """Returns the copies of fragments into the exchange's outgoing message."""
     return [Copy(_at(exchange.send, parcel.offset, fragment), fragment) for parcel, fragment in parcels]
 
 
 def _at(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """Views the part of a flat buffer from `offset` on, in the shape of `like`."""
+    """Returns a view of a flat buffer from `offset` on, in the shape of `like`."""
     return buffer[offset : offset + like.numel()].view(like.shape)

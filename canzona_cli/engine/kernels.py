@@ -1,13 +1,13 @@
-"""The ladder: which kernel multiplies to symmetric results, found out when a run starts, on its own shapes.
+"""Chooses the kernel of products with symmetric results when a run starts, by measurements on the run's own shapes.
 
-Every kernel is compared with cuBLAS before it is timed, in the very calls that updates make, and none is taken
-that one rank cannot use, that is wrong anywhere, or that gains too little. All ranks take the same: strategy sc
-relies on equal updates everywhere.
+Before it is timed, every kernel is compared with cuBLAS in exactly the calls that updates make. A kernel is not used if
+a rank cannot use it, if it is wrong on any rank, or if it gains too little. All ranks use the same kernels, because
+strategy sc relies on equal updates on all ranks.
 
-Nothing is compiled for a shape that is multiplied in stacks, which cuBLAS does. A rung has to be worth its start:
-QuACK compiles for types and strides, not for shapes, and keeps what it made on the machine's own disk, where the
-first rank compiles and the others wait for its files. emerging-optimizers' Triton kernel compiles 24 tilings for
-every shape, factor and stride: 1.5 to 2.5 minutes for 0.6B, which has no use for it, and it multiplies in bf16 alone.
+Shapes that are multiplied in batches use cuBLAS, so nothing is compiled for them. The time to compile a kernel has to
+pay off: QuACK compiles for dtypes and strides, not for shapes, and caches the result on the node's disk, where one rank
+compiles and the others wait for its files. emerging-optimizers' Triton kernel is not tried: it compiles 24 tilings for
+every shape, factor and stride (1.5 to 2.5 minutes for a 0.6B model, which does not gain by it), and supports bf16 only.
 """
 
 import statistics
@@ -29,22 +29,25 @@ from canzona_cli.optimizers.symmetric import Kernel, Shape
 from canzona_cli.run.records import PLAIN, STRIPS, KernelChoice, Kernels, KernelTrial
 
 Call = Literal["wide", "tall", "square"]
-"""How A of a shape comes: X by its rows or its columns, or polynomials of one matrix."""
+"""The operand A of a product: X with contiguous rows (wide) or contiguous columns (tall), or a polynomial of a
+symmetric matrix (square)."""
 Seconds = Callable[[Callable[[], None]], float]
-"""A stopwatch: the seconds that an operation takes."""
+"""A function that measures the seconds that an operation takes."""
 
 LEAST_SIDE = 512
-"""Smaller products fill no GPU, whole or halved, and every shape that is tried takes seconds of compiling."""
+"""The smallest side for which kernels are tried. Smaller products do not fill a GPU even in full, and each shape takes
+seconds to compile."""
 GAIN = 0.97
-"""A kernel is taken where it takes at most this share of cuBLAS's time:
-less is within the spread of a few samples."""
+"""The largest ratio to cuBLAS's time at which a kernel is used; a smaller gain is within the spread of a few
+samples."""
 _REPEATS = 9
 _NAMES: Mapping[torch.dtype, Literal["bf16", "fp16"]] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def product_shapes(config: RunConfig, device: torch.device) -> dict[Shape, frozenset[Call]]:
-    """Lists the products of the run's updates that have symmetric results and are made one by one, smallest first,
-    each in the type that its form has on `device`; nothing where they do not."""
+    """Returns the shapes of the run's products that have symmetric results and are not batched, smallest first, each in
+    the dtype that its form uses on `device`, with the calls that are made of it. Empty if the run does not have such
+    products: its optimizer does not orthogonalise, is not canzona's, or does not run in bf16."""
     how = algorithm(config)
     if not RULES[how.name].orthogonal or how.custom or how.precision != "bf16" or not execution_of(config).ours:
         return {}
@@ -74,11 +77,14 @@ def choose_kernels(
     seconds: Seconds = device_seconds,
     begin: Callable[[str], None] = lambda shape: None,
 ) -> Kernels:
-    """Choose, use from now on, and say what was chosen; the same on every rank. Also tries whether updates can be
-    replayed as CUDA graphs. Collective.
+    """Chooses the kernel of each product, installs the kernels for all further updates, and returns the choices,
+    the same on every rank. Also tests if updates can be replayed as CUDA graphs. Collective on CUDA; on a CPU it
+    only reports which products are computed in strips.
 
     Args:
-        begin: called with each shape, in words, before kernels are tried on it.
+        ladder: the loaders of kernels by name.
+        seconds: the function that measures an operation.
+        begin: called with a description of each shape before kernels are tried on it.
     """
     shapes = product_shapes(config, device)
     if device.type != "cuda":
@@ -102,14 +108,14 @@ def _on_cpu(shape: Shape) -> KernelChoice:
 
 
 def _load(ladder: Mapping[str, Callable[[], Kernel]]) -> tuple[dict[str, Kernel], list[KernelTrial]]:
-    """Loads the kernels that can be imported, and trials of those that cannot."""
+    """Returns the kernels that can be imported, and a refused trial for each of the others."""
     loaded: dict[str, Kernel] = {}
     refused = []
     for name, load in ladder.items():
         try:
             loaded[name] = load()
-        except Exception as error:  # whatever an optional package does when it is imported
-            refused.append(KernelTrial(kernel=name, refused=_words(error)))
+        except Exception as error:  # importing an optional package may raise anything
+            refused.append(KernelTrial(kernel=name, refused=_error_text(error)))
     return loaded, refused
 
 
@@ -121,7 +127,7 @@ def _tried(
     refused: Sequence[KernelTrial],
     seconds: Seconds,
 ) -> KernelChoice:
-    """Tries every kernel on this rank alone."""
+    """Tries every kernel on one shape, on this rank alone."""
     side, long, dtype = shape
     trials = list(refused)
     if side >= LEAST_SIDE:
@@ -132,7 +138,8 @@ def _tried(
 
 
 def _agreed(of_each_rank: Sequence[KernelChoice]) -> KernelChoice:
-    """Merges all ranks' trials of one shape: as slow as on the slowest, and refused where one refuses."""
+    """Merges all ranks' trials of one shape and chooses its kernel. A kernel's time is that of the slowest rank, and a
+    kernel that one rank refuses is refused."""
     trials = {}
     for name in dict.fromkeys(trial.kernel for choice in of_each_rank for trial in choice.trials):
         of_ranks = [trial for choice in of_each_rank for trial in choice.trials if trial.kernel == name]
@@ -144,7 +151,7 @@ def _agreed(of_each_rank: Sequence[KernelChoice]) -> KernelChoice:
     if best != PLAIN and usable[best] > GAIN * usable[PLAIN]:
         best = PLAIN
     explained = (
-        KernelTrial(kernel=name, seconds=usable[name], refused=f"slower than {best}, or too little faster")
+        KernelTrial(kernel=name, seconds=usable[name], refused=f"slower than {best}, or not enough faster")
         if name in usable and name != best
         else trial
         for name, trial in trials.items()
@@ -153,10 +160,12 @@ def _agreed(of_each_rank: Sequence[KernelChoice]) -> KernelChoice:
 
 
 class _Case:
-    """One product, and what cuBLAS makes of it.
+    """A product on which kernels are tried, with cuBLAS's result.
 
     Args:
-        in_place: True if `add` lies where the result is written.
+        a, b: (side, long) and (long, side).
+        add, beta, alpha: as for a `Kernel`.
+        in_place: True if `add` is the memory into which the result is written.
     """
 
     def __init__(
@@ -180,8 +189,9 @@ class _Case:
         kernel(a, b, self._out, *self._scalars)
 
     def wrong(self, kernel: Kernel) -> bool:
-        """Tells whether an element is off by more than two roundings to its type, or by more than sums of
-        terms of this size in another order are. What is not written stays NaN, or as it was."""
+        """Returns True if an element differs from cuBLAS's result by more than two roundings to its dtype plus the
+        difference that another order of summation makes. Elements that the kernel does not write stay NaN, or
+        keep the value of `add`, and so are wrong."""
         self._out.copy_(self._before)
         self.run(kernel)
         exact = self._exact.float()
@@ -190,8 +200,9 @@ class _Case:
 
 
 def _cases(shape: Shape, calls: Iterable[Call], device: torch.device) -> Iterable[_Case]:
-    """Yields the products that Newton-Schulz makes of A of this shape. The Gram form, which is in fp16, adds all to
-    what it overwrites; the standard form adds nothing to X X^T, and A itself to A A. Rows have norms near 1."""
+    """Yields the products that Newton-Schulz computes of an A of this shape, with rows of norm about 1. The Gram form,
+    which uses fp16, adds every product to the matrix that it overwrites. The standard form does not add anything to
+    X X^T, and adds A to A A."""
     side, long, dtype = shape
     in_place = dtype is torch.float16
     square = torch.randn(side, side, device=device).mul_(side**-0.5)
@@ -208,16 +219,16 @@ def _cases(shape: Shape, calls: Iterable[Call], device: torch.device) -> Iterabl
 
 
 def _trial(name: str, kernel: Kernel, cases: Sequence[_Case], seconds: Seconds) -> KernelTrial:
-    """Checks all cases and times the last."""
+    """Compares a kernel with cuBLAS in all cases, and times it in the last one."""
     try:
         if any(case.wrong(kernel) for case in cases):
-            return KernelTrial(kernel=name, refused="its results are not cuBLAS's")
+            return KernelTrial(kernel=name, refused="its results differ from cuBLAS's")
         times = [seconds(lambda: cases[-1].run(kernel)) for _ in range(_REPEATS)]
-    except Exception as error:  # a compiler's, a driver's: this card is not for this kernel
-        return KernelTrial(kernel=name, refused=_words(error))
+    except Exception as error:  # from a compiler or a driver that does not support the kernel on this GPU
+        return KernelTrial(kernel=name, refused=_error_text(error))
     return KernelTrial(kernel=name, seconds=statistics.median(times))
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     text = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {text}"[:200]

@@ -1,5 +1,5 @@
-"""The base of optimizers of whole matrices, whoever updates which: fp32 masters,
-and state saved whole and by name."""
+"""The base class of the engine's optimizers, whichever rank updates a matrix: fp32 masters, and state that is saved for
+whole matrices by name."""
 
 import logging
 from abc import abstractmethod
@@ -20,53 +20,55 @@ _log = logging.getLogger(__name__)
 
 
 class MatrixGroup(Protocol):
-    """Matrices this rank updates, or fragments of them, with one optimizer."""
+    """Matrices, or fragments of matrices, that this rank updates with one optimizer."""
 
     @property
-    def hosted(self) -> tuple[Matrix, ...]: ...
+    def hosted(self) -> tuple[Matrix, ...]:
+        """The matrices of the group that this rank updates."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer; None where this rank updates nothing of the group."""
+        """The optimizer; None if this rank does not update any matrix of the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldFragment:
-    """This rank's fragment of a shared matrix: its rows and columns as `Fragments.in_parameter` has them, 2-D."""
+    """This rank's fragment of a shared matrix: the elements of `Fragments.in_parameter`, as a 2-D matrix."""
 
     matrix: Matrix
     master: torch.nn.Parameter
-    """fp32."""
+    """The fp32 weights of the fragment, 2-D."""
     optimizer: torch.optim.Optimizer
 
     @property
     def state(self) -> Mapping[str, object]:
-        """Empty before the first step."""
+        """The optimizer's state of the fragment; empty before the first step."""
         state: Mapping[str, object] = self.optimizer.state.get(self.master, {})
         return state
 
     @property
     def marks(self) -> Mapping[str, bool | int | float | str]:
-        """The values in its state that are not tensors."""
+        """The values of the fragment's state that are not tensors."""
         return {key: value for key, value in self.state.items() if isinstance(value, bool | int | float | str)}
 
     @property
     def step(self) -> None:
-        """No optimizer that shares matrices counts steps."""
+        """Always None: the optimizers of shared matrices do not count steps."""
 
     def replace_state(self, tensors: Mapping[str, torch.Tensor], step: float | None) -> None:
-        """Make `tensors`, each as long as the master, its state; what it had besides stays."""
+        """Puts `tensors`, each with as many elements as the master, into the fragment's state; other entries
+        stay. `step` is ignored."""
         state = self.optimizer.state[self.master]
         state.update({key: value.view(self.master.shape) for key, value in tensors.items()})
 
     def replace_marks(self, marks: Mapping[str, bool | int | float | str | None]) -> None:
-        """Make these what its state has besides tensors."""
+        """Puts `marks`, values that are not tensors, into the fragment's state; other entries stay."""
         self.optimizer.state[self.master].update(marks)
 
 
 def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tensor:
-    """Counts the updates of the last step that were left out as not to be trusted: (1,), on the device,
-    without waiting."""
+    """Returns the number of updates that the last step left out because they could not be trusted: (1,), on the device.
+    The host does not wait."""
     count = torch.zeros(1, device=device)
     for group in groups:
         if isinstance(group.optimizer, Muon) and (doubted := group.optimizer.doubted()) is not None:
@@ -75,22 +77,23 @@ def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tenso
 
 
 def settle(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.nn.Parameter]) -> None:
-    """Have matrices whose update was left out updated in standard form for the next steps. The host waits."""
+    """Switches matrices whose last update was left out to the standard form for their next updates, and logs them. The
+    host waits for the device."""
     for group in groups:
         if not isinstance(group.optimizer, Muon):
             continue
         left = {id(master) for master in group.optimizer.settle()}
         for matrix in group.hosted:
             if id(masters[matrix.index]) in left:
-                _log.warning("%s keeps its weight: %s", matrix.name, LOST)
+                _log.warning("%s: the last update was left out because %s", matrix.name, LOST)
 
 
 class Fallbacks:
-    """The fallbacks that optimizers took for a matrix: logged with the matrix's name, and counted.
+    """A callback for optimizers that logs each fallback with the matrix's name, and counts the fallbacks.
 
     Args:
-        hosted: matrices that this rank speaks for.
-        masters: by matrix index; what the optimizers call their parameters.
+        hosted: the matrices whose fallbacks this rank logs and counts; those of other matrices are ignored.
+        masters: the optimizers' parameters, by matrix index.
     """
 
     def __init__(self, hosted: Iterable[Matrix], masters: Mapping[int, torch.nn.Parameter]) -> None:
@@ -103,17 +106,18 @@ class Fallbacks:
             _log.warning("%s: %s", name, reason)
 
     def take(self) -> int:
-        """Returns the number since the last call."""
+        """Returns the number of fallbacks since the last call."""
         count, self._count = self._count, 0
         return count
 
 
 class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
-    """The matrices' part of a `CanzonaOptimizer`; a subclass moves fragments and steps the groups' optimizers.
+    """The part of a `CanzonaOptimizer` that updates matrices. A subclass moves fragments and steps the optimizers
+    of its groups.
 
     Args:
-        masters: by matrix index: the fp32 weights of what this rank updates, (rows, columns); of a shared
-            matrix its fragment.
+        masters: the fp32 weights that this rank updates, by matrix index: whole matrices (rows, columns), and
+            fragments of shared matrices.
     """
 
     groups: Sequence[MatrixGroup]
@@ -137,54 +141,57 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
 
     @abstractmethod
     def gradients_for_norm(self) -> list[torch.Tensor]:
-        """Lists what this rank adds to the global gradient norm, so that every element counts once."""
+        """Returns the gradients that this rank contributes to the global gradient norm; over all ranks of
+        `CanzonaOptimizer`'s `stats_group`, every element counts once."""
 
     def begin(self) -> None:
-        """Start what of the next update needs reduced gradients, but not their norm. It changes no state."""
+        """Starts the part of the next update that needs reduced gradients but not their norm. Does not change any
+        state."""
 
     def discard(self) -> None:
-        """Waits for what was begun and throws it away: there is no such update."""
+        """Waits for what `begin` started and discards it, because this step does not update the matrices."""
 
     @abstractmethod
     def step_with_ready_grads(self) -> bool:
-        """Update this rank's matrices from reduced gradients; True, as nothing is ever left out."""
+        """Updates this rank's matrices from reduced gradients. Returns True, because steps are skipped before this
+        call."""
 
     @abstractmethod
     def fallbacks(self) -> torch.Tensor:
-        """Counts the updates of the last step that were not finite, or needed their optimizer's fallback;
-        each counted on one rank of a `CanzonaOptimizer`'s `stats_group`. (1,), on the device."""
+        """Returns the number of updates of the last step that were not finite or needed their optimizer's
+        fallback: (1,), on the device. Each counts on one rank of `CanzonaOptimizer`'s `stats_group`."""
 
     @property
     def captures(self) -> int:
-        """The CUDA graphs that this rank's optimizers have captured so far."""
+        """The number of CUDA graphs that the optimizers of this rank's whole matrices have captured so far."""
         return sum(group.optimizer.captures for group in self.groups if isinstance(group.optimizer, Muon))
 
     @abstractmethod
     def repair(self) -> None:
-        """Mend what the last update left broken. Collective over the TP ranks; the host waits."""
+        """Repairs matrices whose last update failed. Collective over the TP ranks; the host waits for the device."""
 
     @abstractmethod
     def publish(self) -> None:
-        """Round masters into the weights, as an update does. Collective over the TP ranks."""
+        """Rounds the masters into the model's weights, as an update does. Collective over the TP ranks."""
 
     @property
     @abstractmethod
     def exchange_bytes(self) -> int:
-        """Bytes of message buffers and gradient scratch."""
+        """The bytes of message buffers and gradient scratch."""
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of scratch that the groups' optimizers keep; what several share counts once."""
+        """The bytes of the optimizers' scratch; a workspace that several optimizers share counts once."""
         scratch = (getattr(group.optimizer, "workspace", None) for group in (*self.groups, *self.sharing))
         return sum(space.nbytes for space in {each for each in scratch if isinstance(each, Workspace)})
 
     def set_gradient_scale(self, scale: float) -> None:
-        """Sets what the next step multiplies gradients by: the clipping coefficient."""
+        """Sets the clipping coefficient by which the next step multiplies gradients."""
         self._scale = scale
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Does nothing: gradients are used where Megatron reduced them."""
+        """Does nothing, because gradients are read from Megatron's buffers. Returns False: no inf was found."""
         return False
 
     @property
@@ -207,8 +214,8 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
         return list(self.masters.values())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: the model zeroes Megatron's gradient buffers, and masters have gradients only while
-        they are updated."""
+        """Does nothing, because the model zeroes Megatron's gradient buffers, and masters have gradients only during
+        their update."""
 
     def get_loss_scale(self) -> torch.Tensor:
         return torch.ones(1, device=self._device)
@@ -217,10 +224,11 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
         raise RuntimeError("the matrices are updated as a part of CanzonaOptimizer.step, after the global norm")
 
     def state_dict(self) -> dict[str, object]:
-        """Returns the state of the matrices hosted here, whole, by name; that of `fragments` is not in it.
+        """Returns the state of the whole matrices that this rank hosts, by name, after repairing failed updates.
+        State of `fragments` is not included.
 
-        Of each: "master", fp32; "state", the optimizer's own; "group", what it counts for all matrices
-        together.
+        Each entry has "master", the fp32 weight; "state", the optimizer's state of the matrix; and "group", values
+        of the parameter group that the optimizer has changed, such as counters.
         """
         self.repair()
         saved: dict[str, object] = {}
@@ -237,10 +245,10 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, object]]) -> None:
-        """Loads what `state_dict` returned: each matrix hosted here is looked up by name.
+        """Loads the matrices that this rank hosts, by name, from the result of `state_dict`.
 
         Raises:
-            KeyError: a matrix hosted here is not in it.
+            KeyError: a matrix that this rank hosts is missing.
         """
         for group in self.groups:
             for matrix in group.hosted:
@@ -262,8 +270,9 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
 
 
 def _counted(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Collects what an optimizer itself has changed in its parameter group; the schedule changes rate and
-    decay, the user the rest."""
+    """Returns the values of a parameter group that the optimizer itself has changed, such as counters. Learning
+    rate and weight decay are excluded, because the schedule sets them, and so are values equal to the
+    defaults."""
     return {
         key: value
         for key, value in optimizer.param_groups[0].items()

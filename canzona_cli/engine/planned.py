@@ -1,5 +1,5 @@
-"""The matrices' part of an optimizer step: micro-groups in a pipeline,
-then gathering over the data-parallel ranks."""
+"""The matrices' part of an optimizer step by a plan: a pipeline over micro-groups, then shared matrices, then gathering
+over the data-parallel ranks."""
 
 import logging
 from collections.abc import Sequence
@@ -23,14 +23,16 @@ _log = logging.getLogger(__name__)
 
 
 class PlannedOptimizer(MasterOptimizer):
-    """Executes one rank's part of a plan: owners hold reduced gradients, hosts update whole matrices.
+    """The optimizer that executes one rank's part of a plan: owners have reduced gradients, hosts update whole
+    matrices.
 
-    A host keeps the fp32 master and all optimizer state of the matrices it hosts; no other rank has any.
+    A host keeps the fp32 master and all optimizer state of the matrices that it hosts; no other rank has copies.
 
     Args:
-        hosting: The hosted matrices of this rank's owner, in the order of its micro-groups.
-        sharing: The shared matrices of this rank's owner; None where it has none.
-        wiring: This rank's; its `masters` are those of `updated_matrices`.
+        wiring: this rank's wiring; its `masters` are those of `updated_matrices`.
+        hosting: the hosted matrices of this rank's owner, in the order of its micro-groups.
+        sharing: the shared matrices of this rank's owner; None if the owner does not have any.
+        fallbacks: counts the fallbacks of this rank's optimizers.
     """
 
     def __init__(
@@ -51,20 +53,20 @@ class PlannedOptimizer(MasterOptimizer):
         self._sharing = sharing
         self.sharing = () if sharing is None else (sharing,)
         self._begun = 0
-        """Places in the order that are done in this step."""
+        """The number of entries of `planner.order.order` that have run in this step."""
         self._slices = self._gradient_slices()
 
     # --- one step ---
 
     def gradients_for_norm(self) -> list[torch.Tensor]:
-        """Lists what this rank adds to the global gradient norm:
-        every element of the stage's matrices on one rank."""
+        """Returns the gradients that this rank contributes to the global gradient norm: the ranges that it owns,
+        so that every element of the stage's matrices counts on one rank."""
         return self._slices
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Pack and send the first groups' gradients. Messages carry them as they are:
-        hosts scale what arrives."""
+        """Packs the first groups' gradients and starts sending them. They are not scaled yet, because the norm is not
+        known; hosts scale the gradients that they receive."""
         self._run(ahead(len(self.groups)))
 
     @torch.no_grad()
@@ -76,14 +78,16 @@ class PlannedOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Update all matrices of this rank's owner and start gathering what the next forward needs first."""
+        """Updates all matrices of this rank's owner and starts gathering the parameters that the next forward
+        pass needs first."""
         self._update()
         self._gather()
         return True
 
     def _update(self) -> None:
-        """Updates group i while messages of the groups before and after it travel; what is packed and written
-        for them is done aside. `planner.order.order` says what comes when."""
+        """Updates the micro-groups in the order of `planner.order.order`, so that messages of neighbouring groups
+        are in flight while a group is updated, and then the shared matrices. At the end, the current stream waits
+        for the stream that packs messages and writes weights."""
         self._run(None)
         self._begun = 0
         if self._sharing is not None:
@@ -93,14 +97,15 @@ class PlannedOptimizer(MasterOptimizer):
             self._wiring.aside.join()
 
     def _run(self, end: int | None) -> None:
-        """Runs what has not been begun, up to the place `end` in the order."""
+        """Runs the entries of the order that have not run yet, up to entry `end`; all if `end` is None."""
         for number, stage in islice(order(len(self.groups)), self._begun, end):
             self.groups[number].run(stage, self._scale)
         self._begun = max(self._begun, end or 0)
 
     def _gather(self) -> None:
-        """Starts gathering: overlapped, what the forward needs first travels at once
-        (`owner_bucket_group.install` has the rest follow); else all matrices now."""
+        """Gathers the updated parameters over the data-parallel ranks. With `overlap_param_gather`, only the
+        buckets that the forward pass needs first are started (`owner_bucket_group.install` chains the others);
+        otherwise all matrix buckets are gathered now."""
         ahead = gathering_order(self._chunks)[:GATHERED_AHEAD]
         for bucket in ahead if self._overlap else reversed(matrix_groups(self._chunks)):
             bucket.start_param_sync()
@@ -108,7 +113,8 @@ class PlannedOptimizer(MasterOptimizer):
     # --- what went wrong in an update ---
 
     def fallbacks(self) -> torch.Tensor:
-        """Counts those of matrices hosted here."""
+        """Returns the number of failed updates of the matrices that this rank hosts: (1,), on the device. Shared
+        matrices count on one TP rank."""
         count = torch.full((1,), float(self._fallbacks.take()), device=self._wiring.device)
         if self._sharing is not None:
             count += self._sharing.fallbacks()
@@ -116,12 +122,11 @@ class PlannedOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def repair(self) -> None:
-        """Give matrices whose last update was not finite their previous weights back,
-        and a new optimizer state.
+        """Restores the previous weights of matrices whose last update was not finite, and resets their optimizer state.
 
-        Fragments of such an update were never written, so the model's own weights are the previous ones; the
-        master is made of them again. The TP ranks agree first: where no fragment travelled, flags did not
-        either.
+        The model's weights are still the previous ones, because fragments of such an update are not written; the
+        masters are copied from them. The TP ranks first agree on these matrices, because a rank does not receive the
+        flag of a matrix if it does not receive a fragment.
         """
         settle(self.groups, self.masters)
         if self._sharing is not None:
@@ -141,7 +146,8 @@ class PlannedOptimizer(MasterOptimizer):
                     assert group.optimizer is not None
                     group.optimizer.state.pop(self._wiring.masters[matrix.index], None)
                     _log.warning(
-                        "%s keeps its weight: its update was not finite; its optimizer state starts anew", matrix.name
+                        "%s keeps its weight because its update was not finite; its optimizer state is reset",
+                        matrix.name,
                     )
         self._finite.fill_(1.0)
 
@@ -149,8 +155,8 @@ class PlannedOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Rounds masters into the weights of this owner's TP ranks; gathering them over the data-parallel
-        ranks is not done."""
+        """Rounds the masters into the weights of this owner's TP ranks, without gathering them over the data-parallel
+        ranks."""
         for group in self.groups:
             group.send_weights()
             group.receive_weights()
@@ -159,14 +165,15 @@ class PlannedOptimizer(MasterOptimizer):
         self._wiring.aside.join()
 
     def _gather_whole(self, matrices: Sequence[Matrix]) -> None:
-        """Makes masters of the model's weights; every TP rank calls it with the same matrices that travel."""
+        """Copies the model's weights into the masters of hosted matrices. Collective over the TP ranks: all of
+        them pass the same matrices."""
         gather_masters(self._wiring, self._hosting.hosts, matrices)
 
     # --- set-up ---
 
     def _gradient_slices(self) -> list[torch.Tensor]:
-        """Lists the owned ranges of the buckets; where TP ranks have equal copies of a matrix, only the first
-        one's count."""
+        """Returns views of the gradients that this rank owns. If TP ranks have equal copies of a matrix, only those of
+        TP rank 0 are included."""
         fragments = self._wiring.fragments
         owned = self._hosting.owned
         if any(matrix.replicated and self._tp > 1 for matrix in owned):
@@ -190,7 +197,8 @@ class PlannedOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: object = None) -> None:
-        """Take the model's weights as masters, as after loading a checkpoint without optimizer state."""
+        """Copies the model's weights into the masters, as needed after loading a checkpoint without optimizer state.
+        Collective over the TP ranks."""
         self._gather_whole(self._hosting.matrices)
         for matrix in self._sharing.matrices if self._sharing is not None else ():
             matrix.reload()

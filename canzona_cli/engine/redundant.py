@@ -1,11 +1,10 @@
-"""The baseline, strategy sc: every rank updates every matrix of its stage, whole,
-with the optimizers the engine hosts.
+"""The baseline, strategy sc: every rank updates every whole matrix of its stage, with the engine's optimizers.
 
-Megatron's own sc has Muon only. For every other optimizer this does what its `muon_tp_mode=duplicated` does:
-gradients are all-reduced over the data-parallel ranks; then, one matrix after another, tensor-parallel ranks
-gather its fragments, all of them update the whole, and each keeps its own fragment of the new weight. Nothing
-overlaps, every rank has all masters and states, and what comes out equals strategy canzona's, turns of
-refreshes included.
+Megatron itself supports this for Muon only (`muon_tp_mode=duplicated`); this module does the same for every other
+optimizer. Gradients are all-reduced over the data-parallel ranks. Then, one matrix after another, the tensor-parallel
+ranks gather its fragments, each of them updates the whole matrix, and each keeps its own fragment of the new weight.
+Nothing overlaps, and every rank has the masters and state of all matrices. The result is equal to that of strategy
+canzona, including the steps at which matrices are refreshed.
 """
 
 from collections.abc import Sequence
@@ -23,10 +22,10 @@ from canzona_cli.model.matrices import Matrix
 
 
 class FragmentGather:
-    """Makes matrices whole on every TP rank, one at a time; nothing goes on meanwhile.
+    """The gathering of a matrix's fragments on every TP rank, one matrix at a time and without overlap.
 
     Args:
-        matrices: whose largest the messages are as long as.
+        matrices: all matrices that will be gathered; the largest determines the size of the messages.
     """
 
     def __init__(self, wiring: Wiring, matrices: Sequence[Matrix]) -> None:
@@ -37,24 +36,24 @@ class FragmentGather:
 
     @property
     def bytes(self) -> int:
-        """Size of the messages."""
+        """The bytes of the messages."""
         return self._send.nbytes + self._receive.nbytes
 
     def travels(self, matrix: Matrix) -> bool:
-        """Tells whether a rank lacks a part of the matrix."""
+        """Returns True if a TP rank does not store all of the matrix, so that it has to be communicated."""
         return self._tp > 1 and not matrix.replicated
 
     def spared(self, matrix: Matrix) -> bool:
-        """Tells whether the reduced gradient can be handed to an optimizer as it lies in Megatron's buffer."""
+        """Returns True if an optimizer can use the reduced gradient in Megatron's buffer without a copy."""
         return not self.travels(matrix) and lies_whole(self._wiring, matrix)
 
     def gather(self, matrix: Matrix, fragment: torch.Tensor, whole: torch.Tensor) -> None:
-        """Gathers fragments of all TP ranks into `whole`. Every rank of the group calls it.
+        """Gathers the fragments of all TP ranks into `whole`. Collective over the TP ranks.
 
         Args:
-            fragment: this rank's, as `Fragments` has it; where the matrix lives on another rank alone it is
-                not read.
-            whole: fp32 (rows, columns).
+            fragment: this rank's fragment, in the shape of `Fragments`; not read if only another rank stores the
+                matrix.
+            whole: fp32 (rows, columns), overwritten.
         """
         in_whole, rank, group = self._wiring.fragments.in_whole, self._wiring.rank, self._wiring.tp_group
         at_home = matrix.home is None or matrix.home == rank
@@ -77,7 +76,7 @@ class RedundantUpdate:
     """The update of one matrix on one rank.
 
     Args:
-        scratch: fp32, flat, as long as the largest matrix; holds the gradient while this matrix is updated.
+        scratch: fp32, flat, as long as the largest matrix that needs it; holds the gradient during the update.
     """
 
     def __init__(self, wiring: Wiring, matrix: Matrix, gathering: FragmentGather, scratch: torch.Tensor) -> None:
@@ -90,10 +89,10 @@ class RedundantUpdate:
         self._gradient = whole.view(matrix.rows, matrix.cols)
 
     def run(self, scale: float) -> None:
-        """Gather the gradient, times `scale` (clipping), update the master,
-        keep this rank's fragment of it."""
+        """Gathers the gradient, multiplies it by `scale` (clipping), updates the master, and writes this rank's
+        fragment of the new weight."""
         matrix, gathering, master = self._matrix, self._gathering, self._master
-        # With nothing to gather, what is copied is a part of the update.
+        # If nothing is gathered, the time for copies counts as part of the update.
         with self._wiring.timer.phase("exchange" if gathering.travels(matrix) else "matrix_update"):
             if not self._in_place:
                 gathering.gather(matrix, self._fragment, self._gradient)
@@ -106,22 +105,22 @@ class RedundantUpdate:
             self.publish()
 
     def publish(self) -> None:
-        """Keep this rank's fragment of the master."""
+        """Writes this rank's fragment of the master into the model's weight."""
         matrix, fragments = self._matrix, self._wiring.fragments
         if _stores(self._wiring, matrix):
             fragments.weight(matrix).copy_(fragments.in_whole(matrix, self._master.detach(), self._wiring.rank))
 
 
 class RedundantOptimizer(MasterOptimizer):
-    """The updates of all matrices of this rank's stage, one after another.
+    """The optimizer that updates all matrices of this rank's stage, one after another.
 
-    Unlike strategy canzona it does not put back a weight whose update was not finite: that is left to the
-    loss.
+    Unlike strategy canzona, it does not restore a weight whose update was not finite; the loss of the next step will
+    show it.
 
     Args:
-        matrices: the matrices of the stage, in their order, which is the same on every rank: their gathers
-            meet.
-        wiring: the wiring of this rank; its `masters` are those of all of them.
+        matrices: the matrices of the stage, in the same order on every rank, because each is gathered collectively.
+        wiring: the wiring of this rank; its `masters` are those of all matrices.
+        fallbacks: counts the fallbacks of this rank's optimizers.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class RedundantOptimizer(MasterOptimizer):
         super().__init__(adamw_settings(config), chunks, wiring.masters, wiring.device)
         self._matrices, self._wiring, self._fallbacks = matrices, wiring, fallbacks
         self._gathering = FragmentGather(wiring, matrices)
-        # Every rank of a stage does the same fallbacks; one of each replica counts.
+        # All TP ranks take the same fallbacks, so only TP rank 0 counts them.
         self._counts = world.tp_rank == 0
         copied = [matrix.elements for matrix in matrices if not self._gathering.spared(matrix)]
         self._scratch = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
@@ -146,14 +145,14 @@ class RedundantOptimizer(MasterOptimizer):
         ]
 
     def gradients_for_norm(self) -> list[torch.Tensor]:
-        """Lists this rank's fragments; where TP ranks have equal copies of a matrix,
-        only the first one's count."""
+        """Returns this rank's gradient fragments. If TP ranks have equal copies of a matrix, only those of TP
+        rank 0 are included."""
         held = [matrix for matrix in self._matrices if _stores(self._wiring, matrix)]
         return [self._wiring.fragments.gradient(m) for m in held if not m.replicated or self._wiring.rank == 0]
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Update all matrices of the stage."""
+        """Updates all matrices of the stage. Collective over the TP ranks."""
         for group in self.groups:
             group.run(self._scale)
         return True
@@ -168,12 +167,12 @@ class RedundantOptimizer(MasterOptimizer):
         return count if self._counts else torch.zeros_like(count)
 
     def repair(self) -> None:
-        """Settles doubts; nothing is put back."""
+        """Switches matrices whose update was left out to the standard form. Weights are not restored."""
         settle(self.groups, self.masters)
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: object = None) -> None:
-        """Take the model's weights as masters."""
+        """Copies the model's weights into the masters. Collective over the TP ranks."""
         for matrix in self._matrices:
             stored = _stores(self._wiring, matrix)
             fragment = self._wiring.fragments.weight(matrix) if stored else self._scratch[:0]
@@ -185,5 +184,5 @@ class RedundantOptimizer(MasterOptimizer):
 
 
 def _stores(wiring: Wiring, matrix: Matrix) -> bool:
-    """Tells whether this TP rank has a part of the weight."""
+    """Returns True if this TP rank stores a part of the weight."""
     return wiring.rank in matrix.holders(wiring.fragments.tp)

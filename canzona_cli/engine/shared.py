@@ -1,5 +1,5 @@
-"""The shared matrices of one rank, fragments that all TP ranks of an owner update together (`optimizers/shared_muon`):
-their one optimizer and its scratch, and what is done when an update is not trusted.
+"""The shared matrices of one rank: fragments that all TP ranks of an owner update together (`optimizers/shared_muon`),
+their optimizer and scratch, and the handling of updates that cannot be trusted.
 """
 
 import logging
@@ -21,10 +21,11 @@ _log = logging.getLogger(__name__)
 
 
 class SharedMatrix:
-    """A shared matrix on one rank of its owner's row.
+    """A shared matrix, as one rank of its owner's row sees it.
 
     Args:
-        gradient: fp32, flat, at least as long as the fragment; several take turns at it.
+        optimizer: the optimizer of all shared matrices of this rank.
+        gradient: scratch, fp32, flat, at least as long as the fragment; all shared matrices of the rank use it.
     """
 
     def __init__(self, wiring: Wiring, matrix: Matrix, optimizer: SharedMuon, gradient: torch.Tensor) -> None:
@@ -38,15 +39,16 @@ class SharedMatrix:
             self._gradient = gradient[: matrix.held_elements(wiring.fragments.tp)].view(self.master.shape)
             self._gathered = Copy(self._gradient.view(reduced.shape), reduced)
         self.left = False
-        """True while its last update is still to be made `alone`; the same on all ranks."""
+        """True if the update by `together` was not made and `alone` has to be called; the same on all ranks."""
 
     @property
     def excluded(self) -> bool:
-        """Tells whether it is updated `alone` in this step; the same on all ranks."""
+        """True if the matrix is updated by `alone` in this step, after an untrusted update; the same on all ranks."""
         return self._optimizer.excluded(self.master)
 
     def together(self, scale: float, ranks: Together) -> Turns[None]:
-        """Updates the fragment, or sets `left`. Collective."""
+        """Updates the fragment in Gram form, or sets `left` if the matrix is `excluded` or the result cannot be
+        trusted. Collective. Yields the collectives to wait for."""
         self._take_gradient(scale)
         if self._in_place and scale != 1.0:
             self._gradient.mul_(scale)
@@ -55,7 +57,7 @@ class SharedMatrix:
         self.master.grad = None
 
     def alone(self, scale: float, group: torch.distributed.ProcessGroup | None) -> None:
-        """Update it in the same step without the iteration that went wrong. Collective."""
+        """Updates the fragment in standard form, in the same step. Collective."""
         self._take_gradient(scale)
         self._optimizer.alone(
             self.master,
@@ -65,7 +67,7 @@ class SharedMatrix:
         self.master.grad = None
 
     def write(self) -> Write:
-        """Returns the write of the new fragment of the weight."""
+        """Returns the write of the master into the weight, which is made only if the update was finite."""
         same = self.weight.dtype is self.master.dtype
         return Write(
             target=self.weight,
@@ -74,26 +76,28 @@ class SharedMatrix:
         )
 
     def publish(self) -> None:
-        """Round the master into the weight."""
+        """Rounds the master into the weight."""
         self.weight.copy_(self.master.detach().view(self.weight.shape))
 
     @torch.no_grad()
     def reload(self) -> None:
-        """Take the weight as master."""
+        """Copies the weight into the master."""
         self.master.detach().view(self.weight.shape).copy_(self.weight)
 
     def _take_gradient(self, scale: float) -> None:
-        """Puts the gradient where the optimizer reads it; what lies in place was scaled the first time."""
+        """Sets `master.grad`: copies the gradient into scratch, multiplied by `scale`, unless the optimizer can
+        read it in Megatron's buffer, where `together` has scaled it."""
         if self._gathered is not None:
             self._gathered.run(scale)
         self.master.grad = self._gradient
 
 
 class Sharing:
-    """The fragments of an owner's shared matrices that lie on this rank.
+    """The optimizer of this rank's fragments of its owner's shared matrices.
 
     Args:
-        parts: the parts of each matrix's update, in the plan's order.
+        matrices: the shared matrices of the owner, in the plan's order.
+        parts: the number of parts of each matrix's update, between which its squares are communicated.
     """
 
     def __init__(self, wiring: Wiring, matrices: Sequence[Matrix], parts: Sequence[int]) -> None:
@@ -104,11 +108,11 @@ class Sharing:
         copied = [m.held_elements(wiring.fragments.tp) for m in matrices if not lies_flat(wiring.fragments.gradient(m))]
         self._gradient = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
         self._sums = torch.zeros(len(self.hosted), device=wiring.device)
-        """A number for each matrix, in their order: finite where the last update was."""
+        """A number for each matrix, finite if its last update was finite."""
         self._places = {matrix.index: place for place, matrix in enumerate(self.hosted)}
         self.matrices = [SharedMatrix(wiring, matrix, self.optimizer, self._gradient) for matrix in matrices]
         self.beside = [Workspace() for _ in range(LANES - 1)]
-        """Scratch of those that take turns with one that has the optimizer's."""
+        """The scratch of the matrices that are updated interleaved with one that uses the optimizer's scratch."""
         self._lanes = [
             Together(
                 place=wiring.rank,
@@ -124,7 +128,8 @@ class Sharing:
     def _travelling(
         self, name: Literal["all_reduce", "all_to_all_single", "all_gather_into_tensor"]
     ) -> Callable[..., Wait]:
-        """Returns that collective over the TP ranks, begun and waited for in the phase of exchanges."""
+        """Returns a function that starts the named collective over the TP ranks and returns a function that waits
+        for it; both are timed as exchanges."""
         timer, watcher = self._wiring.timer, self._wiring.watcher
 
         def begin(*tensors: torch.Tensor) -> Wait:
@@ -146,12 +151,13 @@ class Sharing:
 
     @property
     def gradient_bytes(self) -> int:
-        """The bytes of a fragment's gradient that does not lie in one piece."""
+        """The bytes of the scratch for gradients that an optimizer cannot read in Megatron's buffer."""
         return self._gradient.nbytes
 
     @torch.no_grad()
     def update(self, scale: float) -> None:
-        """Update all matrices, in the order of `planner.order.turns`. Collective."""
+        """Updates all matrices in Gram form, interleaved in the order of `planner.order.turns`, and writes their
+        weights, except for matrices that are left to `update_alone`. Collective over the TP ranks."""
         running: dict[int, Turns[None]] = {}
         landing: dict[int, Sequence[Wait] | None] = {}
         for place, part in turns(self._parts):
@@ -164,15 +170,15 @@ class Sharing:
                 landing[place] = next(running[place], None)
             if not last:
                 continue
-            assert landing[place] is None, "the plan is another optimizer's"
+            assert landing[place] is None, "the plan is for another optimizer: the update has more parts than planned"
             if not shared.left:
                 with self._wiring.timer.phase("exchange"):
                     shared.publish()
 
     @torch.no_grad()
     def update_alone(self, scale: float) -> None:
-        """Update what was not trusted, one matrix after another. Collective over the TP ranks, which all
-        know the same of it."""
+        """Updates the matrices whose `left` is set in standard form, one after another. Collective over the TP
+        ranks, all of which have the same matrices to update."""
         left = [shared for shared in self.matrices if shared.left]
         if not left:
             return
@@ -180,7 +186,7 @@ class Sharing:
         with self._wiring.timer.phase("matrix_update"):
             for shared in left:
                 shared.alone(scale, group)
-            # As of a hosted matrix: only a finite one has a finite sum.
+            # As for a hosted matrix, the sum of the master is finite only if all elements are.
             sums = torch.stack([shared.master.detach().sum() for shared in left])
         with self._wiring.timer.phase("exchange"):
             torch.distributed.all_reduce(sums, group=group)
@@ -188,15 +194,16 @@ class Sharing:
             write_finite([(place, shared.write()) for place, shared in enumerate(left)], sums, on_host=on_host)
 
     def fallbacks(self) -> torch.Tensor:
-        """Counts the updates of the last step that were left out or not finite: (1,). All TP ranks know the
-        same: one counts."""
+        """Returns the number of updates of the last step that were left out or not finite: (1,), on the device. All TP
+        ranks have the same number, so only TP rank 0 returns it; the others return 0."""
         count = left_out((self,), self._wiring.device) + self._sums.isfinite().logical_not().sum()
         return count if self._wiring.rank == 0 else torch.zeros_like(count)
 
     @torch.no_grad()
     def repair(self, masters: Mapping[int, torch.nn.Parameter]) -> None:
-        """Repairs as `PlannedOptimizer.repair` does; here every rank has its part of the previous weight
-        itself. The host waits."""
+        """Restores the previous weights of matrices whose last update was not finite, and resets their optimizer
+        state. No communication is needed, because every rank has its fragment of the previous weight. The host
+        waits for the device."""
         settle((self,), masters)
         for shared, total in zip(self.matrices, self._wiring.timer.read(self._sums), strict=True):
             if math.isfinite(total):
@@ -204,11 +211,12 @@ class Sharing:
             shared.reload()
             self.optimizer.state.pop(shared.master, None)
             _log.warning(
-                "%s keeps its weight: its update was not finite; its optimizer state starts anew", shared.matrix.name
+                "%s keeps its weight because its update was not finite; its optimizer state is reset",
+                shared.matrix.name,
             )
         self._sums.zero_()
 
 
 def lies_flat(gradient: torch.Tensor) -> bool:
-    """Tells whether an optimizer can take a fragment's reduced gradient as it lies."""
+    """Returns True if an optimizer can use a fragment's reduced gradient without a copy: fp32 and contiguous."""
     return gradient.dtype is torch.float32 and gradient.is_contiguous()

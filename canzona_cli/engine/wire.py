@@ -1,5 +1,5 @@
-"""The means that move matrices between ranks: views of fragments, messages, a stream for packing them, and
-writes of weights."""
+"""The parts that move matrices between ranks: views of fragments, messages, a stream for packing them, and writes of
+weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,57 +15,56 @@ from canzona_cli.planner.exchange import Route
 
 
 class Fragments:
-    """The fragments of one tensor-parallel rank.
+    """Views of the fragments of one tensor-parallel rank.
 
     Args:
-        model: heads and groups of the attention, to find q, k and v in linear_qkv.
-        tp: Tensor-parallel ranks.
-        rank: this one.
-        parameters: this rank's parameters by the plan's names, in Megatron's buffers.
+        model: the model, whose heads and groups determine where q, k and v are in linear_qkv.
+        tp: the number of tensor-parallel ranks.
+        rank: this rank's TP rank.
+        parameters: this rank's parameters in Megatron's buffers, by the plan's names.
     """
 
     def __init__(self, model: ModelConfig, tp: int, rank: int, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._model, self.tp, self._rank, self._parameters = model, tp, rank, parameters
 
     def gradient(self, matrix: Matrix) -> torch.Tensor:
-        """Views this rank's part of the reduced gradient; valid on the matrix's owner."""
+        """Returns a view of this rank's fragment of the reduced gradient; valid on the matrix's owner only."""
         main_grad: object = getattr(self._parameters[matrix.parameter], "main_grad", None)
         assert isinstance(main_grad, torch.Tensor)
         return self.in_parameter(matrix, main_grad)
 
     def weight(self, matrix: Matrix) -> torch.Tensor:
-        """Views this rank's part of the weight."""
+        """Returns a view of this rank's fragment of the weight."""
         return self.in_parameter(matrix, self._parameters[matrix.parameter].detach())
 
     def in_parameter(self, matrix: Matrix, parameter: torch.Tensor) -> torch.Tensor:
-        """Views the fragment in `parameter`, which this rank stores; 2-D or 3-D,
-        see `geometry.in_parameter`."""
+        """Returns a view of this rank's fragment of the matrix in `parameter`, 2-D or 3-D (`geometry.in_parameter`)."""
         view = geometry.in_parameter(matrix, self._model, self.tp)
         return parameter.view(view.shape)[view.index]
 
     def in_whole(self, matrix: Matrix, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Views the place of TP rank `rank`'s fragment in the whole (rows, columns),
-        in the shape of `in_parameter`."""
+        """Returns a view of TP rank `rank`'s fragment in the whole matrix (rows, columns), in the shape of
+        `in_parameter`."""
         view = geometry.in_whole(matrix, self._model, self.tp, rank)
         return whole.view(view.shape)[view.index]
 
 
 class Aside:
-    """A stream for work that overlaps what computes after it;
-    on a device without streams the work is just done.
+    """A stream for work that overlaps with later work on the current stream. On a device without streams, the work is
+    done immediately.
 
-    Nothing needs `record_stream`: what is touched within `work` was allocated at set-up and stays; and a
-    tensor that is made within it is used and freed within it.
+    `record_stream` is not needed: the buffers that are used within `work` are allocated at set-up and never freed, and
+    tensors that are created within `work` are used and freed within `work`.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Urgent: a few short copies beside products that occupy the whole device, and somebody waits for the
-        # messages.
+        # High priority, because these short copies compete with products that fill the device, and other ranks wait for
+        # the messages.
         self._stream = torch.cuda.Stream(priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Enqueues aside, after all that the computing stream has been given so far."""
+        """Runs the block on this stream, after everything that was enqueued on the current stream so far."""
         if self._stream is None:
             yield
             return
@@ -74,28 +73,28 @@ class Aside:
             yield
 
     def join(self) -> None:
-        """Lets what computes go on only after all that was enqueued aside."""
+        """Makes the current stream wait for everything that was enqueued on this stream."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
 SETS = 2
-"""While group i is updated, gradients of i + 1 travel in and weights of i - 1 out:
-of each direction two are in use."""
+"""The number of buffer sets for each direction. While group i is updated, gradients of group i + 1 are received and
+weights of group i - 1 are sent, so two sets of each direction are in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Messages:
-    """One direction's send and receive buffers, each flat and as long as the largest micro-group needs."""
+    """The send and receive buffers of one direction, each flat and as long as the largest micro-group needs."""
 
     sends: tuple[torch.Tensor, ...]
     receives: tuple[torch.Tensor, ...]
     last: list[torch.distributed.Work | None]
-    """The last exchange of each set."""
+    """The last exchange that used each set; None before the first."""
 
     @classmethod
     def for_routes(cls, routes: Sequence[Route], dtype: torch.dtype, device: torch.device) -> "Messages":
-        """Allocates messages large enough for every route; no memory where nothing is sent or received."""
+        """Allocates buffers large enough for every route; of size 0 if nothing is sent or received."""
         sent = max((route.sent for route in routes), default=0)
         received = max((route.received for route in routes), default=0)
         sets = min(SETS, len(routes))
@@ -111,10 +110,10 @@ class Messages:
 
 
 class AllToAll:
-    """One all-to-all of one micro-group over the TP group, on its part of the message buffers.
+    """An all-to-all of one micro-group over the TP ranks, on a part of the message buffers.
 
     Args:
-        number: the number of the micro-group; even and odd ones use different buffers.
+        number: the number of the micro-group; even and odd micro-groups use different buffers.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class AllToAll:
         self.receive = messages.receives[self._place][: route.received]
 
     def start(self) -> torch.distributed.Work | None:
-        """Sends the packed messages; the handle to watch, None where nothing travels."""
+        """Starts sending the packed message. Returns the handle to wait for; None if nothing is communicated."""
         if self.route.travels:
             self._work = torch.distributed.all_to_all_single(
                 self.receive,
@@ -151,62 +150,67 @@ class AllToAll:
 
 
 MakeOptimizer = Callable[[Sequence[Matrix], list[torch.nn.Parameter]], torch.optim.Optimizer]
-"""A function that makes an ordinary optimizer of these whole matrices."""
+"""A function that makes the optimizer of some matrices, given the matrices and their masters (whole matrices or
+fragments)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """The parts that everything that updates matrices on one rank shares."""
+    """The parts that all classes that update matrices on one rank use."""
 
     fragments: Fragments
     rank: int
-    """TP rank."""
+    """The TP rank."""
     tp_group: torch.distributed.ProcessGroup | None
-    """The group of TP ranks; None with one TP rank, where nothing travels."""
+    """The group of TP ranks; None with one TP rank, where nothing is communicated."""
     timer: PhaseTimer
     watcher: Watcher
     aside: Aside
-    """The stream on which messages are packed and arriving weights are written."""
+    """The stream on which messages are packed and received weights are written."""
     device: torch.device
     masters: Mapping[int, torch.nn.Parameter]
-    """The fp32 weights by matrix index of what this rank updates, (rows, columns);
-    of a shared matrix its fragment."""
+    """The fp32 weights that this rank updates, by matrix index: whole matrices (rows, columns), and fragments of shared
+    matrices."""
     make_optimizer: MakeOptimizer
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
+    """A copy from one tensor to another of the same shape, with conversion of the dtype."""
+
     target: torch.Tensor
     source: torch.Tensor
 
     def run(self, scale: float = 1.0) -> None:
+        """Writes `source` times `scale` into `target`."""
         if scale == 1.0:
             self.target.copy_(self.source)
         elif self.source.dtype is self.target.dtype:
             torch.mul(self.source, scale, out=self.target)
         else:
-            # In the target's precision: scaled in bf16, a gradient would be rounded twice.
+            # Scaled after the conversion, because scaling in bf16 would round a gradient twice.
             self.target.copy_(self.source)
             self.target.mul_(scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Write:
-    """A new fragment of a weight, which is only taken if its update was finite."""
+    """The write of a new fragment of a weight, which is made only if the update was finite."""
 
     target: torch.Tensor
     source: torch.Tensor
     rounded: torch.Tensor
-    """Shape and dtype of `target`; scratch where `source` has another dtype: `torch.where` of two dtypes
-    would work in the wider one, in memory of its own."""
+    """Scratch of the shape and dtype of `target`, used if `source` has another dtype: `torch.where` of two dtypes would
+    compute in the wider dtype and allocate memory."""
 
 
 def write_finite(writes: Sequence[tuple[int, Write]], flags: torch.Tensor, *, on_host: bool) -> None:
-    """Write what is given with the place of a finite flag; other targets stay as they are.
+    """Makes the writes whose flag is finite; the targets of the other writes stay unchanged.
 
     Args:
+        writes: each with the index of its flag.
         flags: flat.
-        on_host: True if they are the host's; else it does not wait to know them.
+        on_host: True if the flags are in host memory. Otherwise the device decides, and the host does not wait.
     """
     good = torch.isfinite(flags)
     if on_host:

@@ -1,11 +1,12 @@
-"""Everything that touches Megatron-core's internals. Import it before Megatron.
+"""All code that uses Megatron-core's internals. This package must be imported before Megatron.
 
-Megatron and emerging-optimizers decorate some thirty functions with `torch.compile` when they are imported,
-and the decorator alone loads the whole compiler: more than half of a worker's start-up, on four ranks of two
-cores ten seconds. A run on CPUs calls none of them. Here compilation waits for the first call.
+Megatron and emerging-optimizers decorate about thirty functions with `torch.compile` when they are imported. The
+decorator alone loads the compiler, which is more than half of a worker's start-up time (ten seconds for four ranks on
+two cores), and a run on CPUs does not call any of these functions. While this package imports Megatron, `torch.compile`
+is replaced by a decorator that compiles at the first call.
 
-Its timers import wandb where that is installed, a quarter of the time Megatron takes, to write what canzona's
-trackers write in processes of their own. Here it is not there meanwhile.
+Megatron's timers import wandb if it is installed, which is a quarter of Megatron's import time. canzona's trackers use
+wandb in separate processes instead, so the import is blocked while Megatron is imported.
 """
 
 import functools
@@ -19,8 +20,8 @@ _compile = torch.compile
 
 
 def compile_when_called(function: Callable[..., object] | None = None, **options: object) -> Callable[..., object]:
-    """`torch.compile`, at the first call of what it returns.
-    Inside of other compiled functions it is not there."""
+    """Returns `function`, compiled by `torch.compile` at its first call. While torch compiles another function
+    that calls it, `function` is called as it is."""
     if function is None:
         return lambda function: compile_when_called(function, **options)
     compiled: Callable[..., object] | None = None
@@ -39,9 +40,9 @@ def compile_when_called(function: Callable[..., object] | None = None, **options
 
 torch.compile = compile_when_called  # type: ignore[assignment]
 _wandb = sys.modules.get("wandb")
-sys.modules["wandb"] = None  # type: ignore[assignment] # an import of it fails
+sys.modules["wandb"] = None  # type: ignore[assignment] # makes `import wandb` fail
 try:
-    import megatron.core.models.gpt.gpt_model  # noqa: F401 - decorates what megatron.core alone does not
+    import megatron.core.models.gpt.gpt_model  # noqa: F401 - decorates more functions than megatron.core alone
 finally:
     torch.compile = _compile
     del sys.modules["wandb"]

@@ -1,9 +1,9 @@
-"""Core attention of layers without Transformer Engine: causal, with grouped queries, over sequences that
-context parallelism has cut.
+"""Core attention of layers without Transformer Engine: causal, with grouped queries, and with sequences that are cut by
+context parallelism (cp).
 
-Scores are never stored: torch's kernel keeps a logarithm a row for the backward pass, `attend` nothing.
-Megatron cuts a sequence into 2 * cp chunks and gives rank r chunks r and 2 * cp - 1 - r
-(`get_batch_on_this_cp_rank`), so that every rank has as many keys to look at.
+Attention scores are not stored for the backward pass: torch's kernel stores the log-sum-exp of each row, and `attend`
+recomputes them. Megatron cuts a sequence into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r
+(`get_batch_on_this_cp_rank`), so that the queries of every rank attend to equally many keys.
 """
 
 import torch
@@ -16,10 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class CausalAttention(torch.nn.Module):
-    """Attention as Megatron's `DotProductAttention` computes it under a causal mask without dropout, for any cp.
+    """Causal attention that computes the same as Megatron's `DotProductAttention` without dropout, for any cp.
 
-    Keys and values of the whole sequence are gathered, and their gradients reduce-scattered, in one
-    collective each; a chunk of queries looks only at the keys up to its own end.
+    Keys and values of the whole sequence are gathered in one collective, and their gradients reduce-scattered in one.
+    A chunk of queries is multiplied only with the keys up to its end.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class CausalAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Computes attention of this rank's queries to the whole sequence up to each.
+        """Computes the attention of this rank's queries to all earlier positions of the sequence.
 
         Args:
             query: `[seq / cp, batch, heads, head_dim]`.
-            key: `[seq / cp, batch, groups, head_dim]`, and `value` likewise.
-            attention_mask: ignored: the mask is causal.
+            key, value: `[seq / cp, batch, groups, head_dim]`.
+            attention_mask: ignored, because the mask is causal.
 
         Returns:
             `[seq / cp, batch, heads * head_dim]`.
@@ -69,15 +69,16 @@ class CausalAttention(torch.nn.Module):
         )
 
     def _whole(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gathers keys and values of the whole sequence in its order, `[seq, batch, groups,
-        head_dim]` each."""
+        """Gathers keys and values of the whole sequence, in the order of positions: `[seq, batch, groups, head_dim]`
+        each. Collective over the cp ranks."""
         both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self._cp)
         first, second = both.unflatten(0, (self._cp.size(), 2, -1)).unbind(1)
         keys, values = torch.cat([first, second.flip(0)]).flatten(0, 1).chunk(2, dim=-1)
         return keys, values
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attends causally: the last query sees all keys, the one before it all but one, and so on."""
+        """Computes causal attention: the last query attends to all keys, the one before it to all but one, and so
+        on."""
         if _on_processor(query):
             scale = query.size(-1) ** -0.5 if self._scale is None else self._scale
             return attend(query, key, value, scale).flatten(2)
@@ -107,25 +108,26 @@ def _on_processor(query: torch.Tensor) -> bool:
 
 
 def _kernel_knows_groups(query: torch.Tensor) -> bool:
-    """Tells whether torch's kernel takes grouped queries: the one for fp32 on GPUs that stores no scores,
-    memory-efficient attention, does not."""
+    """Returns True if torch's kernel supports grouped queries. In fp32 on GPUs, the only kernel that does not store
+    scores is memory-efficient attention, which does not support them."""
     return not (query.is_cuda and query.dtype is torch.float32)
 
 
 _SCORES, _QUERIES = 1 << 21, 128
-"""The most scores, and queries, in a block."""
+"""The maximum number of scores, and of queries, in a block."""
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Computes causal attention on a processor by products of blocks of queries with the keys that they see.
+    """Computes causal attention on a CPU by matrix products of blocks of queries with the keys that they attend to.
 
-    The last query sees all keys, the one before it all but one, and so on. torch's own kernel keeps to fp32
-    arithmetic on CPUs: in bf16, with heads of 32 to 64 at 256 to 2,048 tokens, products took 0.35 to 0.65 of
-    its processor time forward and backward (one thread, AVX512-BF16).
+    The last query attends to all keys, the one before it to all but one, and so on. torch's own kernel computes in fp32
+    on CPUs. In bf16, with heads of 32 to 64 at 256 to 2,048 tokens, this function took 0.35 to 0.65 of that kernel's
+    time for forward and backward (one thread, AVX512-BF16).
 
     Args:
         query: `[queries, batch, heads, head_dim]`.
-        key: `[keys, batch, groups, head_dim]`, at least as many as queries; `value` likewise.
+        key, value: `[keys, batch, groups, head_dim]`, with at least as many keys as queries.
+        scale: the factor of scores before the softmax.
 
     Returns:
         `[queries, batch, heads, head_dim]`.
@@ -136,7 +138,8 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
 
 
 class _Blocks(torch.autograd.Function):
-    """Heads of a group are stacked: every product is of a batch of batch * groups matrices."""
+    """The autograd function of `attend`. The heads of a group are stacked, so that every product is a batched
+    product of batch * groups matrices."""
 
     @staticmethod
     def forward(
@@ -170,7 +173,7 @@ class _Blocks(torch.autograd.Function):
 
 
 def _blocks(query: torch.Tensor, key: torch.Tensor) -> list[tuple[int, int, int]]:
-    """(first query, last, keys that the last one sees) of each block."""
+    """Returns (first query, end, number of keys that the last query attends to) for each block of queries."""
     count, _, heads, _ = query.shape
     size = max(32, min(_QUERIES, _SCORES // (query.size(1) * heads * len(key))))
     ends = [min(first + size, count) for first in range(0, count, size)]
@@ -178,28 +181,28 @@ def _blocks(query: torch.Tensor, key: torch.Tensor) -> list[tuple[int, int, int]
 
 
 def _shares(queries: torch.Tensor, keys: torch.Tensor, block: int, scale: float) -> torch.Tensor:
-    """Computes what each query takes of each value, `[batch * groups, heads of a group * block, keys]`."""
+    """Returns the attention weights of a block of queries: `[batch * groups, heads of a group * block, keys]`."""
     unseen = torch.full((block, keys.size(1)), float("-inf"), dtype=keys.dtype).triu(keys.size(1) - block + 1)
     masked = unseen.repeat(queries.size(1) // block, 1)
     return torch.softmax(torch.baddbmm(masked, queries, keys.mT, alpha=scale), dim=-1)
 
 
 def _stacked(tensor: torch.Tensor) -> torch.Tensor:
-    """`[keys, batch, groups, head_dim]` as `[batch * groups, keys, head_dim]`."""
+    """Reshapes `[keys, batch, groups, head_dim]` to `[batch * groups, keys, head_dim]`."""
     return tensor.permute(1, 2, 0, 3).flatten(0, 1)
 
 
 def _apart(stacked: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Undoes `_stacked`."""
+    """Inverts `_stacked`."""
     return stacked.view(*like.shape[1:3], len(like), -1).permute(2, 0, 1, 3)
 
 
 def _queries(tensor: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """`[block, batch, heads, head_dim]` as `[batch * groups, heads of a group * block, head_dim]`."""
+    """Reshapes `[block, batch, heads, head_dim]` to `[batch * groups, heads of a group * block, head_dim]`."""
     return tensor.permute(1, 2, 0, 3).reshape(len(keys), -1, tensor.size(-1))
 
 
 def _unstacked(stacked: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Undoes `_queries`."""
+    """Inverts `_queries`."""
     block, batch, heads, _ = like.shape
     return stacked.view(batch, heads, block, -1).permute(2, 0, 1, 3)

@@ -1,9 +1,8 @@
-"""The facts that canzona takes for granted about Megatron-core beyond its documentation,
-as data that can be checked.
+"""The undocumented properties of Megatron-core that canzona relies on, as data that can be checked.
 
-Each entry of contract.yaml is one name, the sentence it stands for, and a look at that name in the installed
-package. Looking is all `verify` does: nothing is built and nothing runs. What a look cannot tell is tested on
-real ranks in `tests/dist`.
+Each entry of contract.yaml has an importable name, the property that canzona relies on, and a check of that name in the
+installed package. `verify` only inspects signatures, attributes and source code; it does not run any of it. Properties
+that inspection cannot show are tested on real ranks in `tests/dist`.
 """
 
 import functools
@@ -22,18 +21,19 @@ import yaml
 from canzona_cli.errors import Problem
 
 Check = Callable[[object], str | None]
-"""A check that returns what is wrong with the object that a name stands for; None when it is as expected."""
+"""A check of the object that a name refers to. It returns the difference from what canzona expects; None if there is
+none."""
 
 _WRITTEN_FOR = {"megatron": "megatron-core 0.19.2", "torch": "torch 2.11 to 2.15"}
 
 
 def exists(thing: object) -> str | None:
-    """Accepts anything: the name alone is relied on."""
+    """Accepts any object, because canzona only relies on the name."""
     return None
 
 
 def accepts(*parameters: str) -> Check:
-    """Checks for a function, or a class's constructor, that takes these parameters by name."""
+    """Returns a check that a function, or a class's constructor, takes these parameters by name."""
 
     def check(thing: object) -> str | None:
         if not callable(thing):
@@ -47,12 +47,12 @@ def accepts(*parameters: str) -> Check:
 
 
 def keeps(*attributes: str) -> Check:
-    """Checks for a class whose constructor sets these attributes of its instances."""
+    """Returns a check that a class's constructor assigns these attributes of its instances."""
 
     def check(thing: object) -> str | None:
         if not isinstance(thing, type):
-            return "it is no class"
-        words = _words(thing.__init__)  # type: ignore[misc]
+            return "it is not a class"
+        words = _tokens(thing.__init__)  # type: ignore[misc]
         assigned = {
             name
             for owner, dot, name, then in zip(words, words[1:], words[2:], words[3:], strict=False)
@@ -64,7 +64,7 @@ def keeps(*attributes: str) -> Check:
 
 
 def has(*members: str) -> Check:
-    """Checks for a class with these methods, or a dataclass with these fields."""
+    """Returns a check that a class or module has these members, or a dataclass these fields."""
 
     def check(thing: object) -> str | None:
         known = {item.name for item in fields(thing)} if is_dataclass(thing) else set(dir(thing))
@@ -74,17 +74,17 @@ def has(*members: str) -> Check:
 
 
 def says(*texts: str) -> Check:
-    """Checks for code that has these words in it, strings with their quotes off."""
+    """Returns a check that these tokens occur in the source code; quotes of strings are ignored."""
 
     def check(thing: object) -> str | None:
-        return _lacks("mention of", texts, {word.strip("'\"") for word in _words(thing)})
+        return _lacks("mention of", texts, {word.strip("'\"") for word in _tokens(thing)})
 
     return check
 
 
 def reads(digest: str) -> Check:
-    """Checks for code that is token for token what it was; canzona has its own version of it,
-    that must do the same."""
+    """Returns a check that the source code has this digest, for code of which canzona has its own version that must do
+    the same."""
 
     def check(thing: object) -> str | None:
         now = source_digest(thing)
@@ -94,23 +94,24 @@ def reads(digest: str) -> Check:
 
 
 def source_digest(code: Hashable) -> str:
-    """Computes the digest of code without comments and blank lines."""
-    return hashlib.sha256("\n".join(_words(code)).encode()).hexdigest()[:16]
+    """Returns a digest of an object's source code without comments and line breaks."""
+    return hashlib.sha256("\n".join(_tokens(code)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pinned:
-    """One thing that is relied on."""
+    """A property that canzona relies on."""
 
     name: str
-    """Importable: megatron.core.module.Class.method."""
+    """The importable name, such as megatron.core.module.Class.method."""
     relied_on: str
-    """The property that canzona needs, as one sentence without a final full stop."""
+    """The property, as one sentence without a final full stop."""
     check: Check = exists
 
 
 def verify() -> list[Problem]:
-    """Lists everything that is not as canzona needs it; empty with the release canzona was written for."""
+    """Returns the properties that the installed packages do not have; empty for the releases that canzona was written
+    for."""
     return [problem for pin in PINNED for problem in _broken(pin)]
 
 
@@ -120,21 +121,21 @@ def _broken(pin: Pinned) -> Iterator[Problem]:
     except (ImportError, AttributeError) as error:
         wrong = f"it is missing ({error})"
     except (OSError, TypeError, ValueError, tokenize.TokenError) as error:
-        wrong = f"it cannot be looked at ({error})"
+        wrong = f"it cannot be inspected ({error})"
     if wrong is not None:
         package = pin.name.partition(".")[0]
         yield Problem(key=pin.name, reason=f"{pin.relied_on}, but {wrong}", fix=f"install {_WRITTEN_FOR[package]}")
 
 
 def _resolve(name: str) -> object:
-    """Finds the object that `name` stands for: the longest prefix that is a module, and attributes of it."""
+    """Returns the object that `name` refers to: the longest prefix that is a module, then attributes."""
     parts = name.split(".")
     for cut in range(len(parts), 0, -1):
         module = ".".join(parts[:cut])
         try:
             thing: object = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            # Something else that is missing, deeper down, is not a matter of a shorter prefix.
+            # A missing module that this one imports must not be mistaken for a prefix that is too long.
             if error.name is None or not module.startswith(error.name):
                 raise
             continue
@@ -150,9 +151,9 @@ def _lacks(kind: str, needed: tuple[str, ...], known: object) -> str | None:
 
 
 @functools.cache
-def _words(code: Hashable) -> tuple[str, ...]:
-    """Splits the source of `code` into tokens, without comments and line breaks;
-    blocks open and close by name."""
+def _tokens(code: Hashable) -> tuple[str, ...]:
+    """Splits the source of `code` into tokens, without comments and line breaks. The beginning and end of a block
+    become INDENT and DEDENT."""
     unwrapped = inspect.unwrap(code) if callable(code) else code
     source = io.StringIO(textwrap.dedent(inspect.getsource(unwrapped)))  # type: ignore[arg-type]
     left_out = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
@@ -182,4 +183,4 @@ def _pinned() -> Iterator[Pinned]:
 
 PINNED = tuple(_pinned())
 PROBLEMS = verify()
-"""The problems of what is installed, looked at once, before an agent's ranks are forked."""
+"""The problems of the installed packages. Checked once at import, before an agent forks its ranks."""

@@ -1,10 +1,9 @@
-"""Megatron-core on a machine without CUDA.
+"""Runs Megatron-core on a machine without CUDA.
 
-Megatron-core asks `torch.cuda` for its device, its streams and its random state, and names `'cuda'` where it
-creates tensors. On a machine without CUDA each of those calls raises. `install` gives every such name a CPU
-meaning, so that the very same Megatron code runs over gloo; it refuses to act where CUDA exists. Each
-replaced name is one `Replacement` and has a contract test (`tests/megatron/test_cpu_backend.py`) that runs
-the Megatron code which needs it.
+Megatron-core asks `torch.cuda` for the device, streams and random state, and passes `'cuda'` where it creates tensors.
+On a machine without CUDA each of these calls raises. `install` replaces all of them by CPU versions, so that the same
+Megatron code runs over gloo; it raises if CUDA is available. Each replaced name is a `Replacement` and has a contract
+test (`tests/megatron/test_cpu_backend.py`) that runs the Megatron code that needs it.
 """
 
 import functools
@@ -19,8 +18,7 @@ CPU = torch.device("cpu")
 
 
 class CpuStream:
-    """The one stream of a device that has none: work is done when a call returns,
-    so there is nothing to wait for."""
+    """A stream for the CPU, where work is done when a call returns, so waiting does nothing."""
 
     def wait_event(self, event: object) -> None: ...
 
@@ -29,12 +27,12 @@ class CpuStream:
 
 @dataclass(frozen=True, kw_only=True)
 class Replacement:
-    """One name that Megatron-core uses and that has no meaning without CUDA."""
+    """The replacement of a name that Megatron-core uses and that does not work without CUDA."""
 
     owner: ModuleType | type
     name: str
     make: Callable[[Callable[..., object]], Callable[..., object]]
-    """Given the original, the CPU version."""
+    """A function that makes the CPU version from the original."""
     used_by: str
     """The Megatron-core code that needs it."""
 
@@ -54,8 +52,8 @@ def _is_cuda(device: object) -> bool:
 
 
 def _factory_on_cpu(original: Callable[..., object]) -> Callable[..., object]:
-    """`device='cuda'` becomes the CPU, and memory is not pinned;
-    every other call passes through untouched."""
+    """Wraps a tensor factory so that `device='cuda'` becomes the CPU and memory is never pinned. Other arguments are
+    passed on."""
 
     @functools.wraps(original)
     def create(*args: object, **kwargs: object) -> object:
@@ -68,11 +66,8 @@ def _factory_on_cpu(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def _megatron_type_name(original: Callable[..., object]) -> Callable[..., object]:
-    """`Tensor.type()` as Megatron expects it.
-
-    Its optimizers sort parameters by type *name* (`'torch.cuda.FloatTensor'`). Only callers inside Megatron
-    are told so; all other callers get the truth.
-    """
+    """Wraps `Tensor.type()` to return CUDA type names to callers in Megatron, whose optimizers sort parameters by type
+    name (`'torch.cuda.FloatTensor'`). All other callers get the real name."""
 
     @functools.wraps(original)
     def type_name(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
@@ -139,13 +134,13 @@ _originals: dict[str, Callable[..., object]] = {}
 
 
 def install() -> Mapping[str, str]:
-    """Give each name its CPU meaning, once.
+    """Replaces every name by its CPU version. Further calls do not replace anything again.
 
     Returns:
         The replaced names, each with the Megatron-core code that needs it.
 
     Raises:
-        RuntimeError: CUDA is available; replacing its names there would send GPU work to the CPU.
+        RuntimeError: CUDA is available, so replacing names would send GPU work to the CPU.
     """
     if torch.cuda.is_available():
         raise RuntimeError("the CPU backend must not be installed where CUDA is available")
@@ -159,7 +154,7 @@ def install() -> Mapping[str, str]:
 
 
 def uninstall() -> None:
-    """Put the original names back (for tests)."""
+    """Restores the original names (for tests)."""
     for item in _replacements():
         original = _originals.pop(item.label, None)
         if original is not None:

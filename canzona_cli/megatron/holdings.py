@@ -1,5 +1,5 @@
-"""The holdings of Megatron's own optimizers on this rank: masters, their state,
-and which part of which parameter."""
+"""The fp32 masters and optimizer state that Megatron's own optimizers hold on this rank, and the part of a
+parameter that each of them belongs to."""
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -22,33 +22,34 @@ _HOLDERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimiz
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Consecutive elements of one parameter's fragment that this rank updates."""
+    """A range of consecutive elements of a parameter's fragment that this rank updates."""
 
     parameter: str
-    """Its name in the whole model."""
+    """The parameter's name in the whole model."""
     shape: tuple[int, ...]
     """The shape of the fragment."""
     start: int
     end: int
-    """Elements [start, end) of the fragment, flat."""
+    """The end of the range: elements [start, end) of the flattened fragment."""
     master: torch.Tensor
-    """fp32, end - start elements; in fp32 training the parameter itself."""
+    """The fp32 weights, of end - start elements; in fp32 training the parameter itself."""
     inner: torch.optim.Optimizer
-    """The optimizer that updates it: `inner.state[master]` is its state."""
+    """The optimizer that updates the master; `inner.state[master]` is its state."""
     group: MutableMapping[str, object]
-    """The parameter group it is in."""
+    """The parameter group of the master."""
 
     @property
     def state(self) -> MutableMapping[str, object]:
-        """Empty before the first step. Changes made to it count only if it was not."""
+        """The optimizer's state of the master. Before the first step it is an empty copy, and changes to it are
+        lost."""
         state: MutableMapping[str, object] = self.inner.state.get(self.master, {})
         return state
 
     def replace_state(self, tensors: dict[str, torch.Tensor], step: float | None) -> None:
-        """Make `tensors`, each as long as the master, its state after `step` steps.
+        """Replaces the state of the master by `tensors`, each with as many elements as the master, after `step` steps.
 
-        torch's AdamW counts steps for each parameter, the fused ones of Transformer Engine and apex for a
-        group.
+        torch's AdamW counts steps for each parameter; the fused versions of Transformer Engine and APEX count them for
+        a parameter group.
         """
         state: dict[str, torch.Tensor] = {key: value.view(self.master.shape) for key, value in tensors.items()}
         if step is not None:
@@ -60,7 +61,7 @@ class Held:
 
     @property
     def step(self) -> float | None:
-        """Steps it has made; None if no optimizer counts them."""
+        """The number of steps that the master has made; None if its optimizer does not count them."""
         steps = self.state.get("step", self.group.get("step"))
         if isinstance(steps, torch.Tensor):
             return float(steps.item())
@@ -68,37 +69,40 @@ class Held:
 
 
 def held(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> list[Held]:
-    """Lists everything that Megatron's optimizers inside `optimizer` hold here;
-    canzona's own are passed over."""
+    """Returns everything that Megatron's own optimizers inside `optimizer` hold on this rank. canzona's optimizers are
+    skipped."""
     names = {parameter: name for name, parameter in global_parameters(chunks)}
     return [item for leaf in _holders(optimizer) for item in _held_by(leaf, names)]
 
 
 def masters_to_model(optimizer: MegatronOptimizer) -> None:
-    """Round this rank's masters into the model's parameters (or into its part of their buffers)."""
+    """Rounds the masters of Megatron's own optimizers into the model's parameters, or into this rank's part of the
+    parameter buffers."""
     for leaf in _holders(optimizer):
         if not isinstance(leaf, FP32Optimizer):
             leaf._copy_main_params_to_model_params()
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Gathers every rank's part of the parameter buffers on all data-parallel ranks, now. Collective."""
+    """Gathers every rank's part of the parameter buffers on all data-parallel ranks, and waits for the result.
+    Collective."""
     for model in chunks:
         if model.ddp_config.use_distributed_optimizer:
             model.start_param_sync(force_sync=True)
 
 
 def finish_gathering(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Wait for what the last optimizer step gathers, as the next forward pass would,
-    and leave nothing for it to do."""
+    """Waits for the parameters that the last optimizer step started to gather, so that the next forward pass does not
+    have to."""
     if not chunks[0].ddp_config.overlap_param_gather:
-        return  # the step itself has waited
+        return  # the step has already waited
     for group in reversed(bucket_groups(chunks)):
         group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def leaves(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """Yields the optimizers that a chained one consists of, down to the last."""
+    """Yields the optimizers that a chained optimizer consists of, recursively; an optimizer that is not chained yields
+    itself."""
     if isinstance(optimizer, ChainedOptimizer):
         for child in optimizer.chained_optimizers:
             yield from leaves(child)
@@ -107,7 +111,7 @@ def leaves(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
 
 
 def _holders(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """Yields Megatron's own that hold masters here."""
+    """Yields Megatron's own optimizers that hold masters on this rank."""
     return (leaf for leaf in leaves(optimizer) if isinstance(leaf, _HOLDERS) and not leaf.is_stub_optimizer)
 
 

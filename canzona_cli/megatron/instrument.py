@@ -1,8 +1,8 @@
-"""The places where Megatron-core's step is cut into the phases of the breakdown.
+"""Times the phases of Megatron-core's step for the breakdown.
 
-Megatron's own timers synchronise the device at every start and stop and do not know the update's parts.
-canzona hands Megatron a timer object of its own for the schedule, and wraps the few methods in which
-communication starts and is waited for. The wrapped names are pinned by `tests/dist/test_instrument.py`.
+Megatron's own timers synchronise the device at every start and stop, and do not time the parts of an update. canzona
+passes Megatron a timer object for the schedule, and wraps the methods that start communication or wait for it. The
+wrapped names are pinned by `tests/dist/test_instrument.py`.
 """
 
 import functools
@@ -40,22 +40,23 @@ _PHASE_OF_TIMER: dict[str, Phase] = {
 
 
 _INTERLEAVED: dict[str, Phase] = {"forward-backward": "pipeline"}
-"""The phase of transfers: with several model chunks they are waited for outside of Megatron's timers. What no
-other phase takes of all the passes is that."""
+"""The additional timer of an interleaved schedule, in which Megatron waits for pipeline transfers outside of its other
+timers: the time of all passes that does not belong to another phase counts as `pipeline`."""
 
 
 def attach(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, timer: PhaseTimer) -> None:
-    """Time everything: schedule, gradient reduction, parameter gathering, updates and their TP traffic.
+    """Makes `timer` time the schedule, gradient reduction, parameter gathering, and the updates of Megatron's own
+    optimizers with their TP communication.
 
     Args:
-        optimizer: one of Megatron's own; None for one that tells `timer` its phases itself.
+        optimizer: one of Megatron's own optimizers; None for one that reports its phases to `timer` itself.
     """
     get_model_config(chunks[0]).timers = MegatronTimers(timer, interleaved=len(chunks) > 1)
     watcher = watcher_for(timer.device)
     if isinstance(watcher, CudaWatcher) and not watcher.waits:
         _log.warning(
-            "%s=1 keeps communication from overlapping; how long it was in flight is only known as an upper bound: "
-            "until the step waited for it",
+            "%s=1 keeps communication from overlapping with computation; its times in flight are upper bounds, "
+            "measured until the step waited for it",
             CONNECTIONS,
         )
     for group in bucket_groups(chunks):
@@ -63,7 +64,7 @@ def attach(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimiz
         _Communication(group, timer, watcher, what="param", phase="param_gather")
     if optimizer is None:
         return
-    # In it Megatron's optimizers read the norm, unless they leave it on the device.
+    # Megatron's optimizers read the norm from the device in this method, so the host may wait here.
     optimizer.get_grad_norm = _within(timer.waiting, optimizer.get_grad_norm)
     for leaf in leaves(optimizer):
         phase: Phase = "matrix_update" if isinstance(leaf.optimizer, OrthogonalizedOptimizer) else "adamw_update"
@@ -72,8 +73,8 @@ def attach(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimiz
 
 
 class MegatronTimers:
-    """The object that Megatron expects in `config.timers`: `timers(name,
-    log_level).start(barrier)` and `.stop()`."""
+    """The object that Megatron expects in `config.timers`: `timers(name, log_level)` returns an object with
+    `start(barrier)` and `stop()`."""
 
     def __init__(self, timer: PhaseTimer, *, interleaved: bool) -> None:
         phases = _PHASE_OF_TIMER | (_INTERLEAVED if interleaved else {})
@@ -98,8 +99,8 @@ class _Timer:
 
 
 class _Communication:
-    """One kind of collective of one bucket group: what the step waits for it,
-    and how long it is in flight."""
+    """The timing of one kind of collective of one bucket group: how long the step waits for it, and how long it is in
+    flight."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class _Communication:
         what: Literal["grad", "param"],
         phase: Literal["grad_reduce", "param_gather"],
     ) -> None:
-        # Of Megatron's: start_grad_sync, finish_grad_sync, grad_reduce_handle; start_param_sync and so on.
+        # Megatron's names: start_grad_sync, finish_grad_sync, grad_reduce_handle; start_param_sync and so on.
         start, finish = f"start_{what}_sync", f"finish_{what}_sync"
         self._group, self._timer, self._watcher = group, timer, watcher
         self._start, self._finish = getattr(group, start), getattr(group, finish)
@@ -124,7 +125,7 @@ class _Communication:
         with self._timer.phase(self._phase):
             result = self._start(*args, **kwargs)
         launched = getattr(self._group, self._handle)
-        # Without a handle, Megatron ran it to its end: the phase says all.
+        # Without a new handle, Megatron has already waited for the collective, so the phase includes all of its time.
         if launched is not None and launched is not before:
             self._span = self._timer.span(self._total, begin)
             self._watcher.watch(self._span, launched)
@@ -143,7 +144,7 @@ class _Communication:
 def _within(
     context: Callable[[], AbstractContextManager[None]], original: Callable[..., object]
 ) -> Callable[..., object]:
-    """Returns the same function, each call of it in a context of its own."""
+    """Returns `original`, wrapped so that each call runs within a new context."""
 
     @functools.wraps(original)
     def called(*args: object, **kwargs: object) -> object:
@@ -154,15 +155,16 @@ def _within(
 
 
 def _time_tp_exchange(timer: PhaseTimer) -> None:
-    """Megatron's `duplicated` mode gathers TP fragments by `torch.distributed.all_gather` inside the update."""
+    """Wraps `torch.distributed.all_gather`, by which Megatron's `duplicated` mode gathers TP fragments within an
+    update, so that its time counts as `exchange`."""
     original: Callable[..., object] = torch.distributed.all_gather
 
     @functools.wraps(original)
     def all_gather(tensor_list: list[torch.Tensor], *args: object, **kwargs: object) -> object:
-        # With one TP rank Megatron still calls it, but nothing travels.
+        # With one TP rank Megatron still calls it, but nothing is communicated.
         if timer.current != "matrix_update" or len(tensor_list) == 1:
             return original(tensor_list, *args, **kwargs)
-        # Synchronous: the step waits for all of it.
+        # The call is synchronous, so the step waits for all of it.
         with timer.phase("exchange"):
             return original(tensor_list, *args, **kwargs)
 

@@ -1,8 +1,7 @@
-"""Megatron's gradient and parameter buffers as a plan lays them out.
+"""The layout of Megatron's gradient and parameter buffers according to a plan.
 
-Matrices get buffers of their own (Megatron separates parameters by the tag
-`is_managed_by_layer_wise_optimizer`), filled exactly as the plan's buckets say; everything else lies as
-Megatron's `DistributedOptimizer` wants it.
+Matrices get separate buffers (Megatron separates parameters by the tag `is_managed_by_layer_wise_optimizer`), laid out
+exactly as the plan's buckets. All other parameters are laid out by Megatron's `DistributedOptimizer`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,11 +23,11 @@ from canzona_cli.planner.buckets import stage_parameters
 from canzona_cli.planner.plan import Bucket, Plan
 
 TAG = "is_managed_by_layer_wise_optimizer"
-"""The parameter attribute by which Megatron separates buffers."""
+"""The parameter attribute by which Megatron assigns parameters to separate buffers."""
 
 
 class PlanMismatch(RuntimeError):
-    """The plan is for another model, layout or buffer than the one at hand."""
+    """Raised when the plan is for another model, layout or buffer than that of this rank."""
 
     def __init__(self, *, key: str, planned: object, actual: object) -> None:
         self.key, self.planned, self.actual = key, planned, actual
@@ -36,9 +35,9 @@ class PlanMismatch(RuntimeError):
 
 
 def named_matrix_parameters(chunks: Sequence[torch.nn.Module], plan: Plan, stage: int) -> dict[str, torch.nn.Parameter]:
-    """Finds this rank's parameters that hold the plan's matrices of `stage`, by their names in the plan.
+    """Returns this rank's parameters that contain the plan's matrices of `stage`, by their names in the plan.
 
-    Layers are numbered over the whole model; order is that of registration.
+    Layers are numbered over the whole model. Parameters are in the order of registration.
 
     Args:
         chunks: this rank's part of the model, in forward order.
@@ -72,9 +71,9 @@ def named_matrix_parameters(chunks: Sequence[torch.nn.Module], plan: Plan, stage
 
 
 def tag_matrices(chunks: Sequence[torch.nn.Module], matrices: Mapping[str, torch.nn.Parameter]) -> None:
-    """Mark `matrices` for buffers of their own, and everything else trainable for AdamW's.
+    """Marks `matrices` for separate buffers, and all other trainable parameters for AdamW's buffers.
 
-    Before `DistributedDataParallel` is built. Megatron's own rule would also take routers for matrices.
+    Must be called before `DistributedDataParallel` is built. Megatron's own rule would also treat routers as matrices.
     """
     chosen = set(matrices.values())
     for _, param in global_parameters(chunks):
@@ -90,14 +89,14 @@ def full_param_layout(
     ddp_config: DistributedDataParallelConfig,
     bucket_size: int | None,
 ) -> FullParamLayout:
-    """Lays out where every parameter of a model chunk of this rank lies, for
+    """Returns the position of every parameter of a model chunk in its buffer, for
     `DistributedDataParallel(full_param_layout=...)`.
 
     Args:
         model: the chunk, with its matrices already marked by `tag_matrices`.
-        chunk: its number.
-        bucket_size: the size that `DistributedDataParallel` settles on for the other parameters; None for one
-            bucket.
+        chunk: the number of the chunk on this rank.
+        bucket_size: the bucket size that `DistributedDataParallel` will use for the other parameters; None for a
+            single bucket.
 
     Raises:
         PlanMismatch: the plan is for other ranks or another model.
@@ -119,26 +118,27 @@ def full_param_layout(
 
 
 def placements(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Mapping[str, tuple[int, int]], ...]:
-    """Lists for each of `stage_buckets` where its parameters lie: name to (start, end),
-    offsets within the bucket.
+    """Returns, for each of `stage_buckets`, the (start, end) of each parameter within the bucket, by name.
 
-    Derived from the ranges of the plan, which also hold for the gradients' owners: there is one truth.
+    The positions are derived from the plan's ranges, which also determine the owners of gradients, so the two cannot
+    disagree.
 
     Raises:
-        PlanMismatch: ranges that overlap, leave the bucket, or do not hold what the assignment says they do.
+        PlanMismatch: ranges overlap, exceed the bucket, or do not contain the matrices that are assigned to their
+        owner.
     """
     return tuple(_placed(bucket, plan) for bucket in stage_buckets(plan, stage, chunk))
 
 
 def stage_buckets(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Bucket, ...]:
-    """Lists a stage's buckets, or those of one model chunk of it,
-    in the order their gradients become ready."""
+    """Returns the buckets of a stage, or of one of its model chunks, in the order in which their gradients become
+    ready."""
     of_stage = sorted((bucket for bucket in plan.buckets if bucket.stage == stage), key=lambda bucket: bucket.index)
     return tuple(bucket for bucket in of_stage if chunk in (None, plan.matrices[bucket.ranges[0].matrices[0]].chunk))
 
 
 def global_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of model chunks under their names in the whole model, whatever wraps them."""
+    """Yields the parameters of model chunks with their names in the whole model, whatever wraps the chunks."""
     for model in chunks:
         while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
             model = inner
@@ -162,7 +162,7 @@ def _placed(bucket: Bucket, plan: Plan) -> dict[str, tuple[int, int]]:
         parameter = parameters.get(name)
         if parameter is None or parameter.matrices[0] not in range_of:
             raise PlanMismatch(key=name, planned=f"in {where}", actual="no range of its matrices there")
-        # A parameter opens a range, or follows its predecessor in it at the next aligned element.
+        # A parameter starts at the beginning of a range, or after the previous parameter at the next aligned element.
         start = position = max(align(position), range_of[parameter.matrices[0]].start)
         for part in parameter.parts:
             end = position + part.elements
@@ -205,7 +205,7 @@ def _matrix_layout(
     stage: int,
     chunk: int,
 ) -> PerBufferParamLayout:
-    """Lays the plan's buckets one after the other."""
+    """Returns the layout of a matrix buffer: the plan's buckets of a stage's model chunk, one after the other."""
     matrices = {names[param]: param for param in params}
     where: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
     bounds: list[tuple[int, int]] = []
@@ -218,8 +218,8 @@ def _matrix_layout(
         bounds.append((offset, offset + bucket.elements))
         used.append(bucket.elements - bucket.padding)
         offset += bucket.elements
-    # Megatron makes buckets while it walks parameters backwards, and wants each finished before the next one
-    # starts.
+    # Megatron makes buckets while it walks through the parameters backwards, and each bucket must be complete before
+    # the next one starts.
     backwards = list(reversed(params))
     for last, param in pairwise(backwards):
         if where[param][2] not in (where[last][2], where[last][2] + 1):

@@ -1,4 +1,4 @@
-"""A model as a Megatron-core `GPTModel`, with weights that do not depend on the layout."""
+"""Builds a model as Megatron-core `GPTModel`s, with initial weights that do not depend on the layout."""
 
 import hashlib
 import importlib.util
@@ -34,19 +34,20 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 _LAYERS = {QWEN3.name: qwen3}
-"""The module that builds a family's layers, by its name."""
+"""The module that builds the layers of each model family, by the family's name."""
 
 
 def layers_of(model: ModelConfig) -> ModuleType:
+    """Returns the module that builds the layers of the model's family."""
     return _LAYERS[family_of(model).name]
 
 
 def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> TransformerConfig:
-    """Megatron's description of the model and of how it is computed.
+    """Returns Megatron's configuration of the model and of its computation.
 
     Args:
-        compiled: True to use what Megatron fuses by torch.compile: SwiGLU, and cross-entropy, whose fused
-            gradients are always bf16.
+        compiled: True to use the functions that Megatron fuses by torch.compile: SwiGLU and, in bf16 training, the
+            cross-entropy, whose fused gradients are always bf16.
     """
     model, layout, train = config.model, world.layout, config.train
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
@@ -71,10 +72,9 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         apply_rope_fusion=on_gpu and config.cluster.fused_layers,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        # Megatron's own layers, of which the output layer is always one, have APEX's kernel for it alone.
+        # Megatron's own layers, which always include the output layer, need APEX's kernel to fuse it.
         gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        # initialize_weights() below gives every layout the same weights; Megatron's own draw depends on tp
-        # and pp.
+        # initialize_weights() below gives every layout the same weights; Megatron's own would depend on tp and pp.
         perform_initialization=False,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -85,21 +85,21 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         pipeline_dtype=dtype,
         bf16=train.precision == "bf16",
         deallocate_pipeline_outputs=True,
-        # One model chunk's pass hides what the next one waits for; that takes transfers that are waited for
-        # one by one.
+        # With several model chunks, transfers for the next pass overlap with the current pass, which needs transfers
+        # that are waited for one by one rather than in batches.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=on_gpu and layout.vpp == 1,
-        # Else every transfer ends with the host waiting for the whole device, gradient reductions in flight
-        # included: a way around "a bug in older version of PyTorch" (model_parallel_config.py), none that
-        # canzona runs on.
+        # Otherwise, after every transfer, the host would wait for everything on the device, including gradient
+        # reductions in flight. That works around "a bug in older version of PyTorch" (model_parallel_config.py), which
+        # the versions that canzona supports do not have.
         batch_p2p_sync=False,
         **recompute_settings[layout.recompute],
     )
 
 
 def build_model(config: RunConfig, world: World) -> list[torch.nn.Module]:
-    """Builds this rank's part of the model on its device, initialised, in the run's precision: its model
-    chunks in forward order, one but with an interleaved pipeline. Collective."""
+    """Builds this rank's part of the model on its device, initialised and in the run's precision. Returns the model
+    chunks in forward order; there are several only with an interleaved pipeline. Collective."""
     mcore = transformer_config(config, world, compiled=world.device.type == "cuda" and can_compile(world))
     spec = layers_of(config.model).layer_spec(config.model, transformer_engine=config.cluster.fused_layers)
     return [_build_chunk(config, world, mcore, spec, chunk) for chunk in range(world.layout.vpp)]
@@ -131,10 +131,11 @@ def _build_chunk(
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:
-    """Let Transformer Engine's layers add to `main_grad` in the product that makes a weight's gradient.
+    """Makes Transformer Engine's layers add to `main_grad` in the matrix product that computes a weight's gradient.
 
-    Else every micro-batch writes a gradient in bf16 and adds it. Megatron's `gradient_accumulation_fusion`
-    would turn it on too, but its output layer, which is none of these, then raises where there is no APEX.
+    Otherwise every micro-batch writes a gradient in bf16 and then adds it. Megatron's `gradient_accumulation_fusion`
+    would also enable this, but then Megatron's output layer, which is not from Transformer Engine, raises without APEX.
+    Logs a warning if no layer supports it.
     """
     layers = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
     for layer in layers:
@@ -146,26 +147,32 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
 
 
 def can_compile(world: World) -> bool:
-    """Tells whether torch.compile works on every rank:
-    fused and unfused cross-entropy differ in their collectives.
+    """Returns True if torch.compile works on every rank. All ranks must decide alike, because fused and unfused
+    cross-entropy use different collectives.
 
-    Collective; rank 0 logs it where it does not.
+    Collective. Rank 0 logs a warning if it does not work.
     """
     lacks = compiling_lacks()
     works = torch.tensor(float(lacks is None), device=world.device)
     torch.distributed.all_reduce(works, torch.distributed.ReduceOp.MIN)
     if world.rank == 0 and not works:
-        _LOG.warning("SwiGLU and the loss run unfused: %s is missing", lacks or "what `canzona doctor` names elsewhere")
+        _LOG.warning(
+            "SwiGLU and the loss run unfused: %s is missing",
+            lacks or "a requirement on another node (`canzona doctor` there names it)",
+        )
     return bool(works)
 
 
 def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World, *, seed: int) -> None:
-    """Fill every parameter with its part of one seeded, layout-independent model.
+    """Fills every parameter with its part of a seeded model that does not depend on the layout.
 
-    Each canonical matrix (numbered by its layer in the whole model; gate and up apart) is drawn from a
-    generator seeded by (seed, name) at its full size and then cut, so tp, pp and dp never change a weight.
-    Norms start at 1. Draws are in fp32 on the parameter's device; normal(0, init_std), residual projections
-    scaled by 1/sqrt(2 * layers) as in GPT-2 (Radford et al. 2019).
+    Each matrix (named by its layer in the whole model; gate and up are separate matrices) is drawn in full from a
+    generator seeded by (seed, name) and then cut, so tp, pp and dp do not change any weight. Weights are drawn in fp32
+    on the parameter's device from normal(0, init_std); residual projections are scaled by 1/sqrt(2 * layers) as in
+    GPT-2 (Radford et al. 2019). Norms start at 1.
+
+    Raises:
+        RuntimeError: the model has a parameter whose initialisation is not known.
     """
     tp, rank = world.layout.tp, world.tp_rank
     with torch.no_grad():
@@ -185,7 +192,7 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
 
 
 def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yields the parameters of a model chunk under the layer numbers of the whole model, whichever it is."""
+    """Yields the parameters of a model chunk, named with the layer numbers of the whole model."""
     first = 0
     for module in model.modules():
         layers = getattr(module, "layers", None)
@@ -201,28 +208,27 @@ def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Paramet
 
 
 def _drawn(whole: Weight) -> list[tuple[str, int]]:
-    """Lists name and rows of the matrices that a parameter is drawn as: where TP cuts every part,
-    each on its own."""
+    """Returns the name and the rows of each matrix from which a parameter is drawn: its parts separately if tensor
+    parallelism cuts every part, otherwise the parameter as one."""
     if whole.cut == "parts" and len(whole.parts) > 1:
         return [(f"{whole.name}:{part.kind}", part.rows) for part in whole.parts]
     return [(whole.name, whole.rows)]
 
 
 def _draw(name: str, shape: tuple[int, int], std: float, seed: int, device: torch.device) -> torch.Tensor:
-    """Draws a whole matrix, fp32, the same on every rank."""
+    """Draws a whole matrix in fp32, the same on every rank."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.randn(shape, generator=generator, device=device).mul_(std)
 
 
 class ProcessorNorm(torch.nn.Module):
-    """RMSNorm on a processor with `torch.nn.RMSNorm`'s weight,
-    forward and backward as a few passes over a tensor each.
+    """RMSNorm for CPUs with the weight of a `torch.nn.RMSNorm`; forward and backward each take a few passes over
+    a tensor.
 
-    torch's own is made of a dozen operations there, and stores its input twice in fp32. In bf16, for 2,048
-    tokens of 256, it took 4.9 ms of processor time forward and backward (one thread), and this takes 2.3. It
-    stores its input as it came.
-    """
+    torch's own RMSNorm takes a dozen operations on CPUs and stores its input twice in fp32. In bf16, for 2,048
+    tokens of 256 features, it took 4.9 ms for forward and backward (one thread); this class takes 2.3 ms. It
+    stores its input once, in the input's dtype."""
 
     def __init__(self, norm: torch.nn.RMSNorm) -> None:
         super().__init__()
@@ -230,14 +236,14 @@ class ProcessorNorm(torch.nn.Module):
         self.weight, self._eps = norm.weight, norm.eps
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalises the last dimension, in the type it came in."""
+        """Normalises the last dimension; the result has the input's dtype."""
         normalised = _Normalised.apply(hidden, self.weight, self._eps)
         assert isinstance(normalised, torch.Tensor)
         return normalised
 
 
 def use_processor_norms(model: torch.nn.Module) -> None:
-    """Put a `ProcessorNorm` in the place of every RMSNorm of torch's."""
+    """Replaces every `torch.nn.RMSNorm` in the model by a `ProcessorNorm`."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is torch.nn.RMSNorm:
@@ -261,26 +267,27 @@ class _Normalised(torch.autograd.Function):
         rows = products.view(-1, width)
         along = torch.mv(rows, weight.float()).div_(width).view_as(scale)
         grad_weight = rows.sum(0).to(weight.dtype)
-        # In place of the products: what is along the normalised vector changes nothing of it.
+        # Written over the products. The component along the normalised vector is removed, because changing the length
+        # of the input does not change the result.
         gradient = torch.mul(wide, weight.float(), out=products).addcmul_(unit, along, value=-1).mul_(scale)
         return gradient.to(hidden.dtype), grad_weight, None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Everything a forward pass needs."""
+    """Everything that a forward pass needs."""
 
     config: RunConfig
     world: World
     chunks: Sequence[torch.nn.Module]
-    """This rank's part of the model, in forward order: one,
-    but with an interleaved pipeline (`parallel.vpp`)."""
+    """The chunks of this rank's part of the model, in forward order; one, or several with an interleaved pipeline
+    (`parallel.vpp`)."""
     timer: PhaseTimer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainee(Model):
-    """Everything a step needs."""
+    """Everything that a training step needs."""
 
     chunks: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer

@@ -1,6 +1,5 @@
-"""Gradient buffers of every strategy, and Megatron's own optimizers, unmodified: AdamW by
-`DistributedOptimizer`, Muon by its two ways.
-"""
+"""Builds the gradient buffers of every strategy, and Megatron's own, unmodified optimizers: AdamW
+(`DistributedOptimizer`) and Muon for the strategies sc and layerwise."""
 
 from collections.abc import Sequence
 
@@ -35,14 +34,15 @@ from canzona_cli.planner.plan import Plan
 def wrap_data_parallel(
     chunks: Sequence[torch.nn.Module], config: RunConfig, world: World, plan: Plan | None = None
 ) -> list[DistributedDataParallel]:
-    """Gradient buffers, bucketed reduction and parameter gathering as the strategy needs them.
+    """Wraps model chunks in `DistributedDataParallel`, with gradient buffers, bucketed reduction and parameter
+    gathering as the run's strategy needs them.
 
     Args:
         chunks: this rank's part of the model.
-        plan: the plan of strategies canzona, paper and asc, whose buckets the matrices then lie in.
+        plan: the plan of strategies canzona, paper and asc, whose buckets then contain the matrices.
 
     Raises:
-        PlanMismatch: the plan is for another model.
+        PlanMismatch: the plan is for another model or layout.
     """
     mcore = get_model_config(chunks[0])
     sharded = not execution_of(config).everywhere
@@ -60,7 +60,7 @@ def wrap_data_parallel(
         tag_matrices(chunks, named_matrix_parameters(chunks, plan, world.pp_rank))
     elif execution_of(config) is Execution.LAYERWISE:
         tag_params_for_buffer_routing(chunks)
-    # What `DistributedDataParallel` will settle on; only the first stage has buckets.
+    # The bucket size that `DistributedDataParallel` will use. Only the first stage is divided into buckets.
     bucket_size = bucket_elements(config, world.layout) if world.pp_rank == 0 else None
     wrapped = []
     for number, chunk in enumerate(chunks):
@@ -84,15 +84,15 @@ def wrap_data_parallel(
     if plan is not None:
         owner_bucket_group.install(wrapped, plan, world.pp_rank)
     mcore.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
-    # Gradients are reduced bucket by bucket: aligned too (`align_grad_reduce`), they would wait for whole
-    # model chunks.
+    # Gradients are reduced bucket by bucket. With `align_grad_reduce`, they would wait for complete model chunks.
     mcore.param_sync_func = [chunk.start_param_sync for chunk in wrapped] if aligned else None
     mcore.finalize_model_grads_func = finalize_model_grads
     return wrapped
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig, world: World) -> MegatronOptimizer:
-    """Builds the optimizer of the run's strategy over the buffers of this rank's model chunks."""
+    """Builds Megatron's own optimizer for the run's strategy: AdamW for all parameters, or Muon with AdamW.
+    Collective."""
     optimizer = config.optimizer
     settings = _adamw_settings(config)
     if isinstance(optimizer, MuonConfig):
@@ -105,8 +105,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig
             "muon_scale_mode": optimizer.scale_mode,
             "muon_extra_scale_factor": optimizer.scale_factor,
             "muon_split_qkv": config.engine.splitting != "fused",
-            # Megatron's default, blockwise, orthogonalises TP fragments on their own: another update for
-            # every tp.
+            # Megatron's default, blockwise, orthogonalises each TP fragment separately, so the update depends on tp.
             "muon_tp_mode": "duplicated",
             "muon_fp32_matmul_prec": "medium" if config.train.precision == "bf16" else "highest",
             "use_distributed_optimizer": False,
@@ -119,7 +118,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig
 
 
 def adamw_settings(config: RunConfig) -> MegatronOptimizerConfig:
-    """Returns Megatron's settings for AdamW: by `DistributedOptimizer`, or with sc on every rank."""
+    """Returns Megatron's settings for AdamW: sharded by `DistributedOptimizer`, or with sc the same on every rank."""
     return MegatronOptimizerConfig(**_adamw_settings(config))
 
 
@@ -142,8 +141,8 @@ def _adamw_settings(config: RunConfig) -> dict[str, object]:
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> OptimizerParamScheduler:
-    """Builds the schedule: linear warm-up, then the decay of `schedule`; call `.step(increment=1)` after each
-    optimizer step."""
+    """Builds the learning-rate schedule: linear warm-up, then the decay that `config.schedule` sets. The caller runs
+    `.step(increment=1)` after each optimizer step."""
     base, schedule = config.optimizer, config.schedule
     wsd = schedule.decay == "wsd"
     return OptimizerParamScheduler(
@@ -164,21 +163,21 @@ def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> Optimizer
 
 
 _MATRICES = "canzona"
-"""Name under which Megatron groups parameters that AdamW leaves alone."""
+"""The optimizer name under which Megatron groups the parameters that AdamW does not update."""
 
 
 def build_adamw(
     chunks: Sequence[DistributedDataParallel], world: World, megatron_config: MegatronOptimizerConfig
 ) -> MegatronOptimizer:
-    """Builds AdamW on every parameter of a rank's model chunks that `tag_matrices` did not mark; norms and
-    biases have no weight decay.
+    """Builds AdamW for every parameter of a rank's model chunks that `tag_matrices` did not mark as a matrix.
+    Weight decay does not apply to norms and biases.
 
-    All ranks get the same parameter groups, if with nothing in them, as resuming from a checkpoint needs.
+    All ranks get the same parameter groups, some of which may be empty, because resuming from a checkpoint needs them.
     Collective.
 
     Args:
-        megatron_config: `optimizer="adam"`; with `use_distributed_optimizer=True` matrices lie in buffers of
-            their own.
+        megatron_config: settings with `optimizer="adam"`; with `use_distributed_optimizer=True`, matrices must be in
+            separate buffers.
     """
     assert megatron_config.optimizer == "adam"
     overrides = get_standard_config_overrides(megatron_config)
@@ -212,7 +211,7 @@ def build_adamw(
 def megatron_muon(
     params: list[torch.nn.Parameter], settings: MuonConfig, precision: Precision
 ) -> torch.optim.Optimizer:
-    """Makes Muon as strategies sc and layerwise execute it on whole fp32 masters."""
+    """Makes Megatron's Muon for whole fp32 masters, as strategies sc and layerwise use it."""
     made: torch.optim.Optimizer = TensorParallelMuon(
         params,
         lr=settings.lr,
@@ -230,8 +229,8 @@ def megatron_muon(
 
 
 def megatron_adam(params: list[torch.nn.Parameter], settings: OptimizerBase) -> torch.optim.Optimizer:
-    """Makes AdamW as `DistributedOptimizer` executes it on shards of masters: Transformer Engine's where it
-    is installed."""
+    """Makes AdamW for shards of masters, as `DistributedOptimizer` uses it: Transformer Engine's version where it is
+    installed."""
     made: torch.optim.Optimizer = Adam(
         params,
         lr=settings.lr,

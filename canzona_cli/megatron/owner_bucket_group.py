@@ -1,9 +1,8 @@
-"""Matrix buckets whose gradients go to owners, and whose parameters come from them.
+"""Buckets of matrices whose gradients are reduced to owners, and whose parameters are gathered from owners.
 
-Everything around the collectives stays Megatron's: when gradients count as ready, which bucket is next, what
-is waited for where. After a reduction only the owner's ranges of a bucket hold gradients; the rest of it is
-undefined.
-"""
+Only the collectives are replaced. Megatron still decides when gradients are ready, which bucket is next and where to
+wait. After a reduction, a rank's bucket contains gradients only in the ranges that the rank owns; the rest is
+undefined."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -23,22 +22,21 @@ from canzona_cli.planner.reduction import GATHERED_AHEAD
 
 
 class InFlight:
-    """Collectives on their way: the handle that Megatron waits for and that phase timers watch."""
+    """Collectives in flight: the handle that Megatron waits for and that phase timers watch."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self.works = list(works)
 
     def wait(self) -> None:
-        """Any number of times, from any stream."""
+        """Makes the current stream (without streams: the host) wait for all collectives. May be called repeatedly and
+        from any stream."""
         for work in self.works:
             work.wait()
 
 
 class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
-    """One bucket of matrices. `start_grad_sync` and `start_param_sync` are Megatron's but for what travels.
-
-    How gradients and parameters travel is the plan's (`planned.reduction`, `planned.gathering`), see
-    `owner_collectives`.
+    """A bucket group with one bucket of matrices. `start_grad_sync` and `start_param_sync` do what Megatron's do, with
+    other collectives, which the plan chooses (`planned.reduction`, `planned.gathering`; see `owner_collectives`).
     """
 
     grad_reduce_handle: Waitable | None
@@ -54,21 +52,24 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
     ) -> None:
         """
         Args:
-            names: the names of parameters in the whole model, to speak of them.
-            group: the ranks among which owners are numbered: data and context parallel.
+            bucket: the bucket that Megatron built.
+            planned: the plan's bucket.
+            group: the data- and context-parallel ranks, in which owners are numbered.
+            names: the parameters' names in the whole model, for error messages.
 
         Raises:
-            PlanMismatch: the bucket has another size than planned.
+            PlanMismatch: the bucket does not have the planned size.
         """
         _refuse_unsupported(ddp_config)
         super().__init__([bucket], ddp_config, group, group.size())
         self.planned = planned
         self.owned: tuple[Range, ...] = tuple(part for part in planned.ranges if part.owner == group.rank())
-        """This rank's ranges of the bucket."""
+        """The ranges of the bucket that this rank owns."""
         self._bucket, self._group, self._config, self._names = bucket, group, ddp_config, names
         self.reducing, self.gathering = reducing(planned, group), gathering(planned, group)
         self.all_groups: Sequence[_ParamAndGradBucketGroup] = (self,)
-        """All bucket groups of the rank, to tell one without gradients from a step without a backward pass."""
+        """All bucket groups of the rank, to distinguish a bucket without gradients from a step without a backward
+        pass."""
         self._check_plan()
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -77,7 +78,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             return
         if self.is_first_batch and self.grad_reduce_handle is not None:
             return
-        assert self.grad_reduce_handle is None, "this bucket's last reduction was never waited for"
+        assert self.grad_reduce_handle is None, "the bucket's previous reduction was not waited for"
         if self._config.check_for_nan_in_grad or self._config.check_for_large_grads:
             self.check_grads(self._config.check_for_nan_in_grad, self._config.check_for_large_grads)
         if self._bucket.gradient_scaling_factor != 1.0:
@@ -101,7 +102,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             self.param_gather_handle = None
             self._post_param_sync()
             return
-        assert self.param_gather_handle is None, "this bucket's last gathering was never waited for"
+        assert self.param_gather_handle is None, "the bucket's previous gathering was not waited for"
         handle = InFlight(self.gathering.start(self._bucket.param_data))
         if self._config.overlap_param_gather and not force_sync:
             self.param_gather_handle = handle
@@ -112,24 +113,29 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
         following = self.next_param_gather_bucket_group
-        # Within a layer, parameters are registered in another order (proj, qkv) than they are needed (qkv,
-        # proj), so at a bucket's border the following one may be first. Nothing is wrong then, whatever
-        # Megatron would warn of.
+        # Within a layer, parameters are registered in a different order (proj, qkv) than they are needed (qkv, proj).
+        # So where a layer is in two buckets, the next bucket may already have been dispatched. This is harmless, so
+        # Megatron's warning is avoided.
         early = following is not None and following.param_gather_dispatched
         super().finish_param_sync(skip_next_bucket_dispatch=skip_next_bucket_dispatch or early)
 
     def _post_param_sync(self) -> None:
-        """Megatron's end of a gathering that has been waited for."""
+        """Completes a gathering after it has been waited for, then does what Megatron does at that point."""
         self.gathering.finish(self._bucket.param_data)
         super()._post_param_sync()
 
     def _require_gradients(self) -> None:
-        """Megatron starts an overlapped reduction when the last gradient is there;
-        it can only say that it did not."""
+        """Raises an error that names the parameters without gradients if an overlapped reduction was not started.
+        Megatron starts it when the last gradient is ready, and would only report that it was not started.
+
+        Raises:
+            WorkerCrashed: backward did not compute gradients for some parameters of the bucket.
+        """
         if not self._config.overlap_grad_reduce or self.grad_reduce_finished or self.grad_reduce_handle is not None:
             return
         missing = [param for param in self._bucket.params_list if param not in self.per_param_grad_ready_counts]
-        # Without any backward pass, somebody else filled the buffers; Megatron allows that in a first step.
+        # If there was no backward pass at all, the buffers were filled in another way, which Megatron allows in the
+        # first step.
         filled = self.is_first_batch and not any(group.per_param_grad_ready_counts for group in self.all_groups)
         if filled or not missing:
             return
@@ -139,8 +145,8 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
                 key="gradients",
                 value="missing",
                 reason=f"backward produced none for {names}, so the reduction of their bucket never started",
-                fix="make every trainable parameter take part in every step, or use "
-                "parallel.overlap_grad_reduce=false, which counts missing gradients as zero",
+                fix="make every trainable parameter take part in every step, or set "
+                "parallel.overlap_grad_reduce=false, which treats missing gradients as zero",
             )
         )
 
@@ -152,14 +158,14 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
 
 def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -> None:
-    """Replace the bucket groups of the plan's matrices by `OwnerBucketGroup`s,
-    right after `chunks` were built.
+    """Replaces the bucket groups of the plan's matrices by `OwnerBucketGroup`s. Must be called right after
+    `chunks` were built.
 
-    Parameters are gathered in `gathering_order`, `GATHERED_AHEAD` bucket groups at a time; what is not in it
-    follows nobody, so whoever steps AdamW starts it.
+    With `overlap_param_gather`, parameters are gathered in `gathering_order`, `GATHERED_AHEAD` bucket groups at a time.
+    Bucket groups that are not in this order are not chained to others; the code that steps AdamW starts them.
 
     Raises:
-        PlanMismatch: they have other matrix buckets than the plan.
+        PlanMismatch: the chunks have other matrix buckets than the plan.
     """
     planned = stage_buckets(plan, stage)
     places = [
@@ -185,29 +191,31 @@ def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -
         group.next_param_gather_bucket_group = group.previous_grad_reduce_bucket_group = None
     if chunks[0].ddp_config.overlap_param_gather:
         order = gathering_order(chunks)
-        for group, behind in zip(order, order[GATHERED_AHEAD:], strict=False):
-            group.next_param_gather_bucket_group = behind
+        for group, following in zip(order, order[GATHERED_AHEAD:], strict=False):
+            group.next_param_gather_bucket_group = following
 
 
 def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
-    """Lists all of this rank's bucket groups, in the order their gradients become ready."""
+    """Returns all of this rank's bucket groups, in the order in which their gradients become ready."""
     return [group for ddp in reversed(chunks) for group in ddp.bucket_groups]
 
 
 def matrix_groups(chunks: Sequence[DistributedDataParallel]) -> list[OwnerBucketGroup]:
-    """Lists the plan's buckets, in the order their gradients become ready."""
+    """Returns the bucket groups of the plan's matrices, in the order in which their gradients become ready."""
     return [group for group in bucket_groups(chunks) if isinstance(group, OwnerBucketGroup)]
 
 
 def adamw_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
-    """Megatron's own bucket groups, of what AdamW updates."""
+    """Returns Megatron's own bucket groups, whose parameters AdamW updates, in the order in which their gradients
+    become ready."""
     return [group for group in bucket_groups(chunks) if not isinstance(group, OwnerBucketGroup)]
 
 
 def gathering_order(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
-    """Lists what is gathered after the updates, in the order the forward needs it; not AdamW's of the first
-    model chunk, which travel under the updates. What later chunks have of AdamW's is little, and each has a
-    collective's latency."""
+    """Returns the bucket groups that are gathered after the matrix updates, in the order in which the forward
+    pass needs them. AdamW's bucket groups of the first model chunk are not included, because they are gathered
+    while matrices are updated. Those of later chunks are small and mainly cost latency, so they are gathered
+    here."""
     first, *later = chunks
     order: list[_ParamAndGradBucketGroup] = matrix_groups([first])[::-1]
     for chunk in later:
@@ -216,8 +224,8 @@ def gathering_order(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAnd
 
 
 def nothing_to_gather(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Marks all parameters as gathered, after a step that changed none: the next forward pass neither starts
-    a gathering nor waits for one."""
+    """Marks all parameters as gathered, after a step that did not change any, so that the next forward pass does
+    not start or wait for a gathering."""
     for group in bucket_groups(chunks):
         group.param_gather_dispatched = True
 
@@ -227,8 +235,7 @@ def _holds_matrices(group: _ParamAndGradBucketGroup) -> bool:
 
 
 def _refuse_unsupported(config: DistributedDataParallelConfig) -> None:
-    """Refuses what of `_ParamAndGradBucketGroup.start_grad_sync` has no counterpart here;
-    canzona never sets it."""
+    """Asserts that no option is set that `OwnerBucketGroup` does not support. canzona never sets these options."""
     assert config.use_distributed_optimizer, "parameters must be views of Megatron's buffer"
     assert config.num_distributed_optimizer_instances == 1
     assert not config.average_in_collective
@@ -238,29 +245,32 @@ def _refuse_unsupported(config: DistributedDataParallelConfig) -> None:
 
 
 REDUCTIONS = 16
-"""Reductions that are timed handed over together, and one by one."""
+"""The number of reductions that are timed, submitted together and one by one."""
 GROUPED = 0.75
-"""The share of the time one by one below which they go out together. One after the other it is 1; in one launch, NCCL
-gives each small one a channel, and the two channels of a single network port still run them in half the time."""
+"""The ratio of the time together to the time one by one below which reductions count as grouped. If they run one after
+another, it is 1. In one launch, NCCL gives each small reduction a channel, and even the two channels of a single
+network port run them in half the time."""
 _AHEAD_BYTES = 64 << 20
-"""Bytes of each all-reduce that keeps the device busy until the host has handed everything over: 0.2 ms over NVLink."""
+"""The bytes of each all-reduce that keeps the device busy until the host has submitted all reductions; 0.2 ms over
+NVLink."""
 _AHEAD = 4
+"""The number of all-reduces that keep the device busy."""
 _REPEATS = 7
 
 
 def contradiction(trainee: Trainee) -> str | None:
-    """Times whether the reductions of a bucket go out as one NCCL group, as plans assume. Collective.
+    """Measures if the reductions of a bucket run as one NCCL group, as `cluster.grouped_collectives` says. Collective.
 
-    It is a property of torch's backend, not of a signature: the same calls are one group in torch's legacy
-    NCCL backend and one launch after another in the one that torch 2.15 chooses by default
-    (`TORCH_DIST_USE_NCCL2`).
+    This depends on torch's backend and cannot be seen from a signature: the same calls are one group in torch's legacy
+    NCCL backend, and separate launches in the backend that torch 2.15 uses by default (`TORCH_DIST_USE_NCCL2`).
 
     Returns:
-        How it differs from the plan's assumption; None where it does not.
+        A description of the difference from the plan's assumption; None if there is no difference or nothing to
+        measure.
     """
     group, device = trainee.world.groups.dp_cp, trainee.world.device
     planned = (bucket.planned for bucket in matrix_groups(trainee.chunks))
-    # Also of a plan that does without, because it assumes that they are not grouped.
+    # Also measured for a plan that does not reduce by owner: it may assume that reductions are not grouped.
     several = any(len(bucket.ranges) > 1 for bucket in planned)
     if device.type != "cuda" or group.size() == 1 or not several:
         return None
@@ -268,26 +278,26 @@ def contradiction(trainee: Trainee) -> str | None:
 
 
 def judged(share: float, *, assumed: bool) -> str | None:
-    """Explains a `share_together` that contradicts `cluster.grouped_collectives`; None where they agree."""
+    """Returns a description of how a `share_together` contradicts `cluster.grouped_collectives`; None if they agree."""
     if grouped(share) == assumed:
         return None
-    took = f"{REDUCTIONS} small reductions handed over together take {share:.0%} of their time one by one"
+    took = f"{REDUCTIONS} small reductions submitted together take {share:.0%} of their time one by one"
     if assumed:
         return (
-            f"reductions of a bucket go out one after another here ({took}), but the plan prices them as one launch: "
-            "plan with cluster.grouped_collectives=false, or let TORCH_DIST_USE_NCCL2=0 choose torch's other backend"
+            f"reductions of a bucket run one after another here ({took}), but the plan prices them as one launch: "
+            "plan with cluster.grouped_collectives=false, or set TORCH_DIST_USE_NCCL2=0 for torch's other backend"
         )
     return f"reductions of a bucket are grouped here ({took}): plan with cluster.grouped_collectives=true"
 
 
 def grouped(share: float) -> bool:
-    """Tells what a `share_together` means: True where reductions are grouped."""
+    """Returns True if a `share_together` means that reductions are grouped."""
     return share < GROUPED
 
 
 def share_together(group: ProcessGroup, device: torch.device, seconds: Callable[[Callable[[], None]], float]) -> float:
-    """Measures the time of `REDUCTIONS` small reductions to different owners handed over together, over that of
-    handing them over one by one; the largest of all ranks."""
+    """Measures the ratio of the time of `REDUCTIONS` small reductions to different owners, submitted together, to their
+    time submitted one by one. Returns the largest ratio of all ranks. Collective."""
     data = torch.zeros(REDUCTIONS, device=device)
     parts = [(data[place : place + 1], place % group.size()) for place in range(REDUCTIONS)]
     ahead = torch.zeros(_AHEAD_BYTES // data.element_size(), device=device)
@@ -297,7 +307,7 @@ def share_together(group: ProcessGroup, device: torch.device, seconds: Callable[
             work.wait()
 
     def median(batches: Sequence[Sequence[tuple[torch.Tensor, int]]]) -> float:
-        reduce(batches)  # the first one also builds what it runs on
+        reduce(batches)  # a warm-up, because the first call also creates communicators
         times = []
         for _ in range(_REPEATS):
             for _ in range(_AHEAD):
@@ -311,7 +321,7 @@ def share_together(group: ProcessGroup, device: torch.device, seconds: Callable[
 
 
 def device_seconds(operation: Callable[[], None]) -> float:
-    """Times the current stream from one event to the next, `operation` between them."""
+    """Returns the seconds that `operation` takes on the current stream, between two events. The host waits."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     operation()

@@ -1,9 +1,10 @@
-"""The ways of a bucket's gradients to owners and of its weights back:
-a class for each way that a plan may choose.
+"""The collectives that reduce a bucket's gradients to owners and gather its weights from owners: a class for each
+method that a plan may choose.
 
-What the ways move, and in which order, is `planner.reduction`; which one is chosen, the plan's. NCCL runs a
-communicator's collectives in the order of their launches, so one may use what another leaves. gloo runs them
-in threads: there the second one is launched once the first has been waited for.
+`planner.reduction` defines what each method communicates and in which order; the plan chooses the method. NCCL runs the
+collectives of a communicator in the order of their launches, so a collective may use the result of an earlier one that
+has not been waited for. gloo runs them in threads, so there the second collective is launched after waiting for the
+first.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,48 +19,50 @@ from canzona_cli.planner.plan import Bucket
 from canzona_cli.planner.reduction import Run, handovers
 
 Collective = Callable[[torch.Tensor, int, ProcessGroup], Work]
-"""A collective of a tensor, to or from one rank of a group."""
+"""A function that starts a collective of a tensor, to or from the given rank of a group."""
 
 
 class Way(Protocol):
-    """One bucket's gradients or weights on their way, once a step."""
+    """A method of reducing or gathering a bucket, used once in each step."""
 
     held: list[torch.Tensor]
-    """Memory that is needed until `finish`."""
+    """The temporary memory that is needed until `finish`."""
 
     def start(self, data: torch.Tensor) -> list[Work]:
-        """Launch on the bucket's flat buffer; what to wait for."""
+        """Starts the collectives on the bucket's flat buffer and returns the handles to wait for."""
 
     def finish(self, data: torch.Tensor) -> None:
-        """Does the rest, once that has been waited for; also where nothing had been started."""
+        """Does the remaining work after the handles have been waited for. May be called without `start`."""
 
 
 def reducing(bucket: Bucket, group: ProcessGroup) -> Way:
-    """Reduces a bucket's gradients; afterwards only an owner's ranges of the buffer hold anything."""
+    """Returns the method that reduces a bucket's gradients. Afterwards a rank's buffer is valid only in the
+    ranges that the rank owns."""
     if bucket.reduction == "ring" and group.size() > 1:
         return _RingReduction(bucket, group)
     return _PerOwner(_ranges(bucket), group, _reduce)
 
 
 def gathering(bucket: Bucket, group: ProcessGroup) -> Way:
-    """Gathers a bucket; afterwards every rank holds all its ranges."""
+    """Returns the method that gathers a bucket's weights. Afterwards every rank has all ranges."""
     if bucket.gathering == "ring" and group.size() > 1:
         return _RingGathering(bucket, group)
     return _PerOwner(_ranges(bucket), group, _broadcast)
 
 
 def reduce_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup) -> list[Work]:
-    """Starts a reduction of each tensor to its owner, as a bucket's are; what to wait for."""
+    """Starts a reduction of each tensor to its owner, as for a bucket, and returns the handles to wait for."""
     return _each(parts, group, _reduce)
 
 
 def broadcast_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup) -> list[Work]:
-    """Starts a broadcast of each tensor from its owner, as a bucket's are; what to wait for."""
+    """Starts a broadcast of each tensor from its owner, as for a bucket, and returns the handles to wait for."""
     return _each(parts, group, _broadcast)
 
 
 class _PerOwner:
-    """One collective for each range. What parts of a sum are added up in is the backend's."""
+    """The method with one collective for each range. The backend determines the precision in which partial sums are
+    added."""
 
     def __init__(self, ranges: Sequence[tuple[slice, int]], group: ProcessGroup, collective: Collective) -> None:
         self.held: list[torch.Tensor] = []
@@ -76,19 +79,26 @@ class _PerOwner:
 
 @dataclass(frozen=True, kw_only=True)
 class _Handover:
-    """One all-to-all between the owners of shares and those who have parts of them, as one rank sees it."""
+    """An all-to-all between owners and the ranks that have parts of their elements after a reduce-scatter (or before an
+    all-gather), as one rank sees it. A rank's part is its equal part of the buffer; its share is what it owns."""
 
     part: slice
-    """The pieces of this rank's part that are another's, or its own."""
+    """The elements of this rank's part that this all-to-all moves."""
     to_owners: list[int]
-    """Elements of it by owner."""
+    """The number of elements of `part` for each owner."""
     share: list[slice]
-    """The pieces of this rank's share that ranks have, in their order; what adjoins is one slice."""
+    """The elements of this rank's share that this all-to-all moves, in the order of the ranks that have them; adjoining
+    ranges are merged."""
     from_ranks: list[int]
-    """Elements of it by rank."""
+    """The number of elements of `share` from each rank."""
 
     @classmethod
     def of(cls, runs: Sequence[Run], rank: int) -> "_Handover":
+        """Returns the handover as `rank` sees it.
+
+        Args:
+            runs: for each rank, the segments of its part that are moved.
+        """
         mine = runs[rank]
         to_owners, from_ranks = [0] * len(runs), [0] * len(runs)
         share: list[slice] = []
@@ -105,7 +115,8 @@ class _Handover:
 
 
 class _Ring:
-    """Equal parts of the buffer as it lies; `handovers` between those who have parts and those who own them."""
+    """The base of the methods that use ring collectives on equal parts of the buffer, with `handovers` between
+    the ranks that have parts and the owners."""
 
     def __init__(self, bucket: Bucket, group: ProcessGroup) -> None:
         self.held: list[torch.Tensor] = []
@@ -116,8 +127,8 @@ class _Ring:
 
 
 class _RingReduction(_Ring):
-    """A reduce-scatter in place, and what of its sums are others';
-    sums are rounded as the backend rounds them."""
+    """An in-place reduce-scatter, after which the sums that other ranks own are sent to their owners. The backend
+    determines how sums are rounded."""
 
     _second: Callable[[], list[Work]] | None = None
 
@@ -149,13 +160,13 @@ class _RingReduction(_Ring):
 
 
 class _RingGathering(_Ring):
-    """The gathering of what others own of a rank's part, and an all-gather in place."""
+    """An exchange that collects this rank's part of the buffer from its owners, followed by an in-place all-gather."""
 
     @torch.no_grad()
     def start(self, data: torch.Tensor) -> list[Work]:
         works = []
         for handover in self._handovers:
-            # A copy, for the rank's part may be of its own share.
+            # A copy, because the all-to-all writes into the rank's part, which may overlap with its share.
             share = torch.cat([data[piece] for piece in handover.share]) if handover.share else data.new_empty(0)
             self.held.append(share)
             works.append(_all_to_all(data[handover.part], share, handover.to_owners, handover.from_ranks, self._group))
@@ -170,7 +181,7 @@ class _RingGathering(_Ring):
 
 
 def _spread(packed: torch.Tensor, data: torch.Tensor, pieces: Sequence[slice]) -> None:
-    """Puts pieces that lie one after another where they belong."""
+    """Copies consecutive pieces of `packed` to their positions in `data`."""
     position = 0
     for piece in pieces:
         size = piece.stop - piece.start
@@ -183,8 +194,8 @@ def _ranges(bucket: Bucket) -> list[tuple[slice, int]]:
 
 
 def _each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collective: Collective) -> list[Work]:
-    """Handed over together where the backend can, as NCCL: whether they are one launch is its own affair
-    (`owner_bucket_group.contradiction`)."""
+    """Starts a collective for each tensor and owner. NCCL gets them as one batch; if this results in one launch
+    depends on torch's backend (`owner_bucket_group.contradiction`)."""
     device = parts[0][0].device
     if not _queues(group, device):
         return [collective(data, owner, group) for data, owner in parts]
@@ -195,8 +206,8 @@ def _each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collec
 
 
 def _queues(group: ProcessGroup, device: torch.device) -> bool:
-    """Tells whether a communicator's collectives run in the order of their launches: NCCL, the one that can
-    coalesce them."""
+    """Returns True if a communicator's collectives run in the order of their launches. That is NCCL, the only
+    backend that can coalesce collectives."""
     return group._get_backend(device).supports_coalescing
 
 

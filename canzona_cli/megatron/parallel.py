@@ -1,4 +1,4 @@
-"""Process groups and device of one worker."""
+"""The process groups and the device of a worker, and the exchange of records between workers."""
 
 import json
 import os
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The place of this worker in the job."""
+    """The ranks, groups and device of this worker in the job."""
 
     rank: int
     world_size: int
@@ -40,8 +40,8 @@ class World:
 
     @property
     def owner(self) -> int:
-        """Rank among those that gradients are reduced over, data and context parallel together:
-        a plan's owner."""
+        """The rank in the group over which gradients are reduced (data and context parallel), by which plans number
+        owners."""
         return int(self.groups.dp_cp.rank())
 
     @property
@@ -73,17 +73,19 @@ def initialize(
     alive: Callable[[], None] = lambda: None,
     turn: str = "",
 ) -> World:
-    """Join the job: pick the device, start the process group, build Megatron's groups and random states.
+    """Joins the job: selects the device, starts the process group, and makes Megatron's groups and random states.
+    Collective.
 
-    Reads RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them.
+    Reads RANK, WORLD_SIZE and LOCAL_RANK, which torchrun sets.
 
     Args:
-        alive: called again and again while groups are made, which takes long where there are many.
-        turn: a name for this meeting where processes meet one after another in one launch, whose store still
-            has what those before have left.
+        timeout_minutes: the timeout of every collective.
+        alive: called repeatedly while groups are made, which takes long for many ranks.
+        turn: a name for this rendezvous if several sets of processes meet one after another in one launch, whose store
+            still has the keys of earlier ones.
 
     Raises:
-        RuntimeError: the world has another size than the layout.
+        RuntimeError: the number of ranks is not that of the layout.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != layout.world_size:
@@ -93,8 +95,8 @@ def initialize(
     if device == "cuda":
         local = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(local)
-        # With a device_id every group would get its communicator at once, in a call that the whole world has
-        # to join. Without, each gets it when it is first used, if ever.
+        # With a device_id, every group would create its communicator at once, in a call that all ranks have to join.
+        # Without it, a group creates its communicator at its first use.
         torch.distributed.init_process_group("nccl", timeout=timeout, **meeting)
     else:
         cpu_backend.install()
@@ -106,7 +108,7 @@ def initialize(
 
 
 class _Meeting(TypedDict, total=False):
-    """The meeting place of ranks; nothing: as the launcher's environment says."""
+    """The rendezvous arguments of `init_process_group`; empty to use the launcher's environment."""
 
     store: PrefixStore
     rank: int
@@ -114,21 +116,21 @@ class _Meeting(TypedDict, total=False):
 
 
 def _store(turn: str) -> PrefixStore:
-    """Opens a part of the launcher's store that no meeting of another name has written to."""
+    """Opens the launcher's store with a key prefix that is not used by a rendezvous of another name."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     shared = TCPStore(host, port, is_master=False, wait_for_workers=False)
     return PrefixStore(turn, shared)
 
 
 def shutdown() -> None:
-    """Leave the job."""
+    """Destroys Megatron's groups and the process group, if there is one."""
     if torch.distributed.is_initialized():
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
 
 
 Group = ProcessGroup | object
-"""The value that torch gives for a group: to a rank outside of it, a number."""
+"""The value that torch returns for a group; for ranks that are not members, a number."""
 AMONG_ALL: Final = frozenset(
     {
         "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
@@ -136,22 +138,21 @@ AMONG_ALL: Final = frozenset(
         "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
     }
 )
-"""Purposes, in Megatron's words, of small numbers: the norm of the gradients, scales of fp8."""
+"""The names of Megatron's groups that only communicate a few numbers, such as the gradient norm and fp8 scales."""
 
 
 def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]) -> ProcessGroupCollection:
-    """Makes Megatron's process groups for this layout, each set of ranks joined once. Collective.
+    """Makes Megatron's process groups for this layout, one for each set of ranks. Collective.
 
-    Megatron makes a group for each of its purposes, also where it has one rank or the very ranks of another
-    purpose:
-    118 of them for 8 ranks, 8,091 for 1,024. Here purposes of the same ranks share a group, and all purposes
-    of one rank alone share that rank's. Every rank names every group, in the same order; where the backend
-    connects a group's ranks only when they first use it (NCCL without a device given in advance), that is all
-    that the others cost.
+    Megatron makes a group for each purpose, even if the group has a single rank or the same ranks as another group: 118
+    groups for 8 ranks, 8,091 for 1,024. Here, purposes with the same ranks share a group, and all groups of a
+    single rank are the same. Every rank registers every group in the same order. If the backend connects ranks
+    only at a group's first use (NCCL without a device given in advance), groups that a rank does not use cost
+    nothing more.
 
     Args:
         timeout: the timeout of each group's collectives.
-        alive: called at every group.
+        alive: called for every group.
     """
     with _joined_once(timeout, alive):
         parallel_state.initialize_model_parallel(
@@ -159,7 +160,7 @@ def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
             context_parallel_size=layout.cp,
-            # Extra gloo groups serve Megatron's own (legacy) optimizer checkpoints, which canzona does not
+            # Additional gloo groups are only used by Megatron's legacy optimizer checkpoints, which canzona does not
             # write.
             create_gloo_process_groups=False,
         )
@@ -168,10 +169,10 @@ def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]
 
 @contextmanager
 def _joined_once(timeout: timedelta, alive: Callable[[], None]) -> Iterator[None]:
-    """Makes Megatron take its groups from here, inside the block."""
+    """Replaces Megatron's `create_group` within the block by a function that makes one group for each set of ranks."""
     rank = torch.distributed.get_rank()
-    # Buckets have no part in the world's own group: what all ranks tell each other would wait behind them.
-    # For the same reason attention, which waits for keys and values, shares none with buckets where dp is 1.
+    # Buckets do not use the world's group, because messages among all ranks would queue after them. For the same
+    # reason, attention, which waits for keys and values, does not share a group with buckets if dp is 1.
     groups: dict[tuple[bool, tuple[int, ...]], Group] = {}
     alone = torch.distributed.new_group([rank], timeout=timeout, use_local_synchronization=True)
 
@@ -195,24 +196,25 @@ def _joined_once(timeout: timedelta, alive: Callable[[], None]) -> Iterator[None
 
 
 def gather[T: DataclassInstance](record: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Gathers the record of every rank of the group, in rank order, on all of them. Collective.
+    """Returns the records of all ranks of the group, in rank order. Collective.
 
     Args:
-        group: None for the whole job.
+        record: a dataclass instance, sent as JSON.
+        group: None for all ranks of the job.
 
     Raises:
-        Damaged: a rank sent something else.
+        Damaged: a rank sent something that is not a record of this type.
     """
     return [parse(type(record), text) for text in _gather(json.dumps(plain(record), default=str).encode(), group)]
 
 
 @contextmanager
 def without_pickles() -> Iterator[None]:
-    """Restricts `all_gather_object`, inside the block, to plain values, tuples and numbers among them:
-    Megatron asks by it which groups of parameters other ranks have.
+    """Makes `all_gather_object` within the block send JSON instead of pickles. Megatron uses it to exchange the
+    parameter groups of all ranks, which consist of plain values and tuples.
 
     Raises:
-        TypeError: from such a call, with another kind of object.
+        TypeError: from `all_gather_object`, if the object cannot be sent as JSON.
     """
     real = dist.all_gather_object
 
@@ -227,7 +229,7 @@ def without_pickles() -> Iterator[None]:
 
 
 def _gather(content: bytes, group: dist.ProcessGroup | None) -> Iterator[bytes]:
-    """Gathers each rank's bytes."""
+    """Yields the bytes of each rank of the group, in rank order. Collective."""
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
     ranks = dist.get_world_size(group)
     sizes = torch.empty(ranks, dtype=torch.int64, device=device)
@@ -241,5 +243,5 @@ def _gather(content: bytes, group: dist.ProcessGroup | None) -> Iterator[bytes]:
 
 
 def _hashable(value: object) -> object:
-    """Tuples where JSON has lists."""
+    """Converts lists, which JSON has in place of tuples, to tuples, recursively."""
     return tuple(_hashable(item) for item in value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The layers of the Qwen3 family in Megatron-core's words."""
+"""The layers of the Qwen3 family, as Megatron-core's specifications and settings."""
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -12,7 +12,7 @@ from canzona_cli.megatron.attention import CausalAttention
 
 
 def layer_spec(model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
-    """Builds the specification of one layer."""
+    """Returns the specification of a layer, built from Transformer Engine's modules or from Megatron's own."""
     if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
     spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm")
@@ -21,7 +21,7 @@ def layer_spec(model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
 
 
 def transformer_settings(model: ModelConfig) -> dict[str, object]:
-    """Returns the settings of `TransformerConfig` that say what a layer computes."""
+    """Returns the settings of `TransformerConfig` that determine what a layer computes."""
     return {
         "normalization": "RMSNorm",
         "layernorm_epsilon": model.norm_eps,
@@ -34,5 +34,5 @@ def transformer_settings(model: ModelConfig) -> dict[str, object]:
 
 
 def model_settings(model: ModelConfig) -> dict[str, object]:
-    """Returns the settings of `GPTModel` that say what the model computes."""
+    """Returns the arguments of `GPTModel` that determine how positions are encoded."""
     return {"position_embedding_type": "rope", "rotary_base": model.rope_base}

@@ -1,9 +1,9 @@
-"""Phase timing that does not disturb what it times.
+"""Times the phases of a step without waiting for the device.
 
-The timer keeps a stack of phases and one timestamp per change of phase; nothing waits for the device. On CUDA
-a timestamp is an event on the current stream, read a step later when it has long passed; on the CPU it is the
-clock. Every moment of a step belongs to exactly one phase, so the in-step phases add up to the step. Beside
-them stand totals: how long communication of one kind was in flight, hidden or not.
+The timer keeps a stack of phases and takes a timestamp at every change of phase. On CUDA a timestamp is an event on the
+current stream, which is read one step later, when it has passed; on a CPU it is the clock. Every moment of a step
+belongs to exactly one phase, so the phases of a step add up to its time. In addition there are totals: how long
+communication of each kind was in flight, hidden or not.
 """
 
 import os
@@ -23,70 +23,71 @@ TOTAL_OF: dict[str, TotalPhase] = {
     "exchange": "exchange_total",
     "param_gather": "param_gather_total",
 }
+"""The total for each phase of communication."""
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Seconds one step spent in each phase on this rank, and the totals that overlap them."""
+    """The seconds that one step spent in each phase on this rank, and the totals of communication, which overlap
+    with the phases."""
 
     step_s: float
     phases: dict[str, float]
     waited_s: float = 0.0
-    """Seconds of data, forward and backward in which the host waited for other ranks."""
+    """The seconds within data, forward and backward in which the host waited for other ranks."""
 
     @property
     def own_s(self) -> float:
-        """The seconds that this rank itself needed for data, forward and backward, which are the same work on
-        every rank of a pipeline stage. On GPUs the waits inside a tensor-parallel group are in it: only the
-        device knows them."""
+        """The seconds that this rank needed for data, forward and backward without waiting for others. The work is the
+        same on every rank of a pipeline stage. On GPUs, waits within a tensor-parallel group are included, because the
+        host does not see them."""
         return sum(self.phases.get(phase, 0.0) for phase in EVEN_PHASES) - self.waited_s
 
 
 EVEN_PHASES: tuple[Phase, ...] = ("data", "forward", "backward")
-"""Phases in which every rank of a pipeline stage has the same to do;
-a plan may share out the rest unevenly."""
+"""The phases in which every rank of a pipeline stage has the same work; a plan may distribute the work of the others
+unevenly."""
 
 KEPT_STEPS = 2
-"""The number of the last steps that keep their timestamps unless others are asked for.
-They are taken anyway."""
+"""The number of most recent steps whose timestamps are kept, unless `keep` chooses other steps."""
 
 
 @dataclass
 class Span:
-    """One transfer in flight."""
+    """The time in flight of one transfer."""
 
     name: TotalPhase
     start: object
     end: object | None = None
-    """The end; None while it is in flight."""
+    """The timestamp of the end; None while the transfer is in flight."""
 
 
 @dataclass(kw_only=True)
 class _Step:
-    """The timestamps of one step; on CUDA they may still lie in the device's future."""
+    """The timestamps of one step; on CUDA the device may not have reached them yet."""
 
     number: int
     marks: list[tuple[object, str]]
-    """Each change of phase: when, and to what."""
+    """The changes of phase, each with its timestamp and the new phase."""
     spans: list[Span] = field(default_factory=list)
     end: object | None = None
     moment: tuple[object, float] | None = None
-    """A timestamp near the step and the host's clock at it, where one was known at the step's end."""
+    """A recent timestamp and the host's clock at that time, if a pair was known at the end of the step."""
     waited_s: float = 0.0
-    """The seconds that it waited, as in `StepTiming`."""
+    """The seconds that the host waited for other ranks, as in `StepTiming`."""
 
 
 class HostClock:
-    """Timestamps of a device without queues."""
+    """The clock of a device without queues: timestamps are the host's time."""
 
     moment: tuple[object, float] | None = (0.0, 0.0)
-    """A timestamp and the host's clock at it."""
+    """A timestamp, and the host's clock at that time."""
 
     def now(self) -> object:
         return time.perf_counter()
 
     def wait_for(self, stamp: object) -> None:
-        """Waits until `stamp` has passed on the device."""
+        """Does nothing, because a timestamp has passed when it is taken."""
 
     def elapsed(self, start: object, end: object) -> float:
         assert isinstance(start, float)
@@ -95,7 +96,8 @@ class HostClock:
 
 
 class CudaClock:
-    """Timestamps as events on the current stream; their distance is known once both have passed."""
+    """The clock of CUDA: timestamps are events on the current stream, whose difference is known once both have
+    passed."""
 
     def __init__(self) -> None:
         self.moment: tuple[object, float] | None = None
@@ -109,7 +111,7 @@ class CudaClock:
         assert isinstance(stamp, torch.cuda.Event)
         if not stamp.query():  # type: ignore[no-untyped-call]
             stamp.synchronize()
-            # The host goes on at the very moment at which the event passes.
+            # The host resumes when the event passes, so this pair relates the device's time to the host's.
             self.moment = stamp, time.perf_counter()
 
     def elapsed(self, start: object, end: object) -> float:
@@ -119,7 +121,7 @@ class CudaClock:
 
 
 class PhaseTimer:
-    """Splits each step into exclusive phases. Outside a step every call is accepted and measures nothing."""
+    """A timer that divides each step into exclusive phases. Outside of steps, calls are allowed and measure nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock: HostClock | CudaClock = CudaClock() if device.type == "cuda" else HostClock()
@@ -133,32 +135,35 @@ class PhaseTimer:
         self._keep: tuple[int, int] | None = None
         self._kept: deque[_Step] = deque(maxlen=KEPT_STEPS)
         self.on_change: Callable[[Phase], None] | None = None
-        """Called with the phase that begins or goes on, outside of steps too."""
+        """A function that is called with the new phase at every change, outside of steps too."""
         self.on_wait: Callable[[bool], None] | None = None
-        """Called when the host begins to wait for the device, and when it goes on."""
+        """A function that is called with True when the host starts to wait for the device, and with False
+        afterwards."""
 
     @property
     def newest(self) -> StepTiming | None:
-        """The newest step whose times are known: the one before the last."""
+        """The timing of the latest step whose times have been read, which is the step before the last; None if there is
+        none yet."""
         return self._timings[-1] if self._timings else None
 
     @property
     def current(self) -> Phase:
-        """The innermost phase."""
+        """The innermost current phase; `other` if there is none."""
         return self._stack[-1] if self._stack else "other"
 
     def keep(self, first: int, last: int) -> None:
-        """Let the timestamps of these steps (from 1) stay for `timelines`, in place of the last steps'."""
+        """Keeps the timestamps of the steps `first` to `last` (numbered from 1) for `timelines`, instead of those
+        of the most recent steps."""
         self._keep, self._kept = (first, last), deque()
 
     def begin_step(self) -> None:
-        """Start a step; until `end_step`, time belongs to the innermost phase, or to `other`."""
+        """Starts a step. Until `end_step`, time counts for the innermost phase, or for `other`."""
         self._begun += 1
         self._step = _Step(number=self._begun, marks=[(self._clock.now(), self.current)])
 
     def end_step(self) -> None:
-        """Close the step. The one before it is read now: its events have passed,
-        its transfers have landed."""
+        """Ends the step, and reads the times of the step before it, whose events have passed and whose transfers have
+        completed."""
         assert self._step is not None
         self._step.end, self._step.moment = self._clock.now(), self._clock.moment
         self._read()
@@ -167,21 +172,22 @@ class PhaseTimer:
             self._kept.append(self._closed)
 
     def timings(self) -> list[StepTiming]:
-        """Returns all steps so far. Waits for the device, so call it after training."""
+        """Returns the timings of all steps so far. Waits for the device, so it should be called after training."""
         self._wait_for_all()
         self._read()
         return self._timings
 
     def timelines(self) -> list[StepTimeline]:
-        """Returns the steps that were recorded. Waits for the device, so call it after training."""
+        """Returns the timelines of the steps that were kept. Waits for the device, so it should be called after
+        training."""
         self._wait_for_all()
-        # On a device with nothing to do, now is now.
+        # On an idle device, a timestamp passes as soon as it is taken, so it corresponds to the host's clock.
         idle = self._clock.now(), time.perf_counter()
         self._wait_for_all()
         return [self._timeline(step, step.moment or idle) for step in self._kept]
 
     def annotate(self, on: bool) -> None:
-        """Name phases in a trace of torch's profiler from now on, or no longer. Between steps only."""
+        """Starts or stops naming phases in traces of torch's profiler. May only be called between steps."""
         self._ranges = [] if on else None
 
     def push(self, phase: Phase) -> None:
@@ -206,14 +212,15 @@ class PhaseTimer:
             self.pop()
 
     def waited(self, seconds: float) -> None:
-        """Notes that the host has just waited for other ranks."""
+        """Records that the host has just waited `seconds` for other ranks; counted in data, forward and backward
+        only."""
         if self._step is not None and self.current in EVEN_PHASES:
             self._step.waited_s += seconds
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what makes the host wait for the device: until other ranks have come as far,
-        it stays there."""
+        """Marks a block in which the host waits for the device, which may itself wait for other ranks; calls `on_wait`
+        before and after."""
         if self.on_wait is not None:
             self.on_wait(True)
         try:
@@ -223,11 +230,11 @@ class PhaseTimer:
                 self.on_wait(False)
 
     def fetch(self, values: torch.Tensor) -> Callable[[], list[float]]:
-        """Start to bring `values` (flat) to the host: the one way in which a step reads from its device.
+        """Starts to copy `values` (flat) to the host. This is the only way in which a step reads from its device.
 
         Returns:
-            What waits until they have come, and gives them. What the device does behind them is not waited
-            for; so what is fetched early and asked for after a later wait costs none.
+            A function that waits for the copy and returns the values. It does not wait for later work of the device, so
+            it does not take any time if the host has already waited for something later.
         """
         copy, landed = values.to("cpu", non_blocking=True), self._clock.now()
 
@@ -240,7 +247,7 @@ class PhaseTimer:
         return arrived
 
     def read(self, values: torch.Tensor) -> list[float]:
-        """`values` (flat), now. The host waits."""
+        """Returns `values` (flat) as floats. The host waits for the device."""
         return self.fetch(values)()
 
     def now(self) -> object:
@@ -248,7 +255,7 @@ class PhaseTimer:
         return self._clock.now()
 
     def span(self, name: TotalPhase, start: object, end: object | None = None) -> Span:
-        """Records a transfer that began at `start`; set `.end` when it has landed if that is not known yet."""
+        """Records a transfer that started at `start`. If its end is not known yet, the caller sets `.end` later."""
         span = Span(name, start, end)
         if self._step is not None:
             self._step.spans.append(span)
@@ -298,7 +305,7 @@ class PhaseTimer:
         for (start, phase), (stop, _) in zip(step.marks, [*step.marks[1:], (step.end, "")], strict=True):
             phases[phase] += self._clock.elapsed(start, stop)
             if phase in TOTAL_OF:
-                # What the step waits for is part of the whole, launching and book-keeping included.
+                # The time that the step waits for communication, including launches, is part of the total.
                 spans.append((TOTAL_OF[phase], start, stop))
         for name, start, end in spans:
             intervals[name].append((self._clock.elapsed(origin, start), self._clock.elapsed(origin, end)))
@@ -308,7 +315,7 @@ class PhaseTimer:
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:
-    """Length of the union: transfers that share the link at the same time count once."""
+    """Returns the length of the union of intervals, so that transfers at the same time count once."""
     length, reach = 0.0, float("-inf")
     for start, end in sorted(intervals):
         length += max(0.0, end - max(start, reach))
@@ -317,7 +324,7 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
 
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""The variable that says how many hardware queues the streams of a process are spread over."""
+"""The environment variable that sets over how many hardware queues the streams of a process are distributed."""
 
 
 class Waitable(Protocol):
@@ -327,11 +334,9 @@ class Waitable(Protocol):
 
 
 class HostWatcher:
-    """Ends a span when the collective behind a handle completes.
+    """A watcher for gloo: ends a span when the collective of a handle completes, which gloo's threads report.
 
-    For gloo, whose threads say when a collective is done; no polling is needed.
-
-    A reduce-scatter says nothing before it is waited for. Its span ends with that wait, an upper bound.
+    A reduce-scatter does not report its completion. Its span ends when it has been waited for, which is an upper bound.
     """
 
     def watch(self, span: Span, handle: Waitable) -> None:
@@ -353,35 +358,34 @@ class HostWatcher:
                 return
 
     def waited(self, span: Span) -> None:
-        """Notes that the training thread had to wait for the collective and has just gone on."""
+        """Ends the span now, if it has not ended, because the training thread has just waited for the collective."""
         if span.end is None:
             span.end = time.perf_counter()
 
 
 class CudaWatcher:
-    """A watcher for NCCL: a stream of its own waits for the collective and records an event; the host goes on.
+    """A watcher for NCCL: a separate stream waits for the collective and records an event; the host does not wait.
 
-    With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware queue, and this wait would hold up every
-    launch behind it: computing would stand still until each collective has ended. There, a span ends where
-    the computing stream itself waits for the collective, an upper bound.
-    """
+    With CUDA_DEVICE_MAX_CONNECTIONS=1, all streams share one hardware queue, and this wait would delay every
+    later launch until the collective has ended. In that case a span ends where the computing stream waits for the
+    collective, which is an upper bound."""
 
     def __init__(self) -> None:
         self.waits = os.environ.get(CONNECTIONS) != "1"
-        """True where it may; else spans are upper bounds."""
+        """True if a separate stream waits for collectives; otherwise spans are upper bounds."""
         self._clock = CudaClock()
         self._stream = torch.cuda.Stream() if self.waits else None  # type: ignore[no-untyped-call]
 
     def watch(self, span: Span, handle: Waitable) -> None:
         if not getattr(handle, "works", True):
-            span.end = span.start  # nothing travels
+            span.end = span.start  # nothing is communicated
         elif self._stream is not None:
             with torch.cuda.stream(self._stream):
                 handle.wait()
                 span.end = self._clock.now()
 
     def waited(self, span: Span) -> None:
-        """Notes that the current stream has been told to wait for the collective."""
+        """Ends the span at the current stream's wait for the collective, if it has not ended."""
         if span.end is None:
             span.end = self._clock.now()
 
@@ -390,5 +394,5 @@ Watcher = HostWatcher | CudaWatcher
 
 
 def watcher_for(device: torch.device) -> Watcher:
-    """Picks the watcher for the device's communication library."""
+    """Returns the watcher for the device's communication library: NCCL's for CUDA, gloo's otherwise."""
     return CudaWatcher() if device.type == "cuda" else HostWatcher()

@@ -1,4 +1,5 @@
-"""Update rules on whole matrices: ordinary torch optimizers that know nothing of ranks or of the rest of canzona."""
+"""Optimizers that update whole matrices. They are ordinary `torch.optim.Optimizer`s: all but `SharedMuon`, which
+updates fragments through collectives that it is given, know nothing of ranks."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Imports a class when it is asked for: what a checkpoint calls an optimizer's state is known without torch."""
+    """Imports a class on first access, so that the `*_facts` modules can be used without importing torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

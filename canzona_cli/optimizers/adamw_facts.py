@@ -1,4 +1,4 @@
-"""AdamW, which updates what is no matrix, or everything."""
+"""Facts about AdamW, which updates the parameters that are not matrices, or all parameters."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,9 +1,8 @@
-"""bf16 products on a processor without instructions for them: made in fp32, rounded once.
+"""bf16 and fp16 products on processors without instructions for them: computed in fp32 and rounded once.
 
-torch multiplies bf16 through oneDNN where the processor has AVX512 or better, and in plain loops elsewhere:
-on AVX2, 1 to 20 GFLOP/s of a core that makes 92 in fp32. Most laptops are such. There, both types that are
-narrower than fp32 (no processor but the newest has units for fp16) go through torch's own fp32 kernels. Sums
-are fp32's, as in oneDNN's.
+torch multiplies bf16 through oneDNN where the processor has AVX512 or better, and in plain loops elsewhere. With
+AVX2 only, as on most laptops, that is 1 to 20 GFLOP/s on a core that reaches 92 in fp32. On these processors
+`install` sends bf16 and fp16 products through torch's own fp32 kernels. They accumulate in fp32, as oneDNN's do.
 """
 
 from collections.abc import Callable
@@ -15,30 +14,31 @@ NARROW = (torch.bfloat16, torch.float16)
 PRODUCTS = tuple(f"{name}{kind}" for name in ("mm", "bmm") for kind in ("", ".out")) + tuple(
     f"{name}{kind}" for name in ("addmm", "baddbmm") for kind in ("", "_", ".out")
 )
-"""Operators that everything comes down to: `matmul`, `linear`, `einsum`, and backward passes."""
+"""The operators to which `matmul`, `linear`, `einsum` and backward passes dispatch."""
 
 
 _library: list[torch.library.Library] = []
-"""The library that keeps the replacements alive."""
+"""The library that registers the replacements, while they are installed."""
 
 
 def slow() -> bool:
-    """Tells whether torch multiplies bf16 in plain loops here.
+    """Returns True if torch multiplies bf16 in plain loops on this processor.
 
-    Ranks of one run must have one answer, so it is the processor's instructions that decide, as they do in
-    torch (`mkldnn_bf16_device_check`), not a measurement.
+    All ranks of a run must agree, so the processor's instruction set decides, as in torch
+    (`mkldnn_bf16_device_check`), and not a measurement.
     """
     has_mkldnn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def installed() -> bool:
-    """Tells whether products of this process go through fp32: bf16 and fp16 then take the same time."""
+    """Returns True if bf16 and fp16 products of this process go through fp32 and so take equally long."""
     return bool(_library)
 
 
 def install() -> None:
-    """Replace torch's CPU kernels of narrow products in this process, where they are slow; once."""
+    """Replaces torch's CPU kernels for bf16 and fp16 products in this process if they are slow. Further calls have
+    no effect."""
     if not slow() or installed():
         return
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -49,13 +49,13 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give torch its own kernels back (for tests)."""
+    """Restores torch's own kernels (for tests)."""
     while _library:
         _library.pop()._destroy()  # type: ignore[no-untyped-call]
 
 
 def _in_fp32(kernel: torch._C._SafeKernelFunction, *, in_place: bool) -> Callable[..., torch.Tensor]:
-    """`kernel` on widened factors; what it returns or writes is rounded to their type."""
+    """Wraps `kernel` to convert bf16 and fp16 factors to fp32 and to round its result to their dtype."""
 
     def product(keys: torch.DispatchKeySet, *args: object, **kwargs: object) -> torch.Tensor:
         first, out = args[0], kwargs.get("out")

@@ -1,5 +1,5 @@
-"""Decompositions and inverse roots of symmetric factors that never take a run down: a failure falls back and
-is reported."""
+"""Decompositions and inverse roots of symmetric factors. A failure does not stop a run: it leads to a fallback and is
+reported."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,10 +11,10 @@ LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-
 
 
 def eigh(symmetric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvalues, ascending, and eigenvectors.
+    """Returns the eigenvalues (..., side), ascending, and the eigenvectors (..., side, side) in their columns.
 
     Raises:
-        LinAlgError: No convergence, or a result that is not finite.
+        LinAlgError: The decomposition did not converge, or the result is not finite.
     """
     values, vectors = torch.linalg.eigh(symmetric)
     _require_finite(values, vectors)
@@ -22,21 +22,21 @@ def eigh(symmetric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rounding(terms: int) -> float:
-    """Bounds the error of a sum of products in fp32, over its largest terms: errors grow like the root of
-    their number (Higham & Mary 2019, doi:10.1137/18M1226312)."""
+    """Returns the relative rounding error to expect of a sum of `terms` products in fp32. It grows with the square root
+    of their number (Higham & Mary 2019, doi:10.1137/18M1226312)."""
     return math.sqrt(terms) * torch.finfo(torch.float32).eps
 
 
 def eigenbasis(symmetric: torch.Tensor) -> torch.Tensor:
-    """Eigenvectors of a positive semi-definite matrix, the largest eigenvalue's first,
-    largest elements positive.
+    """Returns the eigenvectors of a positive semi-definite matrix (side, side) in the columns of a matrix, that of the
+    largest eigenvalue first, with signs such that the largest element of each is positive.
 
-    Eigenvectors of what is rounding are anything orthogonal to the others, and the next rounding makes them
-    anything else. In their place is what Householder's reflections, which bring the others to the first unit
-    vectors, make of the last ones: that changes as little as the others do.
+    Eigenvectors whose eigenvalue is below rounding are arbitrary: any basis of the remaining space, which the next
+    rounding error changes completely. They are replaced by the complement that Householder reflections make of the
+    other eigenvectors, which changes only as much as those do.
 
     Raises:
-        LinAlgError: As `eigh`.
+        LinAlgError: As for `eigh`.
     """
     values, vectors = eigh(symmetric)
     rank = int((values > rounding(len(values)) * values[-1]).sum())
@@ -47,16 +47,17 @@ def eigenbasis(symmetric: torch.Tensor) -> torch.Tensor:
 
 
 def orthonormal(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-    """Q of a QR decomposition whose R has a positive diagonal: a column turns as little as it must.
+    """Returns Q of the QR decomposition whose R has a positive diagonal, so that columns turn as little as possible.
 
-    Of a column that is rounding, once what it shares with the columns before is gone, nothing says where it
-    points. Such a column is that of `previous`, made orthogonal to all others. The host reads once.
+    A column that consists of rounding errors, once its projection on the earlier columns is subtracted, does not have
+    a defined direction. It is replaced by the same column of `previous`, made orthogonal to all others. The host
+    waits for the device once.
 
     Args:
         matrix, previous: (..., side, side).
 
     Raises:
-        LinAlgError: As `eigh`.
+        LinAlgError: The result is not finite.
     """
     basis, sizes = _qr(matrix)
     known = sizes > rounding(sizes.size(-1)) * sizes.amax(-1, keepdim=True)
@@ -72,7 +73,7 @@ def orthonormal(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
 
 
 def _qr(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q, and the diagonal of R, made positive."""
+    """Returns Q and the diagonal of R, for the QR decomposition whose R has a positive diagonal."""
     basis, triangle = torch.linalg.qr(matrix)
     diagonal = triangle.diagonal(dim1=-2, dim2=-1)
     return torch.where(diagonal[..., None, :] < 0, -basis, basis), diagonal.abs()
@@ -84,13 +85,13 @@ def with_fallback(
     what: str,
     report: Callable[[str], None],
 ) -> torch.Tensor | None:
-    """`compute(matrix)`, in fp64 if fp32 fails; None if that fails too.
+    """Returns `compute(matrix)`, repeated in fp64 if it fails in fp32; None if it fails in fp64 too.
 
     Args:
-        compute: Raises LinAlgError when it fails.
+        compute: Raises LinAlgError if it fails.
         matrix: fp32.
-        what: Names the decomposition to `report`.
-        report: Told of either failure.
+        what: The name of the decomposition in reports.
+        report: Called with a text if `compute` failed in fp32 or in both.
     """
     try:
         return compute(matrix)
@@ -131,30 +132,31 @@ _STEPS: Mapping[Order, tuple[tuple[float, float, float], ...]] = {
         (1.875, -1.25, 0.375),
     ),
 }
-"""(a, b, c) of q(m) = a + b m + c m^2. Each but the last brings m^(1/order) q(m) as near to its largest
-value, 1, as it can for all m from the least there is by then, or that is worth it, up to 1 (fitted by linear
-programming, as Amsel et al. 2025, arXiv:2505.16932, do for the sign). From 1e-7 on they end within 0.035 of
-1. The last is Taylor's."""
+"""The coefficients (a, b, c) of q(m) = a + b m + c m^2 for each step. All but the last are fitted by linear programming
+(as Amsel et al. 2025, arXiv:2505.16932, do for the matrix sign) so that m^(1/order) q(m) is at most 1, and as close to
+1 as possible for all m between the smallest value left by the earlier steps and 1. Eigenvalues of at least 1e-7 end
+within 0.035 of 1. The last step is the Taylor polynomial."""
 _LEFT = 0.05
-"""Root mean square of the eigenvalues' distances from 1 ahead of the last step,
-above which it has not converged."""
+"""The root mean square distance of the eigenvalues from 1 before the last step, above which the iteration has not
+converged."""
 
 
 def damping(side: int, eps: float) -> float:
-    """Computes what is added to eigenvalues, as a share of the largest: `eps`, and the noise of the sums they
-    come from.
+    """Returns the term to add to eigenvalues, relative to the largest: `eps` plus the rounding error of the sums that
+    the factor consists of.
 
-    Without that a factor of few gradients, whose rank is too low, would multiply noise by the inverse root of
-    almost nothing.
+    Without it, the factor of a few gradients, whose rank is low, would amplify rounding errors by the inverse root of
+    almost zero.
     """
     return rounding(side) + eps
 
 
 def by_eigenvalues(factor: torch.Tensor, order: Order, eps: float) -> torch.Tensor:
-    """(factor + damping)^(-1/order) of (..., side, side); of zeros, the identity.
+    """Returns (factor + damping)^(-1/order) of factors (..., side, side), computed from their eigenvalues; the identity
+    for a factor of zeros.
 
     Raises:
-        LinAlgError: As `eigh`.
+        LinAlgError: As for `eigh`.
     """
     values, vectors = eigh(factor)
     largest = values[..., -1:]
@@ -164,22 +166,25 @@ def by_eigenvalues(factor: torch.Tensor, order: Order, eps: float) -> torch.Tens
 
 
 def by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the inverse roots of a stack (count, side, side) by a coupled Newton iteration, and which of
-    them converged, (count,).
+    """Computes (factor + damping)^(-1/order) of factors (count, side, side) by a coupled Newton iteration.
 
-    X becomes the root while M = X^order factor becomes the identity (Guo & Higham 2006,
-    doi:10.1137/050643374; in Shampoo: Anil et al. 2020, arXiv:2002.09018), with polynomials of degree 2 whose
-    fast growth of small eigenvalues takes 7 or 8 steps where Newton's own takes 20. What is noise in fp32 is
-    damped, so conditions stay below 1e7. Errors are those of `eigh` in fp32 or less. The host reads nothing.
+    X converges to the root while M = X^order factor converges to the identity (Guo & Higham 2006,
+    doi:10.1137/050643374; in Shampoo: Anil et al. 2020, arXiv:2002.09018). Polynomials of degree 2 that increase small
+    eigenvalues quickly need 7 or 8 steps where Newton's own need 20. Eigenvalues below fp32's rounding are damped, so
+    condition numbers stay below 1e7. The error is at most that of `eigh` in fp32. The host does not wait for the
+    device.
+
+    Returns:
+        The roots (count, side, side), and which of them converged (count,), bool.
     """
     side = factors.size(-1)
     largest = _largest(factors)
-    # In this order, untransposed: what rounding makes of symmetry stays small so, and grows where a product
-    # is of B^T.
+    # The order of factors matters, and none is transposed: so asymmetry from rounding stays small, whereas products
+    # with a transpose would amplify it.
     m = factors.clone()
     diagonal = m.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(damping(side, eps) * largest)
-    # No eigenvalue is above either.
+    # Both norms are upper bounds on the eigenvalues.
     size = torch.minimum(torch.linalg.matrix_norm(m), torch.linalg.matrix_norm(m, 1))[:, None, None]
     zero = size == 0
     m.div_(size.masked_fill_(zero, 1))
@@ -201,8 +206,8 @@ def by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Te
 
 
 def _largest(factors: torch.Tensor) -> torch.Tensor:
-    """Largest eigenvalues of a stack, (count, 1), from below:
-    ten steps of the power method from longest columns."""
+    """Estimates the largest eigenvalue of each factor, (count, 1), from below, by ten steps of the power method that
+    start from the longest columns."""
     longest = torch.linalg.vector_norm(factors, dim=-2).argmax(-1)
     vector = factors.take_along_dim(longest[:, None, None], -1)
     for _ in range(10):

@@ -1,7 +1,7 @@
-"""Facts about optimizers that need no torch: settings, price, state, and where the class is.
+"""Facts about optimizers that can be used without torch: settings, costs, state, and the name of the class.
 
-An optimizer is a module of facts, `NAME_facts.py` with a tuple `FACTS`, beside the module of its class, and a
-recipe. Settings, help, plans, memory and the engine ask `known` for it; nothing else names it.
+An optimizer consists of a module of facts, `NAME_facts.py` with a tuple `FACTS`, the module of its class, and a
+recipe. Settings, help, plans, memory estimates and the engine look it up in `known`; no other code names it.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,15 +16,15 @@ from canzona_cli.fields import CURVE, NOTHING, Epsilon, Example, NotNegative, Po
 Clip = Literal["all", "adamw", "none"]
 """The parameters whose gradients are clipped by the global norm."""
 Form = Literal["standard", "gram"]
-"""The way that Newton-Schulz is worked out: on the matrix itself, or on its Gram matrix."""
+"""The form of the Newton-Schulz iteration: computed on the matrix itself, or on its Gram matrix."""
 RootMethod = Literal["eigh", "newton"]
-"""The way that Shampoo's inverse roots are computed: from eigenvalues, or by products alone."""
+"""The method by which Shampoo's inverse roots are computed: from eigenvalues, or by matrix products alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerBase:
-    """The settings of every optimizer. The AdamW values also govern embeddings, output layer,
-    norms and biases."""
+    """The settings of every optimizer. The AdamW settings also apply to embeddings, output layer, norms and
+    biases."""
 
     if TYPE_CHECKING:
 
@@ -68,29 +68,29 @@ class Algorithm:
     """Everything that the cost of an update depends on."""
 
     name: str
-    """The optimizer whose update is priced; for a user's own optimizer the one it is like."""
+    """The optimizer whose update is priced; for a user's own optimizer, the optimizer that it resembles."""
     custom: bool = False
-    """A user's own: measurements are looked up under its own label."""
+    """True for a user's own optimizer, whose measurements are looked up under a label of its own."""
     ns_steps: int = 5
     form: Literal["auto"] | Form = "standard"
-    """Muon's form: how Newton-Schulz is worked out; auto: `costs.update.form_of` says it for each shape."""
+    """The form of Muon's Newton-Schulz iteration; with auto, `costs.update.form_of` decides for each shape."""
     refresh_period: int = 10
-    """Shampoo and SOAP: steps between refreshes of roots or eigenbases."""
+    """The steps between refreshes of roots or eigenbases (Shampoo, SOAP, KL-Shampoo)."""
     max_preconditioner_dim: int = 8192
-    """Shampoo and SOAP: a side longer than this is not preconditioned."""
+    """The longest side that is preconditioned (Shampoo, SOAP, KL-Shampoo)."""
     grafting: Literal["none", "sgd", "adam"] = "none"
-    """Shampoo: whose update's norm it is given."""
+    """The method whose update's norm Shampoo's update gets."""
     roots: RootMethod = "eigh"
-    """Shampoo: how its inverse roots are computed."""
+    """The method by which Shampoo's inverse roots are computed."""
     precision: Precision = "bf16"
-    """The type of products of Newton-Schulz. Those with factors are in fp32."""
+    """The precision of the products of Newton-Schulz. Products with Kronecker factors are in fp32 or TF32."""
     tf32: bool = True
-    """Shampoo and SOAP: in TF32 where there is any, but for refreshes."""
+    """True if products with Kronecker factors use TF32 where a GPU has it; refreshes do not."""
     stack: Literal["auto"] | bool = False
-    """Muon: matrices of one shape in batched products; auto:
-    `costs.update.stack_of` says it for each shape."""
+    """True if Muon updates matrices of one shape in batched products; with auto, `costs.update.stack_of` decides for
+    each shape."""
     graph: bool = False
-    """Muon: a micro-group's updates are replayed as one CUDA graph."""
+    """True if Muon's updates of a micro-group are replayed as one CUDA graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,25 +98,28 @@ class Work:
     """The work of one update."""
 
     products: tuple[tuple[int, int, int, int], ...] = ()
-    """Dense products: how many of (m, k) by (k, n)."""
+    """The dense products, as (count, m, k, n): `count` products of (m, k) by (k, n)."""
     symmetric: tuple[tuple[int, int, int], ...] = ()
-    """Products of (m, k) by (k, m) whose result is symmetric; a kernel that knows it needs half of it."""
+    """The products with a symmetric result, as (count, m, k): `count` products of (m, k) by (k, m). A kernel that
+    makes use of the symmetry needs half the operations."""
     qr: tuple[int, ...] = ()
-    """Sides of the squares whose Q is computed."""
+    """The sides of the squares of which Q is computed."""
     eigh: tuple[int, ...] = ()
-    """Sides of the squares whose eigenvectors are computed."""
+    """The sides of the squares of which eigenvectors are computed."""
     elementwise: float = 0.0
-    """FLOPs of elementwise kernels, counted for AdamW alone: next to matrix products they are negligible."""
+    """The FLOPs of elementwise kernels. Counted for AdamW alone, because beside matrix products they are
+    negligible."""
     traffic: float = 0.0
-    """Bytes elementwise kernels and copies move."""
+    """The bytes that elementwise kernels and copies read and write."""
     launches: float = 0
+    """The number of kernel launches."""
     iteration: "Work | None" = None
-    """Newton-Schulz in the run's precision, beside products with factors in fp32."""
+    """The Newton-Schulz iteration in the run's precision, if the other products have factors in fp32."""
 
     @property
     def flops(self) -> float:
-        """QR with explicit Q is 4/3 n^3 + 4/3 n^3, eigh with vectors 9 n^3 (Golub & Van Loan,
-        4th ed., 5.2 and 8.3)."""
+        """The FLOPs of all work. QR with explicit Q counts as 4/3 n^3 + 4/3 n^3, eigh with vectors as 9 n^3 (Golub &
+        Van Loan, 4th ed., 5.2 and 8.3)."""
         return (
             self.elementwise
             + self.product_flops
@@ -126,7 +129,7 @@ class Work:
 
     @property
     def product_flops(self) -> float:
-        """The FLOPs of all products, symmetric ones in full."""
+        """The FLOPs of all products; symmetric ones count in full."""
         beside = self.iteration.product_flops if self.iteration else 0.0
         return beside + sum(2.0 * count * m * k * n for count, m, k, n in self.products) + self._symmetric_flops
 
@@ -141,28 +144,28 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """An update rule, as plans know it."""
+    """An update rule, as the planner sees it."""
 
     work: Callable[[Algorithm, int, int], tuple[Work, Work]]
-    """The work of every update of a (rows, cols) matrix, and the work that one with a refresh does on top."""
+    """A function that returns the work of every update of a (rows, cols) matrix, and the additional work of an update
+    with a refresh."""
     fragment_bytes: int
-    """Memory traffic per element, besides writing the weight,
-    of what an update of one matrix does on a fragment only:
-    decay, weight and, with Newton-Schulz, momentum and scaling."""
+    """The memory traffic per element, in bytes and without writing the weight, of the part of an update that works on
+    a fragment alone: weight decay, weight and, with Newton-Schulz, momentum and scaling."""
     moments: int
-    """State with an element for each of the weight, in fp32; another one for Shampoo's Adam grafting."""
+    """The number of fp32 state tensors of the shape of the weight; Shampoo's Adam grafting adds one."""
     row_vectors: int = 0
-    """State with an element for each row."""
+    """The number of state vectors with an element for each row."""
     orthogonal: bool = False
-    """Newton-Schulz iterations, with scratch for them."""
+    """True if the update runs Newton-Schulz iterations, which need scratch."""
     shared: bool = False
-    """True where fragments can be updated together (`costs.sharing`)."""
+    """True if the fragments of a matrix can be updated together (`costs.sharing`)."""
     packed: int = 0
-    """Symmetric squares for each side that has a factor, kept by half."""
+    """The number of symmetric squares of each side that has a factor, of which half is stored."""
     squares: int = 0
-    """Other squares for each such side."""
+    """The number of other squares of each side that has a factor."""
     vectors: int = 0
-    """Vectors for each such side."""
+    """The number of vectors of each side that has a factor."""
 
     @property
     def preconditioned(self) -> bool:
@@ -171,13 +174,14 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """An optimizer, as everything but its own class knows it."""
+    """Everything that other code knows about an optimizer without importing its class."""
 
     settings: type[OptimizerBase]
-    """Its settings, with `name` as a literal; the class takes what is not in `OptimizerBase` by the same names."""
+    """The settings, with `name` as a literal. The class takes the settings that are not in `OptimizerBase` under the
+    same names."""
     rule: Rule
     update: str | None = None
-    """`module:Class` of this package; None for AdamW, which is Megatron's."""
+    """The class, as `module:Class` of this package; None for AdamW, which is Megatron's."""
 
     @property
     def name(self) -> str:
@@ -188,7 +192,8 @@ class Facts:
 
 @cache
 def known() -> Mapping[str, Facts]:
-    """Imports every module of facts in this package, in the order of their names."""
+    """Returns the facts of every optimizer by name: imports the `*_facts` modules of this package in alphabetical
+    order."""
     folders = import_module(__package__).__path__
     modules = sorted(path.stem for folder in folders for path in Path(folder).glob("*_facts.py"))
     facts = [facts for module in modules for facts in import_module(f"{__package__}.{module}").FACTS]

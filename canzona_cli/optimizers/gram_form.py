@@ -1,46 +1,49 @@
-"""Newton-Schulz on the Gram matrix: the polynomial of all steps is worked out on squares,
-and applied at the end.
+"""Newton-Schulz in Gram form: the polynomial of all steps is computed on squares of the short side and applied to X
+at the end (Gram Newton-Schulz: Zhang, Amsel, Chen, Dao 2026,
+https://dao-lab.ai/blog/2026/gram-newton-schulz).
 
-Every step multiplies X from its short side by a polynomial of A = X X^T. With Q their product so far, X is Q
-X0 and A is Q A0 Q, so that nothing but squares of the short side is needed (Gram Newton-Schulz: Zhang, Amsel,
-Chen, Dao 2026, https://dao-lab.ai/blog/2026/gram-newton-schulz). In the standard form every step sees what
-rounding did to X, here none sees what it does to A: so Q is applied, and A made anew of X, between `segments`
-of steps.
+Every step multiplies X from its short side by a polynomial of A = X X^T. If Q is the product of these
+polynomials so far, then X is Q X0 and A is Q A0 Q, so only squares (side, side) are needed. In the standard
+form every step sees the rounding errors of X; here no step sees the rounding errors of A. Therefore Q is applied to
+X and A is recomputed from X between `segments` of steps.
 
-Digits. Squares are kept as alpha I + R, with alpha near the mean of A's eigenvalues when a segment starts,
-and R in the products' type: near convergence R is small, and so is what is lost of it. Any alpha would do, so
-it is one of few (`ALPHAS`): the host knows all that follows from each, and a GPU looks its row up instead of
-working it out in some sixty launches of a single number. At the start, X being of norm 1, the mean itself is
-known. A step's polynomial P is whole where it multiplies, its diagonal rounded: it is another polynomial
-then, and as good as long as Q and A see the same. So what they get of its diagonal is worked out from what
-has become of it.
+Precision. Squares are stored as alpha I + R, where alpha is close to the mean of A's eigenvalues at the start of
+a segment, and R has the dtype of the products. Near convergence R is small, and so is its rounding error. Any
+alpha would do, so alpha is taken from a table (`ALPHAS`): the host knows every number that follows from each alpha,
+and a GPU looks up a row of the table instead of computing it in some sixty launches on single numbers. At the
+start X has norm 1, so the mean is known exactly. Where a step's polynomial P is a factor of a product, it is stored
+including its diagonal, which is rounded. That makes it a different polynomial, which is just as good as long as Q
+and A are multiplied by the same P. So the terms that Q and A get from P's diagonal are computed from the rounded
+diagonal.
 
-Range. Where fp16 is as fast it takes the place of bf16 here (`products_type`), for it has three bits more.
-Its normal numbers are 6e-5 to 65504. Of a Gaussian 5120 x 25600 of norm 1 elements are 9e-5, and of its Gram
-matrix off the diagonal 1e-6: too small. So X is given as t X, of `starting_norm` t = 2^k, and the first step
-makes of t X what its polynomial makes of X (`undoing`): nothing else of the iteration knows of t. No element
-of a symmetric matrix is above its largest eigenvalue, so R is at most t^2 = 4096 in that step, and all that
-is made of it 8.3 t, as factors are t to t^5 times smaller. With t^2 at most the short side the mean of the
-eigenvalues is at most 1, as everywhere. Behind that step numbers are larger by its slope squared, 12 to 67:
-off the diagonal that Gram matrix is 2e-5, and what is lost of it, 2e-8, no more than some 1e-4 in the end.
+Range. Where fp16 is as fast as bf16, it replaces bf16 here (`products_type`), because it has three more bits of
+precision. Its normal numbers are 6e-5 to 65504. The elements of a Gaussian 5120 x 25600 matrix of norm 1 are about
+9e-5, and the off-diagonal elements of its Gram matrix about 1e-6, which is too small. So X is given as t X with
+t = 2^k (`starting_norm`), and the first step maps t X to what its polynomial makes of X (`undoing`). No other part
+of the iteration depends on t. No element of a symmetric matrix exceeds its largest eigenvalue, so R is at most
+t^2 = 4096 in the first step, and the products made of it are at most 8.3 t, because their factors are t to t^5
+times smaller. Because t^2 is at most the short side, the mean of the eigenvalues is at most 1, as in every other
+segment. After the first step the numbers are larger by its slope squared, 12 to 67: the off-diagonal elements of
+that Gram matrix are about 2e-5. Their rounding error, 2e-8, adds no more than about 1e-4 to the result.
 
-Error. With u the unit roundoff, relative and elementwise, take roundings for independent, of variance u^2 / 3
-(Higham, Mary 2019, doi:10.1137/18M1226312). Two of them are amplified in a segment of k steps. Their share of
-the m singular values' root mean square:
+Error. With u the unit roundoff, relative and elementwise, take roundings to be independent with variance u^2 / 3
+(Higham, Mary 2019, doi:10.1137/18M1226312). Two of them are amplified in a segment of k steps. Relative to the
+root mean square of the m singular values they contribute:
 
-- Of the Gram matrix. E, of |E|_F^2 = u^2 / 3 |R|_F^2, has become Q E Q by the last step, Q being the product
-  of k - 1, and |Q E Q|_F is about |E|_F |Q|_F^2 / m. The last polynomial a + b A + c A A takes |b| times
-  that: |b| u / 3^0.5 |R|_F |Q|_F^2 / m^1.5. Small singular values lose by it, as the segment stretches those
-  most.
-- Of Q itself. E X, of |E X|_F^2 = u^2 / 3 sum_ij Q_ij^2 A_jj: no more than if rows of Q and X had nothing to
-  do with each other, |E X|_F^2 = u^2 / 3 |Q|_F^2 |X|_F^2 / m, as Q is small where X is large.
+- The rounding of the Gram matrix. An error E with |E|_F^2 = u^2 / 3 |R|_F^2 has become Q E Q by the last step,
+  where Q is the product of the first k - 1 polynomials, and |Q E Q|_F is about |E|_F |Q|_F^2 / m. The last
+  polynomial a + b A + c A A multiplies it by |b|: |b| u / 3^0.5 |R|_F |Q|_F^2 / m^1.5. Small singular values
+  suffer most, because the segment stretches them most.
+- The rounding of Q. The error E X has |E X|_F^2 = u^2 / 3 sum_ij Q_ij^2 A_jj. This is at most what it would be if
+  the rows of Q and X were unrelated, |E X|_F^2 = u^2 / 3 |Q|_F^2 |X|_F^2 / m, because Q is small where X is large.
 
-Beyond the polynomials' range none of this holds. `cans` goes to its very edge, from where a rounding is
-enough: of a Gaussian 16 x 48 in bf16 the largest singular value became 3.6 where standard leaves 1.1, and
-restarts in every step are no help, so `Muon` refuses it. The other sets keep away from it.
+Outside the polynomials' range these estimates do not hold. `cans` reaches the very edge of the range, and a single
+rounding can cross it: for a Gaussian 16 x 48 in bf16 the largest singular value became 3.6, where the standard form
+gives 1.1, and restarting in every step does not help. So `Muon` refuses `cans` in Gram form. The other sets stay
+away from the edge.
 
-A later segment stretches an error by about the root mean square of its Q. Norms are those of some rows
-(`SAMPLES`). A row that outweighs all others is of large singular values, and is stretched least.
+A later segment multiplies an error by about the root mean square of its Q. Norms are estimated from some rows
+(`SAMPLES`). A row that is much larger than the others belongs to large singular values, which are stretched least.
 """
 
 import math
@@ -55,36 +58,38 @@ from .matrix_optimizer import Workspace
 from .muon_facts import SAMPLES, segments
 
 DOUBT = 0.15
-"""Estimated error (see above) above which a result is not trusted: less than ten times the 0.02 to 0.2 that
-the polynomials themselves leave. Estimated in bf16 are 0.009 to 0.145 of Gaussian matrices, most of squares
-of side 16."""
+"""The estimated error (see above) above which a result is not trusted. It is of the size of the 0.02 to 0.2 by which
+the polynomials themselves miss 1. In bf16 the estimates of Gaussian matrices are 0.009 to 0.145; the largest is
+that of 16 x 16 matrices."""
 LARGEST_NORM = 2.0**6
-"""The largest norm that is iterated on in fp16: its square is well inside the range."""
+"""The largest starting norm in fp16; its square is well inside fp16's range."""
 LOWEST, PER_OCTAVE = -24, 8
 ALPHAS = tuple(2.0 ** (LOWEST + i // PER_OCTAVE) * (1 + (i % PER_OCTAVE + 0.5) / PER_OCTAVE) for i in range(192))
-"""The values of alpha from 2^-24 up to 1, at most 6% from any number between; numbers of bf16, so that R
-loses nothing of them. A mean above 1 is that of a broken matrix, and its polynomials might overflow."""
+"""The values of alpha, from 2^-24 to 1, spaced so that any number in between is at most 6% away. All are exact in
+bf16, so subtracting alpha from R's diagonal adds no error. A mean above 1 comes from a matrix that is not valid
+(its polynomials could overflow), so the largest alpha is used."""
 
 Number = float | torch.Tensor
-"""A float for one matrix on the host; else (..., 1, 1) in fp32, on the device,
-so that nobody waits for it."""
+"""A float for one matrix on the host; otherwise a tensor (..., 1, 1) in fp32 on the device, so that the host does not
+wait."""
 Step = tuple[float, float, float]
 
 
 def products_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Picks the type of X and of squares on `device`, where the standard form's are `dtype`. Processors with
-    instructions for bf16 multiply fp16 400 times slower; those without take as long for either."""
+    """Returns the dtype of X and of squares in Gram form on `device`, if the standard form uses `dtype`: fp16 in
+    place of bf16 where both are equally fast. That is the case on CUDA and on processors without bf16
+    instructions (`cpu_products`); processors that have them multiply fp16 400 times slower than bf16."""
     has_fp16 = device.type == "cuda" or (device.type == "cpu" and cpu_products.installed())
     return torch.float16 if dtype is torch.bfloat16 and has_fp16 else dtype
 
 
 def starting_norm(side: int, dtype: torch.dtype) -> float:
-    """t, a power of two: what the Frobenius norm of an X of `dtype` with this short side has to be."""
+    """Returns t, a power of two: the Frobenius norm that an X of this short side and `dtype` must start with."""
     return min(LARGEST_NORM, 2.0 ** ((side.bit_length() - 1) // 2)) if dtype is torch.float16 else 1.0
 
 
 def undoing(norm: float, steps: Sequence[Step]) -> Sequence[Step]:
-    """Steps that make of an X, `norm` times as large, what `steps` make of X."""
+    """Returns steps that map `norm` X to the same result to which `steps` map X."""
     (a, b, c), *others = steps
     return ((a / norm, b / norm**3, c / norm**5), *others)
 
@@ -92,14 +97,19 @@ def undoing(norm: float, steps: Sequence[Step]) -> Sequence[Step]:
 def gram_newton_schulz(
     x: torch.Tensor, steps: Sequence[Step], workspace: Workspace, into: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Orthogonalise `x`, of Frobenius norm `starting_norm` or 0, as `newton_schulz`.
+    """Orthogonalises `x`, as `newton_schulz` does, but in Gram form.
 
     Args:
-        into: fp32, of the shape of a single `x` in fp16: the last product goes there as it adds up.
+        x: (rows, cols) or (batch, rows, cols), contiguous, of Frobenius norm `starting_norm` or 0; overwritten.
+        steps: (a, b, c) of each step.
+        workspace: Scratch for a second x and four squares of the short side.
+        into: For a single `x` in fp16: a fp32 tensor of its shape that receives the last product without
+            rounding.
 
     Returns:
-        `into`, or else `x` or the workspace's twin of it; and whether it can be trusted: bool, of x's batch,
-        never true of what is not finite.
+        The result, which is `into` if given, otherwise `x` or the workspace's second x; and a bool tensor of the
+        shape of x's batch that is true where the result can be trusted. It is never true for a result that is
+        not finite.
     """
     twin = workspace.like("ns_twin", x)
     side = min(x.shape[-2:])
@@ -119,12 +129,11 @@ def gram_newton_schulz(
 
 
 def most(steps: Sequence[Step]) -> float:
-    """Largest root mean square of singular values that a result to be trusted may have: the largest that the
-    polynomial leaves of one in [0, 1], and a third of `DOUBT`.
+    """Returns the largest root mean square of singular values that a trusted result may have: the largest value to
+    which the polynomial maps any number in [0, 1], plus a third of `DOUBT`.
 
-    The error's estimate is one of many singular values. Of few, a single one may end up beyond the
-    polynomials' range:
-    of a Gaussian 3x3 it was 1.7 where 0.06 was estimated.
+    The error estimate assumes many singular values. If there are few, a single one may leave the polynomials'
+    range: for a Gaussian 3 x 3 matrix one singular value became 1.7 where the estimated error was 0.06.
     """
     return _largest(tuple(steps)) + DOUBT / 3
 
@@ -143,14 +152,14 @@ def _largest(steps: tuple[Step, ...]) -> float:
 def _segment(
     x: torch.Tensor, steps: Sequence[Step], out: torch.Tensor, workspace: Workspace, mean: Number, error: Number
 ) -> Number:
-    """`steps` on one Gram matrix, from `x` to `out`.
+    """Applies a segment of steps, computed on one Gram matrix, to `x` and writes the result into `out`.
 
     Args:
-        mean: The mean of its eigenvalues.
-        error: As it is in front of them.
+        mean: The mean of the Gram matrix's eigenvalues.
+        error: The estimated error before the segment.
 
     Returns:
-        `error` as it is behind them.
+        The estimated error after the segment.
     """
     wide = x.size(-2) <= x.size(-1)
     side = min(x.shape[-2:])
@@ -159,46 +168,46 @@ def _segment(
     centred_gram(x if wide else x.mT, known[0], r)
     spread = norm_of_rows(r) if len(steps) > 1 else 0.0
     applied = polynomial(r, steps, known, workspace)
-    behind = applied.error(error, mean, spread)
+    error_after = applied.error(error, mean, spread)
     applied.apply(x, out, wide=wide)
-    return behind
+    return error_after
 
 
 def centred_gram(short: torch.Tensor, alpha: Number, out: torch.Tensor) -> None:
-    """`out` <- X X^T - alpha I, X being `short` (..., side, long)."""
+    """Writes X X^T - alpha I into `out` (..., side, side), where X is `short` (..., side, long)."""
     out.zero_().diagonal(dim1=-2, dim2=-1).sub_(_flat(alpha))
     symmetric.gram(short, out, add=out)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Polynomial:
-    """gamma I + q, which takes X through some steps from its short side. To be asked before its workspace is
-    used again."""
+    """The product gamma I + q of some steps' polynomials; multiplying X by it from the short side makes these steps.
+    Valid until its workspace is used again."""
 
     q: torch.Tensor
-    """(..., side, side), in a workspace."""
+    """The product without gamma I: (..., side, side), in a workspace."""
     gamma: Number
     before: Number
-    """Norm of some rows of the product of all steps but the last."""
+    """The norm of some rows of the product of all steps but the last."""
     slope: float
-    """b of the last."""
+    """The coefficient b of the last step."""
     last: tuple[torch.Tensor, Number | None, torch.Tensor, Number]
-    """p, value, r and alpha of the last step; None where p is whole."""
+    """The tensors and numbers p, value, r and alpha of the last step; value is None if p includes its diagonal."""
 
     def error(self, error: Number, mean: Number, spread: Number) -> Number:
         """Estimates the error after the steps.
 
         Args:
-            error: In front of them.
-            mean: The mean of the eigenvalues of the Gram matrix.
-            spread: `norm_of_rows` of what was rounded to get R.
+            error: The estimated error before the steps.
+            mean: The mean of the Gram matrix's eigenvalues.
+            spread: `norm_of_rows` of R, whose rounding is estimated.
         """
         side = self.q.size(-1)
         rows, unit = -(-side // _every(side)), torch.finfo(self.q.dtype).eps / 2 / 3**0.5
         root: Number = mean**0.5
         lost = spread * self.before * self.before * (abs(self.slope) * unit / rows**1.5)
-        behind: Number = norm_of_rows(self.q, self.gamma) * (error + root * unit) * float(rows) ** -0.5 + lost
-        return behind
+        error_after: Number = norm_of_rows(self.q, self.gamma) * (error + root * unit) * float(rows) ** -0.5 + lost
+        return error_after
 
     def left(self) -> Number:
         """Estimates the mean square of the singular values after the steps, from some rows of the last step's
@@ -206,7 +215,7 @@ class Polynomial:
         return self.left_of(slice(0, self.q.size(-1)))
 
     def left_of(self, rows: slice) -> Number:
-        """Computes what `rows` add to `left`."""
+        """Returns the part of `left` that the sampled rows among `rows` contribute."""
         p, value, r, alpha = self.last
         side = p.size(-1)
         every = _every(side)
@@ -215,12 +224,12 @@ class Polynomial:
         if value is not None:
             some = some.clone()
             some[..., first::every].diagonal(dim1=-2, dim2=-1).add_(_flat(value))
-        behind = torch.matmul(some, r).float() + alpha * some.float()
-        return _number(behind.mul_(some.float()).sum((-2, -1)) / -(-side // every))
+        product = torch.matmul(some, r).float() + alpha * some.float()
+        return _number(product.mul_(some.float()).sum((-2, -1)) / -(-side // every))
 
     def apply(self, x: torch.Tensor, out: torch.Tensor, *, wide: bool) -> None:
-        """`out` <- what it makes of `x`, from x's short side. To be called last: q is
-        made whole, but in bf16, which has too few digits for q and gamma in one."""
+        """Writes (gamma I + q) x, multiplied from x's short side, into `out`. Must be called last, because gamma is
+        added to q in place. Not in bf16, whose precision is too low to store q and gamma in one number."""
         if x.dtype is torch.bfloat16:
             apply(x, self.q, self.gamma, out, wide=wide)
         else:
@@ -229,17 +238,18 @@ class Polynomial:
 
 
 def polynomial(r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], workspace: Workspace) -> Polynomial:
-    """Multiplies out `steps` from a Gram matrix alpha I + `r`, which is overwritten, (..., side, side).
+    """Multiplies out the polynomials of `steps` on a Gram matrix alpha I + `r`.
 
     Args:
-        known: the values that `follows` derives from alpha.
+        r: (..., side, side), overwritten.
+        known: The numbers that follow from alpha (`follows`).
     """
     s, q, m = (workspace.get(role, r.shape, r.dtype, r.device) for role in ("ns_poly", "ns_all", "ns_half"))
     before: Number = 0.0
     p = q
     for place, (_, _, c) in enumerate(steps):
-        # A is alpha I + r, this step's polynomial of it P = value I + p, the product of those before it
-        # turned I + q.
+        # A is alpha I + r; this step's polynomial of A is P = value I + p; the product of the earlier
+        # polynomials is turned I + q.
         alpha, factor, value, turned, both = known[5 * place : 5 * place + 5]
         last = place + 1 == len(steps)
         p = s if place else q
@@ -262,34 +272,34 @@ def polynomial(r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], 
 
 
 def add_diagonal(p: torch.Tensor, value: Number) -> torch.Tensor:
-    """`p` <- value I + `p`, rounded, (..., side, side).
+    """Adds value I to `p` (..., side, side) in place, rounding the diagonal.
 
     Returns:
-        What its diagonal then has besides value: (..., side).
+        The rounded diagonal minus value: (..., side).
     """
     diagonal = p.diagonal(dim1=-2, dim2=-1)
     return torch.sub(diagonal.add_(_flat(value)), _flat(value))
 
 
 def times(p: torch.Tensor, diagonal: torch.Tensor, factor: Number, out: torch.Tensor) -> torch.Tensor:
-    """`out` <- factor p, of the `p` and the `diagonal` that `add_diagonal` made: without value."""
+    """Writes factor (p - value I) into `out`, where `p` and `diagonal` are the results of `add_diagonal`."""
     torch.mul(p, factor, out=out)
     torch.mul(diagonal, _flat(factor), out=out.diagonal(dim1=-2, dim2=-1))
     return out
 
 
 def follows(steps: Sequence[Step], mean: Number) -> Sequence[Number]:
-    """`_numbers` of the alpha next to `mean`, alpha first."""
+    """Returns `_numbers` for the alpha closest to `mean`; the first number is that alpha."""
     if not isinstance(mean, torch.Tensor):
         return _numbers(tuple(steps), ALPHAS[nearest(mean)])
-    # The exponent, and the mantissa's first bits; of NaN too it has to be a place.
+    # The exponent and the first bits of the mantissa are the index; clamped, because NaN must give a valid one too.
     places = (mean.view(torch.int32) >> 20).sub_((127 + LOWEST) * PER_OCTAVE).clamp_(0, len(ALPHAS) - 1)
     rows = _table(tuple(steps), mean.device).index_select(0, places.view(-1))
     return rows.view(*mean.shape, -1).unbind(-1)
 
 
 def nearest(mean: float) -> int:
-    """Finds the place of the alpha next to `mean`; the last for what is not finite."""
+    """Returns the index of the alpha closest to `mean`; the last index for a `mean` that is too large or NaN."""
     if not mean < ALPHAS[-1]:
         return len(ALPHAS) - 1
     mantissa, exponent = math.frexp(max(mean, 2.0**LOWEST))
@@ -298,14 +308,15 @@ def nearest(mean: float) -> int:
 
 @cache
 def _table(steps: tuple[Step, ...], device: torch.device) -> torch.Tensor:
-    """(alphas, numbers)."""
+    """Returns `_numbers` for every alpha: (alphas, numbers), on the device."""
     return torch.tensor([_numbers(steps, alpha) for alpha in ALPHAS], device=device)
 
 
 @cache
 def _numbers(steps: tuple[Step, ...], alpha: float) -> tuple[float, ...]:
-    """Computes what follows from a segment's alpha. For each step: alpha, the factor of r in p, the value of
-    the polynomial at alpha, the product of those before it, value times alpha. Then that product of all."""
+    """Returns the numbers that follow from a segment's alpha. For each step: alpha, the factor of r in p, the value
+    of the polynomial at alpha, the product of the earlier steps' values, and value times alpha. The last number is
+    the product of all values."""
     numbers: list[float] = []
     gamma = 1.0
     for a, b, c in steps:
@@ -316,7 +327,7 @@ def _numbers(steps: tuple[Step, ...], alpha: float) -> tuple[float, ...]:
 
 
 def norm_of_rows(square: torch.Tensor, gamma: Number | None = None) -> Number:
-    """Frobenius norm of some rows of `square`, or of gamma I + `square`."""
+    """Returns the Frobenius norm of the sampled rows of `square`, or of gamma I + `square`."""
     every = _every(square.size(-1))
     some = square[..., ::every, :]
     if gamma is not None:
@@ -330,49 +341,53 @@ def _every(side: int) -> int:
 
 
 def _number(of_each: torch.Tensor) -> Number:
-    """Takes one number for each matrix of a batch, (...)."""
+    """Converts a tensor with a number for each matrix of a batch (...) to `Number`."""
     return float(of_each) if of_each.ndim == 0 and of_each.device.type == "cpu" else of_each[..., None, None]
 
 
 def _flat(number: Number) -> Number:
-    """Shapes a number for a batch's diagonals."""
+    """Reshapes (..., 1, 1) to (..., 1), to broadcast over the diagonals of a batch."""
     return number.squeeze(-1) if isinstance(number, torch.Tensor) else number
 
 
 def apply(x: torch.Tensor, q: torch.Tensor, gamma: Number, out: torch.Tensor, *, wide: bool) -> None:
-    """out <- (gamma I + q) x from x's short side."""
+    """Writes (gamma I + q) x, multiplied from x's short side, into `out`."""
     fused: Callable[..., torch.Tensor] = torch.addmm if x.ndim == 2 else torch.baddbmm
-    # As a factor of `fused`, oneDNN would compile a kernel for every new gamma.
+    # Not `beta=gamma`, because oneDNN would compile a kernel for every new gamma.
     fused(torch.mul(x, gamma, out=out), *_sides(x, q, wide=wide), out=out)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """`out` <- a b, in fp32 not rounded to their type."""
+    """Writes a b into `out`. If `out` is fp32 and the factors are narrower, the product is not rounded to their
+    dtype."""
     if out.dtype is a.dtype:
         torch.matmul(a, b, out=out)
     elif a.is_cuda:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:  # processors have no such product
+    else:  # torch has no such product on CPUs
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
 def blend(out: torch.Tensor, a: torch.Tensor, x: Number, b: torch.Tensor, y: Number) -> torch.Tensor:
-    """out <- x a + y b."""
+    """Writes x a + y b into `out`."""
     torch.mul(a, x, out=out)
     return out.add_(b, alpha=y) if isinstance(y, float) else out.addcmul_(b, y)
 
 
 def _sides(x: torch.Tensor, q: torch.Tensor, *, wide: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """q is symmetric but for rounding. Later steps are on its left, and have to come last: else the error of
-    a tall 66x64 in bf16 is twice that of a wide 64x66."""
+    """Returns the factors of the product that multiplies `x` by `q` from x's short side.
+
+    q is symmetric up to rounding. For a tall `x`, q is transposed so that later steps are applied last in both
+    cases; otherwise the error of a 66 x 64 matrix in bf16 would be twice that of a 64 x 66 matrix.
+    """
     return (q, x) if wide else (x, q.mT)
 
 
 def mean_square(x: torch.Tensor, *, wide: bool | None = None) -> Number:
-    """Mean of the singular values' squares, from some rows or columns.
+    """Estimates the mean square of the singular values from some rows or columns of `x`.
 
     Args:
-        wide: True if they are rows; None: whichever are fewer.
+        wide: True if the short side is the rows; None: decided by the shape of `x`.
     """
     short = x if (x.size(-2) <= x.size(-1) if wide is None else wide) else x.mT
     some = short[..., :: _every(short.size(-2)), :]

@@ -1,15 +1,15 @@
-"""CUDA graphs of a step that is made again and again.
+"""CUDA graphs of steps that are repeated many times.
 
-Each graph has a memory pool and a stream of its own, and one product is made on that stream before the capture.
-torch 2.11, the oldest that canzona admits, to 2.14 need all three. There cuBLAS has a workspace for each stream,
-made by the first product on it:
+Each graph has its own memory pool and its own stream, and one matrix product runs on that stream before the capture.
+torch 2.11 (the oldest version that canzona supports) to 2.14 need all three. In these versions cuBLAS has a workspace
+for each stream, allocated by the first product on it:
 
-- made during a capture, it lies in that graph's pool, which then is never freed, and which torch 2.11 fails an
-  assertion on when something else is captured into it;
-- torch 2.12 to 2.14 free it when a graph of that stream is dropped, also for other graphs that were captured there
-  (pytorch#193402).
+- A workspace allocated during a capture is part of that graph's pool. The pool is then never freed, and torch 2.11
+  fails an assertion when something else is captured into it.
+- torch 2.12 to 2.14 free the workspace when a graph of that stream is deleted, even if other graphs were captured on
+  the same stream (pytorch#193402).
 
-From 2.15 on a workspace lives as long as its product.
+From torch 2.15 on, a workspace lives as long as its product.
 """
 
 import logging
@@ -24,20 +24,20 @@ import torch
 _log = logging.getLogger(__name__)
 
 STREAMS = 32
-"""The streams that torch hands out in turns."""
+"""The number of different streams that torch hands out; it reuses them in turn."""
 
 
 class Replayed:
-    """Runs one step again and again: as it is, captured when it meets the memory it met before,
-    replayed ever after.
+    """A step that is run repeatedly: kernel by kernel at first, captured as a CUDA graph when its key is the same as
+    in the previous call, and replayed from then on.
 
-    A graph is its kernels on their memory, with the numbers the host gave them. So a step must take what
-    changes from device memory, and `key` has to be different where anything else is: addresses, numbers,
-    sizes of scratch. While the key changes steps run as they are, which is what a replay is compared with.
-    Nothing waits for the GPU, and the allocator keeps what it has.
+    A graph contains its kernels with their memory addresses and the numbers that the host passed. So a step must read
+    everything that changes from device memory, and its key must change if anything else does: addresses, host
+    numbers, sizes of scratch. While the key changes, steps run kernel by kernel. Neither capture nor replay waits for
+    the GPU or releases cached memory.
 
-    A step that cannot be captured, as one that reads back from the GPU, runs as it is. It is the last of its
-    process to be tried: `refusal` then says why.
+    If a step cannot be captured, for example because it reads back from the GPU, it runs kernel by kernel, and nothing
+    else is captured in this process; `refusal` says why.
     """
 
     refusal: ClassVar[str] = ""
@@ -46,17 +46,19 @@ class Replayed:
 
     def __init__(self) -> None:
         self.captures = 0
-        """Graphs captured so far."""
+        """The number of graphs captured so far."""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._key: Hashable = None
         self._stream: torch.cuda.Stream | None = None
         Replayed._living.add(self)
 
     def run(self, step: Callable[[], object], key: Callable[[], Hashable]) -> None:
-        """Args:
-        step: Enqueues kernels on the current stream. Called twice it must do the same again.
-        key: The values that must be as they were for the graph to be good, state that the first step makes
-            included.
+        """Runs, captures or replays the step.
+
+        Args:
+            step: Enqueues kernels on the current stream, the same ones in every call with the same key.
+            key: Returns everything that must be unchanged for a graph to be valid, including state that the first
+                step creates.
         """
         now = key()
         if now != self._key:
@@ -68,9 +70,9 @@ class Replayed:
             try:
                 self._graph = self._captured(step)
                 self.captures += 1
-            except RuntimeError as error:  # nothing of it has run
+            except RuntimeError as error:  # a capture only records kernels, so none has run
                 reason = str(error).partition("\n")[0]
-                Replayed.refusal = f"torch {torch.__version__} captures no graph: {reason}"
+                Replayed.refusal = f"torch {torch.__version__} cannot capture a CUDA graph: {reason}"
                 _log.warning("updates run kernel by kernel: %s", Replayed.refusal)
         if self._graph is None:
             step()
@@ -78,8 +80,8 @@ class Replayed:
             self._graph.replay()
 
     def _captured(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """Captures without what `torch.cuda.graph` does first: waiting for the device, and giving back all cached
-        memory, which takes up to a second to map again."""
+        """Captures the step. Unlike `torch.cuda.graph`, it does not first wait for the device and release all cached
+        memory, which would take up to a second to map again."""
         if self._stream is None:
             self._stream = _free_stream([other._stream for other in Replayed._living])
         before, graph, pool = torch.cuda.current_stream(), torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
@@ -88,7 +90,7 @@ class Replayed:
             square = torch.ones(16, 16, dtype=torch.bfloat16, device=before.device)
             torch.mm(square, square)
             try:
-                # NCCL's watchdog asks for events in a thread of its own all the time, which "global" forbids.
+                # NCCL's watchdog polls events from another thread, which the mode "global" would forbid.
                 graph.capture_begin(pool, capture_error_mode="thread_local")
                 step()
                 graph.capture_end()
@@ -100,10 +102,10 @@ class Replayed:
 
 
 def try_out(device: torch.device) -> str:
-    """Captures and replays a small product, and once more when that graph is gone.
+    """Captures and replays a small product twice, the second time after the first graph has been deleted.
 
     Returns:
-        The reason why this process captures nothing; empty if both went well.
+        The reason why this process cannot use CUDA graphs; empty if both captures worked.
     """
     x = torch.eye(16, dtype=torch.bfloat16, device=device)
     for _ in range(2):
@@ -112,25 +114,26 @@ def try_out(device: torch.device) -> str:
             product.zero_()
             replayed.run(partial(torch.mm, x, x, out=product), lambda: 0)
         if not torch.equal(product, x):
-            Replayed.refusal = f"torch {torch.__version__} replays something other than what it captured"
+            Replayed.refusal = f"torch {torch.__version__} replays a CUDA graph with a wrong result"
     return Replayed.refusal
 
 
 _abandoned: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture failed: torch 2.11 goes on asking them which allocations are theirs."""
+"""Graphs whose capture failed, kept alive because torch 2.11 continues to ask them which allocations are theirs."""
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
-    """Ends a capture that failed. If that fails too, the allocator of torch 2.11 would believe for ever that a capture
-    is under way (pytorch#180395), and no longer free memory that several streams have used."""
+    """Ends a capture that failed. If that fails too, also tells the allocator: in torch 2.11 it would otherwise assume
+    forever that a capture is in progress (pytorch#180395) and not free memory that several streams have used."""
     with suppress(RuntimeError):
         graph.capture_end()
-    with suppress(RuntimeError):  # raised where the allocator knows already
+    with suppress(RuntimeError):  # raised if the allocator's capture has already ended
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     _abandoned.append(graph)
 
 
 def _free_stream(taken: list[torch.cuda.Stream | None]) -> torch.cuda.Stream:
+    """Returns a stream that is not in `taken`."""
     for _ in range(STREAMS):
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         if stream not in taken:

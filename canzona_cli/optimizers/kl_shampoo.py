@@ -1,4 +1,4 @@
-"""KL-Shampoo: Shampoo whose factors fit the gradients' covariance together (Lin et al. 2025,
+"""KL-Shampoo: Shampoo whose two factors are estimated jointly, by minimising a KL divergence (Lin et al. 2025,
 arXiv:2509.03378)."""
 
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from .kronecker import LONGEST, KroneckerOptimizer, Side
 from .matrix_optimizer import products
 
 NO_FACTOR = 0.2
-"""Root mean square of an update where neither side has a factor: about that of AdamW's (arXiv:2502.16982)."""
+"""The root mean square of an update where neither side has a factor: about that of AdamW (arXiv:2502.16982)."""
 
 
 class KLShampoo(KroneckerOptimizer):
-    """Each factor averages the gradient whitened by the other: together they minimise the KL divergence
-    between the normal distributions of covariance E[g g^T] and of L (x) R. Shampoo's factors each ignore the
-    other.
+    """KL-Shampoo: each factor averages the gradient whitened by the other factor. Together they minimise the KL
+    divergence between the normal distributions of covariance E[g g^T] and L (x) R (the Kronecker product).
+    Shampoo's factors each ignore the other.
 
         L = average of G R^-1 G^T / cols,  R = average of G^T L^-1 G / rows          decay shampoo_beta
         l = average of diag(Q_L^T G R^-1 G^T Q_L) / cols,  r likewise                eigenvalues, in the basis there is
@@ -24,19 +24,19 @@ class KLShampoo(KroneckerOptimizer):
         D = Q_L ((Q_L^T M Q_R) / sqrt(l r^T)) Q_R^T,  M = average of G               decay beta1
         W = (1 - lr weight_decay) W - lr D
 
-    with L^-1 = Q_L diag(1 / l) Q_L^T, likewise R^-1. It needs neither grafting nor a second moment: a
-    gradient that is whitened has a root mean square of 1, as Adam's, whose learning rates fit. Both factors
-    are averaged with what the step before left of l and r, and D has this step's, as in the paper's figure.
+    with L^-1 = Q_L diag(1 / l) Q_L^T, likewise R^-1. Neither grafting nor a second moment is needed: a whitened
+    gradient has a root mean square of 1, as Adam's update has, so Adam's learning rates fit. As in the paper's
+    figure, both factors are averaged with the previous step's l and r, and D uses this step's.
 
-    What differs from the authors' code is the start and the ends. l and r begin at the size of the first
-    gradient, not at 0.1, M is corrected for its start, and no step is skipped, so that updates do not depend
-    on the gradients' scale. Eigenvalues are not divided by where they are rounding of the largest, instead of
-    below 1 / 4000^2. No update is longer than `LONGEST`: in a new basis l and r are those of the old one for
-    a while.
+    Differences from the authors' code: l and r start from the size of the first gradient rather than from 0.1, M is
+    corrected for its start, and no step is skipped, so updates do not depend on the gradients' scale. Eigenvalues
+    are bounded below by the rounding error of the largest rather than by 1 / 4000^2. No update is longer than
+    `LONGEST`, because for some steps after a refresh l and r are still those of the old basis.
 
-    Settings are KroneckerOptimizer's, of `betas` the first; `eps` is not used. State besides its own:
-    `exp_avg`, `Q_L`, `Q_R`, `eigenvalues_L`, `eigenvalues_R`. `L` and `R` are kept times cols and rows: only
-    their eigenvectors count.
+    Settings are those of KroneckerOptimizer; `betas[1]` and `eps` are not used. State besides that of
+    KroneckerOptimizer: `exp_avg`, M (rows, cols); `Q_L` (rows, rows), `Q_R` (cols, cols); `eigenvalues_L`, l (rows,);
+    `eigenvalues_R`, r (cols,). `L` and `R` are stored without the divisions by cols and rows, because only their
+    eigenvectors are used.
     """
 
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
@@ -50,21 +50,22 @@ class KLShampoo(KroneckerOptimizer):
         vectors = {f"eigenvalues_{side}": (length,) for side, length in self._lengths(p)}
         return {**super().state_shapes(p), **bases, **vectors, "exp_avg": tuple(p.shape)}
 
-    def _seen(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
-        """Turns the gradient and whitens it on the other side, in fp32: eigenvalues follow it on the way."""
+    def _factor_inputs(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
+        """Returns the gradient whitened on the other side, and averages it into the eigenvalues. In fp32 whatever
+        `precision` is."""
         with products("fp32"):
             return self._whitened(p, grad)
 
     def _whitened(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
         state, sides = self.state[p], self._sides(p)
         size = torch.linalg.vector_norm(grad) / grad.numel() ** 0.5
-        for side in sides:  # until there is a gradient there is no size to begin with
+        for side in sides:  # eigenvalues are 0 until the first gradient that is not 0, whose size they start from
             values = state[f"eigenvalues_{side}"]
             torch.where(values.amax() > 0, values, size ** (2 / len(sides)), out=values)
         roots = {side: self._inverse_root(p, side) for side in sides}
         if len(sides) < 2:
             self._follow(p, self._sandwich(p, "Q_", grad, transpose="L"), roots)
-            return super()._seen(p, grad)
+            return super()._factor_inputs(p, grad)
         basis, other = state["Q_L"], state["Q_R"]
         left = torch.mm(basis.mT, grad, out=self.workspace.like("sandwich_L", p))
         right = torch.mm(grad, other, out=self.workspace.like("sandwich_R", p))
@@ -73,7 +74,8 @@ class KLShampoo(KroneckerOptimizer):
         return {"L": right.mul_(roots["R"]), "R": left.mul_(roots["L"].unsqueeze(1)).mT}
 
     def _follow(self, p: torch.Tensor, turned: torch.Tensor, roots: Mapping[Side, torch.Tensor]) -> None:
-        """Average eigenvalues, in the basis there is: none at the first step."""
+        """Averages the squares of the gradient in the current basis, `turned`, into the eigenvalues; not at the first
+        step, which has no basis yet."""
         if self.state[p]["step"] == 1:
             return
         square = torch.square(turned, out=self.workspace.like("turned", p))
@@ -89,10 +91,10 @@ class KLShampoo(KroneckerOptimizer):
 
     def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
         if self.state[stack[0][0]]["step"] == 1:
-            self._keep(stack, "Q_", self._eigenbases(stack, factors))
+            self._store_squares(stack, "Q_", self._eigenbases(stack, factors))
             return
         bases = torch.stack([self.state[p][f"Q_{side}"] for p, side in stack])
-        self._keep(stack, "Q_", self._orthonormal(stack, factors @ bases, bases))
+        self._store_squares(stack, "Q_", self._orthonormal(stack, factors @ bases, bases))
 
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         state, beta1, out = self.state[p], self.betas[0], self.workspace.like("turned", p)

@@ -1,5 +1,5 @@
-"""The base of Shampoo and SOAP: moving averages of G G^T and G^T G,
-and when what is made of them is renewed."""
+"""The base class of Shampoo, SOAP and KL-Shampoo: moving averages of G G^T and G^T G (the Kronecker factors), and the
+schedule on which the roots or eigenbases computed from them are refreshed."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,17 +14,19 @@ from .matrix_optimizer import MatrixOptimizer, OnFallback, ProductPrecision, Wor
 from .shampoo_facts import STACKED_SQUARES, packed_elements
 
 Side = Literal["L", "R"]
-"""L: rows, from G G^T. R: columns, from G^T G."""
+"""A side of a matrix. L: its rows, with a factor from G G^T. R: its columns, with a factor from G^T G."""
 SIDES: tuple[Side, Side] = ("L", "R")
 LONGEST = 2.0
-"""The largest update, in learning rates: root mean square of Adam's, singular values of Shampoo's. Of
-gradients that are all alike they are 1, of others less, and with the usual decays never above 1.2."""
+"""The bound on an update, in learning rates: on the root mean square of Adam's update, and on the singular values of
+Shampoo's. Without outdated statistics, both are 1 for gradients that are all equal, less for others, and with the
+usual decays never above 1.2."""
 TOGETHER = {"cuda": STACKED_SQUARES}
-"""Elements of the squares that one call of a refresh takes, by device."""
+"""The most elements of the stack of squares that one call of `_refresh` takes, by device type; on other devices a stack
+has one square."""
 
 
 class KroneckerSettings(TypedDict, total=False):
-    """The arguments that `KroneckerOptimizer` takes by name, for subclasses that pass it on."""
+    """The keyword arguments of `KroneckerOptimizer`, for subclasses that pass them on."""
 
     weight_decay: float
     betas: tuple[float, float]
@@ -39,15 +41,16 @@ class KroneckerSettings(TypedDict, total=False):
 
 
 class KroneckerOptimizer(MatrixOptimizer):
-    """Keeps the factors; a subclass makes a square of each and a direction of the gradient.
+    """The base class of optimizers with Kronecker factors, which it maintains. A subclass computes a square (a
+    root or an eigenbasis) from each factor, and the direction of the update from the gradient.
 
-    State of a matrix: `step`, updates so far; `L` and `R`, the factors, packed, moving averages that start at
-    their first gradient's (corrected for starting at zero); what the subclass adds. A side longer than
-    `max_preconditioner_dim` has none. Whatever `precision` says, all that a refresh computes is in fp32.
+    State of a matrix: `step`, the number of its updates so far; `L` (rows, rows) and `R` (cols, cols), the factors,
+    packed: moving averages corrected for their start at zero; and what the subclass adds. A side longer than
+    `max_preconditioner_dim` does not have a factor. A refresh computes in fp32, whatever `precision` is.
     """
 
     symmetric: tuple[str, ...] = ("",)
-    """The names, before L and R, of the packed squares of each side."""
+    """The prefixes (before L and R) of the names of packed symmetric squares in the state."""
 
     def __init__(
         self,
@@ -66,24 +69,28 @@ class KroneckerOptimizer(MatrixOptimizer):
         workspace: Workspace | None = None,
     ) -> None:
         """Args:
-            params: Matrices, or parameter groups of them.
+            params: Matrices (rows, cols), or parameter groups of matrices.
             lr: Learning rate.
-            weight_decay: p *= 1 - lr weight_decay, before the update.
-            betas: Decay of the moments.
-            eps: The epsilon of Adam.
+            weight_decay: Decoupled weight decay: p *= 1 - lr weight_decay, before the update.
+            betas: Decays of the first and the second moment.
+            eps: The epsilon in the denominator of Adam's update.
             shampoo_beta: Decay of the factors.
-            precondition_frequency: Steps between two refreshes of a matrix.
-            max_preconditioner_dim: A side longer than this is left as it is.
-            refresh_offsets: Per parameter: a matrix refreshes at its first step, and, once it has made a
-                period of them, when (steps it has made + offset) is a multiple of the period. No sooner:
-                after one step SOAP's second moment has nothing off the diagonal, and a new basis would turn
-                the first moment onto that.
-            on_fallback: Called when a decomposition failed, or an update would have been too long.
-            precision: The precision of products; decompositions are fp32 always.
-            workspace: Scratch to share with other optimizers.
+            precondition_frequency: Steps between two refreshes of a matrix, the period. A refresh costs much more
+                than a step; a larger period makes the preconditioner older.
+            max_preconditioner_dim: A side longer than this is not preconditioned and does not have a factor, which
+                would take side^2 / 2 elements and O(side^3) operations per refresh.
+            refresh_offsets: An offset for each parameter, which spreads the refreshes of several matrices over the
+                period. A matrix is refreshed at its first step, and, once it has made a full period of steps,
+                whenever (its steps so far + offset) is a multiple of the period. It is not refreshed earlier,
+                because after one step SOAP's second moment is zero off the diagonal, and a new basis would rotate
+                the first moment into those directions.
+            on_fallback: Called when a decomposition failed, or when an update was bounded (`LONGEST`).
+            precision: The precision of products in a step ("tf32": on TF32 units where a GPU has them).
+                Refreshes are always fp32.
+            workspace: Scratch shared with other optimizers; None: its own.
 
         Raises:
-            ValueError: A setting is out of range, or there are not as many offsets as parameters.
+            ValueError: A setting is out of range, or the number of offsets is not the number of parameters.
         """
         for name, beta in (("betas[0]", betas[0]), ("betas[1]", betas[1]), ("shampoo_beta", shampoo_beta)):
             if not 0 <= beta < 1:
@@ -104,32 +111,34 @@ class KroneckerOptimizer(MatrixOptimizer):
         self.precision = precision
         self.workspace = workspace or Workspace()
         self._offsets = dict(zip(matrices, offsets, strict=True))
-        self._unsaid: list[tuple[torch.Tensor, torch.Tensor, float, str]] = []
+        self._pending_reports: list[tuple[torch.Tensor, torch.Tensor, float, str]] = []
 
     @abstractmethod
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
-        """Add the subclass's own state to a matrix's."""
+        """Adds the subclass's initial state of matrix `p` to `state`."""
 
-    def _seen(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
-        """X (side, other side) of which each factor averages X X^T; may be scratch."""
+    def _factor_inputs(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
+        """Returns, for each side, the matrix X (side, other side) whose X X^T is averaged into the factor. It may be
+        scratch."""
         return {"L": grad, "R": grad.mT}
 
     @abstractmethod
     def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
-        """Renew what is made of factors of one length, of matrices with equally many sides;
-        what fails stays as it was.
+        """Recomputes the roots or eigenbases of a stack of factors of the same length. A square whose computation
+        fails keeps its previous value.
 
         Args:
-            stack: At their first step all together, or none.
-            factors: (len(stack), length, length), scratch.
+            stack: The matrices and sides. All matrices have the same number of preconditioned sides, and either all
+                or none are at their first step.
+            factors: The unpacked factors (len(stack), length, length), in scratch.
         """
 
     def _refreshed(self, p: torch.Tensor) -> None:
-        """Called after the refresh of all sides."""
+        """Is called after all sides of matrix `p` have been refreshed."""
 
     @abstractmethod
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """Computes the direction that `p` moves along; it may be scratch."""
+        """Returns the direction D (rows, cols) of the update p -= lr D. It may be scratch."""
 
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         packed = {
@@ -138,7 +147,7 @@ class KroneckerOptimizer(MatrixOptimizer):
         return {"step": None, **packed}
 
     def converted(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Older versions kept whole squares of what is packed now."""
+        """Packs symmetric squares that older versions stored in full."""
         shapes, tensors = self.state_shapes(p), dict(state)
         for name in self.symmetric:
             for side, length in self._lengths(p):
@@ -148,9 +157,9 @@ class KroneckerOptimizer(MatrixOptimizer):
         return tensors
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
-        self._say()
+        self._report_pending()
         with products(self.precision):
-            due = [p for p in matrices if self._learn(p)]
+            due = [p for p in matrices if self._average_factors(p)]
         with products("fp32"):
             for stack in self._stacks(due):
                 length = stack[0][0].size(SIDES.index(stack[0][1]))
@@ -164,8 +173,8 @@ class KroneckerOptimizer(MatrixOptimizer):
             for p in matrices:
                 self._update(p, self._gradient(p), group)
 
-    def _learn(self, p: torch.Tensor) -> bool:
-        """Average a gradient into the factors; whether it is the matrix's turn to be refreshed."""
+    def _average_factors(self, p: torch.Tensor) -> bool:
+        """Averages the gradient of `p` into its factors and returns True if `p` is due for a refresh in this step."""
         state = self.state[p]
         if not state:
             state["step"] = 0
@@ -174,17 +183,18 @@ class KroneckerOptimizer(MatrixOptimizer):
             self._start(p, state)
         done: int = state["step"]
         state["step"] = done + 1
-        # With this weight the average is corrected for its start by itself (as in emerging-optimizers' SOAP).
+        # This weight makes the average a bias-corrected one at every step (as in emerging-optimizers' SOAP).
         weight = (1 - self.shampoo_beta) / (1 - self.shampoo_beta ** (done + 1))
-        seen = self._seen(p, self._gradient(p))
+        seen = self._factor_inputs(p, self._gradient(p))
         for side, length in self._lengths(p):
             average_gram(state[side], seen[side], weight, self._square(p, 1, length)[0])
         period = self.precondition_frequency
         return done == 0 or (done >= period and (done + self._offsets[p]) % period == 0)
 
     def _stacks(self, due: Sequence[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, Side]]]:
-        """Yields all sides, those that `_refresh` can take together as far as that is worth it; of a matrix L
-        first, for SOAP turns its moments in that order, whatever other matrices there are."""
+        """Yields all sides of the matrices that are due, in stacks that `_refresh` can take in one call. L comes before
+        R for every matrix, because SOAP rotates its moments in this order and the result must not depend on which
+        other matrices are due."""
         for side in SIDES:
             alike: dict[tuple[int, int, bool], list[tuple[torch.Tensor, Side]]] = {}
             for p in due:
@@ -201,22 +211,27 @@ class KroneckerOptimizer(MatrixOptimizer):
         p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
 
     def _sides(self, p: torch.Tensor) -> tuple[Side, ...]:
-        """Sides that have a factor."""
+        """Returns the sides of `p` that have a factor."""
         return tuple(side for side, _ in self._lengths(p))
 
     def _lengths(self, p: torch.Tensor) -> list[tuple[Side, int]]:
-        """Sides that have a factor, and how long they are."""
+        """Returns the sides of `p` that have a factor, with their lengths."""
         return [at for at in zip(SIDES, p.shape, strict=True) if at[1] <= self.max_preconditioner_dim]
 
     def _square(self, p: torch.Tensor, count: int, length: int) -> torch.Tensor:
-        """Scratch (count, length, length)."""
+        """Returns scratch for squares: (count, length, length)."""
         return self.workspace.get("square", (count, length, length), p.dtype, p.device)
 
     def _sandwich(self, p: torch.Tensor, name: str, x: torch.Tensor, *, transpose: Side | None = None) -> torch.Tensor:
-        """left x right of the squares that `p`'s state has under `name` and the side, one of them transposed.
+        """Multiplies `x` by the squares of `p` from both sides: S_L x S_R.
+
+        Args:
+            name: The prefix of the squares' names in the state of `p`.
+            x: (rows, cols).
+            transpose: The side whose square is transposed.
 
         Returns:
-            Scratch, overwritten by the next call; `x` itself if no side has a square.
+            (rows, cols), in scratch that the next call overwrites; `x` itself if no side has a square.
         """
         state = self.state[p]
         for side, length in self._lengths(p):
@@ -231,7 +246,7 @@ class KroneckerOptimizer(MatrixOptimizer):
     def _eigenbases(
         self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor
     ) -> Sequence[torch.Tensor | None]:
-        """Eigenvectors of each factor; None where they cannot be had."""
+        """Returns the eigenvectors of each factor (length, length); None where the decomposition failed."""
         return [
             with_fallback(eigenbasis, factor, f"the eigendecomposition of {side}", partial(self._report, p))
             for (p, side), factor in zip(stack, factors, strict=True)
@@ -240,7 +255,8 @@ class KroneckerOptimizer(MatrixOptimizer):
     def _orthonormal(
         self, stack: Sequence[tuple[torch.Tensor, Side]], powered: torch.Tensor, bases: torch.Tensor
     ) -> Sequence[torch.Tensor | None]:
-        """`powered`, factors times `bases`, made orthonormal; None where that fails."""
+        """Returns the orthonormalised columns of each matrix in `powered`, the factors times `bases`; None where the
+        QR decomposition failed."""
         try:
             return orthonormal(powered, bases).unbind()
         except LinAlgError:
@@ -249,7 +265,7 @@ class KroneckerOptimizer(MatrixOptimizer):
                 for (p, side), basis, new in zip(stack, bases, powered, strict=True)
             ]
 
-    def _keep(
+    def _store_squares(
         self, stack: Sequence[tuple[torch.Tensor, Side]], name: str, bases: Sequence[torch.Tensor | None]
     ) -> None:
         for (p, side), new in zip(stack, bases, strict=True):
@@ -257,17 +273,17 @@ class KroneckerOptimizer(MatrixOptimizer):
                 self.state[p][f"{name}{side}"].copy_(new)
 
     def _bounded(self, p: torch.Tensor, size: torch.Tensor, limit: float, words: str) -> None:
-        """Report `words`, which name the size, if it is above the limit. On a GPU before the next update: by
-        then the host has waited for the device, here it does not."""
-        self._unsaid.append((p, size.to("cpu", non_blocking=True), limit, words))
+        """Reports `words`, formatted with `size`, if `size` exceeds the limit. On a GPU the report follows with the
+        next update, when the host has waited for the device anyway; this call does not wait."""
+        self._pending_reports.append((p, size.to("cpu", non_blocking=True), limit, words))
         if size.device.type == "cpu":
-            self._say()
+            self._report_pending()
 
-    def _say(self) -> None:
-        for p, size, limit, words in self._unsaid:
+    def _report_pending(self) -> None:
+        for p, size, limit, words in self._pending_reports:
             if (worst := float(size)) > limit:
                 self._report(p, words.format(worst))
-        self._unsaid.clear()
+        self._pending_reports.clear()
 
     def _report(self, p: torch.Tensor, reason: str) -> None:
         if self.on_fallback is not None:
@@ -275,17 +291,17 @@ class KroneckerOptimizer(MatrixOptimizer):
 
 
 _STRIP = 64
-"""Rows at least of a strip of a product on a CPU."""
+"""The minimum number of rows of a strip in `average_gram` on a CPU."""
 
 
 def pack(square: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Packs the upper triangle of a contiguous symmetric matrix (side, side), which is overwritten, into
-    `out` (packed_elements(side),), which is returned."""
+    """Packs the upper triangle of a contiguous symmetric matrix (side, side) into `out` (packed_elements(side),) and
+    returns `out`. `square` is overwritten."""
     return out.copy_(_folded(square))
 
 
 def unpack(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Unpacks what `pack` made into `out` (side, side), contiguous, which is returned."""
+    """Unpacks a symmetric matrix that `pack` packed into `out` (side, side), contiguous, and returns `out`."""
     side = len(out)
     half = (side + 1) // 2
     rest = side - half
@@ -298,12 +314,14 @@ def unpack(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def average_gram(packed: torch.Tensor, x: torch.Tensor, weight: float, scratch: torch.Tensor) -> None:
-    """packed += weight (X X^T - packed), of `x` (side, long).
+    """Computes packed += weight (X X^T - packed) in place.
 
-    On a CPU by strips of rows, from the diagonal on, so that about half the products are made; a strip is too
-    little for a GPU.
+    On a CPU, X X^T is computed in strips of rows from the diagonal to the right, which needs about half the
+    operations. On a GPU strips would be too small to fill the device, so the whole product is computed.
 
     Args:
+        packed: The factor, packed: (packed_elements(side),).
+        x: X (side, long).
         scratch: (side, side), contiguous, overwritten.
     """
     side = len(x)
@@ -315,7 +333,7 @@ def average_gram(packed: torch.Tensor, x: torch.Tensor, weight: float, scratch: 
 
 
 def _folded(square: torch.Tensor) -> torch.Tensor:
-    """Folds a square's upper triangle into its packed form, in the square's memory."""
+    """Folds the upper triangle of `square` into its packed form in the memory of `square`, and returns a view of it."""
     side = len(square)
     half = (side + 1) // 2
     rest = side - half
@@ -325,5 +343,5 @@ def _folded(square: torch.Tensor) -> torch.Tensor:
 
 
 def _lower(side: int, device: torch.device) -> torch.Tensor:
-    """Marks the elements that are on the diagonal or below it."""
+    """Returns a mask (side, side) of the elements on the diagonal or below it."""
     return torch.ones(side, side, dtype=torch.bool, device=device).tril_()

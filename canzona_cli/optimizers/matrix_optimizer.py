@@ -1,4 +1,4 @@
-"""The base of Muon, Shampoo and SOAP: the walk over matrices, and products of a known precision."""
+"""The base class of the matrix optimizers, the precision of their products, and their scratch memory."""
 
 import math
 from abc import abstractmethod
@@ -10,24 +10,25 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 OnFallback = Callable[[torch.Tensor, str], None]
-"""Called with the matrix, and a text on what failed and what was used instead."""
+"""A callback that receives the parameter and a text saying what failed and what was used instead."""
 ProductPrecision = Literal["fp32", "tf32"]
-"""The way that fp32 products run: exactly, or on TF32 units where a GPU has them (10 bits of mantissa, much faster)."""
+"""The precision of fp32 products: full fp32, or TF32 where a GPU has it (10 bits of mantissa, much faster)."""
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """Owns `step()`; a subclass updates one matrix.
+    """The base class of matrix optimizers: implements `step()`; a subclass implements the update of one matrix.
 
-    Every parameter is a whole matrix: 2-D, contiguous, fp32. Its gradient is fp32, of any strides, and only
-    read. A parameter without a gradient is skipped. `lr` and `weight_decay` are read from the parameter
-    groups at every step. A matrix's state is made at its first step: tensors and plain ints in
-    `self.state[p]`. Deleting it starts that matrix afresh.
+    Every parameter is a whole matrix: 2-D, contiguous, fp32. Its gradient is fp32 with any strides, and is not
+    changed. Parameters without a gradient are skipped. `lr` and `weight_decay` are read from the parameter groups at
+    every step. The state of a matrix, `self.state[p]`, is created at its first step and consists of tensors and plain
+    ints. Deleting it restarts the optimizer for that matrix.
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, float]) -> None:
         """Args:
-            params: Matrices, or parameter groups of them.
-            defaults: Settings that a parameter group may set for itself.
+            params: Matrices, or parameter groups of matrices.
+            defaults: Defaults of the settings that a parameter group may override; at least `lr` and
+                `weight_decay`.
 
         Raises:
             ValueError: A parameter is not a contiguous 2-D fp32 tensor, or a setting is out of range.
@@ -45,10 +46,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every matrix that has a gradient.
+        """Updates every matrix that has a gradient.
 
         Raises:
-            ValueError: A closure was given; none of the algorithms evaluates the loss again.
+            ValueError: A closure was passed; none of the algorithms re-evaluates the loss.
         """
         if closure is not None:
             raise ValueError(f"{type(self).__name__} takes no closure")
@@ -56,13 +57,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._update_group([p for p in group["params"] if p.grad is not None], group)
 
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None] | None:
-        """Describes the state of matrix `p` (rows, cols) from its first step on: shapes of fp32 tensors by
-        name, None for a count of steps. None for all of it where a class does not say: a checkpoint may then
-        hold anything."""
+        """Returns the shapes of the fp32 tensors in the state of matrix `p` (rows, cols) after its first step, by name;
+        the value None stands for a step counter. Returns None if the class does not declare its state; the state in
+        a checkpoint is then not checked."""
         return None
 
     def converted(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Converts the stored state of matrix `p`, of any version of the class, to what this version has."""
+        """Converts the state of matrix `p` from a checkpoint of any version of the class to this version's format."""
         return state
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
@@ -71,7 +72,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
-        """Update one matrix `p` (rows, cols) from its gradient (rows, cols)."""
+        """Updates one matrix `p` (rows, cols) in place from its gradient (rows, cols)."""
 
     @staticmethod
     def _gradient(p: torch.Tensor) -> torch.Tensor:
@@ -85,13 +86,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 @contextmanager
 def products(precision: ProductPrecision) -> Iterator[None]:
-    """Run fp32 products with `precision`, whatever the process has set; on CPU always exactly. Products of
-    bf16 and fp16 add up in fp32."""
+    """Runs fp32 products within the block with `precision`, whatever the process has set; on CPUs always in full fp32.
+    Products of bf16 and fp16 accumulate in fp32."""
     cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = cuda.fp32_precision, cpu.fp32_precision
     parts = cuda.allow_bf16_reduced_precision_reduction, cuda.allow_fp16_reduced_precision_reduction
     cuda.fp32_precision, cpu.fp32_precision = ("tf32" if precision == "tf32" else "ieee"), "ieee"
-    # Else cuBLAS may cut a long sum (25,600 terms of a Gram matrix) in parts, and add those up in their type.
+    # Otherwise cuBLAS may split a long sum (25,600 terms of a Gram matrix) and add the partial sums in bf16 or fp16.
     cuda.allow_bf16_reduced_precision_reduction = cuda.allow_fp16_reduced_precision_reduction = False
     try:
         yield
@@ -101,18 +102,18 @@ def products(precision: ProductPrecision) -> Iterator[None]:
 
 
 class Workspace:
-    """One flat buffer per role, bytes of an element and device, as large as the largest request so far.
+    """Scratch memory: one flat buffer for each role, element size and device, as large as the largest request so far.
 
-    A matrix of any shape gets a view of the same memory, so that scratch stays in cache from one matrix to
-    the next; so do types of one width, as bf16 and fp16. Share one between optimizers that step one after
-    another. Not between threads, nor between CUDA streams: two users at a time would overwrite each other.
+    Matrices of all shapes get views of the same memory, so scratch stays in cache from one matrix to the next. Types
+    of the same width, such as bf16 and fp16, share a buffer. A workspace can be shared by optimizers that step one
+    after another, but not by threads or CUDA streams, which would overwrite each other's data.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int, torch.device], torch.Tensor] = {}
 
     def get(self, role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a contiguous tensor with arbitrary contents; valid until `role` is asked for again."""
+        """Returns a contiguous tensor with arbitrary content, valid until the next request for the same role."""
         size = math.prod(shape)
         key = (role, dtype.itemsize, device)
         buffer = self._buffers.get(key)
@@ -121,10 +122,10 @@ class Workspace:
         return buffer[:size].view(dtype).view(*shape)
 
     def like(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
-        """`get` with a tensor's shape, dtype and device; contiguous whatever its strides."""
+        """Returns `get` for a tensor's shape, dtype and device; contiguous whatever the tensor's strides are."""
         return self.get(role, tensor.shape, tensor.dtype, tensor.device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """The bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())

@@ -1,4 +1,5 @@
-"""Muon: momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
+"""Muon: SGD with momentum whose update is orthogonalised by a Newton-Schulz iteration (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon/)."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -20,7 +21,7 @@ from .shared_rows import Shape
 
 
 class MuonSettings(TypedDict, total=False):
-    """The arguments that `Muon` takes by name, for subclasses that pass it on."""
+    """The keyword arguments of `Muon`, for subclasses that pass them on."""
 
     weight_decay: float
     momentum: float
@@ -38,26 +39,27 @@ class MuonSettings(TypedDict, total=False):
 
 
 class Muon(MatrixOptimizer):
-    """Each matrix moves equally far in all directions its momentum has: by the nearest orthogonal matrix.
+    """Muon: replaces the momentum of each matrix by (approximately) the nearest semi-orthogonal matrix.
 
-        M = momentum M + (1 - momentum) G               the average of gradients G (rows, cols)
-        D = momentum M + (1 - momentum) G               what is orthogonalised: a look ahead (nesterov), or M itself
+        M = momentum M + (1 - momentum) G               moving average of the gradients G (rows, cols)
+        D = momentum M + (1 - momentum) G               with nesterov; otherwise D = M
         O = newton_schulz(D / |D|)                      U V^T where D = U S V^T: every singular value becomes about 1
         W = (1 - lr weight_decay) W - lr scale_factor scale(rows, cols) O
 
-    O needs all of D, however its rows and columns are spread over ranks: that is what this project is about.
-    Where ranks keep their fragments, they update them together (`shared_muon`). Muon is not for embeddings,
-    the output layer and vectors; AdamW updates those.
+    O depends on all of D, so a rank that has only a fragment of D cannot compute its part of O alone. canzona
+    gathers the fragments on one rank (this class), or lets the ranks update their fragments together
+    (`shared_muon`). Embeddings, the output layer and vectors should be left to AdamW.
 
-    The rule is that of emerging-optimizers' Muon, which Megatron uses. What differs is how it runs. Products
-    write into a workspace that is allocated once. On CPU, passes over memory go by blocks of rows that stay
-    in cache; on CUDA they are whole-tensor operations, and nothing waits for the GPU.
+    The update rule is the same as in emerging-optimizers' Muon, which Megatron uses; the implementation differs.
+    Products write into a workspace that is allocated once. On CPUs, elementwise passes run over blocks of rows
+    that stay in cache. On CUDA they are whole-tensor operations, and `step` never synchronises with the GPU.
 
-    The gradient's scale is of no account, powers of two not for a single bit, and zeros only decay. (Others
-    divide by max(|D|, 1e-7): the update fades where clipping by the norm of all parameters leaves less.)
+    The update does not depend on the gradient's scale; scaling all gradients by a power of two leaves it bitwise
+    unchanged. Where D is zero, only weight decay applies. Other implementations divide by max(|D|, 1e-7), so
+    their update shrinks when clipping by the global norm makes |D| smaller than that.
 
-    State of a matrix: `momentum_buffer`, M; `distrusted`, behind an update in Gram form that could not be
-    trusted.
+    State of a matrix: `momentum_buffer`, M (rows, cols) in fp32; `distrusted`, after an update in Gram form that
+    could not be trusted: how many of its next updates are in standard form.
     """
 
     def __init__(
@@ -80,38 +82,40 @@ class Muon(MatrixOptimizer):
         workspace: Workspace | None = None,
     ) -> None:
         """Args:
-        params: Matrices, or parameter groups of them.
-        lr: Learning rate.
-        weight_decay: p *= 1 - lr weight_decay, before the update.
-        momentum: Decay of the gradients' moving average.
-        nesterov: Orthogonalise gradient + momentum (average - gradient) rather than the average.
-        ns_steps: Newton-Schulz iterations.
-        coefficients: Their polynomials.
-        scale_mode: See `scale`.
-        scale_factor: Multiplies it. 0.2 with spectral gives the update AdamW's RMS (Liu et al. 2025,
-            arXiv:2502.16982).
-        precision: The precision of the iteration's products; they accumulate in fp32. Momentum and weights
-        are fp32 always. Where
-            it is as fast the Gram form has fp16 for bf16 (`gram_form.products_type`).
-        stack: Orthogonalise matrices of one shape in batched products: all, or at most so many of a shape
-        (rows, cols).
-            Spares launches when matrices are small and many, and costs scratch for all of them at once.
-        form: The form of the iteration; of each shape (rows, cols). An update in Gram form that cannot be
-        trusted (`gram_form`)
-            is made in standard form instead, and so are the next `STANDARD_STEPS`. On CUDA, where the host
-            does not wait to know, it is left out, and `settle` sees to the next ones.
-        on_fallback: Called when an update was made in standard form instead.
-        graph: On CUDA, capture the update of all matrices of a parameter group, and replay it (`graphs`), but
-            not while one of them is in standard form after a doubt.
-        workspace: Scratch to share with other optimizers.
+            params: Matrices (rows, cols), or parameter groups of matrices.
+            lr: Learning rate.
+            weight_decay: Decoupled weight decay: p *= 1 - lr weight_decay, before the update.
+            momentum: Decay of the moving average of gradients.
+            nesterov: Orthogonalise the average of gradient and momentum (Nesterov) instead of the momentum. Costs
+                a scratch buffer of the size of the largest matrix.
+            ns_steps: Number of Newton-Schulz iterations.
+            coefficients: The polynomials of these iterations (`newton_schulz.COEFFICIENTS`).
+            scale_mode: How the size of the update depends on the matrix's shape, see `scale`.
+            scale_factor: Factor of that size. 0.2 with "spectral" gives the update the RMS of AdamW's (Liu et al.
+                2025, arXiv:2502.16982).
+            precision: The precision of the iteration's products, which accumulate in fp32. Momentum and weights
+                are always fp32. With "bf16", the Gram form uses fp16 where fp16 is as fast
+                (`gram_form.products_type`).
+            stack: Orthogonalise matrices of the same shape in batched products: True for all of them, or the
+                largest batch for each shape (rows, cols). Saves kernel launches when matrices are small and many;
+                costs scratch for the whole batch.
+            form: The form of the iteration, for all matrices or for each shape (rows, cols). "gram" needs fewer
+                operations where one side is longer. On CPUs, an update in Gram form whose estimated rounding error
+                is too large (`gram_form`) is repeated in standard form, and the matrix's next `STANDARD_STEPS`
+                updates are in standard form. On CUDA, where the host does not wait for the estimate, the weight
+                only decays in that step, and the next updates are in standard form once `settle` is called.
+            on_fallback: Called, on CPUs, when an update was repeated in standard form.
+            graph: On CUDA, capture the update of all matrices of a parameter group as a CUDA graph and replay it
+                (`graphs`), except while one of these matrices is in standard form after an untrusted update.
+            workspace: Scratch shared with other optimizers; None: its own.
 
         Raises:
-            ValueError: `ns_steps` is not a number of steps, or the coefficients are not for the Gram form.
+            ValueError: `ns_steps` is below 1, or `coefficients` cannot be used in Gram form.
         """
         if ns_steps < 1:
             raise ValueError(f"ns_steps is {ns_steps}; at least one is needed")
         if coefficients in STANDARD_ONLY and "gram" in ({form} if isinstance(form, str) else set(form.values())):
-            raise ValueError(f"coefficients {coefficients} are for the standard form alone")
+            raise ValueError(f"coefficients {coefficients} can only be used in standard form")
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         self.workspace = workspace or Workspace()
         self.nesterov = nesterov
@@ -124,7 +128,8 @@ class Muon(MatrixOptimizer):
         self.form = form
         self.on_fallback = on_fallback
         self._trusted: dict[torch.Tensor, torch.Tensor] = {}
-        """By matrix, on CUDA: whether its last update in Gram form can be trusted, (), on the device."""
+        """The flag of each matrix that is true if its last update in Gram form can be trusted: () bool, on the
+        device; only on CUDA."""
         self.graph = graph
         self._replayed: dict[int, Replayed] = {}
         self._rates: dict[int, torch.Tensor] = {}
@@ -137,16 +142,17 @@ class Muon(MatrixOptimizer):
                 self._set_rates(matrices[0], group)
             if self.graph and not on_host and not excluded:
                 replayed = self._replayed.setdefault(id(group), Replayed())
-                replayed.run(lambda: self._update_all(matrices, group), lambda: self._fixed(matrices, group))
+                replayed.run(lambda: self._update_all(matrices, group), lambda: self._graph_key(matrices, group))
             else:
                 self._update_all(matrices, group)
-        for p in excluded:  # here, and not where they are updated: a replay knows of no host's numbers
+        # Not in `_update`: replaying a CUDA graph would not run this host code.
+        for p in excluded:
             count_down(self.state[p])
 
     def _update_all(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
-        for _, same in groupby(sorted(matrices, key=self._kind) if self.stack else matrices, key=self._kind):
+        for _, same in groupby(sorted(matrices, key=self._batch_key) if self.stack else matrices, key=self._batch_key):
             of_shape = list(same)
-            most = self._most(of_shape)
+            most = self._batch_size(of_shape)
             for first in range(0, len(of_shape), most):
                 together = of_shape[first : first + most]
                 if len(together) > 1:
@@ -155,22 +161,24 @@ class Muon(MatrixOptimizer):
                     super()._update_group(together, group)
 
     def _set_rates(self, p: torch.Tensor, group: Mapping[str, float]) -> None:
-        """Puts on the device what changes from step to step."""
+        """Copies the group's learning rate and weight decay to the device, where a captured graph reads them."""
         if id(group) not in self._rates:
             self._rates[id(group)] = p.new_empty(3)
         muon_cuda.set_rates(self._rates[id(group)], group["lr"], group["weight_decay"])
 
-    def _fixed(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> Hashable:
-        """Collects all else that an update of these matrices depends on, as far as it may change."""
+    def _graph_key(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> Hashable:
+        """Returns everything else that may change and that a captured update of these matrices depends on: if it
+        differs from the previous step's, the update must not be replayed."""
         state = [value for p in matrices for value in self.state[p].values() if isinstance(value, torch.Tensor)]
         gradients = [p.grad for p in matrices if p.grad is not None]
         places = tuple(tensor.data_ptr() for tensors in (matrices, gradients, state) for tensor in tensors)
         in_gram_form = any(self._form(p) == "gram" for p in matrices)
-        decay = group["weight_decay"] if in_gram_form else None  # the host's number there, in `_move`
+        # In Gram form `_move` passes the weight decay as a host number, which a graph would freeze.
+        decay = group["weight_decay"] if in_gram_form else None
         return group["momentum"], decay, self.workspace.nbytes, places
 
-    def _most(self, of_shape: Sequence[torch.Tensor]) -> int:
-        """Tells how many matrices of one shape are updated together."""
+    def _batch_size(self, of_shape: Sequence[torch.Tensor]) -> int:
+        """Returns how many matrices of one shape are updated in one batch at most."""
         if isinstance(self.stack, bool):
             return len(of_shape) if self.stack else 1
         rows, cols = of_shape[0].shape
@@ -201,14 +209,15 @@ class Muon(MatrixOptimizer):
         side: int,
         again: bool = False,
     ) -> float | torch.Tensor:
-        """Update the momentum, unless `again`, and write into `out` what is to be orthogonalised, of the norm
-        that its type is for, or 0.
+        """Updates the momentum (not if `again`) and writes D, the matrix to orthogonalise, into `out`, scaled to
+        Frobenius norm `starting_norm(side, out.dtype)`; a D of zeros stays zero.
 
         Args:
-            side: The whole matrix's shorter one.
+            side: The shorter side of the whole matrix.
+            again: The momentum already contains this step's gradient.
 
         Returns:
-            The norm it had; on CUDA () in fp64, on the device.
+            The Frobenius norm of D before scaling; on CUDA a tensor () in fp64 on the device.
         """
         direction: Callable[..., float | torch.Tensor] = (muon_cpu if by_blocks(p) else muon_cuda).direction
         return direction(
@@ -225,19 +234,19 @@ class Muon(MatrixOptimizer):
     def _orthogonalised(
         self, x: torch.Tensor, matrices: list[torch.Tensor], group: Mapping[str, float]
     ) -> torch.Tensor:
-        """Orthogonalises directions `x` in their form: (rows, columns) of one matrix, or (matrices,
-        rows, columns)."""
+        """Orthogonalises `x`, (rows, cols) of one matrix or (matrices, rows, cols), in the form that the matrices
+        use. An untrusted update in Gram form is repeated in standard form on a CPU, and set to 0 on CUDA."""
         if self._form(matrices[0]) == "standard":
             return newton_schulz(x, self.steps, self.workspace)
         if not by_blocks(matrices[0]):
             wider = x.dtype is torch.float16 and x.ndim == 2
-            # The direction is needed no more.
+            # The unscaled direction is not needed any more, so its buffer takes the result.
             into = self.workspace.like("muon_direction", matrices[0]) if wider else None
             result, trusted = gram_newton_schulz(x, self.steps, self.workspace, into)
-            self._judge(matrices, trusted)
+            self._record_trust(matrices, trusted)
             if x.ndim == 2 and result.dtype is torch.float32:
-                return result  # which `_move` leaves out
-            # Not by a factor of 0: what is left out may be NaN.
+                return result  # `_move` leaves an untrusted one out
+            # Filled rather than multiplied by 0, because an untrusted result may be NaN.
             return result.masked_fill_(trusted.logical_not().view(*trusted.shape, 1, 1), 0)
         result, trusted = gram_newton_schulz(x, self.steps, self.workspace)
         for p, iterate, good in zip(matrices, result.view(-1, *x.shape[-2:]), trusted.view(-1).tolist(), strict=True):
@@ -247,30 +256,33 @@ class Muon(MatrixOptimizer):
                 self._direction(p, p.grad, group["momentum"], again, side=min(p.shape), again=True)
                 iterate.copy_(newton_schulz(again, self.steps, Workspace()))
                 distrust(self.state[p])
-                self._tell(p)
+                self._report_fallback(p)
         return result
 
-    def _tell(self, p: torch.Tensor) -> None:
+    def _report_fallback(self, p: torch.Tensor) -> None:
         if self.on_fallback is not None:
             self.on_fallback(p, LOST)
 
-    def _judge(self, matrices: Sequence[torch.Tensor], trusted: torch.Tensor) -> None:
-        """Notes whether the updates of matrices are `trusted`, where steps and their replays both write it."""
+    def _record_trust(self, matrices: Sequence[torch.Tensor], trusted: torch.Tensor) -> None:
+        """Records on the device which updates are `trusted`. The flags have fixed addresses, so that a replayed
+        graph writes them too."""
         for p in matrices:
             self._trusted.setdefault(p, torch.ones((), dtype=torch.bool, device=p.device))
         torch._foreach_copy_([self._trusted[p] for p in matrices], trusted.view(-1).unbind())
 
     def doubted(self) -> torch.Tensor | None:
-        """Counts the updates of the last step that were left out: (), on the device; None on a CPU."""
+        """Returns the number of untrusted updates that the last step left out: (), on the device. None if no
+        update was in Gram form on CUDA."""
         if not self._trusted:
             return None
         return torch.stack(list(self._trusted.values())).logical_not().sum()
 
     def settle(self) -> list[torch.Tensor]:
-        """Update what was left out in standard form for the next steps; the host waits.
+        """Switches matrices whose last update was left out to standard form for the next `STANDARD_STEPS`
+        updates. The host waits for the device.
 
         Returns:
-            Matrices whose last update was left out.
+            The matrices whose last update was left out.
         """
         left = [p for p, good in self._trusted.items() if not bool(good)]
         for p in left:
@@ -280,11 +292,11 @@ class Muon(MatrixOptimizer):
 
     @property
     def captures(self) -> int:
-        """The CUDA graphs captured so far."""
+        """The number of CUDA graphs captured so far."""
         return sum(replayed.captures for replayed in self._replayed.values())
 
     def excluded(self, p: torch.Tensor) -> bool:
-        """Tells whether the next update is in standard form, after one that was doubted."""
+        """Returns True if the next update of `p` is in standard form because an earlier one was not trusted."""
         return steps_left(self.state[p]) > 0
 
     def _form(self, p: torch.Tensor) -> Form:
@@ -293,10 +305,10 @@ class Muon(MatrixOptimizer):
         return self.form if isinstance(self.form, str) else self.form[p.size(0), p.size(1)]
 
     def _type(self, p: torch.Tensor) -> torch.dtype:
-        """Picks the type of the iterate."""
+        """Returns the dtype of the iterate X of `p`."""
         return self.dtype if self._form(p) == "gram" else self._standard
 
-    def _kind(self, p: torch.Tensor) -> tuple[tuple[int, ...], str, Form]:
+    def _batch_key(self, p: torch.Tensor) -> tuple[tuple[int, ...], str, Form]:
         return tuple(p.shape), str(p.device), self._form(p)
 
     def _apply(self, p: torch.Tensor, x: torch.Tensor, group: Mapping[str, float]) -> None:
@@ -311,8 +323,14 @@ class Muon(MatrixOptimizer):
         whole: Shape,
         trusted: torch.Tensor | None = None,
     ) -> None:
-        """p <- (1 - lr weight_decay) p - lr scale x, for `p` of a matrix of the shape `whole`; where an `x`
-        in fp32 is not `trusted`, on CUDA, p only decays."""
+        """Computes p <- (1 - lr weight_decay) p - lr scale x in place.
+
+        Args:
+            p: A matrix, or a fragment of a matrix, of fp32 weights.
+            x: The orthogonalised direction, of the shape of `p`.
+            whole: The shape of the whole matrix, which determines the scale.
+            trusted: On CUDA: () bool; if it is false and `x` is fp32, p only decays. None: trusted.
+        """
         size = self.scale_factor * scale(*whole, self.scale_mode)
         if by_blocks(p):
             muon_cpu.move(p, x, group["lr"], group["weight_decay"], size, self.workspace)
@@ -331,12 +349,13 @@ class Muon(MatrixOptimizer):
 
 
 def scale(rows: int, cols: int, mode: ScaleMode) -> float:
-    """Computes the size of the update of a (rows, cols) matrix, a semi-orthogonal matrix being 1.
+    """Returns the factor by which the semi-orthogonal update of a (rows, cols) matrix is multiplied.
 
-    - spectral: sqrt(max(rows, cols)), the same RMS for every shape (Liu et al. 2025, arXiv:2502.16982).
-    - unit_rms_norm: sqrt(rows / cols), the same RMS-to-RMS operator norm (Bernstein 2025; Scion,
-      arXiv:2502.07529).
-    - shape_scaling: the same, and never below 1 (Jordan et al. 2024).
+    - spectral: sqrt(max(rows, cols)), which gives updates the same RMS for every shape (Liu et al. 2025,
+      arXiv:2502.16982).
+    - unit_rms_norm: sqrt(rows / cols), which gives updates the same RMS-to-RMS operator norm (Bernstein 2025;
+      Scion, arXiv:2502.07529).
+    - shape_scaling: max(1, sqrt(rows / cols)) (Jordan et al. 2024).
     """
     if mode == "spectral":
         return math.sqrt(max(rows, cols))
@@ -346,6 +365,6 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
 
 
 def by_blocks(matrix: torch.Tensor) -> bool:
-    """Tells whether passes over a matrix go by blocks of rows; there the host reads numbers too, elsewhere
-    nothing waits."""
+    """Returns True if elementwise passes over the matrix run over blocks of rows (`muon_cpu`). Then the host also
+    reads norms; on other devices nothing waits for the device."""
     return matrix.device.type == "cpu"

@@ -1,5 +1,5 @@
-"""Muon's passes over a matrix on a CPU: by blocks of rows that stay in cache,
-with norms that the host reads."""
+"""Muon's elementwise passes over a matrix on a CPU. They run over blocks of rows that stay in cache, and norms are
+Python floats."""
 
 import math
 
@@ -9,9 +9,9 @@ from .matrix_optimizer import Workspace
 from .muon_facts import BLOCK
 
 SAFE_NORMS = 2.0**-40, 2.0**60
-"""Norms between which the squares of all elements that count, and their sum, are normal fp32 numbers."""
+"""The range of norms in which the squares of all elements that matter, and their sum, are normal fp32 numbers."""
 SAFE_FACTORS = 2.0**-100, 2.0**100
-"""Norms whose inverse is a normal fp32 number by far."""
+"""The range of norms whose inverse is safely a normal fp32 number."""
 
 
 def direction(
@@ -25,18 +25,20 @@ def direction(
     norm: float,
     workspace: Workspace,
 ) -> float:
-    """Updates the momentum and writes what is to be orthogonalised into `out`.
+    """Updates the momentum and writes the matrix to orthogonalise into `out`.
 
     Args:
-        average: The momentum, (rows, cols), to which the gradient adds with `weight`.
-        grad: (rows, cols).
-        out: (rows, cols), of any type.
-        ahead: Scratch for Nesterov's look ahead, (rows, cols); None: the momentum itself is orthogonalised.
-        norm: The norm that `out` gets, unless it is 0.
+        average: The momentum (rows, cols), updated in place: average += weight (grad - average).
+        grad: The gradient (rows, cols).
+        out: (rows, cols), of any dtype.
+        momentum: With Nesterov, the share of the momentum in the direction; 1 - momentum is the gradient's.
+        weight: The share of the gradient in the new momentum.
+        ahead: Scratch for Nesterov's direction (rows, cols); None: the momentum itself is orthogonalised.
+        norm: The Frobenius norm of `out` afterwards; a direction of zeros stays zero.
         workspace: Scratch for a block of rows.
 
     Returns:
-        The norm that it had.
+        The Frobenius norm of the direction before scaling.
     """
     target = average if ahead is None else ahead
     square = 0.0
@@ -47,7 +49,7 @@ def direction(
         square += _norm(block, workspace) ** 2
     before = math.sqrt(square)
     exponent = 0 if SAFE_FACTORS[0] < before < SAFE_FACTORS[1] or not math.isfinite(before) else math.frexp(before)[1]
-    # The factor could ride in the first product, but oneDNN compiles a kernel for every new alpha.
+    # Scaling here rather than by the first product's alpha, because oneDNN compiles a kernel for every new alpha.
     inverse = norm / math.ldexp(before, -exponent) if before else 0.0
     for block, low in zip(_blocks(target), _blocks(out), strict=True):
         scaled = _shifted(block, -exponent, workspace) if exponent else block
@@ -56,7 +58,7 @@ def direction(
 
 
 def move(p: torch.Tensor, x: torch.Tensor, lr: float, weight_decay: float, size: float, workspace: Workspace) -> None:
-    """p <- (1 - lr weight_decay) p - lr size x."""
+    """Computes p <- (1 - lr weight_decay) p - lr size x in place, block by block."""
     decay, alpha = 1 - lr * weight_decay, -lr * size
     for weight, block in zip(_blocks(p), _blocks(x), strict=True):
         if block.dtype != weight.dtype:
@@ -65,7 +67,7 @@ def move(p: torch.Tensor, x: torch.Tensor, lr: float, weight_decay: float, size:
 
 
 def _norm(block: torch.Tensor, workspace: Workspace) -> float:
-    """Computes the Frobenius norm of elements of any size."""
+    """Returns the Frobenius norm of a block, without overflow or underflow of the squares."""
     norm = float(torch.linalg.vector_norm(block))
     if SAFE_NORMS[0] < norm < SAFE_NORMS[1]:
         return norm
@@ -77,12 +79,13 @@ def _norm(block: torch.Tensor, workspace: Workspace) -> float:
 
 
 def _shifted(block: torch.Tensor, exponent: int, workspace: Workspace) -> torch.Tensor:
-    """Multiplies `block` into scratch by 2^exponent, which itself may be no fp32 number."""
+    """Returns `block` times 2^exponent, in scratch. 2^exponent may be outside fp32's range, so it is applied in
+    two factors."""
     half = exponent // 2
     scaled = torch.mul(block, 2.0**half, out=workspace.like("muon_block", block))
     return scaled.mul_(2.0 ** (exponent - half))
 
 
 def _blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cuts rows into blocks of about BLOCK elements; the same rows for tensors of the same shape."""
+    """Returns views of blocks of rows of about BLOCK elements; tensors of the same shape are cut at the same rows."""
     return matrix.split(max(1, BLOCK // matrix.size(1)))  # type: ignore[no-untyped-call,no-any-return]

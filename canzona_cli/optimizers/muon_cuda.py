@@ -1,4 +1,4 @@
-"""Muon's passes over a matrix on CUDA: operations on whole tensors that wait for nothing."""
+"""Muon's elementwise passes over a matrix on CUDA: whole-tensor operations that never synchronise with the host."""
 
 import torch
 
@@ -16,15 +16,15 @@ def direction(
     norm: float,
     workspace: Workspace,
 ) -> torch.Tensor:
-    """Does what `muon_cpu.direction` does.
+    """Updates the momentum and writes the matrix to orthogonalise into `out`, as `muon_cpu.direction` does.
 
     Returns:
-        The norm that it had: () in fp64, on the device.
+        The Frobenius norm of the direction before scaling: () in fp64, on the device.
     """
     average.lerp_(grad, weight)
     target = average if ahead is None else torch.lerp(grad, average, momentum, out=ahead)
-    # In fp64, whose range has the square and the inverse of every fp32 number: no pass for the largest
-    # element. `vector_norm` would copy it to fp64 first: 16 bytes an element more, and the memory for it.
+    # fp64 represents the square and the inverse of every fp32 number, so no pass for the largest element is
+    # needed. `vector_norm` would first copy the tensor to fp64: 16 more bytes of traffic per element, and memory.
     before: torch.Tensor = torch._foreach_norm([target], 2, dtype=torch.float64)[0]
     factor = before.clamp_min(1e-300).reciprocal_().view(1, 1)
     torch.mul(target, factor if norm == 1 else factor.mul_(norm), out=out)
@@ -32,8 +32,7 @@ def direction(
 
 
 def set_rates(rates: torch.Tensor, lr: float, weight_decay: float) -> None:
-    """Puts on the device what changes from step to step: (3,) the factor of the decay,
-    the learning rate, the decay."""
+    """Writes the rates of this step to the device: `rates` (3,) <- 1 - lr weight_decay, lr, lr weight_decay."""
     rates[0].fill_(1 - lr * weight_decay)
     rates[1].fill_(lr)
     rates[2].fill_(lr * weight_decay)
@@ -47,10 +46,17 @@ def move(
     size: float,
     trusted: torch.Tensor | None,
 ) -> None:
-    """p <- (1 - lr weight_decay) p - lr size x; where an `x` in fp32 is not `trusted`, p only decays."""
+    """Computes p <- (1 - lr weight_decay) p - lr size x in place; if `x` is fp32 and not `trusted`, p only decays.
+
+    Args:
+        rates: The learning rate and the decay on the device, from `set_rates`.
+        weight_decay: The same weight decay as a host number.
+        trusted: () bool, on the device; None: trusted.
+    """
     decay, rate, lost = rates
     if trusted is not None and x.dtype is torch.float32 and size:
-        # One pass: p - lr size (x + weight_decay / size p), or p - lr weight_decay p; the other does nothing.
+        # Only one of the two kernels does anything: p - lr size (x + weight_decay / size p), or
+        # p - lr weight_decay p.
         good = trusted.float()
         _descend(p, x, rate * size, weight_decay / size, but_where=1 - good)
         _descend(p, p, lost, 0.0, but_where=good)
@@ -59,8 +65,7 @@ def move(
 
 
 def _descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float, *, but_where: torch.Tensor) -> None:
-    """p <- p - rate (x + decay p), element by element, unless `but_where` is 1,
-    which is asked on the device."""
+    """Computes p <- p - rate (x + decay p) in place, unless `but_where` is 1, which is read on the device."""
     torch._fused_sgd_(
         [p], [x], [], weight_decay=decay, momentum=0.0, lr=rate, dampening=0.0, nesterov=False, maximize=False,
         is_first_step=False, found_inf=but_where,

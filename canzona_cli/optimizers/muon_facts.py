@@ -1,4 +1,4 @@
-"""Muon and NorMuon without torch: settings, and what an update does."""
+"""Facts about Muon and NorMuon that can be used without torch: settings, costs and constants of the update."""
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
@@ -11,15 +11,15 @@ from .facts import Algorithm, Facts, Form, OptimizerBase, Rule, Work
 CoefficientSet = Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 STANDARD_ONLY: frozenset[CoefficientSet] = frozenset({"cans"})
-"""Coefficients that the Gram form is not for (why: `gram_form`)."""
+"""The sets of coefficients that cannot be used in Gram form (`gram_form` says why)."""
 MUON_AROUND = 14
-"""Kernels of Muon around its iteration, for each matrix whether it is stacked or not."""
+"""The number of Muon's kernels outside its iteration, for each matrix, stacked or not."""
 SAMPLES = 32
-"""Rows at most, evenly spread, that stand for all where the Gram form estimates a norm or a mean."""
+"""The maximum number of evenly spaced rows from which the Gram form estimates a norm or a mean."""
 BLOCK = 128 * 1024
-"""Elements of a block of rows that elementwise passes take together on a CPU: a weight, its gradient, its
-momentum and scratch stay in a 2 MB cache between passes. All passes of 2560x768 on one core: 3.5 ms, without
-blocks 4.5 ms."""
+"""The elements of a block of rows in elementwise passes on a CPU, so that a weight, its gradient, its momentum and
+scratch stay in a 2 MB cache between passes. All passes over 2560x768 take 3.5 ms on one core, and 4.5 ms without
+blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +88,12 @@ class NorMuonConfig(MomentumConfig):
 
 
 def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Newton-Schulz, and around it what a GPU does with each element on fp32 masters.
+    """Counts Muon's work: Newton-Schulz, and the elementwise passes of a GPU over fp32 masters.
 
-    Bytes per element: momentum 12, Nesterov 12, norm 4 and division 4 + w, decay 8, weight 8 + w, whether it
-    is finite 4, the copy of the weight for the model 4 + w. In Gram form decay and weight in one pass 12, as
-    the last product is in fp32; those of a stack as they were, and leaving out what is not trusted 2 w.
+    Bytes per element, where w is the width of the products' dtype: momentum 12, Nesterov 12, norm 4, division 4 + w,
+    weight decay 8, weight 8 + w, the check for finite values 4, the copy of the weight for the model 4 + w. In Gram
+    form the last product is in fp32, so decay and weight take one pass of 12. In a stack decay and weight remain two
+    passes, and leaving out untrusted updates takes 2 w.
     """
     iteration, w = iteration_work(a, rows, cols), product_bytes(a)
     traffic = iteration.traffic + (40 + 2 * w + _moved(a)) * rows * cols
@@ -101,19 +102,20 @@ def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def _moved(a: Algorithm) -> int:
-    """Counts the bytes per element of Muon's decay and weight."""
+    """Returns the bytes per element of Muon's passes for weight decay, weight and, in a stack, untrusted updates."""
     w = product_bytes(a)
     return 12 if _in_one_pass(a) else 16 + (3 if a.form == "gram" else 1) * w
 
 
 def _in_one_pass(a: Algorithm) -> bool:
-    """Tells whether decay and update are one pass, over what the Gram form leaves in fp32."""
+    """Returns True if weight decay and update take one pass, because the Gram form's last product is in fp32."""
     return a.form == "gram" and a.stack is not True
 
 
 def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Muon's, and per element the norms of rows w bytes and their scaling w + 4, of what is in fp32 already 4
-    and 8; then decay and weight 20, in one pass 12."""
+    """Counts NorMuon's work: that of Muon, and per element w bytes for the norms of rows and w + 4 for their
+    scaling (4 and 8 if the iteration's result is fp32). Decay and weight then take 20 bytes, or 12 in one
+    pass."""
     muon, none = _muon(a, rows, cols)
     w = product_bytes(a)
     left_out = 2 * w if a.form == "gram" and a.stack is True else 0
@@ -123,12 +125,12 @@ def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def product_bytes(a: Algorithm) -> int:
-    """Bytes of an element in Newton-Schulz."""
+    """Returns the bytes of an element in Newton-Schulz."""
     return 2 if a.precision == "bf16" else 4
 
 
 def iteration_work(a: Algorithm, rows: int, cols: int) -> Work:
-    """Counts Newton-Schulz alone. `addmm` first copies what it adds to."""
+    """Counts the work of Newton-Schulz alone. `addmm` first copies the matrix that it adds to, which is traffic."""
     assert a.form != "auto"
     m, n = sorted((rows, cols))
     steps, width = a.ns_steps, product_bytes(a)
@@ -143,18 +145,17 @@ def iteration_work(a: Algorithm, rows: int, cols: int) -> Work:
 
 
 def _gram(steps: int, m: int, n: int, width: int) -> Work:
-    """Counts the Gram form: X X' and Q X once in each of its `segments`, in between polynomials of the Gram
-    matrix R alone.
+    """Counts the work of the Gram form: X X' and Q X once in each of its `segments`, and products of squares (m, m)
+    between them.
 
-    Every step takes R R; all but a segment's first take Q P, all but its last P R P, for P the step's
-    polynomial and Q the product of those so far. All are polynomials of one symmetric matrix, so they are
-    symmetric themselves. With u = 2 m^3 and r = n / m, 5 steps in segments of 2 and 3 take (4 r + 14) u; the
-    standard form 5 (2 r + 1) u.
+    Every step computes R R; all but a segment's first compute Q P, and all but its last P R P, where P is the step's
+    polynomial and Q the product of the polynomials so far. All are polynomials of one symmetric matrix, so the
+    results are symmetric. With u = 2 m^3 and r = n / m, 5 steps in segments of 2 and 3 take (4 r + 14) u; the standard
+    form takes 5 (2 r + 1) u.
 
-    Squares are passed over as the products' type: zeros and the polynomials' other terms are written into
-    what a product is added to (in bf16, on processors, X too). The probe takes norms of `SAMPLES` rows, of Q,
-    copied, around a segment's last step, of R and of X; what it makes of them takes launches of a single
-    number each.
+    Traffic of squares is in the products' dtype: zeros and the polynomials' other terms are written into the matrix
+    that a product is added to (in bf16, on CPUs, X too). The error estimate takes norms of `SAMPLES` rows of Q (a
+    copy) around a segment's last step, of R and of X, and launches on single numbers.
     """
     parts = segments(steps)
     squares = 4 * steps - 3 * len(parts)
@@ -171,11 +172,11 @@ def _gram(steps: int, m: int, n: int, width: int) -> Work:
 
 
 def segments(steps: int) -> tuple[int, ...]:
-    """Counts the steps that the Gram form makes on each Gram matrix: two,
-    and three at the end of an odd number.
+    """Returns how many steps the Gram form makes on each Gram matrix: two, or three in the last segment if the
+    number of steps is odd.
 
-    Where three steps are followed by others, what they leave beyond the polynomials' range (above 1.4) grows
-    without bound: `deepseekv4` did so on Gaussian 256 x 257.
+    Three steps must not be followed by others: a singular value that they leave outside the polynomials' range (above
+    1.4) would grow without bound, as happened with `deepseekv4` on a Gaussian 256 x 257 matrix.
     """
     return (2,) * (steps // 2 - 1) + (2 + steps % 2,) if steps > 1 else (1,)
 
@@ -195,31 +196,31 @@ FACTS = (
 
 
 DISTRUSTED = "distrusted"
-"""The key, in a matrix's state and so in checkpoints, of how many of its next updates are in standard form.
+"""The key, in a matrix's state and in checkpoints, whose value is the number of its next updates in standard form.
 Older checkpoints have True."""
 STANDARD_STEPS = 100
-"""Updates in standard form after a doubt. A momentum of 0.95 then has 0.6% left of what was doubted; and
-where the Gram form is doubted again and again, to have tried it costs 1% of what updates take."""
-LOST = f"the Gram form lost too much in rounding; it is updated in standard form for {STANDARD_STEPS} steps"
+"""The number of updates in standard form after an untrusted one. A momentum of 0.95 then retains 0.6% of the momentum
+at that time, and even if the Gram form is never trusted, trying it costs 1% of the updates' time."""
+LOST = f"the rounding error of the Gram form was too large; using the standard form for {STANDARD_STEPS} steps"
 
 State = MutableMapping[str, object]
 """The state of one matrix."""
 
 
 def distrust(state: State) -> None:
-    """Marks the state of a matrix whose update was not to be trusted."""
+    """Switches a matrix, given its state, to the standard form for its next `STANDARD_STEPS` updates."""
     state[DISTRUSTED] = STANDARD_STEPS
 
 
 def steps_left(state: State) -> int:
-    """Tells how many of the next updates are in standard form."""
+    """Returns how many of a matrix's next updates are in standard form."""
     left = state.get(DISTRUSTED, 0)
     assert isinstance(left, int)
     return STANDARD_STEPS if left is True else left
 
 
 def count_down(state: State) -> None:
-    """Counts one of those updates as made."""
+    """Counts one update in standard form as done; after the last one, removes the mark from the state."""
     if (after := steps_left(state) - 1) > 0:
         state[DISTRUSTED] = after
     else:

@@ -1,8 +1,8 @@
-"""Newton-Schulz iteration: the nearest semi-orthogonal matrix by products alone.
+"""Newton-Schulz iteration: approximates the nearest semi-orthogonal matrix by matrix products alone.
 
 X <- a X + (b A + c A A) X with A = X X^T drives every singular value towards 1 (Jordan et al. 2024,
-https://kellerjordan.github.io/posts/muon/). Coefficients differ in how fast small singular values grow and
-how near to 1 they end.
+https://kellerjordan.github.io/posts/muon/). Sets of coefficients differ in how fast they increase small
+singular values and in how close to 1 the result is.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from .matrix_optimizer import Workspace
 from .muon_facts import CoefficientSet
 
 COEFFICIENTS: dict[CoefficientSet, tuple[tuple[float, float, float], ...]] = {
-    # Jordan et al. 2024: one triple, steep at zero; singular values end in about 0.7 to 1.2.
+    # Jordan et al. 2024: one triple, steep at zero; singular values end between about 0.7 and 1.2.
     "simple": ((3.4445, -4.7750, 2.0315),),
     # One triple per step: https://leloykun.github.io/ponder/muon-opt-coeffs/, as in modded-nanogpt.
     "quintic": (
@@ -25,7 +25,7 @@ COEFFICIENTS: dict[CoefficientSet, tuple[tuple[float, float, float], ...]] = {
         (2.8769, -3.1427, 1.2046),
         (2.8366, -3.0525, 1.2012),
     ),
-    # Amsel et al. 2025, arXiv:2505.16932, with the safety factor 1.01 of its Algorithm 1 worked in.
+    # Amsel et al. 2025, arXiv:2505.16932; includes the safety factor 1.01 of its Algorithm 1.
     "polar_express": (
         (8.2051, -22.9019, 16.4607),
         (4.0664, -2.8612, 0.5184),
@@ -51,15 +51,16 @@ COEFFICIENTS: dict[CoefficientSet, tuple[tuple[float, float, float], ...]] = {
         (2.7573, -3.2939, 1.4254),
         (2.7215, -3.0494, 1.3169),
     ),
-    # DeepSeek-V4 technical report: eight steep steps, then two that settle at 1.
+    # DeepSeek-V4 technical report: eight steep steps, then two that converge to 1.
     "deepseekv4": ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
 }
 REPEAT_LAST: frozenset[CoefficientSet] = frozenset({"polar_express", "cans", "deepseekv4"})
-"""Sets that end in a triple which settles at 1: further steps repeat it. The others start over."""
+"""The sets whose last triple converges to 1: further steps repeat that triple. With the other sets, further steps
+start again at the first triple."""
 
 
 def coefficients(name: CoefficientSet, steps: int) -> tuple[tuple[float, float, float], ...]:
-    """(a, b, c) of each step."""
+    """Returns the coefficients (a, b, c) of each step."""
     table = COEFFICIENTS[name]
     endless = chain(table, repeat(table[-1])) if name in REPEAT_LAST else cycle(table)
     return tuple(islice(endless, steps))
@@ -73,19 +74,19 @@ def newton_schulz(
     wide: bool | None = None,
     total: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
-    """Orthogonalise `x`.
+    """Orthogonalises `x` by the standard form of the iteration.
 
     Args:
-        x: (rows, cols) or (batch, rows, cols), contiguous, no singular value above 1; overwritten. Its dtype
-            is the precision of the products, which accumulate in fp32 either way.
+        x: (rows, cols) or (batch, rows, cols), contiguous, without a singular value above 1; overwritten. Its
+            dtype is the precision of the products, which accumulate in fp32 for every dtype.
         steps: (a, b, c) of each step.
-        workspace: Gives a second x and two squares of the short side.
-        wide: True if rows are the short side; None: by x itself, which may be a fragment of what it is asked
-            for.
-        total: Makes of a fragment's Gram matrix the whole's, in place.
+        workspace: Scratch for a second x and two squares (side, side) of the short side.
+        wide: True if the rows of the whole matrix are its short side; None: decided by the shape of `x`. A
+            fragment must pass it, because the fragment's own short side may be the other one.
+        total: Sums a fragment's Gram matrix over all fragments, in place.
 
     Returns:
-        `x` or the workspace's twin of it, whichever was written last.
+        `x` or the workspace's second x, whichever was written last.
     """
     twin = workspace.like("ns_twin", x)
     if wide is None:

@@ -1,4 +1,4 @@
-"""NorMuon: Muon whose rows move alike (Li et al. 2025, arXiv:2510.05491)."""
+"""NorMuon: Muon with neuron-wise (row-wise) normalisation of the update (Li et al. 2025, arXiv:2510.05491)."""
 
 from collections.abc import Mapping
 from typing import Unpack
@@ -9,34 +9,34 @@ from torch.optim.optimizer import ParamsT
 from .muon import Muon, MuonSettings
 
 EPS = 1e-10
-"""Added to the root of a row's mean square, as by the authors;
-it is 1e-2 and more where rows are orthogonal."""
+"""The term added to the root mean square of a row, as in the authors' code. That root is 1e-2 or more where rows are
+orthogonal."""
 
 
 class NorMuon(Muon):
-    """Muon, with the rows of the orthogonalised momentum brought to one size by their second moment.
+    """NorMuon: divides the rows of Muon's orthogonalised momentum by the root of their second moment.
 
-        O = as Muon's, (rows, cols)                              singular values about 1, rows of any size
-        v = row_beta v + (1 - row_beta) mean(O * O, dim=1)       (rows,): what each neuron was moved by, squared
-        N = O / (sqrt(v) + eps),  N = N |O| / |N|                rows alike, and the update as long as Muon's
+        O = as in Muon, (rows, cols)                             singular values about 1, rows of any norm
+        v = row_beta v + (1 - row_beta) mean(O * O, dim=1)       (rows,): second moment of each neuron's update
+        N = O / (sqrt(v) + eps),  N = N |O| / |N|                rows of similar norm, total norm as in Muon
         W = (1 - lr weight_decay) W - lr scale_factor scale(rows, cols) N
 
-    Rows are output neurons: the mean is over whole ones, which is plain here, as hosts have whole matrices.
-    Ranks with fragments would not know |O|: there is no such form of it as `shared_muon`. The paper
-    (algorithm 1) gives N the root mean square 0.2; the authors' code, Microsoft's dion and
-    emerging-optimizers keep |O| and leave the size to the scale, as here, so Muon's learning rates carry
-    over. emerging-optimizers takes columns where the matrix is wider than high.
+    Rows are output neurons. Both the mean of a row and |O| need the whole matrix, so NorMuon has no form for
+    fragments such as `shared_muon`. The paper (Algorithm 1) scales N to a root mean square of 0.2. The authors'
+    code, Microsoft's dion and emerging-optimizers keep |O| and leave the size to the scale, as this class does,
+    so Muon's learning rates carry over. emerging-optimizers normalises columns where the matrix has more columns
+    than rows.
 
-    State of a matrix: Muon's, and `row_square`, v.
+    State of a matrix: that of Muon, and `row_square`, v (rows,).
     """
 
     def __init__(self, params: ParamsT, lr: float, *, row_beta: float = 0.95, **settings: Unpack[MuonSettings]) -> None:
         """Args:
-        params, lr, settings: Muon's.
-        row_beta: Decay of v.
+            params, lr, settings: As for Muon.
+            row_beta: Decay of v.
 
         Raises:
-            ValueError: `row_beta` is no decay.
+            ValueError: `row_beta` is not in [0, 1), or a setting of Muon is not valid.
         """
         if not 0 <= row_beta < 1:
             raise ValueError(f"row_beta is {row_beta}; a moving average needs 0 <= decay < 1")
@@ -52,13 +52,13 @@ class NorMuon(Muon):
             state["row_square"] = p.new_zeros(p.size(0))
         sizes = torch.linalg.vector_norm(x, dim=1, dtype=p.dtype)
         mean, square = sizes.square().div_(p.size(1)), state["row_square"]
-        if (trusted := self._trusted.get(p)) is not None:  # an update that is left out was none of theirs
+        if (trusted := self._trusted.get(p)) is not None:  # an update that is left out does not change v
             mean = torch.where(trusted, mean, square)
         square.lerp_(mean, 1 - self.row_beta)
         factors = square.sqrt().add_(EPS).reciprocal_()
-        # Norms of the matrix are those of its rows' norms. A gradient of zeros has neither.
+        # The norm of a matrix is the norm of its rows' norms. Both are 0 for a gradient of zeros.
         new = torch.linalg.vector_norm(sizes * factors).clamp_min_(torch.finfo(p.dtype).tiny)
         factors.mul_(torch.linalg.vector_norm(sizes) / new)
-        # What was orthogonalised is needed no more.
+        # The unscaled direction is not needed any more, so its buffer is reused.
         update = torch.mul(x, factors.unsqueeze(1), out=self.workspace.like("muon_direction", p))
         super()._apply(p, update, group)

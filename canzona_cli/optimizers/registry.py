@@ -1,4 +1,4 @@
-"""A user's own optimizer: found, refused or accepted."""
+"""Loads a user's own optimizer class, and tries it out before a run uses it."""
 
 import importlib
 import importlib.util
@@ -16,22 +16,20 @@ _HOST = torch.device("cpu")
 
 
 class UnusableOptimizer(ValueError):
-    """A user's own optimizer cannot be found, or cannot update whole matrices by `step()` alone."""
+    """Raised when a user's own optimizer cannot be loaded, or cannot update whole matrices by `step()` alone."""
 
 
 def load_class(source: str, allow: Sequence[str]) -> type[torch.optim.Optimizer]:
-    """Loads the class that `source` names.
-
-    Loading runs the code of the file or package.
+    """Loads the class that `source` names. This runs the code of the file or package.
 
     Args:
-        source: `path/to/file.py:Class`, a relative path being looked up from the working directory; or
+        source: `path/to/file.py:Class`, where a relative path starts from the working directory; or
             `module:Class` of an installed package.
-        allow: Packages that `module` may be of. Files need no entry.
+        allow: The packages that `module` may belong to. Files do not need an entry.
 
     Raises:
-        UnusableOptimizer: No such file, module or class; a package that `allow` does not name; code that
-            fails when it is loaded; or something that is not a torch optimizer class.
+        UnusableOptimizer: The file, module or class does not exist; `allow` does not name the package; the code fails
+            when it is loaded; or the class is not a torch optimizer.
     """
     place, colon, name = source.rpartition(":")
     if not colon or not place or not name.isidentifier():
@@ -48,15 +46,15 @@ def load_class(source: str, allow: Sequence[str]) -> type[torch.optim.Optimizer]
 
 
 def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], device: torch.device = _HOST) -> None:
-    """Try an optimizer out on two tiny matrices: two steps, without autograd and without closure.
+    """Tries an optimizer out by two steps on two tiny matrices, without autograd and without a closure.
 
     Args:
-        make: Makes it as a run will, of these parameters instead; with a learning rate above zero.
-        device: That the run updates matrices on: what is written for GPUs may work on no other.
+        make: Makes the optimizer for the given parameters as a run will, with a learning rate above zero.
+        device: The device on which the run updates matrices; code written for GPUs may not work on a CPU.
 
     Raises:
-        UnusableOptimizer: It cannot be made; needs more than `step()`; changes a parameter's shape or dtype;
-            gives values that are not finite; or leaves weights as they are.
+        UnusableOptimizer: The optimizer cannot be constructed, needs more than `step()`, changes a parameter's shape or
+            dtype, produces values that are not finite, or leaves a weight unchanged.
     """
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in _PROBE_SHAPES]
@@ -64,7 +62,7 @@ def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dev
     try:
         optimizer = make(params)
     except Exception as error:
-        raise UnusableOptimizer(f"it cannot be constructed with 2-D parameters: {_words(error)}") from error
+        raise UnusableOptimizer(f"it cannot be constructed with 2-D parameters: {_error_text(error)}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnusableOptimizer(f"it is not a torch optimizer but {_describe(optimizer)}")
     needed = _required_arguments(optimizer)
@@ -78,7 +76,7 @@ def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dev
                 optimizer.step()
         except Exception as error:
             raise UnusableOptimizer(
-                f"step {number} failed on 2-D parameters without closure or autograd: {_words(error)}"
+                f"step {number} failed on 2-D parameters without closure or autograd: {_error_text(error)}"
             ) from error
         for p, old in zip(params, before, strict=True):
             _check(p, old, number)
@@ -94,7 +92,7 @@ def _check(p: torch.Tensor, old: torch.Tensor, number: int) -> None:
             f"step {number} turned a {shape} parameter of {old.dtype} into {tuple(p.shape)} of {p.dtype}"
         )
     if not bool(p.isfinite().all()):
-        raise UnusableOptimizer(f"step {number} put values that are not finite into a {shape} parameter")
+        raise UnusableOptimizer(f"step {number} produced values that are not finite in a {shape} parameter")
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -108,14 +106,14 @@ def _from_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up
+    sys.modules[name] = module  # dataclasses and pickle look up a class's module by name
     if (folder := str(path.parent.resolve())) not in sys.path:
-        sys.path.append(folder)  # what the file imports may be next to it; last, so that it hides nothing else
+        sys.path.append(folder)  # for modules beside the file; appended, so that they do not shadow installed ones
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise UnusableOptimizer(f"{path} fails when it is loaded: {_words(error)}") from error
+        raise UnusableOptimizer(f"{path} fails when it is loaded: {_error_text(error)}") from error
     return module
 
 
@@ -127,7 +125,7 @@ def _from_package(place: str, allow: Sequence[str]) -> ModuleType:
     try:
         return importlib.import_module(place)
     except Exception as error:
-        raise UnusableOptimizer(f"{place} cannot be imported: {_words(error)}") from error
+        raise UnusableOptimizer(f"{place} cannot be imported: {_error_text(error)}") from error
 
 
 def _is_optimizer(thing: object) -> bool:
@@ -153,5 +151,5 @@ def _describe(thing: object) -> str:
     return f"the class {thing.__qualname__}" if inspect.isclass(thing) else f"a {type(thing).__name__}"
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,5 +1,6 @@
-"""Shampoo: each side of the gradient times an inverse root of its second moment (Gupta et al. 2018,
-arXiv:1802.09568), with moving averages and grafting as in Shi et al. 2023 (arXiv:2309.06497)."""
+"""Shampoo: multiplies each side of the momentum by an inverse root of the gradients' second moment on that side
+(Gupta et al. 2018, arXiv:1802.09568), with moving averages and grafting as in Shi et al. 2023
+(arXiv:2309.06497)."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,20 +18,20 @@ Grafting = Literal["none", "sgd", "adam"]
 
 
 class Shampoo(KroneckerOptimizer):
-    """Each matrix's momentum is whitened on both sides,
-    and given the norm of another method's update (grafting).
+    """Shampoo: whitens the momentum of each matrix on both sides and gives it the norm of another method's update
+    (grafting).
 
         L, R = averages of G G^T (rows, rows) and G^T G (cols, cols); M = average of G     decays shampoo_beta, beta1
         every precondition_frequency steps:  A = L^-1/4, B = R^-1/4
         D = A M B,  D = D |Adam(G)| / |D|                                                  with grafting=adam
         W = (1 - lr weight_decay) W - lr D
 
-    Averages are corrected for starting at 0. If one side is longer than `max_preconditioner_dim`, the other
-    takes the root -1/2; if both are, the update is the grafted method's own. The momentum is of gradients and
-    not of updates, as in Shi et al.: one buffer serves the grafted Adam too, and new roots act on all of it.
+    Averages are corrected for their start at 0. If one side is longer than `max_preconditioner_dim`, the other
+    side uses the power -1/2; if both are, the update is that of the grafted method. As in Shi et al., the momentum
+    averages gradients rather than updates, so the grafted Adam shares its buffer, and new roots apply to all of it.
 
-    State besides KroneckerOptimizer's: `exp_avg`, `root_L` and `root_R`, packed, and `exp_avg_sq` of a
-    grafted Adam.
+    State besides that of KroneckerOptimizer: `exp_avg`, M (rows, cols); `root_L` and `root_R`, A and B, packed;
+    with grafting="adam", `exp_avg_sq` (rows, cols).
     """
 
     symmetric = ("", "root_")
@@ -46,15 +47,14 @@ class Shampoo(KroneckerOptimizer):
         **settings: Unpack[KroneckerSettings],
     ) -> None:
         """Args:
-        params, lr, settings: KroneckerOptimizer's. `betas`: decay of M, and of the grafted Adam's second
-        moment; `eps`:
-            of the grafted Adam.
-        shampoo_eps: Added to a factor's eigenvalues, relative to the largest. grafting: Whose update's
-        Frobenius norm an update is given. none: its own. sgd: that of M. adam: that of
-            M / (sqrt(V) + eps), which makes an AdamW learning rate fit.
-        roots: How inverse roots are computed. eigh: from eigenvalues. newton: by products alone, which GPUs
-        are better
-            at; where that does not converge, from eigenvalues.
+        params, lr, settings: As for KroneckerOptimizer. `betas`: the decay of M and of the grafted Adam's
+            second moment; `eps`: the epsilon of the grafted Adam.
+        shampoo_eps: Term added to a factor's eigenvalues, relative to the largest.
+        grafting: The method whose update's Frobenius norm the update gets. none: its own norm; sgd: that of M;
+            adam: that of M / (sqrt(V) + eps), for which an AdamW learning rate fits. adam keeps one more
+            buffer of the size of the weight.
+        roots: How inverse roots are computed. eigh: from eigenvalues. newton: by matrix products alone, which
+            is faster on GPUs; a root that does not converge is computed from eigenvalues.
         """
         super().__init__(params, lr, **settings)
         self.shampoo_eps = shampoo_eps
@@ -88,7 +88,8 @@ class Shampoo(KroneckerOptimizer):
                 pack(root.contiguous(), self.state[p][f"root_{side}"])
 
     def _roots(self, factors: torch.Tensor, order: Order) -> tuple[torch.Tensor, Sequence[bool]]:
-        """Computes the roots of a stack, and which of them can be used."""
+        """Returns the inverse roots of a stack of factors (count, length, length), and for each root whether it can
+        be used."""
         if self.roots == "newton":
             roots, good = by_newton(factors, order, self.shampoo_eps)
             return roots, good.tolist()
@@ -98,12 +99,17 @@ class Shampoo(KroneckerOptimizer):
             return factors, [False] * len(factors)
 
     def _bound(self, p: torch.Tensor, direction: torch.Tensor) -> None:
-        """Bounds the update: with roots of all gradients that the momentum is of, no singular value is above
-        what Adam's update can be (Cauchy-Schwarz); with old ones, along what they have not seen, a thousand
-        times that."""
+        """Scales the update down if it is longer than `LONGEST` sqrt(min(rows, cols)), and reports that.
+
+        If the roots include all gradients that the momentum averages, no singular value of the update exceeds
+        the bound of Adam's update (Cauchy-Schwarz). With older roots, it can be a thousand times as large in
+        directions that the roots have not seen.
+        """
         excess = torch.linalg.vector_norm(direction) / (LONGEST * min(p.shape) ** 0.5)
         direction.div_(excess.clamp_min(1))
-        self._bounded(p, excess, 1.0, "its roots would have made the update {:.3g} times the longest; bounded")
+        self._bounded(
+            p, excess, 1.0, "with outdated roots its update would be {:.3g} times the longest allowed; bounded"
+        )
 
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         state = self.state[p]
@@ -114,7 +120,7 @@ class Shampoo(KroneckerOptimizer):
         grafted = mean
         if self.grafting == "adam":
             square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            # The scratch that _sandwich writes: of the grafted update its norm is all that is needed by then.
+            # `_sandwich` overwrites this scratch, but by then only the norm of the grafted update is needed.
             root = torch.div(square, 1 - beta2**step, out=self.workspace.like("sandwich_L", p)).sqrt_().add_(self.eps)
             grafted = torch.div(mean, root, out=root)
         if not self._sides(p):

@@ -1,4 +1,4 @@
-"""Shampoo, SOAP and their kin without torch: settings, and what an update does."""
+"""Facts about Shampoo, SOAP, KL-Shampoo and SOAP-Muon that can be used without torch: settings and costs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,21 +10,22 @@ from .facts import Algorithm, Facts, OptimizerBase, RootMethod, Rule, Work
 from .muon_facts import NewtonSchulzConfig, iteration_work, product_bytes
 
 GRAFTING_BYTES = {"none": 0, "sgd": 16, "adam": 64}
-"""Bytes of memory traffic per element of Shampoo's grafting. Its update's norm 4 and the scaling 8; the
-gradient's norm 4; or Adam's second moment 8 + 12, its root 8, eps 8, the quotient 12 and the norm of that
-4."""
+"""The bytes of memory traffic per element of Shampoo's grafting: 4 for the norm of Shampoo's update and 8 for
+scaling; then for sgd 4 for the gradient's norm, or for adam 8 + 12 for the second moment, 8 for its root, 8 for
+eps, 12 for the quotient and 4 for the norm."""
 GRAFTING_LAUNCHES = {"none": 0, "sgd": 3, "adam": 8}
-"""Kernels of the same."""
+"""The kernel launches of Shampoo's grafting."""
 STACKED_SQUARES = 2**22
-"""Elements of the squares that one call of a refresh takes on a GPU: small ones in stacks, to spare launches.
-A CPU gains nothing by it."""
+"""The most elements of a stack of squares that one call of a refresh takes on a GPU, where stacks of small
+squares save launches. A CPU does not gain by stacks."""
 NEWTON_PRODUCTS = {2: 31, 1: 29}
-"""Products of an inverse root by Newton's iteration, by how many sides of a matrix have roots."""
+"""The number of products of an inverse root by Newton's iteration, by the number of sides of the matrix with
+roots."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KroneckerConfig(OptimizerBase):
-    """Settings of Shampoo, SOAP and their kin."""
+    """The settings of optimizers with Kronecker factors: Shampoo, SOAP, KL-Shampoo and SOAP-Muon."""
 
     shampoo_beta: Annotated[Share, "Decay of the Kronecker factors.", CURVE] = 0.95
     precondition_frequency: Annotated[
@@ -90,8 +91,9 @@ class SoapMuonConfig(KroneckerConfig, NewtonSchulzConfig):
 
 
 def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Prices Shampoo: per element 50 bytes of momentum, weight and casts, and grafting; of squares 12 to
-    average a packed statistic and 12 to unpack a root, in 15 launches."""
+    """Counts Shampoo's work: per element of the matrix 50 bytes for momentum, weight and casts, and grafting; per
+    element of a square 12 bytes to average the packed factor and 12 to unpack the root, in 15 launches per
+    side."""
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
@@ -111,7 +113,8 @@ def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Prices SOAP: per element 86 bytes of Adam in the eigenbasis and the weight; statistics as Shampoo."""
+    """Counts SOAP's work: per element of the matrix 86 bytes for Adam in the eigenbasis and the weight; factors
+    as for Shampoo."""
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
@@ -129,16 +132,16 @@ def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def _soap_muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """SOAP's, and Newton-Schulz: per element norm 4, division 4 + w,
-    the copy back w + 4 and scaling 8 bytes."""
+    """Counts SOAP-Muon's work: that of SOAP and of Newton-Schulz; per element norm 4, division 4 + w, the copy
+    back w + 4 and scaling 8 bytes."""
     step, refresh = _soap(a, rows, cols)
     traffic = step.traffic + (20 + 2 * product_bytes(a)) * rows * cols
     return replace(step, traffic=traffic, launches=step.launches + 4, iteration=iteration_work(a, rows, cols)), refresh
 
 
 def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Prices KL-Shampoo: per element 42 bytes of momentum, weight and casts,
-    64 of whitening and eigenvalues."""
+    """Counts KL-Shampoo's work: per element 42 bytes for momentum, weight and casts, and 64 for whitening and
+    eigenvalues."""
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     m, n = sorted((rows, cols))
@@ -158,15 +161,15 @@ def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def factored_sides(a: Algorithm, rows: int, cols: int) -> tuple[int, ...]:
-    """Lists the lengths of those sides that have a factor."""
+    """Returns the lengths of the sides that have a factor."""
     return tuple(side for side in (rows, cols) if side <= a.max_preconditioner_dim)
 
 
 def _sided(
     rows: int, cols: int, sides: tuple[int, ...], statistics: int, applied: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Products of a preconditioned side: `statistics` times G G' or G' G,
-    `applied` times the square and G."""
+    """Yields the products of each preconditioned side: `statistics` times G G' or G' G, and `applied` times the
+    square by G."""
     for side in sides:
         other = rows * cols // side
         if statistics:
@@ -175,7 +178,7 @@ def _sided(
 
 
 def packed_elements(side: int) -> int:
-    """Counts the elements that are stored of a symmetric (side, side) matrix."""
+    """Returns the number of elements that are stored of a symmetric (side, side) matrix."""
     return side * (side + 1) // 2
 
 

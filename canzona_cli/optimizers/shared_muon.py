@@ -1,4 +1,5 @@
-"""Muon of a matrix in fragments (`shared`): in Gram form with squares cut by rows, else in standard form."""
+"""Muon on a matrix whose fragments stay on their ranks (`shared` matrices): in Gram form with squares cut by rows, and
+in standard form where that cannot be trusted."""
 
 from collections.abc import Mapping
 
@@ -12,26 +13,32 @@ from .shared_rows import Shape, Sum, Together, Turns, each_turn, gram_by_rows
 
 
 class SharedMuon(muon.Muon):
-    """Muon whose parameters may also be fragments, of matrices in Gram form.
+    """Muon whose parameters may also be fragments of matrices in Gram form.
 
-    `step` updates whole matrices. Of a fragment the direction is known, but not the whole's norm and Gram
-    matrix; they come from all of them, and the fragment then becomes what it would be of the whole.
+    `step` updates whole matrices; `together` and `alone` update a fragment. The direction of a fragment needs only
+    the fragment, but its norm and Gram matrix are sums over all fragments. With these sums the result is the
+    corresponding part of the whole matrix's update, up to rounding.
 
-    State of a fragment: its part of Muon's `momentum_buffer`; `distrusted`, the same for all of the matrix's.
+    State of a fragment: its part of Muon's `momentum_buffer`; `distrusted`, the same for all fragments of a matrix.
     """
 
     def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
-        """Updates a fragment, unless the result is not to be trusted. Collective.
+        """Updates a fragment in Gram form, together with the ranks that have the other fragments. Collective.
 
-        CUDA leaves an untrusted update out, as it does of whole matrices, until `settle`.
+        On a CPU, an untrusted update is not made. On CUDA, the weight only decays in that step, as for whole
+        matrices, and `settle` switches the next updates to standard form.
 
         Args:
-            p: The fragment's weights, with its gradient in `p.grad`, which is only read, in the first turn;
-                both fp32.
+            p: The fragment's weights, and in `p.grad` the gradient, both fp32. The gradient is read in the first
+                turn only, and not changed.
             whole: The shape of the whole matrix; its shorter side is a multiple of `ranks.count`.
+            ranks: The collectives among the ranks that have fragments.
+
+        Yields:
+            The collectives to wait for before the generator is resumed.
 
         Returns:
-            False where `alone` is to be called, for all of the matrix's fragments alike.
+            False, on all ranks alike, if the update was not made and `alone` has to be called.
         """
         return each_turn(self._together(p, whole, ranks), lambda: products("fp32"))
 
@@ -41,17 +48,17 @@ class SharedMuon(muon.Muon):
         yield (ranks.total(square),)
         _divide(x, norm, square)
         x, trusted = yield from gram_by_rows(x, self.steps, ranks, workspace, wide=_is_wide(p, whole))
-        trusted |= square.view(()) == 0  # nothing becomes nothing, whatever is estimated of it
+        trusted |= square.view(()) == 0  # a direction of zeros gives an exact update of zeros, whatever the estimate
         if muon.by_blocks(p) and not bool(trusted):
-            self._tell(p)
+            self._report_fallback(p)
             return False
-        self._take(p, x, trusted, whole)
+        self._write_update(p, x, trusted, whole)
         return True
 
-    def _take(self, p: torch.Tensor, update: torch.Tensor, trusted: torch.Tensor, whole: Shape) -> None:
+    def _write_update(self, p: torch.Tensor, update: torch.Tensor, trusted: torch.Tensor, whole: Shape) -> None:
         group = self._settings(p)
         if not muon.by_blocks(p):
-            self._judge([p], trusted)
+            self._record_trust([p], trusted)
             update.masked_fill_(trusted.logical_not(), 0)
             self._set_rates(p, group)
         self._move(p, update, group, whole)
@@ -59,8 +66,8 @@ class SharedMuon(muon.Muon):
     def _fragment_direction(
         self, p: torch.Tensor, dtype: torch.dtype, side: int, workspace: Workspace, *, again: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`_direction` of a fragment, in `workspace`; and what `_divide` needs: its norm, and the square of
-        that, (1,), to be added up."""
+        """Returns `_direction` of a fragment, in `workspace`, its norm (), and the square of its norm (1,), which the
+        caller sums over all fragments; `_divide` needs both."""
         assert p.grad is not None
         x = workspace.get("muon_x", p.shape, dtype, p.device)
         norm_here = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=side, again=again)
@@ -68,11 +75,16 @@ class SharedMuon(muon.Muon):
         return x, norm, norm.double().square().view(1)
 
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
-        """Updates a fragment in the same step in standard form, slow and safe;
-        also some of the next, as `excluded`.
+        """Updates a fragment in standard form: in the step in which `together` returned False, and in later steps
+        while the matrix is `excluded`. Collective.
 
-        The sum of Gram matrices of every step goes to all fragments. `together`, where it was called, has
-        updated the momentum.
+        It is slow, because every iteration sums the Gram matrix over all fragments, but safe. If the matrix is not
+        excluded, `together` has already updated the momentum in this step.
+
+        Args:
+            p: The fragment's weights, and in `p.grad` the gradient, both fp32.
+            whole: The shape of the whole matrix.
+            total: Sums a tensor over all fragments, in place.
         """
         group, excluded = self._settings(p), self.excluded(p)
 
@@ -98,11 +110,11 @@ class SharedMuon(muon.Muon):
 
 
 def _divide(x: torch.Tensor, norm: torch.Tensor, square: torch.Tensor) -> None:
-    """Divides a fragment, which was divided by its norm, by the whole's instead,
-    of which this is the square."""
+    """Rescales a fragment that was divided by its own `norm` to be divided by the norm of the whole matrix, whose
+    square is `square`."""
     x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1))
 
 
 def _is_wide(fragment: torch.Tensor, whole: Shape) -> bool:
-    """Tells whether columns are cut, the whole's long side; of a square neither is longer."""
+    """Returns True if the fragment has all rows of the whole matrix, so that its columns, the long side, are cut."""
     return fragment.size(0) == whole[0]

@@ -1,11 +1,12 @@
-"""The Gram form of Newton-Schulz (`gram_form`) of a matrix in fragments whose squares are cut by rows.
+"""The Gram form of Newton-Schulz (`gram_form`) for a matrix in fragments: the ranks that have the fragments share
+the work on the squares, which are cut by rows.
 
-Every rank adds up its rows of all Gram matrices, makes its rows of each product, and has the others' gathered
-where one needs the whole on its right. So nobody is alone with the squares, and all know the same. The norm
-of the whole is known before. Gram matrices are rounded without their alphas before they travel, and again
-where they are added up:
-roundings being independent, what `gram_form` takes for one of size |R| is of size (|R|^2 + sum_r |R_r|^2)^0.5
-here.
+Every rank sums its rows of all ranks' Gram matrices and computes its rows of each product. The rows are gathered
+where a product needs the whole square on its right. So no rank computes the squares alone, and all ranks get the
+same numbers. The norm of the whole matrix is known beforehand.
+
+Each rank's Gram matrix is rounded, without its alpha, before it is sent, and the sum is rounded again. Roundings are
+independent, so where `gram_form` assumes a rounding error of size |R|, it is (|R|^2 + sum_r |R_r|^2)^0.5 here.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -34,42 +35,46 @@ from .muon_facts import segments
 from .symmetric import plain
 
 Shape = tuple[int, int]
-"""Rows and columns of the whole matrix; its fragments have all of one of them."""
+"""The rows and columns of the whole matrix; fragments are cut along one of the two."""
 Sum = Callable[[torch.Tensor], object]
-"""Adds up a tensor over all fragments, in place, for all of them alike."""
+"""A function that sums a tensor over all fragments, in place, with the same result for each."""
 Wait = Callable[[], object]
-"""Waits until what was begun is done; on a GPU the current stream waits, not the host."""
+"""A function that waits for a collective; on a GPU the current stream waits, not the host."""
 type Turns[Result] = Generator[Sequence[Wait], None, Result]
-"""Goes on once all that it yields is waited for: another one may have its turn meanwhile."""
+"""A generator that yields the collectives it has to wait for. The caller may run another generator meanwhile and
+resumes this one after it has called every `Wait`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
-    """The means of a fragment's optimizer to work with the other fragments' at the same time: collectives,
-    which all begin alike; their tensors are left alone until they are waited for. A square's rows are cut
-    evenly among them."""
+    """The collectives through which the ranks with fragments of a matrix update it together. Each rank has an
+    equal share of the rows of every square. All ranks start the same collectives in the same order, and do not
+    touch the tensors until they have waited."""
 
     place: int
-    """The place among the fragments."""
+    """The index of this rank among the fragments."""
     count: int
+    """The number of fragments."""
     total: Callable[[torch.Tensor], Wait]
-    """Begins what `Sum` does."""
+    """The function that starts an in-place sum over all fragments."""
     swap: Callable[[torch.Tensor, torch.Tensor], Wait]
-    """Sends the rows of this place of everyone's (m, m) into (count, m / count, m), in the fragments' order;
+    """The function that starts an all-to-all from every rank's (m, m) into (count, m / count, m): this rank's
+    rows of each rank's square, in the order of fragments. Called with the output and the input, both
     contiguous."""
     gather: Callable[[torch.Tensor, torch.Tensor], Wait]
-    """Gathers (m, m) of everyone's (m / count, m), which may be its own rows of it; contiguous."""
+    """The function that starts an all-gather of every rank's rows (m / count, m) into (m, m). Called with the
+    output and the input, both contiguous; the input may be this rank's rows of the output."""
     workspace: Workspace | None = None
-    """Scratch that keeps its content from turn to turn; None: the optimizer's."""
+    """The scratch, which keeps its content between turns; None: the optimizer's."""
 
     def rows(self, side: int) -> slice:
-        """Selects the rows of this place."""
+        """Returns the rows of a square (side, side) that this rank computes."""
         height = side // self.count
         return slice(self.place * height, (self.place + 1) * height)
 
 
 def each_turn[Result](running: Turns[Result], within: Callable[[], AbstractContextManager[object]]) -> Turns[Result]:
-    """Runs each turn of `running` within a context that other turns do not see."""
+    """Runs each turn of the generator `running` within a context, which is left between turns."""
     while True:
         with within():
             try:
@@ -83,15 +88,22 @@ def each_turn[Result](running: Turns[Result], within: Callable[[], AbstractConte
 def gram_by_rows(
     x: torch.Tensor, steps: Sequence[Step], ranks: Together, workspace: Workspace, *, wide: bool
 ) -> Turns[tuple[torch.Tensor, torch.Tensor]]:
-    """Orthogonalise the whole that `x` is a fragment of, of Frobenius norm `starting_norm` or 0. Collective.
+    """Orthogonalises a matrix of which `x` is a fragment. Collective.
 
     Args:
-        x: (rows, cols), contiguous; overwritten.
+        x: The fragment (rows, cols), contiguous, overwritten. The whole matrix has the Frobenius norm `starting_norm`
+            or 0.
         steps: (a, b, c) of each step.
-        wide: True if rows are the side that is not cut, a multiple of `ranks.count`.
+        ranks: The collectives among the ranks that have fragments.
+        workspace: Scratch for a second x and four squares of the short side.
+        wide: True if the columns are cut; the rows are then the short side, a multiple of `ranks.count`.
+
+    Yields:
+        The collectives to wait for before the generator is resumed.
 
     Returns:
-        `x` or the workspace's twin of it; and whether to trust it: (), the same for all fragments.
+        The fragment of the result, which is `x` or the workspace's second x; and whether it can be trusted: () bool,
+        the same on all ranks.
     """
     twin = workspace.like("ns_twin", x)
     side, done = x.size(0 if wide else 1), 0
@@ -106,29 +118,30 @@ def gram_by_rows(
         r = workspace.get("ns_gram", (side, side), x.dtype, x.device)
         alpha = follows(of_segment[:1], mean_square(x, wide=wide))[0]
         centred_gram(x if wide else x.mT, alpha, r)
-        sums = torch.cat([_told(alpha, x), _told(norm_of_rows(r), x).square()])
+        sums = torch.cat([_as_tensor(alpha, x), _as_tensor(norm_of_rows(r), x).square()])
         parts = workspace.get("ns_half", (ranks.count, side // ranks.count, side), x.dtype, x.device)
         yield ranks.total(sums), ranks.swap(parts, r)
         mean = _number(sums[0]) if number else norm * norm / side
         known = follows(of_segment, mean)
-        _add_up(r[rows], parts, rows.start, sums[0] - _told(known[0], x))
+        _add_up(r[rows], parts, rows.start, sums[0] - _as_tensor(known[0], x))
         yield (ranks.gather(r, r[rows]),)
-        rounded = _number((sums[1] + _told(norm_of_rows(r), x).square()).sqrt())
+        rounded = _number((sums[1] + _as_tensor(norm_of_rows(r), x).square()).sqrt())
         polynomial = yield from _polynomial(r, of_segment, known, ranks, workspace, twin)
         apply(x, polynomial.q, polynomial.gamma, twin, wide=wide)
         error = polynomial.error(error, mean, rounded)
-        left = _told(polynomial.left_of(rows), x)
+        left = _as_tensor(polynomial.left_of(rows), x)
         x, twin = twin, x
-    # One rank's doubt travels in the sum: were each to decide alone, some would wait for others in the wrong
-    # exchange.
+    # A rank that does not trust its result makes the sum infinite, so that all ranks decide alike. Otherwise they
+    # would wait for each other in different collectives.
     left = torch.where(torch.as_tensor(error <= DOUBT, device=x.device).view(1), left, torch.inf)
     yield (ranks.total(left),)
     return x, (left <= most(steps) ** 2).view(())
 
 
 def _add_up(rows: torch.Tensor, parts: torch.Tensor, first: int, more: torch.Tensor) -> None:
-    """`rows`, from row `first` on, <- everyone's `parts`, added up in their order and in fp32; and `more` on
-    the diagonal, before it is rounded."""
+    """Writes the sum of all ranks' `parts` (count, height, side) into `rows` (height, side), the rows of a square
+    from row `first` on. Sums are in the order of ranks and in fp32; `more` is added to the diagonal before
+    rounding."""
     diagonal = parts.diagonal(first, dim1=1, dim2=2).sum(0, dtype=torch.float32) + more.float()
     torch.sum(parts, 0, out=rows)
     rows.diagonal(first).copy_(diagonal)
@@ -142,10 +155,12 @@ def _polynomial(
     workspace: Workspace,
     free: torch.Tensor,
 ) -> Turns[Polynomial]:
-    """Does what `gram_form.polynomial` does. Only this place's rows of the last p are there.
+    """Computes the same as `gram_form.polynomial`, except that the last step's p has only this rank's rows.
 
-    A turn for each product, in such an order that most gathers are needed only behind the next one. `free` is
-    scratch as large as a fragment: of a matrix no shorter than its square.
+    Yields once for each product, in an order in which most gathers overlap with the next product.
+
+    Args:
+        free: Scratch of the size of the fragment, which is at least that of this rank's rows of a square.
     """
     rows = ranks.rows(r.size(0))
     s, q = (workspace.get(role, r.shape, r.dtype, r.device) for role in ("ns_poly", "ns_all"))
@@ -158,7 +173,7 @@ def _polynomial(
         alpha, factor, value, turned, both = known[5 * place : 5 * place + 5]
         last = place + 1 == len(steps)
         p = s if place else q
-        # What others are sent is read on meanwhile, and is not where p arrives.
+        # Not a view of p, because these rows are still read while the gathered p is being received.
         mine = p[rows] if last else beside
         _multiply(r[rows], r, torch.mul(r[rows], factor, out=mine), c)
         if len(steps) == 1:
@@ -169,7 +184,7 @@ def _polynomial(
         if not last:
             _multiply(mine, r, blend(half, mine, alpha, r[rows], value))
             yield gathered
-            # The other way round than there: p is whole already.
+            # The reverse order of `gram_form.polynomial`, because p has already been gathered.
             _multiply(half, p, blend(r[rows], half, value, mine, both))
             gathered = (ranks.gather(r, r[rows]),)
             yield () if place else gathered
@@ -183,12 +198,13 @@ def _polynomial(
 
 
 def _multiply(rows: torch.Tensor, whole: torch.Tensor, out: torch.Tensor, alpha: float = 1.0) -> None:
-    """`out` <- itself + alpha rows whole, `whole` being symmetric."""
+    """Adds alpha `rows` `whole` to `out` in place, where `whole` is symmetric."""
     plain(rows, whole.mT, out, out, 1.0, alpha)
 
 
-def _told(value: Number, like: torch.Tensor) -> torch.Tensor:
-    if isinstance(value, float):  # filled in: a copy to a device would wait for it
+def _as_tensor(value: Number, like: torch.Tensor) -> torch.Tensor:
+    """Converts a number to fp64 (1,) on the device of `like`."""
+    if isinstance(value, float):  # `full` does not synchronise, whereas a copy from the host would
         return torch.full((1,), value, dtype=torch.float64, device=like.device)
     return value.double().view(1)
 

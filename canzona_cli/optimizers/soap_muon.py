@@ -1,5 +1,5 @@
-"""SOAP-Muon: SOAP's update, orthogonalised (Vyas et al. 2025, "Improving SOAP using iterative whitening and
-Muon", https://nikhilvyas.github.io/SOAP_Muon.pdf)."""
+"""SOAP-Muon: SOAP whose update is orthogonalised as in Muon (Vyas et al. 2025, "Improving SOAP using iterative
+whitening and Muon", https://nikhilvyas.github.io/SOAP_Muon.pdf)."""
 
 from typing import Literal, Unpack
 
@@ -15,18 +15,19 @@ from .soap import SOAP
 
 
 class SOAPMuon(SOAP):
-    """SOAP whitens with what it has seen of gradients; Muon's iteration then finishes what the averages left.
+    """SOAP-Muon: orthogonalises SOAP's update. SOAP whitens with averages over past gradients; Muon's Newton-Schulz
+    iteration then makes the result orthogonal.
 
         A = Q_L Adam(Q_L^T G Q_R) Q_R^T                          SOAP's update, (rows, cols)
         O = newton_schulz(A / |A|)                               every singular value becomes about 1
         W = (1 - lr weight_decay) W - lr scale_factor scale(rows, cols) O
 
-    Newton-Schulz commutes with turning by Q_L and Q_R, so it is the same in SOAP's basis and out of it. The
-    size is Muon's, as in the authors' code for nanoGPT, so Muon's learning rates carry over. That code
-    iterates 5 steps and two of a cubic polynomial, from moments without the newest factors; here the
-    iteration is Muon's, with its settings.
+    Newton-Schulz commutes with the rotations Q_L and Q_R, so its result is the same in SOAP's basis and outside of
+    it. The scale is Muon's, as in the authors' code for nanoGPT, so Muon's learning rates carry over. That code
+    runs 5 steps, then two of a cubic polynomial, and does not use the newest factors; here the iteration is Muon's,
+    with Muon's settings.
 
-    State: SOAP's.
+    State: that of SOAP.
     """
 
     def __init__(
@@ -42,9 +43,12 @@ class SOAPMuon(SOAP):
         **settings: Unpack[KroneckerSettings],
     ) -> None:
         """Args:
-        params, lr, settings: SOAP's.
-        ns_steps, coefficients, scale_mode, scale_factor: Muon's.
-        iterated_in: Precision of the iteration's products; `precision` is that of SOAP's.
+            params, lr, settings: As for SOAP.
+            ns_steps, coefficients, scale_mode, scale_factor: As for Muon.
+            iterated_in: The precision of the iteration's products; `precision` is that of SOAP's products.
+
+        Raises:
+            ValueError: `ns_steps` is below 1, or a setting of SOAP is not valid.
         """
         if ns_steps < 1:
             raise ValueError(f"ns_steps is {ns_steps}; at least one is needed")

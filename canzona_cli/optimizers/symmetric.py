@@ -1,7 +1,8 @@
-"""Products whose result is known to be symmetric: half of it is computed and mirrored, where that is quicker.
+"""Products whose result is known to be symmetric: only half of it is computed and then mirrored, where that is
+faster.
 
-On CPUs by strips of rows; on CUDA by the kernel that a start-up measurement chose (`ladder`); else as any
-product.
+On CPUs the product is computed in strips of rows; on CUDA by the kernel that a measurement at the start of the run
+chose (`engine.kernels`); otherwise as an ordinary product.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,40 +14,40 @@ import torch
 from . import cpu_products
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, float], object]
-"""Called with a, b, out, add, beta, alpha: out <- alpha A B + beta `add`, `add` None for nothing. A is (side,
-long) and B is (long, side): A's transpose, of the same memory, or, where both are squares, another symmetric
-matrix that commutes with A."""
+"""A kernel that is called with a, b, out, add, beta, alpha and computes out <- alpha A B + beta add; `add` may be
+None. A is (side, long) and B (long, side). B is A's transpose, a view of the same memory, or, if both are square,
+another symmetric matrix that commutes with A."""
 
 STRIPS, LEAST = 5, 2e8
-"""Strips of rows, and the multiply-adds from which on they win. Measured on one core of an AMD EPYC with
-AVX512-BF16 (no AMX), bf16, time over that of the whole product: X X^T of 256x1024 1.07, 256x3072 0.84,
-384x1536 0.81, 512x1024 0.85, 640x640 0.83, 640x3200 0.72, 1024x1024 0.82, 1024x3072 0.72, 1280x6400 0.64; A A
-+ b A of 384 1.16, 512 0.99, 640 0.85, 1024 0.88, 1280 0.73. Halving recursively, strips of columns, and other
-numbers of strips (2 to 8) gain no more; without the mirror image it would be 0.05 less. All of them gave the
-whole product's bits."""
+"""The number of strips of rows, and the number of multiply-adds above which strips are faster. Measured in bf16
+on one core of an AMD EPYC with AVX512-BF16 (no AMX), as a ratio to the time of the full product: X X^T of
+256x1024 1.07, 256x3072 0.84, 384x1536 0.81, 512x1024 0.85, 640x640 0.83, 640x3200 0.72, 1024x1024 0.82, 1024x3072
+0.72, 1280x6400 0.64; A A + b A of 384 1.16, 512 0.99, 640 0.85, 1024 0.88, 1280 0.73. Recursive halving, strips
+of columns and other numbers of strips (2 to 8) do not gain more. Mirroring accounts for about 0.05. All variants
+gave the full product's bits."""
 AMX_STRIPS, AMX_LEAST = 3, 1.5e9
-"""The same on one core of a Xeon with AMX, which multiplies faster than it mirrors: 768x2560 0.78; two and
-four strips are slower, and none gains at 512x2560 and 1024x1024."""
+"""The same numbers for processors with AMX, which multiply faster than they mirror. Measured on one core of a Xeon:
+768x2560 0.78. Two and four strips are slower, and nothing gains at 512x2560 and 1024x1024."""
 
 Shape = tuple[int, int, torch.dtype]
-"""(side, long) of A, and its type."""
+"""The shape (side, long) of A, and its dtype."""
 
 _chosen: dict[Shape, Kernel] = {}
 
 
 def use(kernels: Mapping[Shape, Kernel]) -> None:
-    """Multiply matrices A of these shapes by these kernels from now on."""
+    """Uses these kernels, by the shape of A, for all products from now on, instead of those of the previous call."""
     _chosen.clear()
     _chosen.update(kernels)
 
 
 def gram(x: torch.Tensor, out: torch.Tensor, *, add: torch.Tensor | None = None) -> torch.Tensor:
-    """X X^T + `add`.
+    """Computes X X^T + `add`.
 
     Args:
-        x: (side, long) or (batch, side, long), of any strides.
-        out: (side, side) or (batch, side, side), contiguous; overwritten. Not memory of `x`.
-        add: A symmetric matrix of its shape; `out` itself, or no memory of it; None for nothing.
+        x: (side, long) or (batch, side, long), with any strides.
+        out: (side, side) or (batch, side, side), contiguous, overwritten. Must not share memory with `x`.
+        add: Symmetric, of the shape of `out`; either `out` itself or without shared memory. None: nothing is added.
 
     Returns:
         `out`.
@@ -64,26 +65,26 @@ def product(
     beta: float = 1.0,
     alpha: float = 1.0,
 ) -> torch.Tensor:
-    """alpha A B + beta `add`, where A and B commute: polynomials of one symmetric matrix,
-    so that A B is symmetric too.
+    """Computes alpha A B + beta `add`, where A and B are polynomials of the same symmetric matrix. They commute,
+    so A B is symmetric too.
 
     Args:
         a, b: (side, side) or (batch, side, side), symmetric.
-        out: A contiguous matrix of their shape, overwritten; it shares memory with none but `add`.
-        add: A symmetric matrix of their shape; None for nothing.
-        beta: Its factor; of no meaning without it.
-        alpha: The product's factor.
+        out: A contiguous tensor of the same shape, overwritten; may share memory with `add` only.
+        add: Symmetric, of the same shape. None: nothing is added.
+        beta: The factor of `add`; ignored without `add`.
+        alpha: The factor of the product.
 
     Returns:
         `out`.
     """
-    _multiply(a, b.mT, out, add, beta, alpha)  # by its rows: a strip streams contiguous ones
+    _multiply(a, b.mT, out, add, beta, alpha)  # b.mT equals b, and its columns, which a strip reads, are contiguous
     return out
 
 
 def in_strips(side: int, long: int) -> int:
-    """Strips of rows in which a CPU multiplies (side, long) by (long, side) in bf16 or fp16;
-    1 where it is slower."""
+    """Returns the number of strips in which a CPU multiplies (side, long) by (long, side) in bf16 or fp16; 1 if
+    strips are slower."""
     strips, least = (AMX_STRIPS, AMX_LEAST) if _amx() else (STRIPS, LEAST)
     return strips if float(side) * side * long >= least else 1
 
@@ -91,7 +92,8 @@ def in_strips(side: int, long: int) -> int:
 def plain(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
 ) -> None:
-    """Multiply as any product; the one kernel that takes stacks (batch, side, long) too."""
+    """Computes the product in full, with torch's own kernels. It is the only `Kernel` that also takes batches (batch,
+    side, long)."""
     if add is None and alpha == 1:
         torch.matmul(a, b, out=out)
         return
@@ -122,7 +124,7 @@ def _in_strips(
     beta: float,
     alpha: float,
 ) -> None:
-    """Multiply the lower block triangle, (strips + 1) / (2 strips) of the products, and its mirror image."""
+    """Computes the lower block triangle, which is (strips + 1) / (2 strips) of the operations, and mirrors it."""
     side = a.size(0)
     height = -(-side // (32 * strips)) * 32
     for top in range(0, side, height):
@@ -139,12 +141,12 @@ def _amx() -> bool:
 
 
 def quack() -> Kernel:
-    """Load QuACK's CuTe kernel (quack-kernels), which takes two polynomials of one matrix too."""
+    """Loads QuACK's CuTe kernel (package quack-kernels), which also multiplies two polynomials of one matrix."""
     return _quack("quack.gemm_interface")
 
 
 def torchs_quack() -> Kernel:
-    """Load the copy of it that torch's compiler comes with; needs nvidia-cutlass-dsl."""
+    """Loads the copy of QuACK's kernel that is part of torch's compiler; needs nvidia-cutlass-dsl."""
     return _quack("torch._vendor.quack.gemm_interface")
 
 
@@ -160,6 +162,5 @@ def _quack(module: str) -> Kernel:
 
 
 LADDER: Mapping[str, Callable[[], Kernel]] = {"quack": quack, "torch's quack": torchs_quack}
-"""The loaders of other packages' kernels by name, in the order they are tried in;
-without any of them it is `plain`:
-cuBLAS. A loader raises whatever keeps its kernel from being used here: most often ImportError."""
+"""The loaders of other packages' kernels by name, in the order in which they are tried; without any of them products
+use `plain`, which is cuBLAS. A loader raises if its kernel cannot be used here, most often ImportError."""

@@ -54,7 +54,7 @@ def test_few_channels_are_no_sign_of_reductions_one_by_one_and_the_slowest_rank_
 def test_what_is_otherwise_than_planned_is_said_with_the_setting() -> None:
     serial, grouped = judged(0.96, assumed=True), judged(0.4, assumed=False)
     assert serial is not None
-    assert "16 small reductions handed over together take 96% of their time one by one" in serial
+    assert "16 small reductions submitted together take 96% of their time one by one" in serial
     assert "cluster.grouped_collectives=false" in serial
     assert grouped is not None
     assert "cluster.grouped_collectives=true" in grouped

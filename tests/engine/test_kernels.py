@@ -119,7 +119,7 @@ def test_the_quickest_is_taken_and_one_that_is_not_there_passed_over(climbed: di
         assert kernel == "b"
         assert refused["b"] == ""
         assert refused["c"] == "ImportError: No module named 'quack'"
-        assert refused["a"] == refused["plain"] == "slower than b, or too little faster"
+        assert refused["a"] == refused["plain"] == "slower than b, or not enough faster"
     [times] = {tuple((trial.kernel, trial.seconds) for trial in choice.trials) for choice in climbed["quickest"]}
     assert dict(times) == {"a": 3.0, "b": 1.0, "c": None, "plain": 2.0}
     for kernel, refused in _of(climbed["none is quicker"]):
@@ -133,7 +133,7 @@ def test_one_whose_results_are_wrong_is_refused(climbed: dict[str, list[KernelCh
     for choice in climbed["wrong"]:
         refused = {trial.kernel: trial.refused for trial in choice.trials}
         assert choice.kernel == "plain"
-        assert refused["a"] == refused["b"] == "its results are not cuBLAS's"
+        assert refused["a"] == refused["b"] == "its results differ from cuBLAS's"
         assert "cuBLAS" not in refused["c"], "in standard form two polynomials are the same one"
     [polynomials, _] = kernels._cases((24, 24, torch.float16), ["square"], torch.device("cpu"))
     assert polynomials.wrong(_only_transposes), "in Gram form they are not"
@@ -177,7 +177,7 @@ def test_a_kernel_is_tried_in_the_type_that_the_shape_has_in_its_form(monkeypatc
     [trial, _] = choice.trials
     assert trial.refused == ""
     rough = kernels._tried((24, 40, torch.float16), ["wide"], torch.device("cpu"), {"a": _to_bf16}, [], lambda run: 1.0)
-    assert rough.trials[0].refused == "its results are not cuBLAS's", "rounded to bf16"
+    assert rough.trials[0].refused == "its results differ from cuBLAS's", "rounded to bf16"
 
 
 def _to_bf16(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scalars: Any) -> None:

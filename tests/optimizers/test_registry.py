@@ -130,7 +130,7 @@ class HiddenClosure(Base):
     ("make", "says"),
     [
         (torch.optim.LBFGS, r"its step\(\) needs closure"),
-        (NotFinite, "step 1 put values that are not finite into a .4, 6. parameter"),
+        (NotFinite, "step 1 produced values that are not finite in a .4, 6. parameter"),
         (Only1D, "cannot be constructed with 2-D parameters: TypeError: vectors only"),
         (Lazy, "two steps left a .6, 4. parameter unchanged"),
         (Recasting, "step 1 turned a .4, 6. parameter of torch.float32 into .4, 6. of torch.float16"),
