@@ -234,7 +234,7 @@ KINDS: Mapping[str, tuple[Change, str]] = {
     ),
     "state of AdamW that it has not": (
         lambda content: content.put("final_layernorm.weight/evil", np.ones(64, np.float32)),
-        "no optimizer keeps that",
+        "no optimizer keeps this for the weight",
     ),
     "a negative step": (_counted(f"{Q}/step", -7), "-7 is not a number of steps"),
     "a step of the future": (_counted(f"{Q}/step", 10**6), "1000000 is not a number of steps"),
@@ -242,11 +242,11 @@ KINDS: Mapping[str, tuple[Change, str]] = {
     "a step that is text": (_counted(f"{Q}/step", "1"), "1 is not a number of steps"),
     "a step that is missing": (_uncounted(f"{Q}/step"), "step is not a number of steps"),
     "a negative step of AdamW": (_counted(f"{EMBEDDING}/step", -7), "-7 is not a number of steps"),
-    "a learning rate": (_counted(f"{Q}/group:lr", 5.0), "keeps no such number"),
-    "parameters of a group": (_counted(f"{Q}/group:params", "x"), "keeps no such number"),
+    "a learning rate": (_counted(f"{Q}/group:lr", 5.0), "does not keep this number"),
+    "parameters of a group": (_counted(f"{Q}/group:params", "x"), "does not keep this number"),
     "a weight the model has not": (
         lambda content: content.put("layers.7.q/master", content.array(f"{Q}/master")),
-        "the model has nothing of that name",
+        "the model has no weight of this name",
     ),
     "a piece over another one": (
         _piece(f"{EMBEDDING}/exp_avg", lambda p: replace(p, start=p.start + 1, end=p.end + 1)),
@@ -254,7 +254,7 @@ KINDS: Mapping[str, tuple[Change, str]] = {
     ),
     "a piece outside of its weight": (
         _piece(f"{EMBEDDING}/master", lambda p: replace(p, row=10**6)),
-        "not inside of the model's",
+        "not inside the model's shape",
     ),
     "a generator that reads beyond its words": (_numpy_reads_beyond, "state position must be"),
     "a generator of another length": (
