@@ -30,10 +30,10 @@ class Reader:
         self._folder, self._manifest, self.model = folder, manifest, model
         self._files: dict[str, safe_open] = {}
         self._sources: dict[str, list[tuple[str, Block]]] = defaultdict(list)
-        """For each unit, the tensors that contain a block of it: the tensor's name, and the block."""
+        """The tensors that contain a block of a unit, by the unit: the tensor's name, and the block."""
         self._fields: dict[str, list[str]] = defaultdict(list)
         self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-        """For each tensor that is stored in pieces, the stored name and the position of every piece."""
+        """The stored name and the position of every piece, by the name of the tensor that is stored in pieces."""
         for stored, tensor in manifest.tensors.items():
             whole, shape = tensor.whole(stored), tensor.shape
             name, _, field = whole.rpartition("/")
