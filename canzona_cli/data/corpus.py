@@ -310,7 +310,7 @@ def _vocabulary_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[
 
 
 def padded_vocab_size(least: int) -> int:
-    """Returns `least` rounded up to a multiple of 128, as Megatron does, so that usual TP sizes divide the embedding."""
+    """Rounds up to a multiple of 128, as Megatron does, so that all usual TP sizes divide the embedding."""
     return -(-least // 128) * 128
 
 

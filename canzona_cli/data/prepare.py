@@ -97,14 +97,14 @@ def _tokenizer_problems(request: PrepareRequest) -> Iterator[Problem]:
     size = request.vocab_size
     if size is not None and request.tokenizer != "bpe":
         reason = f"only a bpe has a vocabulary size that can be chosen; that of {request.tokenizer} is fixed"
-        yield Problem(key="--vocab-size", value=size, reason=reason, fix="omit it, or use --tokenizer bpe")
+        yield Problem(key="--vocab-size", value=size, reason=reason, fix="leave it out, or use --tokenizer bpe")
     elif size is not None and not MIN_VOCAB_SIZE <= size <= _MAX_VOCAB_SIZE:
         entries = f"{MIN_VOCAB_SIZE} to {_MAX_VOCAB_SIZE} entries"
         reason = f"a byte-level bpe can have {entries} (256 bytes and the end of a document are always there)"
         yield Problem(key="--vocab-size", value=size, reason=reason, fix=f"use --vocab-size {DEFAULT_VOCAB_SIZE}")
     if request.eod is not None and not is_file:
         reason = f"the {request.tokenizer} tokenizer has its own end-of-document id"
-        yield Problem(key="--eod", value=request.eod, reason=reason, fix="omit it")
+        yield Problem(key="--eod", value=request.eod, reason=reason, fix="leave it out")
     elif is_file:
         try:
             load_json_tokenizer(request.tokenizer, request.eod)

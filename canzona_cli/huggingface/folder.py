@@ -140,9 +140,8 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
         problems.append(Problem(key=key, value=path, reason=f"its {FILE} {error}", fix="name a Hugging Face folder"))
     for file in _files(path, key, problems):
         try:
-            table, size = read_table(
-                Path(os.path.realpath(file))
-            )  # realpath accepts a link to itself; read_table fails
+            # realpath does not raise for a link to itself, unlike Path.resolve; then read_table fails.
+            table, size = read_table(Path(os.path.realpath(file)))
             if size != file.stat().st_size:
                 raise ValueError("its size does not match its header: the download is not complete")
         except (OSError, ValueError) as error:

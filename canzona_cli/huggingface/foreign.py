@@ -74,9 +74,7 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
     foreign = family_of(model).foreign
     if not model.qk_norm:
         reason = "Hugging Face's Qwen3 normalises queries and keys, and this model does not"
-        refuse(
-            [Problem(key="model.qk_norm", value=False, reason=reason, fix="only models with qk_norm can be exported")]
-        )
+        refuse([Problem(key="model.qk_norm", value=False, reason=reason, fix="export a model with qk_norm")])
     settings = asdict(model)
     return {
         "architectures": [foreign.architecture],
