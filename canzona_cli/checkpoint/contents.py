@@ -78,16 +78,18 @@ def content_problems(folder: Path, manifest: Manifest, model: ModelConfig) -> li
 def _reasons(manifest: Manifest, model: ModelConfig) -> Iterator[str]:
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for stored, tensor in manifest.tensors.items():
-        whole = tensor.whole(stored)
-        name, _, field = whole.rpartition("/")
+        full_name = tensor.whole(stored)
+        name, _, field = full_name.rpartition("/")
         wrong = _wrong_tensor(name, field, tensor, manifest, model)
         if wrong:
             yield f"tensors.{stored}: {wrong}"
         elif tensor.piece is not None:
-            pieces[whole].append(tensor.piece)
-    for whole, parts in pieces.items():
-        if whole in manifest.tensors or not _tiled(parts, *_rectangle(whole_shape(whole.rpartition("/")[0], model))):
-            yield f"tensors.{whole}: its pieces overlap, or leave gaps"
+            pieces[full_name].append(tensor.piece)
+    for full_name, parts in pieces.items():
+        if full_name in manifest.tensors or not _tiled(
+            parts, *_rectangle(whole_shape(full_name.rpartition("/")[0], model))
+        ):
+            yield f"tensors.{full_name}: its pieces overlap, or leave gaps"
     for stored, value in manifest.scalars.items():
         if wrong := _wrong_scalar(stored, value, manifest):
             yield f"scalars.{stored}: {wrong}"
@@ -244,11 +246,11 @@ def verify_chosen(chosen: Chosen, on_bytes: OnBytes) -> tuple[tuple[Verified, ..
         CheckpointInvalid: every chosen checkpoint was removed meanwhile.
     """
     verified = {checkpoint.name: _verified(checkpoint, on_bytes) for checkpoint in chosen.checkpoints}
-    left = tuple(result for result in verified.values() if result is not None)
+    results = tuple(result for result in verified.values() if result is not None)
     removed = tuple(name for name, result in verified.items() if result is None)
-    if not left:
+    if not results:
         raise CheckpointInvalid(*(Problem(key=name, reason="was removed while it was verified") for name in removed))
-    return left, removed
+    return results, removed
 
 
 def _verified(checkpoint: StoredCheckpoint, on_bytes: OnBytes) -> Verified | None:

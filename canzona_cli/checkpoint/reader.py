@@ -35,11 +35,11 @@ class Reader:
         self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
         """The stored name and the position of every piece, by the name of the tensor that is stored in pieces."""
         for stored, tensor in manifest.tensors.items():
-            whole, shape = tensor.whole(stored), tensor.shape
-            name, _, field = whole.rpartition("/")
+            full_name, shape = tensor.whole(stored), tensor.shape
+            name, _, field = full_name.rpartition("/")
             if tensor.piece is not None:
-                self._pieces[whole].append((stored, tensor.piece))
-                if len(self._pieces[whole]) > 1:
+                self._pieces[full_name].append((stored, tensor.piece))
+                if len(self._pieces[full_name]) > 1:
                     continue
                 shape = unit_shape(name, model)
             self._fields[name].append(field)

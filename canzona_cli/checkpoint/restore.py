@@ -224,10 +224,10 @@ def _from_units(
     blocks = stored_blocks(matrix.name, (matrix.rows, matrix.cols), model)
     tensors = {}
     for field in [MASTER] if weights_only else reader.unit_fields(blocks[0].unit):
-        whole = torch.empty(matrix.rows, matrix.cols)
+        assembled = torch.empty(matrix.rows, matrix.cols)
         for block in blocks:
-            whole[block.row : block.row + block.rows] = reader.block(block, field)
-        tensors[field] = whole
+            assembled[block.row : block.row + block.rows] = reader.block(block, field)
+        tensors[field] = assembled
     return tensors, reader.marks(block.unit for block in blocks)
 
 

@@ -46,8 +46,8 @@ def write_shard(
     header = _header(ordered, metadata)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        with ThreadPoolExecutor(max_workers=1) as beside:
-            written = _Written(descriptor, beside)
+        with ThreadPoolExecutor(max_workers=1) as hash_thread:
+            written = _HashedFile(descriptor, hash_thread)
             written.add(header)
             for name, buffer in ordered.items():
                 before = written.bytes
@@ -91,22 +91,22 @@ def _header(ordered: Mapping[str, Buffer], metadata: Mapping[str, str] | None) -
     return memoryview(struct.pack("<Q", len(text)) + text)
 
 
-class _Written:
+class _HashedFile:
     """A file that is being written and hashed at the same time."""
 
-    def __init__(self, descriptor: int, beside: ThreadPoolExecutor) -> None:
+    def __init__(self, descriptor: int, hash_thread: ThreadPoolExecutor) -> None:
         self.hasher, self.bytes = blake3(), 0
-        self._descriptor, self._beside, self._started = descriptor, beside, 0
+        self._descriptor, self._hash_thread, self._started = descriptor, hash_thread, 0
 
     def add(self, data: memoryview) -> None:
         """Writes the data while another thread hashes it; both release the GIL. No reference to the data remains."""
-        given_up = Event()
-        hashed = self._beside.submit(_hash, self.hasher, data, given_up)
+        failed = Event()
+        hashed = self._hash_thread.submit(_hash, self.hasher, data, failed)
         try:
             for chunk in _chunks(data):
                 self._write(chunk)
         except BaseException:
-            given_up.set()
+            failed.set()
             raise
         hashed.result()
 
@@ -120,9 +120,9 @@ class _Written:
             self._started = self.bytes
 
 
-def _hash(hasher: blake3, data: memoryview, given_up: Event) -> None:
+def _hash(hasher: blake3, data: memoryview, failed: Event) -> None:
     for chunk in _chunks(data):
-        if given_up.is_set():
+        if failed.is_set():
             break
         hasher.update(chunk)
 

@@ -70,7 +70,7 @@ class CheckpointStore:
         """
         if keep < 1:
             raise ValueError("a store keeps at least one checkpoint")
-        usable, gone = 0, []
+        usable, removed = 0, []
         for name, path in reversed(self._paths().items()):
             if usable < keep:
                 # Damaged checkpoints are not counted, so that they never cause the removal of a sound one.
@@ -78,8 +78,8 @@ class CheckpointStore:
                 usable += judge(name, path).sound
             elif keep_every is None or (step_of(name) or 0) % keep_every:
                 _remove(path, hidden_path(self.root / name, "removed"))
-                gone.append(name)
-        return tuple(gone)
+                removed.append(name)
+        return tuple(removed)
 
     def move_later(self, step: int, folder: Path) -> tuple[str, ...]:
         """Moves the checkpoints of steps after `step` into `folder`, because the run resumes from `step`.
@@ -110,7 +110,7 @@ class CheckpointStore:
         Raises:
             OSError: a folder could not be removed.
         """
-        gone = []
+        removed = []
         for name in self._names():
             hidden = hidden_name(name)
             if hidden is None:
@@ -120,8 +120,8 @@ class CheckpointStore:
                 os.rename(path, self.root / visible)
                 continue
             shutil.rmtree(path)
-            gone.append(name)
-        return tuple(gone)
+            removed.append(name)
+        return tuple(removed)
 
     def _names(self) -> list[str]:
         try:

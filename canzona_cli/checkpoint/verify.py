@@ -51,10 +51,10 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
         CheckpointInvalid: the manifest is missing or not valid, so the files cannot be checked.
     """
     manifest = _parsed(folder)
-    files, given_up = dict(sorted(manifest.files.items())), Event()
+    files, interrupted = dict(sorted(manifest.files.items())), Event()
 
     def count(read: int) -> None:
-        if given_up.is_set():
+        if interrupted.is_set():
             raise InterruptedError("verification was interrupted")
         if on_bytes is not None:
             on_bytes(read)
@@ -63,7 +63,7 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
         try:
             results = [*pool.map(lambda item: verify_file(folder, *item, on_bytes=count), files.items())]
         except BaseException:  # after Ctrl-C, the pool's exit must not wait until large files are hashed
-            given_up.set()
+            interrupted.set()
             raise
     sound = [name for name, problem in zip(files, results, strict=True) if problem is None]
     problems = [problem for problem in results if problem is not None]

@@ -117,9 +117,9 @@ def _tokenizer_problems(request: PrepareRequest) -> Iterator[Problem]:
 
 
 def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> Iterator[Problem]:
-    there = [path for path in pair_files(prefix) if path.exists()] if prefix.name else []
+    existing = [path for path in pair_files(prefix) if path.exists()] if prefix.name else []
     inputs = {source.path.resolve() for source in sources if source.path is not None}
-    clash = [path for path in there if path.resolve() in inputs]
+    clash = [path for path in existing if path.resolve() in inputs]
     if not request.output or request.output.endswith("/") or prefix.name in ("", "..") or prefix.is_dir():
         reason = "is a folder; the output is the common prefix of several files"
         fix = f"--output {prefix / 'corpus'}"
@@ -128,8 +128,8 @@ def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRe
         fix = f"--output {prefix.with_suffix('')}"
     elif clash:
         reason, fix = f"would replace the input {clash[0]}", f"--output {prefix}-tokens"
-    elif there and not request.overwrite:
-        reason = f"already exists: {', '.join(path.name for path in there)}"
+    elif existing and not request.overwrite:
+        reason = f"already exists: {', '.join(path.name for path in existing)}"
         fix = "--overwrite to replace it, or choose another --output"
     else:
         return

@@ -47,7 +47,7 @@ class LossSpike(Diverged):
             Problem(
                 key="train.loss_spike",
                 value="stop",
-                reason=f"{spike.words}; its weights were not saved",
+                reason=f"{spike.words}; the weights were not saved",
                 fix="a lower optimizer.lr; train.loss_spike=warn continues after any spike",
             ),
             since=spike.step,

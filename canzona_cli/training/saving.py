@@ -98,7 +98,7 @@ class Saver:
             return True
         if not running.reported:
             running.reported = True
-            detail = f"the checkpoint due after step {step:,} waits until that of step {running.step:,} is on the disk"
+            detail = f"the checkpoint due after step {step:,} waits until that of step {running.step:,} is written"
             self._journal.incident("save_waits", step=step, detail=detail, level="info")
         return False
 
@@ -152,7 +152,7 @@ class Saver:
         begun = self._clock()
         running = self._being_written()
         if running is not None:
-            detail = f"training waits after step {progress.step:,} until step {running.step:,} is on the disk"
+            detail = f"training waits after step {progress.step:,} until the save of step {running.step:,} is written"
             self._journal.incident("save_waits", step=progress.step, detail=detail, level="info")
         self.settle()
         self._saved_at = self._clock()
