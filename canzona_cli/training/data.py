@@ -101,7 +101,7 @@ def _build(
     Several sets are interleaved in proportion to their shares.
 
     Args:
-        split: the first and last fraction of each set's documents to use, such as (0.0, 0.9).
+        split: where the part starts and ends, as fractions of each set's sequences, such as (0.0, 0.9).
     """
     weights = [part.share for part in sets]
     settings = GPTDatasetConfig(

@@ -122,7 +122,7 @@ def test_a_tensor_that_two_files_have_is_nobodys(tmp_path: Path) -> None:
         shard(tmp_path / f"{number}.safetensors", {"a": ENTRY})
     index = {"weight_map": {"a": "0.safetensors", "b": "1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "is in 0.safetensors too" in refused(tmp_path)
+    assert "is also in 0.safetensors" in refused(tmp_path)
 
 
 @pytest.mark.parametrize(
