@@ -1,9 +1,9 @@
-"""A commit makes a checkpoint visible as a whole or not at all.
+"""Commits a checkpoint atomically: it becomes visible complete, or not at all.
 
 Every rank writes into a hidden folder next to the checkpoints, and leaves a part file there when it is done.
-Rank 0 waits for all parts, adds the manifest, and renames the folder. Ranks meet through these files alone:
-no collective runs alongside the training's own. At every moment, killed or not, the store holds the old
-checkpoints, or them and the new one, whole.
+Rank 0 waits for all part files, adds the manifest, and renames the folder. Ranks synchronise through these
+files alone, so a save adds no collective to those of training. Whenever the run is killed, the store holds
+all earlier complete checkpoints, with or without the new one.
 """
 
 import errno
@@ -42,7 +42,8 @@ _POLL_S: Final = 0.02
 _LONGEST_POLL_S: Final = 0.5
 _NAMED_RANKS: Final = 8
 _REMOVALS: Final = 8
-"""A rank that still writes makes up to three files, and each may come after its folder was listed."""
+"""The number of attempts to remove a folder. A rank that is still writing creates up to three files, each
+possibly after the folder was listed for removal."""
 _FIXES: Final[Mapping[int | None, str]] = {
     errno.ENOSPC: "make room on that disk, or keep fewer checkpoints (checkpoint.keep)",
     errno.EDQUOT: "make room within your quota, or keep fewer checkpoints (checkpoint.keep)",
@@ -54,10 +55,10 @@ _FIXES: Final[Mapping[int | None, str]] = {
 
 
 def begin(store_root: Path, step: int) -> Path:
-    """Make the empty folder that the ranks write a checkpoint of `step` into; on rank 0,
-    before any rank writes.
+    """Makes the empty folder into which all ranks write the checkpoint of `step`.
 
-    The other ranks get its path by `manifest.partial_path`. What earlier saves left unfinished is removed.
+    Only rank 0 calls it, before any rank writes. The other ranks compute the path with
+    `manifest.partial_path`. Folders of earlier, unfinished saves are removed.
 
     Raises:
         SaveFailed: the folder cannot be made.
@@ -69,7 +70,8 @@ def begin(store_root: Path, step: int) -> Path:
             sync_folder(store_root.parent)
         for name in os.listdir(store_root):
             if (hidden := hidden_name(name)) is not None and hidden[1] == "partial":
-                # A rank may still be writing what rank 0 has given up; then the next save clears it.
+                # A rank may still be writing into a folder that rank 0 has abandoned. If its removal fails
+                # for that reason, the next save tries again.
                 shutil.rmtree(store_root / name, ignore_errors=name != partial.name)
         partial.mkdir(mode=0o755)
     except OSError as error:
@@ -78,16 +80,18 @@ def begin(store_root: Path, step: int) -> Path:
 
 
 def write_part(partial: Path, rank: int, shard: Shard) -> None:
-    """Writes one rank's share of a checkpoint, and then atomically marks it as written. Any rank, any thread.
+    """Writes one rank's share of a checkpoint, then its part file, which tells rank 0 that the share is complete.
+
+    Every rank calls it, from any thread. If it fails, the part file has the reason; if the disk does not even
+    have room for that, an empty marker file is left.
 
     Args:
         partial: the folder that `begin` made.
         rank: the rank of this process.
-        shard: must not change meanwhile.
+        shard: this rank's share; must not change until this function returns.
 
     Raises:
-        SaveFailed: it could not be written. Rank 0 learns it from the part file, if the disk takes that at
-            least.
+        SaveFailed: a file could not be written. Any error other than an OSError is raised as it is.
     """
     path = _shard_path(partial, rank)
     part: dict[str, object] = {"rank": rank, "file": None, "tensors": {}, "scalars": dict(shard.scalars)}
@@ -96,17 +100,17 @@ def write_part(partial: Path, rank: int, shard: Shard) -> None:
             stored, tensors = write_shard(path, shard.tensors)
             part["file"] = asdict(stored)
             part["tensors"] = {name: asdict(tensor) for name, tensor in tensors.items()}
-        _write_whole(_part_path(partial, rank), json.dumps(part).encode())
+        _write_atomic(_part_path(partial, rank), json.dumps(part).encode())
     except BaseException as error:
         failed = error if isinstance(error, SaveFailed) else _save_failed(path, error)
         with suppress(OSError):
-            path.unlink(missing_ok=True)  # room for the part file that says so
+            path.unlink(missing_ok=True)  # makes room for the part file with the reason
         failure = {"error": failed.problems[0].reason, "fix": failed.problems[0].fix}
         try:
-            _write_whole(_part_path(partial, rank), json.dumps(failure).encode())
+            _write_atomic(_part_path(partial, rank), json.dumps(failure).encode())
         except OSError:
             with suppress(OSError):  # a full disk often has room for an empty file
-                _wordless_path(partial, rank).touch()
+                _failure_marker(partial, rank).touch()
         if isinstance(error, OSError):
             raise failed from None
         raise
@@ -119,22 +123,24 @@ def finish(
     texts: Mapping[str, str],
     timeout_s: float,
 ) -> Path:
-    """Waits for every rank's part and makes a checkpoint of them; on rank 0, after its own `write_part`.
+    """Waits for every rank's part, writes the manifest, and makes the checkpoint visible.
+
+    Only rank 0 calls it, after its own `write_part`.
 
     Args:
         partial: the folder that `begin` made.
-        world_size: ranks that call `write_part`.
+        world_size: the number of ranks that call `write_part`.
         header: the contents of the manifest besides its tables.
-        texts: further files, by name: `config.yaml`, `layout.json`, `plan.json`.
-        timeout_s: seconds to wait while no file of any rank grows.
+        texts: the text of further files, by name: `config.yaml`, `layout.json`, `plan.json`.
+        timeout_s: gives up after this many seconds in which the files have not grown.
 
     Returns:
-        The checkpoint's folder, `step-00000030`. One of the same step that was there is replaced; until that
-        moment it stays what readers find.
+        The checkpoint's folder, `step-00000030`. An existing checkpoint of the same step is replaced;
+        readers see the old one until then.
 
     Raises:
-        SaveFailed: names the rank and what stopped it. The folder is removed; earlier checkpoints are
-            untouched.
+        SaveFailed: a rank failed or did not finish, or a file could not be written. The partial folder is
+            removed; earlier checkpoints are untouched.
     """
     try:
         files: dict[str, StoredFile] = {}
@@ -166,7 +172,7 @@ def finish(
 
 
 def abandon(partial: Path) -> None:
-    """Removes a checkpoint that will not be finished. Never raises: the next `begin` tries again."""
+    """Removes the folder of a checkpoint that will not be finished. Never raises; the next `begin` tries again."""
     for _ in range(_REMOVALS):
         shutil.rmtree(partial, ignore_errors=True)
         if not partial.exists():
@@ -174,8 +180,7 @@ def abandon(partial: Path) -> None:
 
 
 def bytes_written(partial: Path) -> int:
-    """Returns the bytes of all files in a checkpoint, finished or not: how far a save is,
-    how much to read."""
+    """Returns the total size in bytes of the files in a checkpoint's folder, finished or not; 0 if it is gone."""
     total = 0
     try:
         with os.scandir(partial) as entries:
@@ -195,13 +200,13 @@ def _part_path(partial: Path, rank: int) -> Path:
     return partial / f"part-{rank:05d}.json"
 
 
-def _wordless_path(partial: Path, rank: int) -> Path:
-    """Returns the empty file by which a rank says that it failed when the disk has no room for text."""
+def _failure_marker(partial: Path, rank: int) -> Path:
+    """Returns the path of the empty file that a rank leaves if it fails and cannot write the reason."""
     return partial / f"part-{rank:05d}.failed"
 
 
 def _save_failed(path: Path, error: BaseException) -> SaveFailed:
-    """Returns the error for the user; `path` could not be written."""
+    """Returns the error that tells the user why `path` could not be written."""
     reason, fix = f"{type(error).__name__}: {error}", ""
     if isinstance(error, OSError):
         reason, fix = error.strerror or str(error), _FIXES.get(error.errno, "")
@@ -209,17 +214,21 @@ def _save_failed(path: Path, error: BaseException) -> SaveFailed:
 
 
 def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, dict[str, Any]]:
-    """Waits for all ranks' parts; returns them in the order of ranks."""
+    """Waits for the part files of all ranks, and returns their contents in the order of ranks.
+
+    Raises:
+        SaveFailed: a rank reports a failure, or nothing was written for `timeout_s` seconds.
+    """
     parts: dict[int, dict[str, Any]] = {}
-    grown, deadline = bytes_written(partial), time.monotonic() + timeout_s
+    size, deadline = bytes_written(partial), time.monotonic() + timeout_s
     poll = _POLL_S
     while True:
-        there = set(os.listdir(partial))
+        names = set(os.listdir(partial))
         for rank in range(world_size):
-            path, wordless = _part_path(partial, rank), _wordless_path(partial, rank)
-            if wordless.name in there:
+            path = _part_path(partial, rank)
+            if _failure_marker(partial, rank).name in names:
                 raise _rank_failed(partial, rank, "could not write its part, nor the reason", _FIXES[errno.ENOSPC])
-            if rank in parts or path.name not in there:
+            if rank in parts or path.name not in names:
                 continue
             parts[rank] = json.loads(path.read_bytes())
             if "error" in parts[rank]:
@@ -227,8 +236,8 @@ def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, 
         if len(parts) == world_size:
             return dict(sorted(parts.items()))
         if time.monotonic() > deadline:
-            before, grown = grown, bytes_written(partial)
-            if grown == before:
+            before, size = size, bytes_written(partial)
+            if size == before:
                 raise _missing(partial, [rank for rank in range(world_size) if rank not in parts], timeout_s)
             deadline = time.monotonic() + timeout_s
         time.sleep(poll)
@@ -242,9 +251,11 @@ def _rank_failed(partial: Path, rank: int, reason: str, fix: str = "") -> SaveFa
 def _missing(partial: Path, ranks: list[int], timeout_s: float) -> SaveFailed:
     named = ", ".join(map(str, ranks[:_NAMED_RANKS]))
     more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
-    who = f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"
-    reason = f"{who} did not write their parts, and no file grew for {timeout_s:.0f} s"
-    fix = "read the logs of these ranks, and check that every machine sees the same folder"
+    who = (
+        f"rank {named} did not write its part" if len(ranks) == 1 else f"ranks {named}{more} did not write their parts"
+    )
+    reason = f"{who}, and no file grew for {timeout_s:.0f} s"
+    fix = "read the logs of these ranks, and check that every node sees the same folder"
     return SaveFailed(Problem(key="checkpoint", value=partial, reason=reason, fix=fix))
 
 
@@ -272,16 +283,18 @@ def _write_text(path: Path, text: str) -> StoredFile:
     return StoredFile(bytes=len(data), blake3=blake3(data).hexdigest())
 
 
-def _write_whole(path: Path, data: bytes) -> None:
-    """Writes a file that is visible as a whole or not at all."""
+def _write_atomic(path: Path, data: bytes) -> None:
+    """Writes a file under a temporary name and renames it, so that readers see all of it or nothing."""
     temporary = path.with_name(f".{path.name}.new")
     _write_new(temporary, data)
     os.rename(temporary, path)
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Writes a new file to the disk; leaves none if it fails. Plain system calls:
-    a test kills it at each of them."""
+    """Writes a new file and syncs it to the disk; removes it if that fails.
+
+    It uses plain system calls, because a test kills the process at each of them.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         rest = memoryview(data)

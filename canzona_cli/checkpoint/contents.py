@@ -1,10 +1,9 @@
-"""Checks a checkpoint against the run that saved it: its settings, and names, types,
-shapes and places in its model.
+"""Checks a checkpoint's manifest against its run: the saved settings, and the tensors' names, types and shapes.
 
-The manifest has all of it, and the files' own tables agree with it (`canzona_cli.checkpoint.verify`), so a
-checkpoint is judged as a whole before a tensor of it is opened: by the launcher before it starts workers
-(`saved_run`), by `canzona checkpoint verify` (`verify_chosen`), and by the workers themselves
-(`content_problems`). What tensors hold, NaN among them, is seen where they are read.
+`canzona_cli.checkpoint.verify` makes sure that the files agree with the manifest, so a checkpoint can be
+judged before any of its tensors is read: by the launcher before it starts workers (`saved_run`), by
+`canzona checkpoint verify` (`verify_chosen`), and by the workers (`content_problems`). The values of tensors
+(NaN, for example) are checked where they are read.
 """
 
 import math
@@ -40,13 +39,13 @@ from canzona_cli.optimizers.muon_facts import DISTRUSTED
 
 MASTER: Final = "master"
 GROUP: Final = "group:"
-"""The prefix of keys that hold numbers of a whole parameter group."""
+"""The prefix of the keys of an optimizer's parameter-group values, which all its matrices share."""
 ELEMENTWISE: Final = ("adamw", "muon")
-"""Optimizers whose state is elementwise, so that it can be cut and put together differently."""
+"""The optimizers whose state is elementwise, so that it can be divided differently when a run resumes."""
 RANDOM: Final = "random."
 """The prefix of the names of a rank's random states."""
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""The keys of state that has an element for each element of the weight."""
+"""The keys of optimizer state that has the shape of the weight."""
 _ORTHOGONALISED: Final = ("muon", "normuon")
 """The optimizers that may stop trusting the Gram form for a matrix."""
 _RANDOM_TYPES: Final = ("U8", "I64", "F64")
@@ -60,35 +59,37 @@ class Verified:
 
     checkpoint: StoredCheckpoint
     bytes: int
-    """The bytes that were read."""
+    """The number of bytes that were hashed."""
     seconds: float
     problems: tuple[Problem, ...]
     foreign: tuple[str, ...]
-    """Names in its folder that are not part of it."""
+    """The names of files in the folder that do not belong to the checkpoint."""
 
 
 def content_problems(folder: Path, manifest: Manifest, model: ModelConfig) -> list[Problem]:
-    """Lists what is wrong with the tables of a checkpoint's manifest; opens no other file."""
+    """Lists the entries of a checkpoint's manifest that do not belong to the model; opens none of its files."""
     reasons = list(_reasons(manifest, model))
     if not reasons:
         return []
-    first = problem_of(folder, MANIFEST, reasons[0])  # its way out, which other folders are read for, is that of all
+    first = problem_of(folder, MANIFEST, reasons[0])  # the others share its fix, for which other folders are read
     return [replace(first, reason=reason) for reason in reasons]
 
 
 def _reasons(manifest: Manifest, model: ModelConfig) -> Iterator[str]:
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for stored, tensor in manifest.tensors.items():
-        whole = tensor.whole(stored)
-        name, _, field = whole.rpartition("/")
+        full_name = tensor.whole(stored)
+        name, _, field = full_name.rpartition("/")
         wrong = _wrong_tensor(name, field, tensor, manifest, model)
         if wrong:
             yield f"tensors.{stored}: {wrong}"
         elif tensor.piece is not None:
-            pieces[whole].append(tensor.piece)
-    for whole, parts in pieces.items():
-        if whole in manifest.tensors or not _tiled(parts, *_rectangle(whole_shape(whole.rpartition("/")[0], model))):
-            yield f"tensors.{whole}: its pieces overlap, or leave gaps"
+            pieces[full_name].append(tensor.piece)
+    for full_name, parts in pieces.items():
+        if full_name in manifest.tensors or not _tiled(
+            parts, *_rectangle(whole_shape(full_name.rpartition("/")[0], model))
+        ):
+            yield f"tensors.{full_name}: its pieces overlap, or leave gaps"
     for stored, value in manifest.scalars.items():
         if wrong := _wrong_scalar(stored, value, manifest):
             yield f"scalars.{stored}: {wrong}"
@@ -97,30 +98,33 @@ def _reasons(manifest: Manifest, model: ModelConfig) -> Iterator[str]:
 def _wrong_tensor(name: str, field: str, tensor: StoredTensor, manifest: Manifest, model: ModelConfig) -> str:
     if name.startswith(RANDOM):
         known = tensor.dtype in _RANDOM_TYPES and len(tensor.shape) == 1 and tensor.piece is None
-        return "" if known else f"{tensor.dtype} {tensor.shape} is no state of a random generator"
+        return "" if known else f"{tensor.dtype} {tensor.shape} is not the state of a random generator"
     if not _in_model(name, model):
-        return "the model has nothing of that name"
+        return "the model has no weight of this name"
     shape = whole_shape(name, model)
-    owner = _own_optimizers(name, manifest.optimizer)
-    if field != MASTER and owner is None:
+    kind = _optimizer_kind(name, manifest.optimizer)
+    if field != MASTER and kind is None:
         return ""
-    if field not in (MASTER, *_MOMENTS) and owner != "matrix":
-        return "no optimizer keeps that"
+    if field not in (MASTER, *_MOMENTS) and kind != "matrix":
+        return "no optimizer keeps this for the weight"
     if tensor.dtype != "F32":
-        return f"it is {tensor.dtype}, and all that is kept of a weight is F32"
+        return f"it is {tensor.dtype}, but masters and their optimizer state are F32"
     if field not in (MASTER, *_MOMENTS):
-        return "" if tensor.piece is None else "it is no element of a weight, so it has no pieces"
+        return "" if tensor.piece is None else "it is not elementwise, so it cannot be stored in pieces"
     if tensor.piece is None:
-        return "" if tensor.shape == shape else f"it is {tensor.shape}, and the model has {shape}"
+        return "" if tensor.shape == shape else f"its shape is {tensor.shape}, but the model's is {shape}"
     rows, cols = _rectangle(shape)
     piece = tensor.piece
     inside = piece.unit == name and piece.row + piece.rows <= rows and piece.col + piece.cols <= cols
-    return "" if inside else f"its piece is not inside of the model's {shape}"
+    return "" if inside else f"its piece is not inside the model's shape {shape}"
 
 
-def _own_optimizers(name: str, optimizer: str) -> str | None:
-    """Returns who keeps state for a weight: AdamW and its like (element), the matrices' optimizer (matrix),
-    or one that may keep anything (None)."""
+def _optimizer_kind(name: str, optimizer: str) -> str | None:
+    """Returns the kind of optimizer that keeps state for a weight.
+
+    `element` is AdamW or another optimizer with elementwise state, `matrix` the run's optimizer for matrices,
+    and None a user's own optimizer, which may keep anything.
+    """
     if name.endswith("weight") or optimizer in ELEMENTWISE:
         return "element"
     return None if optimizer == "custom" else "matrix"
@@ -140,13 +144,16 @@ def _in_model(name: str, model: ModelConfig) -> bool:
 
 
 def _rectangle(shape: Sequence[int]) -> tuple[int, int]:
-    """Returns rows and columns; a vector is one row."""
+    """Returns the rows and columns of a shape; a vector is one row."""
     return (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])
 
 
 def _tiled(pieces: Sequence[Piece], all_rows: int, all_cols: int) -> bool:
-    """Returns True if pieces cover a whole exactly once: bands of rows, cut into columns,
-    in consecutive runs."""
+    """Returns True if the pieces cover a tensor of `all_rows` and `all_cols` exactly once.
+
+    Only one arrangement is accepted: bands of rows, each divided into rectangles by columns, each rectangle
+    divided into consecutive runs of elements.
+    """
     rectangles: dict[tuple[int, int, int, int], list[tuple[int, int]]] = defaultdict(list)
     for piece in pieces:
         rectangles[piece.row, piece.rows, piece.col, piece.cols].append((piece.start, piece.end))
@@ -159,7 +166,7 @@ def _tiled(pieces: Sequence[Piece], all_rows: int, all_cols: int) -> bool:
 
 
 def _consecutive(runs: Sequence[tuple[int, int]], end: int) -> bool:
-    """Returns True if runs follow one another without gaps, from 0 to `end`."""
+    """Returns True if the runs (start, end) follow one another from 0 to `end` without gap or overlap."""
     reached = 0
     for first, last in sorted(runs):
         if first != reached:
@@ -172,11 +179,11 @@ def _wrong_scalar(stored: str, value: Scalar, manifest: Manifest) -> str:
     key = stored.rpartition("/")[2]
     if manifest.optimizer == "custom":
         reserved = key.removeprefix(GROUP) in ("params", "lr", "weight_decay")
-        return "canzona sets that itself" if key.startswith(GROUP) and reserved else ""
+        return "canzona sets this value itself" if key.startswith(GROUP) and reserved else ""
     if key == DISTRUSTED and manifest.optimizer in _ORTHOGONALISED:
         return "" if isinstance(value, int) and value > 0 else f"{value} is not a number of steps"
     if key != "step":
-        return f"{manifest.optimizer} keeps no such number"
+        return f"{manifest.optimizer} does not keep this number"
     counted = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not counted or not 0 <= float(value or 0) <= manifest.progress.step or float(value or 0) % 1:
         return f"{value} is not a number of steps up to {manifest.progress.step}"
@@ -184,10 +191,11 @@ def _wrong_scalar(stored: str, value: Scalar, manifest: Manifest) -> str:
 
 
 def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
-    """Reads a checkpoint's manifest and the settings of its run; of big files only the headers.
+    """Reads a checkpoint's manifest and the settings of the run that saved it; checks both without reading tensors.
 
     Raises:
-        CheckpointInvalid: it is damaged, or holds what no run of its model saves, as far as that shows.
+        CheckpointInvalid: a file is missing, a file that was read is damaged, or the tensors listed are not
+            those of the model.
     """
     manifest = read_manifest(checkpoint)
     problems: list[Problem | None] = []
@@ -207,7 +215,7 @@ def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
 
 @contextmanager
 def of_checkpoint(checkpoint: Path) -> Iterator[None]:
-    """Turns errors in reading the saved run into errors of the checkpoint, rather than of what was typed."""
+    """Turns a ConfigError inside the block into CheckpointInvalid, because the saved settings are at fault."""
     try:
         yield
     except ConfigError as error:
@@ -218,7 +226,7 @@ def of_checkpoint(checkpoint: Path) -> Iterator[None]:
 
 
 def saved_config(folder: Path, manifest: Manifest) -> RunConfig | None:
-    """Reads the settings of the run that saved it; None if they cannot be read or do not match the manifest."""
+    """Reads the settings of the run that saved a checkpoint; None if they are damaged or cannot be read."""
     entry = manifest.files.get("config.yaml")
     if entry is None or verify_file(folder, "config.yaml", entry) is not None:
         return None
@@ -229,24 +237,24 @@ def saved_config(folder: Path, manifest: Manifest) -> RunConfig | None:
 
 
 def verify_chosen(chosen: Chosen, on_bytes: OnBytes) -> tuple[tuple[Verified, ...], tuple[str, ...]]:
-    """Hashes all files of every chosen checkpoint.
+    """Hashes all files of every chosen checkpoint, and compares the manifests with the saved models.
 
     Returns:
-        The verified checkpoints, and the names of those that were removed meanwhile.
+        The results, and the names of the checkpoints that were removed meanwhile.
 
     Raises:
-        CheckpointInvalid: all have been removed.
+        CheckpointInvalid: every chosen checkpoint was removed meanwhile.
     """
     verified = {checkpoint.name: _verified(checkpoint, on_bytes) for checkpoint in chosen.checkpoints}
-    left = tuple(result for result in verified.values() if result is not None)
+    results = tuple(result for result in verified.values() if result is not None)
     removed = tuple(name for name, result in verified.items() if result is None)
-    if not left:
-        raise CheckpointInvalid(*(Problem(key=name, reason="has been removed meanwhile") for name in removed))
-    return left, removed
+    if not results:
+        raise CheckpointInvalid(*(Problem(key=name, reason="was removed while it was verified") for name in removed))
+    return results, removed
 
 
 def _verified(checkpoint: StoredCheckpoint, on_bytes: OnBytes) -> Verified | None:
-    """Hashes all files of a checkpoint; None if it is removed meanwhile."""
+    """Verifies one checkpoint; None if it is removed meanwhile."""
     counts: list[int] = []  # appending is safe from several threads
     began = time.perf_counter()
 

@@ -1,11 +1,12 @@
-"""The contents of a checkpoint, and the names of the folders in a store of them. No torch:
-commands do without it.
+"""The manifest of a checkpoint, and the names of the folders in a store of checkpoints.
 
 A checkpoint is a folder `step-00000030`: safetensors files, one per rank that writes something, `config.yaml`
-and `layout.json` of the run, and `manifest.json`, written last. Tensors are named in model space
-(`layers.3.q/master`, `layers.3.q/momentum_buffer`, `embedding.word_embeddings.weight/exp_avg`), whole or in
-pieces that say where they lie in it, so that no rank, no stage and no fragment of the run that wrote them
-matters to the one that reads them. Visible folders are whole, hidden ones are on their way in or out.
+and `layout.json` of the run, and `manifest.json`, written last. Tensors have the names of the model, not of
+any rank (`layers.3.q/master`, `layers.3.q/momentum_buffer`, `embedding.word_embeddings.weight/exp_avg`). Each
+is stored whole or in pieces with their positions, so a run with another layout can read them. Visible folders
+are complete; hidden ones are being written, replaced or removed.
+
+This module does not import torch, because commands use it that start without torch.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from canzona_cli.run.codec import parse
 FORMAT: Final = "canzona-checkpoint"
 VERSION: Final = 2
 READABLE: Final = (1, VERSION)
-"""Versions of a manifest that can be read. In version 1 every tensor was whole."""
+"""The versions of a manifest that can be read. In version 1 no tensor is stored in pieces."""
 MANIFEST: Final = "manifest.json"
 NO_OPTIMIZER: Final = "none"
 """The `Header.optimizer` of imported weights: masters without optimizer state."""
@@ -34,42 +35,46 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("I64", "U64", "F64"), 8),
 }
-"""The bytes of an element, by safetensors' name of its type."""
+"""The bytes of an element, by the name that safetensors has for its type."""
 
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
-"""Any other name could lie outside a checkpoint's folder, or be hidden in it."""
+"""The names allowed for files of a checkpoint. Other names could point outside its folder, or be hidden."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 _STEP = re.compile(r"step-(\d{8,15})")
 _HIDDEN = re.compile(r"\.(step-\d{8,15})\.(partial|replaced|removed)")
 
 Scalar = bool | int | float | str | None
 Hidden = Literal["partial", "replaced", "removed"]
-"""The state of a hidden folder: a checkpoint that is being written, one whose name another of its step is taking
-(readers look there too), or one that is being deleted, so that none is ever seen half removed."""
+"""The state of a hidden folder.
+
+partial: the checkpoint is being written.
+replaced: a newer checkpoint of the same step is taking its name; until then, readers still use this one.
+removed: the checkpoint is being deleted, hidden so that nobody sees half of it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossMemory:
-    """The guards' memory of losses, so that a resumed run is judged as the unbroken one; nats per token."""
+    """The guards' memory of losses, in nats per token, so that a resumed run is judged like an uninterrupted one."""
 
     first: Finite | None = None
     """The loss of the first step."""
     smooth: Finite | None = None
-    """Exponential mean of the last steps."""
+    """The exponential moving average of the losses."""
     best: Finite | None = None
-    """The lowest value of that mean so far."""
+    """The lowest value of `smooth` so far."""
     excess: Finite = 0.0
-    """The sum of the amounts by which losses have been too high, in limits."""
+    """The accumulated amount by which losses were above the divergence limit, in multiples of the limit."""
     since: CountOrZero = 0
-    """The first step at which the loss was too high."""
+    """The step at which `excess` last rose from zero; of no meaning while `excess` is zero."""
     first_validation: Finite | None = None
     sound: CountOrZero = 0
-    """The step of the last validation that was not worse than the first."""
+    """The step of the last validation that was acceptable."""
     worse: CountOrZero = 0
-    """The number of validations since then, all of which were worse."""
+    """The number of validations since then, all of which were too high."""
     usual: tuple[Finite, ...] = ()
-    """Recent losses that are part of no spike."""
+    """The recent losses that do not belong to a spike."""
     high: tuple[Finite, ...] = ()
     """The losses of the spike that has not ended."""
 
@@ -80,12 +85,12 @@ class Progress:
 
     step: CountOrZero
     samples: CountOrZero
-    """The number of sequences consumed: the place in the data order."""
+    """The number of sequences consumed, which is the position in the data order."""
     tokens: Annotated[int, Range(at_least=0, at_most=10**18)]
     skipped: CountOrZero = 0
-    """Steps so far that changed nothing because their gradients were not finite."""
+    """The number of steps so far that changed nothing because their gradients were not finite."""
     fallbacks: CountOrZero = 0
-    """Matrix updates so far that were replaced by what their optimizer does when it fails."""
+    """The number of matrix updates so far that failed and were replaced by the optimizer's fallback."""
     losses: LossMemory = LossMemory()
 
 
@@ -99,7 +104,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Elements [start, end), row by row, of a rectangle of a unit."""
+    """Elements [start, end), in row-major order, of a rectangle of a unit."""
 
     unit: str
     row: CountOrZero
@@ -114,24 +119,27 @@ class Piece:
         return self.end - self.start
 
     def name(self, field: str) -> str:
-        """Returns the name it is stored under: `layers.3.q/master@0.0.512`."""
+        """Returns the name that a field of this piece is stored under: `layers.3.q/master@0.0.512`."""
         return f"{self.unit}/{field}@{self.row}.{self.col}.{self.start}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """The place of a tensor, or of a piece of one."""
+    """The manifest's entry for a stored tensor: a complete one, or a piece of one."""
 
     file: str
     dtype: str
-    """The type as safetensors call it: F32, BF16, I64, U8, ..."""
+    """The type as safetensors names it: F32, BF16, I64, U8, ..."""
     shape: tuple[CountOrZero, ...]
     piece: Piece | None = None
-    """The part of the whole that it is, flat; None if it is the whole."""
+    """The piece that is stored, as a flat tensor; None if the tensor is stored whole."""
 
     def whole(self, stored: str) -> str:
-        """Returns the name of the whole tensor, `layers.3.q/master`,
-        from the name that this one is stored under."""
+        """Returns the name of the whole tensor, `layers.3.q/master`.
+
+        Args:
+            stored: the name that this tensor is stored under, which for a piece has its position after an `@`.
+        """
         return stored if self.piece is None else stored.rpartition("@")[0]
 
 
@@ -145,9 +153,9 @@ class Header:
     splitting: str
     world_size: Ranks
     created: Annotated[float, Range(at_least=0, below=253_402_300_800)]
-    """Seconds since 1970; before the year 10000."""
+    """The time of the save, in seconds since 1970; before the year 10000."""
     canzona: str
-    """Version of the program that wrote it."""
+    """The version of canzona that wrote the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,49 +163,48 @@ class Manifest(Header):
     """The content of `manifest.json`."""
 
     files: Mapping[str, StoredFile] = field(default_factory=dict)
-    """All files but the manifest itself."""
+    """All files except the manifest itself."""
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
-    """State other than tensors, by name as tensors are: `layers.3.q/step`."""
+    """State other than tensors, with names like those of tensors: `layers.3.q/step`."""
 
     @property
     def bytes(self) -> int:
-        """Returns the size of all files but the manifest itself."""
+        """Returns the total size of all files except the manifest itself."""
         return sum(file.bytes for file in self.files.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """A tensor's bytes in host memory, C order, little endian."""
+    """A tensor that is to be written, as bytes in host memory: row-major, little-endian."""
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview | Callable[[], Iterator[memoryview]]
-    """The unsigned bytes, or a function that reads them piece by piece while they are written."""
+    """The unsigned bytes, or a function that yields them in chunks while the file is written."""
     piece: Piece | None = None
-    """The piece of the `StoredTensor` it becomes."""
+    """The piece that the `StoredTensor` will have."""
 
     def pieces(self) -> Iterator[memoryview]:
-        """Yields its bytes; each view is valid until the next one is requested."""
+        """Yields the bytes in chunks; each view is valid until the next one is requested."""
         return self.data() if callable(self.data) else iter((self.data,))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One rank's share of a checkpoint; empty where other ranks write everything."""
+    """One rank's share of a checkpoint; empty if other ranks write everything."""
 
     tensors: Mapping[str, Buffer]
     scalars: Mapping[str, Scalar]
 
 
 def step_name(step: int) -> str:
-    """Returns the name of a step's checkpoint, `step-00000030`;
-    names sort by step below a hundred million."""
+    """Returns the name of a step's checkpoint, `step-00000030`. Up to step 99,999,999 names sort by step."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """Returns the step of a checkpoint's name; None for any other name."""
+    """Returns the step in the name of a checkpoint; None for any other name."""
     match = _STEP.fullmatch(name)
     if match is None or step_name(step := int(match[1])) != name:
         return None
@@ -205,8 +212,7 @@ def step_of(name: str) -> int | None:
 
 
 def hidden_name(name: str) -> tuple[str, str] | None:
-    """Returns checkpoint and state (`partial`, `replaced`, `removed`) of a hidden folder;
-    None for any other name."""
+    """Returns the checkpoint's name and the state (see `Hidden`) in the name of a hidden folder; else None."""
     match = _HIDDEN.fullmatch(name)
     return None if match is None or step_of(match[1]) is None else (match[1], match[2])
 
@@ -217,17 +223,20 @@ def partial_path(store_root: Path, step: int) -> Path:
 
 
 def hidden_path(checkpoint: Path, state: Hidden) -> Path:
-    """Returns the hidden folder of a checkpoint that is in this state."""
+    """Returns the path that the folder `checkpoint` has while it is hidden in this state."""
     return checkpoint.with_name(f".{checkpoint.name}.{state}")
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Returns the bytes of a tensor."""
+    """Returns the size of a tensor in bytes."""
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """Writes the text of `manifest.json`. Infinite scalars appear as Python and JavaScript spell them."""
+    """Returns the text of `manifest.json`.
+
+    The first line has the SHA-256 of the rest. Infinities are written as `Infinity`, which strict JSON lacks.
+    """
     values: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     tables = [_table(name, values.pop(name)) for name in ("files", "tensors", "scalars")]
     lines = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in values.items()]
@@ -241,14 +250,14 @@ def _table(name: str, entries: Mapping[str, object]) -> str:
 
 
 def parse_manifest(text: bytes) -> Manifest:
-    """Parses what `manifest_text` wrote.
+    """Parses and checks the text of a `manifest.json`.
 
     Raises:
-        ValueError: it is damaged; the message is for the user.
+        ValueError: the text is not a valid manifest; the message is for the user.
     """
     first = _FIRST_LINE.match(text)
     if first is None:
-        raise ValueError("damaged: its first line does not begin a manifest")
+        raise ValueError("damaged: its first line is not that of a manifest")
     body = memoryview(text)[first.end() :]
     if hashlib.sha256(body).hexdigest() != first[1].decode():
         raise ValueError("damaged: its content does not match the hash in its first line")
@@ -267,29 +276,32 @@ def parse_manifest(text: bytes) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Checks what types do not say: names stay inside the folder, sizes are sizes,
-    tensors lie in files that exist."""
+    """Checks what the types cannot: file names, hashes, that tensors fit their files, that pieces are consistent.
+
+    Raises:
+        ValueError: a check fails; the message is for the user.
+    """
     for name, file in manifest.files.items():
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
             raise ValueError(f"files.{name!r}: not a valid file name in a checkpoint")
         if not _HASH.fullmatch(file.blake3):
             raise ValueError(f"files.{name}: not a hash")
-    held = dict.fromkeys(manifest.files, 0)
+    tensor_sizes = dict.fromkeys(manifest.files, 0)
     for name, tensor in manifest.tensors.items():
-        if tensor.file not in held:
-            raise ValueError(f"tensors.{name}: it is in {tensor.file}, which is not among the files")
+        if tensor.file not in tensor_sizes:
+            raise ValueError(f"tensors.{name}: its file {tensor.file} is not listed under files")
         if tensor.dtype not in ITEM_BYTES:
             raise ValueError(f"tensors.{name}: {tensor.dtype} {tensor.shape} is not a type and shape of a tensor")
         if not _fits(name, tensor):
-            raise ValueError(f"tensors.{name}: it is no piece of a tensor")
-        held[tensor.file] += tensor_bytes(tensor.dtype, tensor.shape)
-    for name, needed in held.items():
+            raise ValueError(f"tensors.{name}: its name, shape and piece do not match")
+        tensor_sizes[tensor.file] += tensor_bytes(tensor.dtype, tensor.shape)
+    for name, needed in tensor_sizes.items():
         if needed > manifest.files[name].bytes:
             raise ValueError(f"files.{name}: smaller than the tensors it should contain")
 
 
 def _fits(name: str, tensor: StoredTensor) -> bool:
-    """Returns True if the entries of a piece go together."""
+    """Returns True if a tensor is whole, or if its piece agrees with its name and shape."""
     piece = tensor.piece
     if piece is None:
         return True

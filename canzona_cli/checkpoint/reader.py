@@ -1,6 +1,7 @@
-"""Reads a checkpoint in model space: whole tensors, or any rows of a unit, whatever they are stored in.
+"""Reads tensors of a checkpoint by the model's names: whole tensors, or any rectangle of a unit.
 
-Nothing of Megatron: commands that only want the weights do without it.
+Stored pieces are put together as needed. This module does not import Megatron, because commands that only
+read weights run without it.
 """
 
 from collections import defaultdict
@@ -20,23 +21,25 @@ from canzona_cli.optimizers.muon_facts import DISTRUSTED
 
 
 class Reader:
-    """A reader of parts of units, whatever tensors they are stored in.
-    It maps files and reads only what is needed."""
+    """A reader of any part of a unit, however the unit is stored.
+
+    Files are memory-mapped, and only the requested parts are read.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest, model: ModelConfig) -> None:
         self._folder, self._manifest, self.model = folder, manifest, model
         self._files: dict[str, safe_open] = {}
         self._sources: dict[str, list[tuple[str, Block]]] = defaultdict(list)
-        """The name of a stored tensor and its block of a unit, for each such block, by the unit."""
+        """The tensors that contain a block of a unit, by the unit: the tensor's name, and the block."""
         self._fields: dict[str, list[str]] = defaultdict(list)
         self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-        """The stored name and the piece, for each piece of a whole, by the whole's name."""
+        """The stored name and the position of every piece, by the name of the tensor that is stored in pieces."""
         for stored, tensor in manifest.tensors.items():
-            whole, shape = tensor.whole(stored), tensor.shape
-            name, _, field = whole.rpartition("/")
+            full_name, shape = tensor.whole(stored), tensor.shape
+            name, _, field = full_name.rpartition("/")
             if tensor.piece is not None:
-                self._pieces[whole].append((stored, tensor.piece))
-                if len(self._pieces[whole]) > 1:
+                self._pieces[full_name].append((stored, tensor.piece))
+                if len(self._pieces[full_name]) > 1:
                     continue
                 shape = unit_shape(name, model)
             self._fields[name].append(field)
@@ -55,7 +58,7 @@ class Reader:
         self.unmap()
 
     def unmap(self) -> None:
-        """Closes the files, because their pages count as this process's memory. Reading opens them again."""
+        """Unmaps the files, because their pages count as memory of this process. The next read maps them again."""
         self._files.clear()
 
     def fields(self, name: str) -> list[str]:
@@ -63,19 +66,19 @@ class Reader:
         return self._fields.get(name, [])
 
     def unit_fields(self, unit: str) -> list[str]:
-        """Lists the fields of the tensor that a unit is stored in.
+        """Lists the fields of the first tensor that the unit is stored in.
 
         Raises:
-            CheckpointInvalid: it is not stored.
+            CheckpointInvalid: the unit is not stored.
         """
         name, _ = self._stored(unit)[0]
         return self.fields(name)
 
     def whole(self, name: str, field: str) -> torch.Tensor:
-        """Reads a stored tensor as it is.
+        """Reads a complete tensor, put together from its pieces if it is stored in pieces.
 
         Raises:
-            CheckpointInvalid: it is not stored, or not all of it.
+            CheckpointInvalid: the tensor or a piece is not stored, or it has values that cannot be used.
         """
         stored = f"{name}/{field}"
         if stored in self._pieces:
@@ -86,10 +89,13 @@ class Reader:
         return self._sound(name, field, tensor)
 
     def master(self, unit: str, rows: range | None = None) -> torch.Tensor:
-        """Reads a unit's fp32 weight: these rows of a matrix or elements of a vector, or all of it.
+        """Reads a unit's fp32 master weight.
+
+        Args:
+            rows: the rows of a matrix or elements of a vector to read; None for all.
 
         Raises:
-            CheckpointInvalid: a part of it is not stored, or it is not finite.
+            CheckpointInvalid: a part is not stored, or the values read are not finite.
         """
         shape = unit_shape(unit, self.model)
         rows = range(shape[0]) if rows is None else rows
@@ -98,10 +104,10 @@ class Reader:
         return self.region(unit, MASTER, rows, range(shape[1]))
 
     def piece(self, piece: Piece, field: str) -> torch.Tensor:
-        """Reads the elements of a piece, flat.
+        """Reads the elements of a piece as a flat tensor.
 
         Raises:
-            CheckpointInvalid: as of `region`.
+            CheckpointInvalid: as for `region`.
         """
         first, last = piece.start // piece.cols, -(-piece.end // piece.cols)
         rows, cols = range(piece.row + first, piece.row + last), range(piece.col, piece.col + piece.cols)
@@ -112,16 +118,16 @@ class Reader:
         """Reads a block of a unit, (rows, columns).
 
         Raises:
-            CheckpointInvalid: as of `region`.
+            CheckpointInvalid: as for `region`.
         """
         rows = range(block.unit_row, block.unit_row + block.rows)
         return self.region(block.unit, field, rows, range(block.unit_col, block.unit_col + block.cols))
 
     def region(self, unit: str, field: str, rows: range, cols: range) -> torch.Tensor:
-        """Reads a rectangle of a unit, (rows, columns), to the host.
+        """Reads a rectangle of a unit into host memory, (rows, columns).
 
         Raises:
-            CheckpointInvalid: a part of it is not stored.
+            CheckpointInvalid: a part is not stored, or it has values that cannot be used.
         """
         parts = []
         for name, block in self._stored(unit):
@@ -135,47 +141,52 @@ class Reader:
         return self._sound(unit, field, region)
 
     def step(self, unit: str) -> float | None:
-        """Returns how many steps AdamW has made with a unit."""
+        """Returns the number of AdamW steps that a unit has had; None if that is not stored."""
         steps = self.scalars(unit).get("step")
         return float(steps) if isinstance(steps, int | float) else None
 
     def scalars(self, name: str) -> dict[str, Scalar]:
-        """Returns state other than tensors, by key."""
+        """Returns the state stored under a name that is not tensors, by key."""
         return self._scalars.get(name, {})
 
     def marks(self, units: Iterable[str]) -> dict[str, Scalar]:
-        """Returns the largest `distrusted` of the tensors that these units are stored in.
+        """Returns the largest `distrusted` value of the tensors that these units are stored in; empty if none has one.
 
         Raises:
-            CheckpointInvalid: one is not stored.
+            CheckpointInvalid: a unit is not stored.
         """
         wholes = {name for unit in units for name, _ in self._stored(unit)}
         marks = [value for name in wholes if isinstance(value := self.scalars(name).get(DISTRUSTED), int)]
         return {DISTRUSTED: max(marks)} if marks else {}
 
     def random_states(self, rank: int) -> dict[str, torch.Tensor]:
-        """Reads the random states of a rank of the run that saved."""
+        """Reads the random states that this rank of the saving run had, by generator."""
         name = f"{RANDOM}{rank:05d}"
         return {field: self.whole(name, field) for field in self.fields(name)}
 
     def problem(self, reason: str) -> Problem:
-        """Returns the problem of something that is stored and cannot be used."""
+        """Returns the problem for stored state that cannot be used for this `reason`."""
         return problem_of(self._folder, MANIFEST, reason)
 
     def _sound(self, name: str, field: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor if training can resume with it: weights are finite,
-        and our optimizers keep no NaN."""
+        """Returns the tensor unchanged after checking that training can resume with it.
+
+        Masters must be finite. Optimizer state must not contain NaN, except that of a user's own optimizer.
+
+        Raises:
+            CheckpointInvalid: the tensor has other values.
+        """
         if field == MASTER and tensor.numel() and all(bound.isfinite() for bound in torch.aminmax(tensor)):
-            return tensor  # without what isfinite() needs: another tensor as large
+            return tensor  # the usual case, without the memory that isfinite() of all elements would need
         bad = ~tensor.isfinite() if field == MASTER else tensor.isnan()
         if (field == MASTER or self._manifest.optimizer != "custom") and bool(bad.any()):
-            kind = "infinite or no numbers" if field == MASTER else "no numbers"
+            kind = "infinite or NaN" if field == MASTER else "NaN"
             reason = f"{int(bad.sum()):,} of the {tensor.numel():,} elements read of {name}/{field} are {kind}"
             raise CheckpointInvalid(self.problem(reason))
         return tensor
 
     def _stored(self, unit: str) -> Sequence[tuple[str, Block]]:
-        """Lists the tensors that a unit is stored in, from its first rows to its last."""
+        """Lists the tensors that a unit is stored in, with the unit's block in each, in the order of rows."""
         if unit not in self._sources:
             raise CheckpointInvalid(lacking(unit))
         return sorted(self._sources[unit], key=lambda source: source[1].unit_row)
@@ -191,7 +202,7 @@ class Reader:
         return part
 
     def _from_pieces(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
-        """Reads rows of a unit that is stored in pieces, (rows, columns)."""
+        """Reads `rows` rows from `row` on of a unit that is stored in pieces, (rows, columns)."""
         shape = unit_shape(name, self.model)
         region = torch.empty(rows, shape[-1])
         missing = region.numel()
@@ -201,10 +212,11 @@ class Reader:
             if first < last and piece.col + piece.cols <= shape[-1]:
                 data: torch.Tensor = self._open(stored).get_slice(stored)[first - piece.start : last - piece.start]  # type: ignore[no-untyped-call]
                 top, bottom = first // piece.cols, -(-last // piece.cols)
-                held = region[piece.row + top - row : piece.row + bottom - row, piece.col : piece.col + piece.cols]
-                flat = held.clone(memory_format=torch.contiguous_format).view(-1)  # its first and last row may be cut
+                target = region[piece.row + top - row : piece.row + bottom - row, piece.col : piece.col + piece.cols]
+                # A piece may start or end within a row, so it is written into a flat copy of all rows it touches.
+                flat = target.clone(memory_format=torch.contiguous_format).view(-1)
                 flat[first - top * piece.cols : last - top * piece.cols] = data
-                held.copy_(flat.view_as(held))
+                target.copy_(flat.view_as(target))
                 missing -= len(data)
         if missing:
             raise CheckpointInvalid(lacking(f"{name}/{field}"))
@@ -219,8 +231,8 @@ class Reader:
         return self._files[file]
 
 
-def lacking(what: str) -> Problem:
-    """Returns the problem of a name that a checkpoint of this model would have."""
-    reason = "the checkpoint does not have it: it was written by another model or optimizer"
+def lacking(name: str) -> Problem:
+    """Returns the problem of a name that the run needs and the checkpoint does not have."""
+    reason = "the checkpoint does not have this: it was written by another model or optimizer"
     fix = "resume with the recipe that the run was started with, or start a new run with run.dir=DIR"
-    return Problem(key="checkpoint.resume", value=what, reason=reason, fix=fix)
+    return Problem(key="checkpoint.resume", value=name, reason=reason, fix=fix)

@@ -1,8 +1,7 @@
-"""Loads a checkpoint into a run of any layout, strategy or plan:
-each rank reads what it updates, and nothing else.
+"""Loads a checkpoint into a run of any layout, strategy or plan; each rank reads only the state that it updates.
 
-Weights are made from masters by the very path an update takes: rounded, sent to the tensor-parallel ranks,
-gathered over the data-parallel ones.
+The weights are then computed from the masters as after an update: rounded, sent to the tensor-parallel ranks,
+and gathered over the data-parallel ranks.
 """
 
 import logging
@@ -34,10 +33,12 @@ _log = logging.getLogger(__name__)
 
 
 def verify_together(world: World, folder: Path) -> Manifest:
-    """Hash every file of a checkpoint, the ranks sharing the work, before anybody opens one. Collective.
+    """Hashes every file of a checkpoint, with the files divided among the ranks, and returns the manifest.
+
+    Collective. No rank returns before all files have been verified.
 
     Raises:
-        CheckpointInvalid: on all ranks together, with every file that is not what the manifest says.
+        CheckpointInvalid: on all ranks together, listing every file that does not match the manifest.
     """
     with together(world, folder):
         manifest = read_manifest(folder)
@@ -53,14 +54,14 @@ def verify_together(world: World, folder: Path) -> Manifest:
 def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only: bool = False) -> None:
     """Restores weights, masters, optimizer state, schedule and random states from a checkpoint.
 
-    Random states are a rank's own: with another number of ranks they stay as they are after start-up.
-    Collective.
+    Collective. Random states belong to ranks, so they are only restored if the number of ranks is the same.
 
     Args:
-        weights_only: weights and masters alone; whatever optimizer they are of, and however it split them.
+        weights_only: restores weights and masters only, whatever optimizer and splitting the checkpoint has.
 
     Raises:
-        CheckpointInvalid: on all ranks together: something that is needed is not in it.
+        CheckpointInvalid: on all ranks together: the checkpoint lacks something, or has state that cannot be
+            used.
     """
     world, config = trainee.world, trainee.config
     with together(world, folder):
@@ -86,17 +87,17 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
 
 @dataclass(frozen=True, kw_only=True)
 class _Problems:
-    """One rank's problems, as it sends them to the others."""
+    """The problems of one rank, as sent to the other ranks."""
 
     problems: tuple[Problem, ...]
 
 
 @contextmanager
 def together(world: World, folder: Path) -> Iterator[None]:
-    """Raises CheckpointInvalid on all ranks if reading the checkpoint failed on any,
-    each problem once. Collective.
+    """Raises CheckpointInvalid on all ranks if the block raised any exception on one of them.
 
-    Whatever it was that failed: a rank that ended by itself would leave the others waiting for it.
+    Collective. The error lists each distinct problem once. Without this, a rank that fails alone would leave
+    the others waiting in their next collective.
     """
     problems: list[Problem] = []
     try:
@@ -113,7 +114,11 @@ def together(world: World, folder: Path) -> Iterator[None]:
 
 
 def _restore_held(pieces: list[HeldPiece], reader: Reader, *, weights_only: bool) -> None:
-    """Restores a master and its state from the parts of units it consists of."""
+    """Restores a master and its optimizer state from the pieces that it consists of.
+
+    Args:
+        pieces: all pieces of one held master.
+    """
     item = pieces[0].held
     unit = pieces[0].piece.unit
     fields = [MASTER] if weights_only else reader.unit_fields(unit)
@@ -180,17 +185,18 @@ def unlike(
     counts: Mapping[str, Scalar],
     shared: Mapping[str, Scalar],
 ) -> str:
-    """Says how the stored state of a matrix differs from its optimizer's;
-    empty if it matches or none is stored.
+    """Returns in words how the stored state of a matrix differs from the state that its optimizer keeps.
+
+    Empty if they match, if no state is stored, or if the optimizer is a user's own.
 
     Args:
         tensors, counts: the stored state of the matrix, without its master.
-        shared: the state of all matrices together.
+        shared: the stored values of the parameter group, which all matrices share.
     """
     for key, value in shared.items():
         now = optimizer.param_groups[0].get(key, value)
         if not isinstance(now, bool | int | float | str) or isinstance(now, str) != isinstance(value, str):
-            return f"{key} of a parameter group is no {type(value).__name__}"
+            return f"{key} of a parameter group cannot be a {type(value).__name__}"
     expected = optimizer.state_shapes(master) if isinstance(optimizer, MatrixOptimizer) else None
     if expected is None or not (tensors or counts.keys() & expected.keys()):
         return ""
@@ -202,28 +208,33 @@ def unlike(
         elif shape is None or stored is None:
             return f"{key} is {'missing' if stored is None else 'not part of the optimizer state'}"
         elif stored.dtype != torch.float32 or stored.shape != shape:
-            return f"{key} is {stored.dtype} {tuple(stored.shape)}, and its optimizer keeps fp32 {shape}"
+            return f"{key} is {stored.dtype} {tuple(stored.shape)}, but the optimizer keeps fp32 {shape}"
     return ""
 
 
 def _from_units(
     matrix: Matrix, reader: Reader, *, weights_only: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
-    """Assembles state and marks of a matrix that was split differently when it was saved."""
+    """Assembles the master, state and marks of a matrix from units, for a matrix that was saved in another splitting.
+
+    Returns:
+        The tensors (only the master with `weights_only`), and the marks.
+    """
     model = reader.model
     blocks = stored_blocks(matrix.name, (matrix.rows, matrix.cols), model)
     tensors = {}
     for field in [MASTER] if weights_only else reader.unit_fields(blocks[0].unit):
-        whole = torch.empty(matrix.rows, matrix.cols)
+        assembled = torch.empty(matrix.rows, matrix.cols)
         for block in blocks:
-            whole[block.row : block.row + block.rows] = reader.block(block, field)
-        tensors[field] = whole
+            assembled[block.row : block.row + block.rows] = reader.block(block, field)
+        tensors[field] = assembled
     return tensors, reader.marks(block.unit for block in blocks)
 
 
 def _other_splitting(matrix: Matrix, manifest: Manifest) -> Problem:
     reason = (
-        f"{manifest.optimizer} keeps state of whole matrices, and the checkpoint's are split as {manifest.splitting}"
+        f"{manifest.optimizer} keeps its state per matrix, and the checkpoint was saved with another splitting: "
+        f"{manifest.splitting}"
     )
     fix = f"engine.splitting={manifest.splitting}"
     return Problem(key="engine.splitting", value=matrix.name, reason=reason, fix=fix)
@@ -231,10 +242,10 @@ def _other_splitting(matrix: Matrix, manifest: Manifest) -> Problem:
 
 @torch.no_grad()
 def load_weights(model: Model, folder: Path, manifest: Manifest) -> None:
-    """Loads every parameter of this rank from its master, rounded as training rounds it. Collective.
+    """Loads every parameter of this rank from its stored master, rounded as in training. Collective.
 
     Raises:
-        CheckpointInvalid: on all ranks together: a weight is not in it, or is no number.
+        CheckpointInvalid: on all ranks together: a weight is not stored, or is not finite.
     """
     world, shape = model.world, model.config.model
     with together(world, folder):

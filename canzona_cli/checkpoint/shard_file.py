@@ -1,7 +1,6 @@
-"""One rank's file of a checkpoint, as safetensors: 8 bytes of length, a JSON header,
-the tensors without gaps.
+"""Writes and checks safetensors files: 8 bytes for the header's length, a JSON header, the tensors without gaps.
 
-Written by ourselves, because the library's own writer needs all tensors at once, knows no hash, and no fsync.
+We do not use the library's writer because it needs all tensors in memory, and neither hashes nor fsyncs.
 """
 
 import json
@@ -19,7 +18,7 @@ from blake3 import blake3
 from canzona_cli.checkpoint.manifest import ITEM_BYTES, Buffer, StoredFile, StoredTensor, tensor_bytes
 
 LARGEST_HEADER: Final = 100_000_000
-"""The limit of safetensors itself, in bytes."""
+"""The largest header that the safetensors library accepts, in bytes."""
 
 _ALIGNMENT = 64
 _CHUNK = 8 << 20
@@ -28,28 +27,27 @@ _CHUNK = 8 << 20
 def write_shard(
     path: Path, tensors: Mapping[str, Buffer], *, metadata: Mapping[str, str] | None = None
 ) -> tuple[StoredFile, dict[str, StoredTensor]]:
-    """Write a new safetensors file and have it on the disk. Nothing is copied,
-    so the buffers must not change.
+    """Writes a new safetensors file, hashes it meanwhile, and syncs it to the disk.
 
     Args:
-        tensors: those whose data is still to be read are read piece by piece, each when the one before is
-            written.
-        metadata: further entries of its header.
+        tensors: the tensors by name. They are written from their own memory, which must not change meanwhile.
+            Buffers with a function are read in chunks, one tensor after the other.
+        metadata: the header's `__metadata__`; None for none.
 
     Returns:
         Size and hash of the file, and its table of tensors.
 
     Raises:
-        OSError: it could not be written; half a file may be left.
-        ValueError: a buffer that is not as large as its type and shape say.
+        OSError: the file could not be written; a part of it may be left.
+        ValueError: a buffer's size does not match its type and shape, or safetensors lacks the type.
     """
-    # Larger elements first: without gaps between tensors, that is what aligns each to its own element.
+    # There are no gaps between tensors. Larger elements first keeps every tensor aligned to its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-_item_bytes(*item), item[0])))
     header = _header(ordered, metadata)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        with ThreadPoolExecutor(max_workers=1) as beside:
-            written = _Written(descriptor, beside)
+        with ThreadPoolExecutor(max_workers=1) as hash_thread:
+            written = _HashedFile(descriptor, hash_thread)
             written.add(header)
             for name, buffer in ordered.items():
                 before = written.bytes
@@ -69,7 +67,7 @@ def write_shard(
 def _item_bytes(name: str, buffer: Buffer) -> int:
     if buffer.dtype not in ITEM_BYTES:
         raise ValueError(f"{name}: safetensors has no type {buffer.dtype}")
-    if not callable(buffer.data):  # before anything is written
+    if not callable(buffer.data):  # fails before anything is written
         _check_size(name, buffer, buffer.data.nbytes)
     return ITEM_BYTES[buffer.dtype]
 
@@ -81,7 +79,7 @@ def _check_size(name: str, buffer: Buffer, size: int) -> None:
 
 
 def _header(ordered: Mapping[str, Buffer], metadata: Mapping[str, str] | None) -> memoryview:
-    """Writes the length and the JSON after it, padded so that the first tensor is aligned."""
+    """Returns the header's length followed by its JSON, padded so that the first tensor is aligned."""
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for name, buffer in ordered.items():
@@ -93,22 +91,22 @@ def _header(ordered: Mapping[str, Buffer], metadata: Mapping[str, str] | None) -
     return memoryview(struct.pack("<Q", len(text)) + text)
 
 
-class _Written:
-    """A file that is being written and hashed."""
+class _HashedFile:
+    """A file that is being written and hashed at the same time."""
 
-    def __init__(self, descriptor: int, beside: ThreadPoolExecutor) -> None:
+    def __init__(self, descriptor: int, hash_thread: ThreadPoolExecutor) -> None:
         self.hasher, self.bytes = blake3(), 0
-        self._descriptor, self._beside, self._started = descriptor, beside, 0
+        self._descriptor, self._hash_thread, self._started = descriptor, hash_thread, 0
 
     def add(self, data: memoryview) -> None:
-        """Write and hash, both at once and without Python's lock. Nothing of the data is kept."""
-        given_up = Event()
-        hashed = self._beside.submit(_hash, self.hasher, data, given_up)
+        """Writes the data while another thread hashes it; both release the GIL. No reference to the data remains."""
+        failed = Event()
+        hashed = self._hash_thread.submit(_hash, self.hasher, data, failed)
         try:
             for chunk in _chunks(data):
                 self._write(chunk)
         except BaseException:
-            given_up.set()
+            failed.set()
             raise
         hashed.result()
 
@@ -117,14 +115,14 @@ class _Written:
             done = os.write(self._descriptor, rest)
             rest, self.bytes = rest[done:], self.bytes + done
         if (new := self.bytes - self._started) >= _CHUNK:
-            # To the kernel: begin to write these pages to the disk, rather than all of them at the fsync.
+            # Makes the kernel start to write these pages to the disk now, rather than all of them at the fsync.
             os.posix_fadvise(self._descriptor, self._started, new, os.POSIX_FADV_DONTNEED)
             self._started = self.bytes
 
 
-def _hash(hasher: blake3, data: memoryview, given_up: Event) -> None:
+def _hash(hasher: blake3, data: memoryview, failed: Event) -> None:
     for chunk in _chunks(data):
-        if given_up.is_set():
+        if failed.is_set():
             break
         hasher.update(chunk)
 
@@ -135,12 +133,14 @@ def _chunks(data: memoryview) -> Iterator[memoryview]:
 
 
 def read_table(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], int]:
-    """Reads names, types and shapes of a safetensors file's tensors from its header,
-    and the size it should have.
+    """Reads the type and shape of every tensor from the header of a safetensors file.
+
+    Returns:
+        Type and shape by the tensor's name, and the size in bytes that the file should have.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such file, in words for the user.
+        OSError: the file cannot be read.
+        ValueError: it is not a valid safetensors file; the message is for the user.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -151,14 +151,14 @@ def read_table(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], int]
             raise ValueError("not a safetensors file: the length of its header is impossible")
         text = file.read(length)
     try:
-        entries = json.loads(text.decode())  # of bytes json would take UTF-16 too, and the library does not
+        entries = json.loads(text.decode())  # json.loads(bytes) would also accept UTF-16, unlike the library
         metadata = entries.pop("__metadata__", {})
-        if not all(isinstance(value, str) for value in metadata.values()):  # the library is as strict
+        if not all(isinstance(value, str) for value in metadata.values()):  # as the library requires
             raise TypeError
         table = {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
         places = {name: entry["data_offsets"] for name, entry in entries.items()}
         for numbers in (*places.values(), *(shape for _, shape in table.values())):
-            if not all(type(number) is int and number >= 0 for number in numbers):  # the library takes no 2.0
+            if not all(type(number) is int and number >= 0 for number in numbers):  # the library rejects 2.0
                 raise TypeError
         spans = sorted((start, stop, tensor_bytes(*table[name])) for name, (start, stop) in places.items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

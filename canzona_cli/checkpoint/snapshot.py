@@ -1,8 +1,9 @@
-"""Copies what a checkpoint must hold to host memory, so that it can be written while training goes on.
+"""Copies the state for a checkpoint to host memory, so that it can be written while training continues.
 
-Weights are not saved: they are their masters, rounded. In model space (`canzona_cli.model.geometry`), every
-element by one rank that holds it: hosts write the matrices they host, and what is spread over ranks,
-fragments of shared matrices among it, is written in pieces.
+Weights are not saved, because they are the rounded masters. Everything has the model's names
+(`canzona_cli.model.geometry`), and every element is written by one of the ranks that hold it. Hosts write the
+matrices that they host; state that is spread over ranks, such as fragments of shared matrices, is written in
+pieces.
 """
 
 import random
@@ -30,8 +31,8 @@ from canzona_cli.model.families import EMBEDDING
 from canzona_cli.model.geometry import Block, fragment_blocks, matrix_blocks, unit_shape
 
 PINNED_SHARE = 0.5
-"""The share of a machine's memory that its ranks together may pin for saves;
-nobody else can use pinned pages."""
+"""The share of a node's memory that its ranks together may pin for saves. Pinned pages cannot be swapped or
+reclaimed."""
 DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -48,7 +49,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The smallest thing that a rank writes all of: a matrix with its state, or a piece of a unit with its own."""
+    """The smallest amount of state that one rank writes: a matrix, or a piece of a unit, each with its state."""
 
     name: str
     """The name of the matrix or the unit."""
@@ -58,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """The parts that one rank could write, as it sends them to the others."""
+    """The parts that one rank holds and could write, as sent to the other ranks."""
 
     parts: tuple[Part, ...]
     bytes: tuple[int, ...]
@@ -67,18 +68,18 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class _Contents:
-    """The contents of a part on this rank."""
+    """The tensors and scalars of a part that this rank holds."""
 
     part: Part
     tensors: Mapping[str, torch.Tensor]
     """The tensors by the names that they are stored under."""
     scalars: Mapping[str, Scalar]
     piece: Piece | None = None
-    """The piece that each tensor is of a whole; None if they are wholes."""
+    """The piece that each of the tensors is; None if they are complete tensors."""
 
 
 class Snapshots:
-    """The snapshots of one rank, taken into buffers that the first one allocates and the later ones reuse."""
+    """The snapshots of one rank. Later snapshots reuse the host buffers of earlier ones."""
 
     def __init__(self, trainee: Trainee) -> None:
         self._trainee = trainee
@@ -87,12 +88,12 @@ class Snapshots:
         self._writers: Mapping[Part, int] = {}
 
     def take(self) -> Shard:
-        """Copies the state between two steps. Collective.
+        """Copies this rank's share of the state to host memory; call it between two steps. Collective.
 
-        What the last call returned must have been written by now: its memory is used again.
+        It overwrites the memory of the shard that the last call returned, which must have been written by then.
 
         Raises:
-            ConfigError: a user's own optimizer keeps what a file cannot hold.
+            ConfigError: a user's own optimizer keeps state that a checkpoint cannot store.
         """
         world = self._trainee.world
         contents = [*_matrices(self._trainee), *_pieces(self._trainee)]
@@ -113,8 +114,10 @@ class Snapshots:
         return Shard(tensors=saved, scalars=scalars)
 
     def _agree(self, contents: Sequence[_Contents]) -> Mapping[Part, int]:
-        """Agrees on who writes what; repeated only when a rank's holdings have changed,
-        as in the first step."""
+        """Returns the rank that writes each part, the same on every rank. Collective.
+
+        It is decided again only when the holdings of some rank have changed, as when state first appears.
+        """
         sizes = tuple(sum(tensor.nbytes for tensor in item.tensors.values()) for item in contents)
         holding = Holding(parts=tuple(item.part for item in contents), bytes=sizes)
         changed = torch.full((1,), float(holding != self._holding), device=self._trainee.world.device)
@@ -125,7 +128,7 @@ class Snapshots:
         return self._writers
 
     def _copy(self, name: str, tensor: torch.Tensor, piece: Piece | None = None) -> Buffer:
-        """Copies a tensor to the host; from a GPU the copy arrives later."""
+        """Copies a tensor to its host buffer; a copy from a GPU is asynchronous, so synchronise before reading it."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = self._buffers[name] = self._new_buffer(tensor)
@@ -134,28 +137,30 @@ class Snapshots:
         return Buffer(dtype=DTYPES[buffer.dtype], shape=tuple(buffer.shape), data=data, piece=piece)
 
     def _new_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocates host memory, pinned up to `PINNED_SHARE`: a GPU writes to pinned memory itself, and training
-        waits longer for a copy to memory that is not."""
+        """Allocates host memory for a copy of the tensor, pinned on GPUs as long as `PINNED_SHARE` allows.
+
+        Copies from a GPU to pinned memory are asynchronous; those to other memory stop training for longer.
+        """
         pinned = self._trainee.world.device.type == "cuda"
         if pinned:
             ranks = self._trainee.world.world_size // (self._trainee.config.cluster.nodes or 1)
-            held = sum(buffer.nbytes for buffer in self._buffers.values())
-            pinned = held + tensor.nbytes <= PINNED_SHARE * psutil.virtual_memory().total / ranks
+            allocated = sum(buffer.nbytes for buffer in self._buffers.values())
+            pinned = allocated + tensor.nbytes <= PINNED_SHARE * psutil.virtual_memory().total / ranks
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldPiece:
-    """A piece of a unit, and where it lies in what an optimizer holds here."""
+    """A piece of a unit, and its position in a master that an optimizer holds on this rank."""
 
     piece: Piece
     held: Held | HeldFragment
     offset: int
-    """First element within the held master and its state, flat."""
+    """The index of the piece's first element in the flattened master and state."""
 
 
 def held_pieces(trainee: Trainee) -> list[HeldPiece]:
-    """Divides into pieces of units all that this rank updates, but for the matrices that it hosts."""
+    """Lists, as pieces of units, everything that this rank updates except the matrices that it hosts."""
     pieces, world, model = [], trainee.world, trainee.config.model
     for item in held(trainee.optimizer, trainee.chunks):
         for block in fragment_blocks(item.parameter, item.shape, model, tp=world.layout.tp, rank=world.tp_rank):
@@ -179,10 +184,10 @@ def _piece(block: Block, start: int, end: int) -> Piece:
 
 
 def _pieces(trainee: Trainee) -> Iterator[_Contents]:
-    """Yields masters and elementwise state of the pieces of units that this rank updates."""
+    """Yields the masters and elementwise state of the pieces of units that this rank updates."""
     model = trainee.config.model
     copied = None if trainee.world.is_first_stage or not model.tied_embeddings else EMBEDDING
-    """The unit that the first stage writes: the last stage has a copy of tied embeddings."""
+    """The unit that this rank skips: with tied embeddings the last stage has a copy, and the first stage writes it."""
     for item in held_pieces(trainee):
         piece, shape = item.piece, unit_shape(item.piece.unit, model)
         if piece.unit == copied:
@@ -197,7 +202,7 @@ def _pieces(trainee: Trainee) -> Iterator[_Contents]:
                 else:
                     tensors[piece.name(field)] = part
         scalars: dict[str, Scalar] = {}
-        if piece.row == piece.col == piece.start == 0:  # one piece of each unit tells them
+        if piece.row == piece.col == piece.start == 0:  # the first piece of each unit has the unit's scalars
             if item.held.step is not None:
                 scalars[f"{piece.unit}/step"] = item.held.step
             if isinstance(item.held, HeldFragment):
@@ -207,7 +212,7 @@ def _pieces(trainee: Trainee) -> Iterator[_Contents]:
 
 
 def _matrices(trainee: Trainee) -> Iterator[_Contents]:
-    """Yields masters and state of the matrices that this rank hosts."""
+    """Yields the masters and state of the matrices that this rank hosts."""
     if not isinstance(trainee.optimizer, CanzonaOptimizer):
         return
     for name, saved in trainee.optimizer.matrices.state_dict().items():
@@ -237,10 +242,16 @@ def _storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
 
 
 def share(holdings: Sequence[Holding], model: ModelConfig) -> dict[Part, int]:
-    """Assigns each part to one of its holders: to the one with least to write so far.
+    """Assigns each part to the rank, among those that hold it, that has the fewest bytes to write so far.
+
+    Args:
+        holdings: the parts of each rank, by rank.
+
+    Returns:
+        The rank that writes each part.
 
     Raises:
-        ValueError: the pieces of a unit do not make it up.
+        ValueError: the pieces of a unit do not add up to its number of elements.
     """
     holders: dict[Part, list[int]] = defaultdict(list)
     sizes: dict[Part, int] = {}
@@ -258,20 +269,19 @@ def share(holdings: Sequence[Holding], model: ModelConfig) -> dict[Part, int]:
     load = [0] * len(holdings)
     """The bytes that each rank writes."""
     writers: dict[Part, int] = {}
-    # Matrices before pieces, and those with one holder before the rest, which evens them out.
+    # Matrices before pieces. Among each, parts with fewer holders first, because the others can even out the load.
     for part in sorted(holders, key=lambda part: (part.piece is not None, len(holders[part]), str(part))):
         writers[part] = min(holders[part], key=lambda rank: (load[rank], rank))
         load[writers[part]] += sizes[part]
     return writers
 
 
-_PYTHON_VERSION = 3  # of the tuple random.getstate() returns
+_PYTHON_VERSION = 3  # the version of the tuple that random.getstate() returns
 _MEGATRON = "megatron."
 
 
 def random_states() -> dict[str, torch.Tensor]:
-    """Copies the random states of torch (host and device), Megatron's tracker,
-    Python and numpy to host tensors."""
+    """Returns the random states of torch (host and device), Megatron's tracker, Python and numpy, as tensors."""
     version, words, gauss = random.getstate()
     assert version == _PYTHON_VERSION
     states = {
@@ -290,24 +300,25 @@ def random_states() -> dict[str, torch.Tensor]:
 
 
 def check_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Compares `states` with those of this process, and tries them on generators that nobody uses.
+    """Checks that `states` can be restored, by type and shape and by trial on new generators.
+
+    The states of CUDA and of Megatron's tracker are not checked, because their length depends on the device.
 
     Raises:
-        Exception: they are no such states; the kind depends on the generator. Megatron's are of another
-        length on another device.
+        Exception: a state is not valid; the type of the exception depends on the generator.
     """
     for name, current in random_states().items():
         if name != "cuda" and not name.startswith(_MEGATRON):
             state = states[name]
             if state.dtype != current.dtype or (state.shape != current.shape and name != "python_gauss"):
-                raise ValueError(f"{name} is no state of a random generator")
+                raise ValueError(f"{name} is not the state of a random generator")
     torch.Generator().set_state(states["torch"])
     random.Random().setstate(_of_python(states))
     np.random.RandomState().set_state(_of_numpy(states))
 
 
 def set_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Restores what `random_states` copied; skips a device's state if there is no such device."""
+    """Restores the states that `random_states` returned; skips the CUDA state if CUDA is not in use."""
     torch.set_rng_state(states["torch"])
     random.setstate(_of_python(states))
     np.random.set_state(_of_numpy(states))

@@ -1,5 +1,4 @@
-"""The checkpoints of a run: which exist, which is the newest, which are removed,
-and which one a run resumes from."""
+"""Lists, chooses and removes the checkpoints of a run."""
 
 import os
 import shutil
@@ -22,15 +21,15 @@ _GLANCE_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class StoredCheckpoint:
-    """One checkpoint of a store, judged by its manifest and the sizes of its files."""
+    """One checkpoint of a store; usable or not, as far as its manifest and the sizes of its files show."""
 
     name: str
     step: int
     path: Path
     manifest: Manifest | None
-    """None when it cannot be used."""
+    """None if the checkpoint cannot be used."""
     problems: tuple[Problem, ...] = ()
-    """The reasons why it cannot be used."""
+    """The reasons why the checkpoint cannot be used."""
 
     @property
     def sound(self) -> bool:
@@ -45,12 +44,11 @@ class CheckpointStore:
 
     @classmethod
     def under(cls, path: Path) -> "CheckpointStore":
-        """Returns the store of the run directory `path`,
-        or of the folder itself if it is not a run directory."""
+        """Returns the store `path`/checkpoints if that folder exists, otherwise the store `path`."""
         return cls(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
 
     def checkpoints(self) -> tuple[StoredCheckpoint, ...]:
-        """Lists every checkpoint, in the order of steps."""
+        """Lists all checkpoints, usable or not, in the order of steps."""
         return self._steadily(lambda: tuple(self._backwards())[::-1])
 
     def latest(self) -> StoredCheckpoint | None:
@@ -62,36 +60,35 @@ class CheckpointStore:
         return self._steadily(lambda: next((checkpoint for checkpoint in self._backwards() if checkpoint.sound), None))
 
     def retain(self, keep: int, keep_every: int | None) -> tuple[str, ...]:
-        """Remove all that are older than the newest `keep` usable ones,
-        but for multiples of `keep_every` steps.
+        """Removes all checkpoints older than the newest `keep` usable ones, except at multiples of `keep_every` steps.
 
         Returns:
-            The names that went.
+            The names of the removed checkpoints, newest first.
 
         Raises:
-            OSError: one could not be removed.
+            OSError: a checkpoint could not be removed.
         """
         if keep < 1:
             raise ValueError("a store keeps at least one checkpoint")
-        usable, gone = 0, []
+        usable, removed = 0, []
         for name, path in reversed(self._paths().items()):
             if usable < keep:
-                # Only those that count are read; a damaged one must not cause the removal of an older, sound
-                # one.
+                # Damaged checkpoints are not counted, so that they never cause the removal of a sound one.
+                # Older checkpoints are not even read.
                 usable += judge(name, path).sound
             elif keep_every is None or (step_of(name) or 0) % keep_every:
                 _remove(path, hidden_path(self.root / name, "removed"))
-                gone.append(name)
-        return tuple(gone)
+                removed.append(name)
+        return tuple(removed)
 
     def move_later(self, step: int, folder: Path) -> tuple[str, ...]:
-        """Moves checkpoints of higher steps into `folder`, because the run resumes from `step`.
+        """Moves the checkpoints of steps after `step` into `folder`, because the run resumes from `step`.
 
         Returns:
-            Their names.
+            The names of the moved checkpoints.
 
         Raises:
-            OSError: one could not be moved.
+            OSError: a checkpoint could not be moved.
         """
         later = {name: path for name, path in self._paths().items() if (step_of(name) or 0) > step}
         if later:
@@ -103,16 +100,17 @@ class CheckpointStore:
         return tuple(later)
 
     def clear_partials(self) -> tuple[str, ...]:
-        """Removes what killed saves and removals left, and completes a replacement.
-        No save may be in progress.
+        """Removes the hidden folders that killed saves and removals left behind. No save may be in progress.
+
+        If a replacement was killed between its two renames, the old checkpoint gets its name back.
 
         Returns:
-            Names of the folders that went.
+            The names of the removed folders.
 
         Raises:
-            OSError: one could not be removed.
+            OSError: a folder could not be removed.
         """
-        gone = []
+        removed = []
         for name in self._names():
             hidden = hidden_name(name)
             if hidden is None:
@@ -122,8 +120,8 @@ class CheckpointStore:
                 os.rename(path, self.root / visible)
                 continue
             shutil.rmtree(path)
-            gone.append(name)
-        return tuple(gone)
+            removed.append(name)
+        return tuple(removed)
 
     def _names(self) -> list[str]:
         try:
@@ -132,7 +130,11 @@ class CheckpointStore:
             return []
 
     def _paths(self) -> dict[str, Path]:
-        """Returns names and folders by step, also of those that a killed replacement has left hidden."""
+        """Returns the path of every checkpoint by its name, in the order of steps.
+
+        A checkpoint that is hidden because it is being replaced, or that a killed replacement left hidden, is
+        included.
+        """
         names = self._names()
         waiting = {h[0]: self.root / name for name in names if (h := hidden_name(name)) and h[1] == "replaced"}
         paths = waiting | {name: self.root / name for name in names if step_of(name) is not None}
@@ -143,7 +145,7 @@ class CheckpointStore:
             yield judge(name, path)
 
     def _steadily[T](self, look: Callable[[], T]) -> T:
-        """Repeats `look` until no folder is renamed meanwhile, as a save may be replacing a checkpoint."""
+        """Calls `look` until no folder changes meanwhile, at most five times: a save may be replacing a checkpoint."""
         for _ in range(_GLANCES):
             before = self._identities()
             seen = look()
@@ -161,12 +163,12 @@ class CheckpointStore:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Returns True if this is meant as one checkpoint: by its name, or by what is in it."""
+    """Returns True if the path has the name of a checkpoint, or contains a manifest."""
     return step_of(path.name) is not None or (path / MANIFEST).exists()
 
 
 def judge(name: str, path: Path) -> StoredCheckpoint:
-    """Judges a checkpoint by its manifest and the sizes of its files."""
+    """Checks a checkpoint's manifest and the sizes of its files, and returns the result."""
     manifest, problems = None, tuple[Problem, ...]()
     if path.is_symlink():
         problems = (Problem(key=name, reason="is a symbolic link; give the path of its target to use it"),)
@@ -183,16 +185,16 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
 
     Args:
         run_checkpoints: folder `checkpoints` of the run that is started; need not exist.
-        resume: `auto`, a name such as `step-00000030`, the path of a checkpoint or of a run directory.
-        key: the setting that says so.
+        resume: `auto`, a name such as `step-00000030`, or the path of a checkpoint or of a run directory.
+        key: the setting that `resume` comes from, for messages.
 
     Returns:
-        None only for `auto` in a store without any checkpoint.
+        The checkpoint's folder; None only for `auto` in a store without any checkpoint.
 
     Raises:
         ConfigError: there is no such checkpoint.
-        CheckpointInvalid: it is the one that is meant, and it cannot be used; an older one is offered, not
-            taken.
+        CheckpointInvalid: the checkpoint cannot be used. The message suggests an older one, which is not used
+            without being asked for.
     """
     store = CheckpointStore(run_checkpoints)
     if resume == "auto":
@@ -203,9 +205,9 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
         named = {checkpoint.name: checkpoint for checkpoint in store.checkpoints()}
         if resume in named:
             return _usable(named[resume])
-        key, reason, fix = _KEY, f"{run_checkpoints} has no such checkpoint", _there(store)
+        key, reason, fix = _KEY, f"{run_checkpoints} has no such checkpoint", _available(store)
     elif not path.is_dir():
-        reason, fix = "is neither a folder nor the name of a checkpoint", _there(store)
+        reason, fix = "is neither a folder nor the name of a checkpoint", _available(store)
     else:
         path = path.resolve()
         checkpoint = judge(path.name, path) if is_checkpoint(path) else CheckpointStore.under(path).latest()
@@ -216,8 +218,14 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
 
 
 def _usable(checkpoint: StoredCheckpoint, *, by_path: bool = False) -> Path:
-    """Returns its folder if it is sound; `by_path` offers the previous one by path,
-    as it is another run's."""
+    """Returns the checkpoint's folder.
+
+    Args:
+        by_path: suggest the previous checkpoint by its path, because it may belong to another run.
+
+    Raises:
+        CheckpointInvalid: the checkpoint cannot be used.
+    """
     if checkpoint.sound:
         return checkpoint.path
     if not by_path:
@@ -226,15 +234,16 @@ def _usable(checkpoint: StoredCheckpoint, *, by_path: bool = False) -> Path:
     raise CheckpointInvalid(*(replace(problem, fix=fix) for problem in checkpoint.problems))
 
 
-def _there(store: CheckpointStore) -> str:
+def _available(store: CheckpointStore) -> str:
+    """Returns a fix that names the newest usable checkpoints of the store."""
     names = [checkpoint.name for checkpoint in store.checkpoints() if checkpoint.sound]
     if not names:
-        return f"{store.root} has none; checkpoint.resume=auto starts from the beginning there"
+        return f"{store.root} has no usable checkpoint; checkpoint.resume=auto starts from the beginning"
     return f"checkpoints there: {', '.join(names[-5:])}"
 
 
 def _remove(path: Path, hidden: Path) -> None:
-    """Hides a checkpoint in one step, then deletes it."""
+    """Renames a checkpoint to its hidden name, then deletes it, so that nobody sees half of it."""
     if path.is_symlink():
         path.unlink()
         return
@@ -248,7 +257,7 @@ class Chosen:
     """The checkpoints that a path names, in the order of steps."""
 
     root: Path
-    """The folder they lie in."""
+    """The folder that contains the checkpoints."""
     checkpoints: tuple[StoredCheckpoint, ...]
 
     @property
@@ -257,10 +266,10 @@ class Chosen:
         return self.required().checkpoints[-1]
 
     def at(self, step: int | None) -> StoredCheckpoint:
-        """Returns the checkpoint of a step; of None, the newest.
+        """Returns the checkpoint of a step; for None, the newest.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no such checkpoint.
         """
         if step is None:
             return self.newest
@@ -279,10 +288,14 @@ class Chosen:
 
 
 def choose(where: Path | None, *, runs: Path = Path("runs")) -> Chosen:
-    """Chooses the checkpoint at `where`, all of the run there, or all of the newest run that has some.
+    """Returns the checkpoint at a path, or all checkpoints of the run there.
+
+    Args:
+        where: the path of a checkpoint, a run directory or a folder of checkpoints. None for the current
+            directory if it is a run's, otherwise for the run under `runs` that was saved last.
 
     Raises:
-        ConfigError: there is no run and no checkpoint; the problem's key is `RUN_OR_CHECKPOINT`.
+        ConfigError: there is neither a run nor a checkpoint; the problem's key is `RUN_OR_CHECKPOINT`.
     """
     if where is None:
         where = _newest_run(runs)
@@ -300,7 +313,7 @@ def choose(where: Path | None, *, runs: Path = Path("runs")) -> Chosen:
 
 
 def _newest_run(runs: Path) -> Path:
-    """Finds the current directory if it is a run's, else the run under `runs` that was saved last."""
+    """Returns the current directory if it is a run's, otherwise the run under `runs` that was saved last."""
     if RunFiles(Path()).checkpoints.is_dir():
         return Path()
     try:

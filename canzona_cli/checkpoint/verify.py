@@ -1,7 +1,6 @@
-"""Checkpoints are judged before anything in them is opened: the manifest by its own hash,
-all else by the manifest.
+"""Verifies a checkpoint before its tensors are used: the manifest by its own hash, all other files by the manifest.
 
-Nothing is executed, no link is followed, no name leads out of the folder.
+Nothing that a checkpoint contains is executed, no link is followed, and no name can point outside its folder.
 """
 
 import os
@@ -20,7 +19,7 @@ from canzona_cli.errors import CheckpointInvalid, Problem, refuse
 from canzona_cli.run.machine import cores
 
 OnBytes = Callable[[int], None]
-"""A callback that receives how many more bytes have been hashed, from several threads."""
+"""A callback that is given the number of bytes hashed since the last call, from several threads."""
 
 _CHUNK = 4 << 20
 _MOST_THREADS = 8
@@ -29,74 +28,76 @@ _SHARDS = ".safetensors"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a checkpoint, and checks that its files exist with their sizes,
-    without reading them.
+    """Reads a checkpoint's manifest, and checks that the files exist with the right sizes, without reading them.
 
     Raises:
-        CheckpointInvalid: names every file that is missing or has another size, and the checkpoint before
-        this one.
+        CheckpointInvalid: the manifest is not valid, or files are missing or have another size. The first ten
+            are named, with the previous usable checkpoint.
     """
     manifest = _parsed(folder)
-    wrong = {name: _size_problem(folder, name, entry) for name, entry in sorted(manifest.files.items())}
-    problems = [problem_of(folder, name, reason) for name, reason in wrong.items() if reason is not None]
+    reasons = {name: _size_problem(folder, name, entry) for name, entry in sorted(manifest.files.items())}
+    problems = [problem_of(folder, name, reason) for name, reason in reasons.items() if reason is not None]
     refuse(shortened(problems), CheckpointInvalid)
     return manifest
 
 
 def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, list[Problem]]:
-    """Hash every file of a checkpoint, several at a time.
+    """Hashes every file of a checkpoint, several at a time, and compares their tensors with the manifest.
 
     Returns:
-        The manifest, and a problem for every file that is not as the manifest says.
+        The manifest, and a problem for every file that does not match the manifest.
 
     Raises:
-        CheckpointInvalid: there is no sound manifest, so nothing is known about the files.
+        CheckpointInvalid: the manifest is missing or not valid, so the files cannot be checked.
     """
     manifest = _parsed(folder)
-    files, given_up = dict(sorted(manifest.files.items())), Event()
+    files, interrupted = dict(sorted(manifest.files.items())), Event()
 
     def count(read: int) -> None:
-        if given_up.is_set():
-            raise InterruptedError("given up")
+        if interrupted.is_set():
+            raise InterruptedError("verification was interrupted")
         if on_bytes is not None:
             on_bytes(read)
 
     with ThreadPoolExecutor(max_workers=min(_MOST_THREADS, cores())) as pool:
         try:
             results = [*pool.map(lambda item: verify_file(folder, *item, on_bytes=count), files.items())]
-        except BaseException:  # Ctrl-C does not wait for the files that are being hashed
-            given_up.set()
+        except BaseException:  # after Ctrl-C, the pool's exit must not wait until large files are hashed
+            interrupted.set()
             raise
-    whole = [name for name, problem in zip(files, results, strict=True) if problem is None]
+    sound = [name for name, problem in zip(files, results, strict=True) if problem is None]
     problems = [problem for problem in results if problem is not None]
-    return manifest, problems + table_problems(folder, manifest, whole)
+    return manifest, problems + table_problems(folder, manifest, sound)
 
 
 def verify_file(folder: Path, name: str, entry: StoredFile, *, on_bytes: OnBytes | None = None) -> Problem | None:
-    """Says what is wrong with one file of a checkpoint, by its size and then its hash; None if nothing is."""
-    wrong = _size_problem(folder, name, entry)
-    if wrong is None:
+    """Checks the size and then the hash of one file of a checkpoint; returns the problem, None if it is sound."""
+    reason = _size_problem(folder, name, entry)
+    if reason is None:
         try:
             digest = _hashed(folder / name, on_bytes)
         except OSError as error:
-            wrong = f"cannot be read: {error.strerror or error}"
+            reason = f"cannot be read: {error.strerror or error}"
         else:
             if digest != entry.blake3:
-                wrong = "damaged: its content does not have the hash that the manifest gives"
-    return None if wrong is None else problem_of(folder, name, wrong)
+                reason = "damaged: its content does not match the hash in the manifest"
+    return None if reason is None else problem_of(folder, name, reason)
 
 
 def table_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[Problem]:
-    """Lists files among `names` whose headers list other tensors than the manifest; hash the files first."""
+    """Returns a problem for every safetensors file among `names` whose header does not match the manifest.
+
+    A header proves nothing about the tensors unless the file has been hashed before.
+    """
     problems = []
     for name in sorted(name for name in names if name.endswith(_SHARDS)):
         listed = {key: (t.dtype, t.shape) for key, t in manifest.tensors.items() if t.file == name}
         try:
-            held, size = read_table(folder / name)
+            in_file, size = read_table(folder / name)
         except (OSError, ValueError) as error:
             problems.append(problem_of(folder, name, f"{error}"))
             continue
-        differing = sorted(key for key in held.keys() | listed.keys() if held.get(key) != listed.get(key))
+        differing = sorted(key for key in in_file.keys() | listed.keys() if in_file.get(key) != listed.get(key))
         if differing:
             more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
             reason = f"its tensors differ from the manifest's: {differing[0]}{more}"
@@ -107,12 +108,12 @@ def table_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> li
 
 
 def foreign_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
-    """Lists files in the folder that do not belong to the checkpoint; they are never read."""
+    """Lists the names in the folder that do not belong to the checkpoint; such files are never read."""
     return tuple(sorted(set(os.listdir(folder)) - {MANIFEST, *manifest.files}))
 
 
 def shortened(problems: Sequence[Problem], most: int = _MOST_PROBLEMS, *, key: str = "checkpoint") -> list[Problem]:
-    """Keeps the first few problems, and counts the rest under `key`."""
+    """Returns the first `most` problems, and if there are more, a last one under `key` with the number of the rest."""
     shown = list(problems[:most])
     if len(problems) > len(shown):
         shown.append(Problem(key=key, reason=f"and {len(problems) - len(shown)} more"))
@@ -120,7 +121,10 @@ def shortened(problems: Sequence[Problem], most: int = _MOST_PROBLEMS, *, key: s
 
 
 def previous_sound(folder: Path) -> Path | None:
-    """Finds the newest checkpoint before this one in the same store whose manifest and sizes are right."""
+    """Finds the newest earlier checkpoint in the same store whose manifest and file sizes are right; None if none is.
+
+    If the folder does not have the name of a checkpoint, every checkpoint beside it counts as earlier.
+    """
     step = step_of(folder.name)
     try:
         names = os.listdir(folder.parent)
@@ -138,15 +142,15 @@ def previous_sound(folder: Path) -> Path | None:
 
 
 def way_out(folder: Path, *, by_path: bool = False) -> str:
-    """Says what to do instead of using this checkpoint. Another one is offered, never taken silently.
+    """Returns the fix for a checkpoint that cannot be used: resume from the previous one, or start again.
 
     Args:
-        by_path: offer it by its path, because a name means one of the run's own.
+        by_path: give the previous checkpoint's path, because a name would mean a checkpoint of the run itself.
     """
     previous = previous_sound(folder)
     if previous is not None:
-        return f"continue from the one before it: checkpoint.resume={previous if by_path else previous.name}"
-    return f"there is no earlier one: move {folder} away to start from the beginning"
+        return f"resume from the previous checkpoint: checkpoint.resume={previous if by_path else previous.name}"
+    return f"there is no earlier checkpoint: move {folder} away to start from the beginning"
 
 
 def _parsed(folder: Path) -> Manifest:
@@ -178,7 +182,7 @@ def _size_problem(folder: Path, name: str, entry: StoredFile) -> str | None:
 
 def _hashed(path: Path, on_bytes: OnBytes | None) -> str:
     hasher, buffer = blake3(), memoryview(bytearray(_CHUNK))
-    # Without following a link, or waiting for a pipe's other end.
+    # O_NOFOLLOW refuses links; O_NONBLOCK does not wait for the other end of a pipe.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while read := file.readinto(buffer):
@@ -189,5 +193,5 @@ def _hashed(path: Path, on_bytes: OnBytes | None) -> str:
 
 
 def problem_of(folder: Path, name: str, reason: str) -> Problem:
-    """Returns the problem of one file of a checkpoint, with what to use instead."""
+    """Returns the problem of one file of a checkpoint; its fix names the previous usable checkpoint."""
     return Problem(key=f"{folder.name}/{name}", reason=reason, fix=way_out(folder))

@@ -1,10 +1,9 @@
-"""Builds one pair: reads sources, tokenises them, writes `<prefix>.bin`, `.idx`,
-`.json` and the tokenizer used.
+"""Builds one pair: reads sources, tokenises them, writes `<prefix>.bin`, `.idx`, `.json` and the tokenizer used.
 
-Everything grows under temporary names while the prefix is locked, and gets its name at the end, so an
-interrupted or failed build leaves an older pair untouched. Of much input it leaves what it has of the inputs
-that are finished, for the build after it; the pair is the same, byte for byte, however often that was and
-however many processes made it.
+The files are written under temporary names while the prefix is locked, and renamed at the end, so an
+interrupted or failed build leaves an older pair untouched. With much input, an interrupted build keeps the
+tokens of the inputs that it has finished, and the next build continues from there. The pair is the same, byte
+for byte, however often the build was interrupted and however many processes it used.
 """
 
 import errno
@@ -48,7 +47,8 @@ from canzona_cli.run.machine import cores
 Stage = Literal["read input", "learn vocabulary", "tokenise", "write"]
 
 LARGE = 16 << 20
-"""Bytes of input after which a build notes how far it is; twice as many are worth a pool of processes."""
+"""The least input, in bytes, after which a build records its progress on the disk. With twice as much input left, a
+build uses a pool of processes."""
 _MOST_NOTES = 64
 _MOST_BAD_SHOWN = 5
 _MOST_INPUTS = 1000
@@ -61,9 +61,9 @@ class Progress:
 
     stage: Stage
     done: int
-    """Bytes of input, as they are on disk."""
+    """The bytes of input that have been read, as they are on disk."""
     total: int | None
-    """None when the inputs' size is unknown."""
+    """The bytes of all inputs; None if unknown."""
     tokens: int = 0
     documents: int = 0
 
@@ -73,21 +73,21 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSettings:
-    """The settings by which a pair is made from sources."""
+    """The settings with which a pair is made from sources."""
 
     tokenizer: str = "byte"
-    """byte, bpe, or the path of a tokenizer.json."""
+    """The tokenizer: byte, bpe, or the path of a tokenizer.json."""
     vocab_size: int | None = None
-    """Entries of a bpe; None: `DEFAULT_VOCAB_SIZE`. The other tokenizers have their own size."""
+    """The vocabulary size of a bpe; None for `DEFAULT_VOCAB_SIZE`. Other tokenizers have a fixed size."""
     eod: str | None = None
-    """The end-of-document token of a tokenizer.json; None: found by its usual names."""
+    """The end-of-document token of a tokenizer.json; None to find one by the usual names."""
     document: DocumentUnit = "file"
     text_key: str = "text"
     max_bad: int = 0
-    """Lines without a text to leave out; one more ends the build."""
+    """The largest number of lines without a text that are skipped; with more, the build fails."""
     workers: int | None = None
-    """Processes or, where there is too little input for several, threads of the tokenizer;
-    None: one per core."""
+    """The number of processes or, if there is too little input for several, of threads of the tokenizer; None for one
+    per core."""
 
     @property
     def bpe_entries(self) -> int:
@@ -96,18 +96,18 @@ class BuildSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A finished pair, and what happened while it was made."""
+    """A finished pair, with facts about its build."""
 
     prefix: Path
     sidecar: Sidecar
     skipped: tuple[str, ...]
-    """Binary files in folders, left out."""
+    """The binary files in folders that were skipped."""
     already_there: int
-    """Inputs that an earlier build, which did not come to its end, had finished."""
+    """The number of inputs that an earlier, interrupted build had finished."""
     vocabulary_sampled: bool
-    """True if a bpe learnt from a sample rather than from everything."""
+    """True if a bpe was trained on a sample rather than on all text."""
     asked_vocab_size: int | None
-    """The vocabulary size asked of a bpe; a small corpus yields fewer."""
+    """The requested vocabulary size of a bpe, which a small corpus may not reach; None for other tokenizers."""
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -115,16 +115,16 @@ class Built:
 
 
 def pair_files(prefix: Path) -> tuple[Path, ...]:
-    """Every file a build may leave at `prefix`."""
+    """Returns the paths of all files that a build may write at `prefix`."""
     return bin_path(prefix), idx_path(prefix), sidecar_path(prefix), saved_tokenizer_path(prefix)
 
 
 def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings, on_progress: OnProgress) -> Built:
-    """Make the pair `prefix` from `sources`, replacing what is there. The caller holds the prefix's lock.
+    """Builds the pair `prefix` from `sources`, replacing an existing pair. The caller must hold the prefix's lock.
 
     Raises:
-        ConfigError: bad input or tokenizer, or no text at all.
-        EnvironmentProblem: the disk is full or cannot be written.
+        ConfigError: an input or the tokenizer is not valid, or there is no text at all.
+        EnvironmentProblem: the disk is full or cannot be written, a process died, or a package is not installed.
     """
     if settings.workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(settings.workers)  # read when the tokenizer's thread pool starts
@@ -151,7 +151,7 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
             writer.publish(*companions)
             writer.keep = False
             if saved is None:
-                saved_tokenizer_path(prefix).unlink(missing_ok=True)  # of the pair this one replaces
+                saved_tokenizer_path(prefix).unlink(missing_ok=True)  # the replaced pair may have had one
             _finished_path(prefix).unlink(missing_ok=True)
     return Built(
         prefix=prefix,
@@ -165,11 +165,11 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """The first inputs of a build, whose tokens are on the disk as a whole."""
+    """A record of the first inputs of a build, all of whose tokens are on the disk."""
 
     inputs: int
     fingerprint: str
-    """The hash of these inputs and of how they were tokenised."""
+    """The hash of these inputs and of the settings with which they were tokenised."""
     written: Written
     tally: Tally
 
@@ -179,7 +179,10 @@ def _finished_path(prefix: Path) -> Path:
 
 
 def _finished_inputs(prefix: Path, recipe: Recipe, sources: Sequence[Source]) -> Finished | None:
-    """The inputs that an earlier build of the same finished before it was killed or failed; None for none."""
+    """Returns the inputs that an interrupted build of the same sources has finished; None if there are none.
+
+    A record that does not match the sources, the settings or the files on the disk is removed.
+    """
     done = load_if_sound(_finished_path(prefix), Finished)
     if (
         done is not None
@@ -200,7 +203,10 @@ def _tokenise(
     settings: BuildSettings,
     on_progress: OnProgress,
 ) -> Tally:
-    """Write all documents, after each input of some size also how far that is; count what was read."""
+    """Tokenises and writes all documents that are not finished yet; returns the counts of all inputs.
+
+    It records the finished inputs on the disk whenever at least `LARGE` bytes have been read since the last record.
+    """
     tally, inputs = (Tally(), 0) if done is None else (done.tally, done.inputs)
     writer.keep = done is not None
     total = _total(sources)
@@ -229,7 +235,10 @@ def _tokenise(
 
 
 def _read_all(sources: Sequence[Source], reader: Reader) -> Iterator[Batch | Tally | CanzonaError]:
-    """Read all inputs. A failure is the last item, so that mistakes of earlier batches are reported before it."""
+    """Yields the batches and tallies of all inputs. An error is yielded as the last item instead of raised.
+
+    So problems in earlier batches, which are found later, are still reported before this error.
+    """
     try:
         for source in sources:
             yield from reader.read(source)
@@ -240,15 +249,16 @@ def _read_all(sources: Sequence[Source], reader: Reader) -> Iterator[Batch | Tal
 def _make_tokenizer(
     sources: Sequence[Source], read: ReadSettings, settings: BuildSettings, on_progress: OnProgress
 ) -> tuple[Tokenizer, bool]:
+    """Returns the tokenizer, and True if a bpe was trained on a sample rather than on all text."""
     if settings.tokenizer == "byte":
         return ByteTokenizer(), False
     if settings.tokenizer != "bpe":
         return load_json_tokenizer(settings.tokenizer, settings.eod), False
     total = _total(sources) or 0
     reader = Reader(settings=read)
-    # Each piece is taken with the probability that fills the sample; a fixed seed keeps the vocabulary
-    # reproducible. Compressed inputs hold more text than their size says, so the sample is also cut at its
-    # full size.
+    # Each piece is sampled with the probability that fills the sample; a fixed seed makes the vocabulary
+    # reproducible. Compressed inputs contain more text than their size suggests, so the sample is also cut off
+    # at SAMPLE_BYTES.
     chance, choose = min(1.0, SAMPLE_BYTES / max(total, 1)), random.Random(0)
     taken, left_out = 0, False
 
@@ -316,8 +326,10 @@ def _describe(
 def _spooled(
     sources: Sequence[Source], prefix: Path, settings: BuildSettings, on_progress: OnProgress
 ) -> Iterator[list[Source]]:
-    """The sources; pipes are copied to disk first if they must be read twice,
-    for the vocabulary and for the ids."""
+    """Yields the sources; for a bpe, inputs of unknown size (pipes) are replaced by copies on the disk.
+
+    A bpe reads its inputs twice, for the vocabulary and for the ids. The copies are removed after the block.
+    """
     if settings.tokenizer != "bpe" or all(source.size is not None for source in sources):
         yield list(sources)
         return
@@ -356,11 +368,14 @@ def _disk_errors(prefix: Path) -> Iterator[None]:
 
 
 def _refuse_bad_lines(tally: Tally, most: int) -> None:
-    """Raise a ConfigError that names the first lines without a text,
-    if there are more than may be left out."""
+    """Checks that no more lines were skipped than allowed.
+
+    Raises:
+        ConfigError: more than `most` lines have no text; names the first of them.
+    """
     if tally.bad <= most:
         return
-    fix = "use --text-key NAME for another field, or --format text to take lines as they are; to leave them out, "
+    fix = "use --text-key NAME for another field, or --format text to read lines as plain text; to skip these lines, "
     fix += f"--max-bad {max(10, 2 * tally.bad)}" if most == 0 else "a higher --max-bad"
     shown = tally.bad_lines[:_MOST_BAD_SHOWN]
     raise ConfigError(
@@ -369,7 +384,7 @@ def _refuse_bad_lines(tally: Tally, most: int) -> None:
 
 
 def disk_problem(prefix: Path, error: OSError) -> EnvironmentProblem:
-    """The problem to show for an OSError while writing at `prefix`."""
+    """Returns the error that tells the user about an OSError while writing at `prefix`."""
     fix = "choose a writable folder"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = 0
@@ -377,5 +392,5 @@ def disk_problem(prefix: Path, error: OSError) -> EnvironmentProblem:
             free = shutil.disk_usage(prefix.parent).free
         finished = "the same command continues after the finished inputs"
         left = finished if _finished_path(prefix).exists() else "nothing was left behind"
-        fix = f"make room ({free / 2**20:,.0f} MiB free there) or choose another disk; {left}"
+        fix = f"make room ({free / 2**20:,.0f} MiB are free) or choose another disk; {left}"
     return unwritable("--output", str(prefix), error, fix=fix)

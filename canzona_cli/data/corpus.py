@@ -1,4 +1,4 @@
-"""The corpus of a run, checked before it starts: prepared, intact, and suitable for its model."""
+"""Prepares and checks the corpus of a run before the run starts."""
 
 import hashlib
 import json
@@ -38,15 +38,15 @@ _CONFIG_KEYS = {
     "--output": "data.cache_dir",
     "INPUT": "data.source",
 }
-"""The configuration key for an option of `canzona data prepare`."""
+"""The configuration key that corresponds to an option of `canzona data prepare`."""
 
 
 def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) -> PreparedCorpus:
-    """The corpus of `config.data`, prepared and cached where it is the built-in one.
+    """Returns the corpus of `config.data` after checking it; prepares and caches the built-in corpus if necessary.
 
     Args:
         config: the run; the model's vocabulary and the sequence length are checked against the data.
-        on_progress: receives what is being done and the share that is done, 0 to 1.
+        on_progress: called with a description of the current work and the share that is done, 0 to 1.
 
     Raises:
         ConfigError: missing or damaged data, token ids beyond the vocabulary, too few tokens; all problems at
@@ -85,8 +85,8 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
         eod=first.eod if first else None,
     )
     problems = [*_disagreements(pairs), *_vocabulary_problems(config, corpus)]
-    for one, (pair, _) in zip(corpus.sets, pairs, strict=True):
-        problems += _length_problems(config, pair, one, blended=len(pairs) > 1)
+    for part, (pair, _) in zip(corpus.sets, pairs, strict=True):
+        problems += _length_problems(config, pair, part, blended=len(pairs) > 1)
     problems += _sample_problems(config, corpus)
     refuse(problems)
     return corpus
@@ -96,7 +96,7 @@ def tokenizer_of(corpus: PreparedCorpus) -> Tokenizer:
     """Returns the tokenizer that made the tokens of a corpus.
 
     Raises:
-        ConfigError: another tool did, and its files do not say how; or the tokenizer has gone.
+        ConfigError: the tokenizer is not known, because another tool prepared the corpus or its file was removed.
     """
     from tokenizers import Tokenizer as RustTokenizer
 
@@ -104,7 +104,7 @@ def tokenizer_of(corpus: PreparedCorpus) -> Tokenizer:
         return ByteTokenizer()
     path = saved_tokenizer_path(corpus.prefix)
     if corpus.eod is None or not path.is_file():
-        reason = f"its tokenizer is not known: there is no {path.name} that canzona data prepare has written"
+        reason = f"its tokenizer is not known: there is no {path.name} written by canzona data prepare"
         raise ConfigError(Problem(key="data.path", value=str(corpus.prefix), reason=reason, fix=_PREPARE))
     backend = RustTokenizer.from_file(str(path))
     return JsonTokenizer(kind="huggingface", name=corpus.tokenizer, eod=corpus.eod, backend=backend)
@@ -112,16 +112,16 @@ def tokenizer_of(corpus: PreparedCorpus) -> Tokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBytes:
-    """Bytes of text per token id of one tokenizer."""
+    """The bytes of text that each token id of a tokenizer stands for."""
 
     values: npt.NDArray[np.float64]
-    """Shape [vocab_size]; the token that ends a document stands for none."""
+    """The bytes of each token, shape [vocab_size]. If counted, special tokens have 0 bytes."""
     counted: bool
-    """False: each is the corpus' mean, because the tokenizer does not tell."""
+    """True if the bytes were counted for each token; False if each value is the corpus's mean bytes per token."""
 
 
 def token_bytes(corpus: PreparedCorpus) -> TokenBytes | None:
-    """Count the bytes behind each token of a corpus; None where its tokenizer is not known.
+    """Returns the bytes of text that each token of a corpus stands for; None if its tokenizer is not known.
 
     Raises:
         ConfigError: the corpus is damaged.
@@ -140,7 +140,11 @@ def token_bytes(corpus: PreparedCorpus) -> TokenBytes | None:
 
 
 def _pairs(paths: Sequence[str], *, blended: bool) -> list[tuple[PairInfo, Sidecar | None]]:
-    """The pairs at these prefixes, all of them intact."""
+    """Returns the pairs at these prefixes with their sidecars.
+
+    Raises:
+        ConfigError: pairs are missing or damaged; lists all of them.
+    """
     pairs, problems = [], list[Problem]()
     for path in paths:
         with gathered(problems):
@@ -153,38 +157,43 @@ def _pairs(paths: Sequence[str], *, blended: bool) -> list[tuple[PairInfo, Sidec
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """The last part of each path, or the paths themselves where these are not different."""
+    """Returns the last part of each path, or the full paths if the last parts are not distinct."""
     names = [Path(path).name for path in paths]
     return names if len(set(names)) == len(names) else [*paths]
 
 
 def _disagreements(pairs: Sequence[tuple[PairInfo, Sidecar | None]]) -> Iterator[Problem]:
-    """Sets of another tokenizer than the first one's: the same id would be another word."""
-    (first, known), *others = pairs
+    """Yields a problem for every set whose tokenizer differs from the first set's, so that ids mean different text."""
+    (first, first_sidecar), *others = pairs
     for pair, sidecar in others:
-        if _identity(sidecar) == _identity(known):
+        if _identity(sidecar) == _identity(first_sidecar):
             continue
-        ours, theirs = (f"{one.tokenizer} ({one.vocab_size:,} ids)" if one else "unknown" for one in (sidecar, known))
-        reason = f"its tokenizer is {ours}, that of {first.prefix} is {theirs}: the same id would be another word"
+        this, expected = (
+            f"{facts.tokenizer} ({facts.vocab_size:,} ids)" if facts else "unknown"
+            for facts in (sidecar, first_sidecar)
+        )
+        reason = f"its tokenizer is {this}, but that of {first.prefix} is {expected}: the same id means different text"
         saved = saved_tokenizer_path(first.prefix)
         fix = f"canzona data prepare ... --tokenizer {saved if saved.exists() else 'byte'}, the same for all sets"
         yield Problem(key="data.blend", value=str(pair.prefix), reason=reason, fix=fix)
 
 
 def _identity(sidecar: Sidecar | None) -> tuple[str | None, int, int] | None:
-    """Returns what makes tokenizers the same; None for a pair that does not say."""
+    """Returns a key that is equal for equal tokenizers; None for a pair without a sidecar."""
     return None if sidecar is None else (sidecar.tokenizer_sha256, sidecar.vocab_size, sidecar.eod)
 
 
 def look_at_data(config: RunConfig, on_progress: ReportProgress | None = None) -> PreparedCorpus | None:
-    """Check all of a run's data that is there before the run is: somebody's own corpus as the run checks it,
-    and of the built-in one, which the first run that needs it prepares, the tokenizer.
+    """Checks a run's data as far as possible without preparing the built-in corpus.
+
+    Prepared data are checked completely. Of the built-in corpus only the tokenizer file is checked, because the
+    first run that needs the corpus prepares it.
 
     Returns:
-        The corpus; None for the built-in one.
+        The corpus; None for the built-in corpus.
 
     Raises:
-        ConfigError: as `ensure_corpus`; or the tokenizer is missing or none.
+        ConfigError: as for `ensure_corpus`; or the tokenizer file is missing or not valid.
     """
     if config.data.source == "prepared":
         return ensure_corpus(config, on_progress)
@@ -206,9 +215,9 @@ def _cached_stdlib(config: RunConfig, report: ReportProgress) -> tuple[PairInfo,
             return cached
         _make_folder(prefix.parent)
         try:
-            waiting = "waiting for another run that prepares the same corpus"
+            waiting = "waiting for another run that is preparing the same corpus"
             with exclusive(lock_path(prefix), on_wait=lambda: report(waiting, 0.0)):
-                if cached := _intact(prefix):  # the run we waited for has made it
+                if cached := _intact(prefix):  # prepared by the run that this one waited for
                     return cached
                 build_pair(sources, prefix, settings, lambda progress: report(*_in_words(progress)))
         except OSError as error:
@@ -221,7 +230,7 @@ def _cached_stdlib(config: RunConfig, report: ReportProgress) -> tuple[PairInfo,
 
 
 def _cache_prefix(config: RunConfig, content: str) -> Path:
-    """A name that changes with everything that changes the tokens, readable at its beginning."""
+    """Returns the prefix of the cached corpus: a readable name, and a hash of everything that the tokens depend on."""
     kind, size, tokenizer = config.data.tokenizer, 0, ""
     if kind == "bpe":
         size = config.data.tokenizer_vocab_size
@@ -234,7 +243,7 @@ def _cache_prefix(config: RunConfig, content: str) -> Path:
 
 
 def _intact(prefix: Path) -> tuple[PairInfo, Sidecar] | None:
-    """The cached corpus; None where there is none or it is damaged, because the cache can be made again."""
+    """Returns the cached corpus; None if it is missing or damaged, because it can be prepared again."""
     try:
         pair = inspect_pair(prefix)
         sidecar = load_sidecar(pair)
@@ -255,7 +264,7 @@ def _make_folder(folder: Path) -> None:
 def _in_words(progress: Progress) -> tuple[str, float]:
     share = min(1.0, progress.done / progress.total) if progress.total else 0.0
     if progress.stage == "learn vocabulary":
-        # Reading is the short part; the learning itself reports no progress.
+        # The share covers only reading, which is short; the training itself reports no progress.
         return "learning a vocabulary from the Python standard library", share
     if progress.stage == "write":
         return "writing the corpus", 1.0
@@ -263,7 +272,7 @@ def _in_words(progress: Progress) -> tuple[str, float]:
 
 
 def _in_config_words(problem: Problem) -> Problem:
-    """The same problem, worded for a run's configuration instead of the options of `canzona data prepare`."""
+    """Returns the same problem with configuration keys instead of the options of `canzona data prepare`."""
     fix = problem.fix
     if problem.key == "--output":
         fix = "use data.cache_dir=FOLDER or CANZONA_CACHE=FOLDER with a writable folder that has room"
@@ -273,7 +282,7 @@ def _in_config_words(problem: Problem) -> Problem:
 
 
 def _scanned_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> int:
-    """The largest id of a pair without a sidecar; cached, because reading all of it may take minutes."""
+    """Returns the largest id in a pair without a sidecar. The result is cached, because the scan may take minutes."""
     status = bin_path(pair.prefix).stat()
     key = f"{bin_path(pair.prefix)}\0{status.st_size}\0{status.st_mtime_ns}\0{pair.dtype}"
     memo = cache_root(config) / "scans" / hashlib.sha256(key.encode()).hexdigest()[:24]
@@ -287,21 +296,21 @@ def _scanned_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> i
         temporary(memo).write_text(str(largest))
         temporary(memo).replace(memo)
     except OSError:
-        pass  # only the next scan would gain from it
+        pass  # without the cache, the next run scans again
     return largest
 
 
 def _vocabulary_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Problem]:
     least = corpus.max_token_id + 1
     if least > config.model.vocab_size:
-        where = ", ".join(f"{one.prefix}.bin" for one in corpus.sets)
-        reason = f"{where} has token ids up to {corpus.max_token_id}, more than the embedding has"
+        where = ", ".join(f"{part.prefix}.bin" for part in corpus.sets)
+        reason = f"{where} has token ids up to {corpus.max_token_id}, beyond the embedding"
         fix = f"model.vocab_size={padded_vocab_size(least)} (at least {least}; multiples of 128 divide well)"
         yield problem_with(config, "model.vocab_size", reason, fix)
 
 
 def padded_vocab_size(least: int) -> int:
-    """The next multiple of 128, Megatron's habit: an embedding that divides over any usual tensor-parallel size."""
+    """Rounds up to a multiple of 128, as Megatron does, so that all usual TP sizes divide the embedding."""
     return -(-least // 128) * 128
 
 
@@ -310,24 +319,27 @@ def _held_out(config: RunConfig) -> float:
     return config.data.validation_fraction if validates else 0.0
 
 
-def _length_problems(config: RunConfig, pair: PairInfo, held: PreparedSet, *, blended: bool) -> Iterator[Problem]:
-    """A sample is `seq_length` tokens and the one after them; each split needs at least one of its own."""
+def _length_problems(config: RunConfig, pair: PairInfo, part: PreparedSet, *, blended: bool) -> Iterator[Problem]:
+    """Yields a problem if the training or validation split of a set has too few tokens for one sample.
+
+    A sample is `seq_length` tokens and the token after them.
+    """
     needed = config.train.seq_length + 1
-    data = held.name if blended else "the data"
-    if held.tokens < needed:
-        reason = f"{data} has only {held.tokens:,} tokens, less than one sample"
+    data = part.name if blended else "the data"
+    if part.tokens < needed:
+        reason = f"{data} has only {part.tokens:,} tokens, less than one sample"
         fix = "prepare more text, or use a shorter train.seq_length"
         yield problem_with(config, "train.seq_length", reason, fix)
-    elif held.train_tokens < needed or (_held_out(config) > 0 and held.validation_tokens < needed):
-        which = "training" if held.train_tokens < needed else "validation"
-        left = min(held.train_tokens, held.validation_tokens)
-        of = f" of {held.name}" if blended else ""
+    elif part.train_tokens < needed or (_held_out(config) > 0 and part.validation_tokens < needed):
+        which = "training" if part.train_tokens < needed else "validation"
+        left = min(part.train_tokens, part.validation_tokens)
+        of = f" of {part.name}" if blended else ""
         reason = f"leaves {left:,} tokens{of} for {which}, but a sample needs {needed:,}"
         yield problem_with(config, "data.validation_fraction", reason, _better_fraction(pair, needed))
 
 
 def _sample_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Problem]:
-    """Lists what keeps the model from continuing `train.sample_prompt`."""
+    """Yields the problems that prevent sample texts: no tokenizer, or a prompt as long as the sequence."""
     prompt = config.train.sample_prompt
     if config.train.sample_every == 0:
         return
@@ -337,13 +349,15 @@ def _sample_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Prob
         yield from (replace(each, fix=f"{each.fix}; or train.sample_every=0") for each in error.problems)
         return
     if tokens >= config.train.seq_length:
-        reason = f"is {tokens} tokens, and nothing fits behind them: train.seq_length={config.train.seq_length}"
+        reason = f"is {tokens} tokens, which leaves no room in train.seq_length={config.train.seq_length}"
         yield problem_with(config, "train.sample_prompt", reason, "use a shorter prompt")
 
 
 def usable_fraction(pair: PairInfo, needed: int, *, at_least: float = 0.01) -> float | None:
-    """The smallest share for validation, in hundredths, that leaves both splits `needed` tokens;
-    None if none does."""
+    """Returns the smallest validation share, in steps of 0.01 up to 0.5, that gives both splits `needed` tokens.
+
+    None if there is no such share.
+    """
     shares = [percent / 100 for percent in range(round(at_least * 100), 51)]
     return next((share for share in shares if min(pair.split_tokens(share)) >= needed), None)
 

@@ -1,4 +1,4 @@
-"""Turns batches of text into tokens, in this process or in a pool of them, in the order of the batches."""
+"""Turns batches of text into tokens, in this process or in a pool of processes, in the order of the batches."""
 
 import hashlib
 import json
@@ -31,13 +31,16 @@ from canzona_cli.errors import CanzonaError, EnvironmentProblem, Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything beside the inputs that the tokens depend on."""
+    """Everything except the inputs that the tokens depend on."""
 
     tokenizer: Tokenizer
     read: ReadSettings
 
     def fingerprint(self, sources: Sequence[Source]) -> str:
-        """Hash all that the tokens of these sources depend on."""
+        """Returns a hash of everything that the tokens of these sources depend on.
+
+        A source is represented by its path, size, modification time and inode, not by its content.
+        """
         tokenizer = self.tokenizer
         made_by = [FORMAT, tokenizer.kind, tokenizer.eod, tokenizer.to_json(), asdict(self.read)]
         inputs = []
@@ -52,10 +55,15 @@ class Recipe:
 def in_order(
     items: Iterable[Batch | Tally | CanzonaError], recipe: Recipe, workers: int
 ) -> Iterator["Encoded | Tally"]:
-    """Encode all batches in a pool of processes, or in this one; the results in the order of the batches.
+    """Encodes all batches, and yields the results in the order of the batches. Tallies are passed on.
+
+    Args:
+        items: the batches and tallies. An error among them is raised when its turn comes.
+        recipe: the tokenizer and the settings.
+        workers: the number of processes; 1 to encode in this process.
 
     Raises:
-        CanzonaError: one of the items, or of a batch that cannot be tokenised.
+        CanzonaError: an error among the items, or a batch that cannot be tokenised.
         EnvironmentProblem: a process of the pool died.
     """
     if workers == 1:
@@ -82,8 +90,8 @@ def in_order(
         while pending:
             yield first()
     except BrokenProcessPool:
-        fix = "often the machine ran out of memory: use fewer --workers"
-        raise EnvironmentProblem(Problem(key="INPUT", reason="a process that tokenised them died", fix=fix)) from None
+        reason, fix = "a tokenising process died", "the usual cause is lack of memory: use fewer --workers"
+        raise EnvironmentProblem(Problem(key="INPUT", reason=reason, fix=fix)) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -93,19 +101,19 @@ class Encoded:
     """The tokens of a batch."""
 
     tokens: TokenArray
-    """Ids of all sequences one after another, without eod."""
+    """The ids of all sequences, concatenated, without eod."""
     lengths: Lengths
-    """Tokens of each sequence, shape [sequences]."""
+    """The number of tokens of each sequence, shape [sequences]."""
     last: npt.NDArray[np.bool_]
-    """The document ends with that sequence, shape [sequences]."""
+    """True for each sequence that is the last of its document, shape [sequences]."""
     tally: Tally
 
 
 def encode(batch: Batch, recipe: Recipe) -> Encoded:
-    """Read and tokenise the texts of a batch.
+    """Reads and tokenises the texts of a batch.
 
     Raises:
-        ConfigError: the tokenizer cannot.
+        ConfigError: the tokenizer fails.
     """
     tokenizer, tally = recipe.tokenizer, Tally()
     texts = list(pieces(batch, recipe.read, tally))
@@ -122,7 +130,7 @@ def encode(batch: Batch, recipe: Recipe) -> Encoded:
 
 
 _worker_recipe: Recipe
-"""The recipe of this process of the pool."""
+"""The recipe in a process of the pool."""
 
 
 def _begin_worker(recipe: Recipe) -> None:

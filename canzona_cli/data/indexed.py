@@ -1,4 +1,4 @@
-"""Megatron's indexed datasets, `<prefix>.bin` and `<prefix>.idx`, written and checked without importing torch.
+"""Writes and checks Megatron's indexed datasets, `<prefix>.bin` and `<prefix>.idx`, without importing torch.
 
 The format is that of `megatron.core.datasets.indexed_dataset`, version 1. The .bin holds token ids and nothing else.
 The .idx holds, little-endian: 9 bytes `MMIDIDX\\0\\0`, u64 version, u8 dtype code, u64 sequences, u64 document indices,
@@ -34,24 +34,23 @@ _SCAN_TOKENS = 16 << 20
 
 
 def bin_path(prefix: Path) -> Path:
-    """`<prefix>.bin`; prefixes may contain dots, so no `with_suffix`."""
-    return prefix.with_name(prefix.name + ".bin")
+    """Returns the path `<prefix>.bin`."""
+    return prefix.with_name(prefix.name + ".bin")  # not with_suffix, because prefixes may contain dots
 
 
 def idx_path(prefix: Path) -> Path:
-    """`<prefix>.idx`."""
+    """Returns the path `<prefix>.idx`."""
     return prefix.with_name(prefix.name + ".idx")
 
 
 def temporary(path: Path) -> Path:
-    """Returns the path where the content of `path` grows: hidden, in the same folder,
-    never taken for data."""
+    """Returns the hidden path, in the same folder, at which a file is written before it is renamed to `path`."""
     return path.with_name(f".{path.name}.tmp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The size of a pair, finished or growing."""
+    """The numbers of tokens, documents and sequences in a pair, finished or not."""
 
     tokens: int = 0
     documents: int = 0
@@ -61,17 +60,18 @@ class Written:
 
 
 class PairWriter:
-    """Streams documents into temporary files beside `<prefix>`; `publish` gives them their names.
+    """A writer of one pair: it streams documents into temporary files, which `publish` renames.
 
-    One writer per prefix at a time: callers hold the prefix's lock. Leaving the `with` block without
-    `publish` removes the temporary files. The index grows on the disk too: memory does not depend on the
+    The caller must hold the prefix's lock. Unless `keep` is set, leaving the `with` block removes the temporary
+    files that are left. The parts of the index are also written to the disk, so memory does not depend on the
     number of documents.
 
     Args:
-        prefix: the pair's path without extension; its folder exists.
-        vocab_size: decides the width of ids.
-        eod: id written after every document.
-        after: append to temporary files of at least this size that an earlier writer left with `keep`.
+        prefix: the pair's path without extension; its folder must exist.
+        vocab_size: the vocabulary size, which decides the type of the ids.
+        eod: the id written after every document.
+        after: the size at which to continue the temporary files that an earlier writer left with `keep`; None to
+            start new files.
     """
 
     def __init__(self, prefix: Path, *, vocab_size: int, eod: int, after: Written | None = None) -> None:
@@ -79,7 +79,7 @@ class PairWriter:
         self.dtype = token_dtype(vocab_size)
         self.written = after or Written()
         self.keep = False
-        """Leave the temporary files of an unfinished pair on the disk."""
+        """True to leave the temporary files of an unfinished pair on the disk."""
         self._continues = after is not None
         self._eod = eod
         self._document_tokens = 0
@@ -89,7 +89,7 @@ class PairWriter:
     def __enter__(self) -> Self:
         streams = []
         for path, size in zip(_growing(self.prefix), _file_sizes(self.written, self.dtype), strict=True):
-            # 4 MiB: documents are small and many, the disk wants few and large writes.
+            # A buffer of 4 MiB turns many small documents into few large writes.
             stream = self._open.enter_context(path.open("r+b" if self._continues else "wb", buffering=4 << 20))
             stream.truncate(size)
             stream.seek(size)
@@ -100,7 +100,7 @@ class PairWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):  # flushing to a full disk fails again; the files go anyway
+        with suppress(OSError):  # flushing to a full disk fails again, but the files are to be removed
             self._open.close()
         if self.keep:
             return
@@ -108,13 +108,14 @@ class PairWriter:
             path.unlink(missing_ok=True)
 
     def add(self, tokens: TokenArray, lengths: Lengths, last: npt.NDArray[np.bool_]) -> None:
-        """Append sequences in one write.
+        """Appends sequences, with an eod after the last sequence of each document.
+
+        A document without tokens is not written.
 
         Args:
-            tokens: all ids one after another, without eod.
-            lengths: tokens of each sequence, shape [sequences].
-            last: the document ends with that sequence, shape [sequences]. A document without tokens leaves no
-                trace; any other gets the eod at its end.
+            tokens: the ids of all sequences, concatenated, without eod.
+            lengths: the number of tokens of each sequence, shape [sequences].
+            last: True for each sequence that is the last of its document, shape [sequences].
         """
         assert tokens.dtype == self.dtype, (tokens.dtype, self.dtype)
         if not len(lengths):
@@ -140,12 +141,12 @@ class PairWriter:
         )
 
     def sync(self) -> None:
-        """Bring everything written so far to the disk."""
+        """Syncs everything written so far to the disk."""
         for stream in (self._bin, self._lengths, self._ends):
             _sync(stream)
 
     def finish(self) -> None:
-        """Write the index and bring both files to the disk, still under their temporary names."""
+        """Writes the index and syncs both files to the disk, still under their temporary names."""
         assert self._document_tokens == 0, "the last document has no end"
         _sync(self._bin)
         self._open.close()
@@ -164,23 +165,24 @@ class PairWriter:
                 reached = np.cumsum(np.frombuffer(block, dtype="<i4"), dtype=np.int64) * np.dtype(self.dtype).itemsize
                 index.write((np.concatenate(([0], reached[:-1])) + offset).astype("<i8").data)
                 offset += int(reached[-1])
-            index.write(bytes(8))  # the first document begins with the first sequence
+            index.write(bytes(8))  # the first document starts at sequence 0
             shutil.copyfileobj(ends, index, 4 << 20)
             _sync(index)
 
     def publish(self, *companions: tuple[Path, str]) -> None:
-        """Give the finished files their names, the .idx last,
-        so that an .idx exists only beside a whole .bin.
+        """Renames the finished files to their names, the .idx last, so that it exists only beside a complete .bin.
+
+        If a rename fails, all files of the pair are removed.
 
         Args:
-            companions: further files (path, text) that belong to the pair; in place before the .idx.
+            companions: further files of the pair (path, text), which are written before the .idx is renamed.
         """
         for path, text in companions:
             self._temporaries.append(temporary(path))
             with open(temporary(path), "w", encoding="utf-8") as stream:
                 stream.write(text)
                 _sync(stream)
-        # An older pair stops being one before its .bin is replaced: never a new .bin under an old .idx.
+        # Removed first, so that an old .idx never describes the new .bin.
         idx_path(self.prefix).unlink(missing_ok=True)
         placed: list[Path] = []
         try:
@@ -191,12 +193,12 @@ class PairWriter:
             for final in placed:
                 final.unlink(missing_ok=True)
             raise
-        with suppress(OSError):  # some network file systems cannot
+        with suppress(OSError):  # some network file systems cannot sync a folder
             sync_folder(self.prefix.parent)
 
 
 def can_continue(prefix: Path, written: Written, vocab_size: int) -> bool:
-    """Tell whether the temporary files of an unfinished pair hold at least this much."""
+    """Returns True if the temporary files of an unfinished pair have at least the sizes of `written`."""
     sizes = _file_sizes(written, token_dtype(vocab_size))
     return all(
         path.is_file() and path.stat().st_size >= size for path, size in zip(_growing(prefix), sizes, strict=True)
@@ -204,15 +206,14 @@ def can_continue(prefix: Path, written: Written, vocab_size: int) -> bool:
 
 
 def _growing(prefix: Path) -> tuple[Path, Path, Path]:
-    """The temporary files of an unfinished pair: token ids,
-    and the two parts that the .idx is put together from."""
+    """Returns the temporary files of an unfinished pair: token ids, sequence lengths and document ends."""
     names = (bin_path(prefix).name, f"{prefix.name}.lengths", f"{prefix.name}.ends")
     ids, lengths, ends = (temporary(prefix.with_name(name)) for name in names)
     return ids, lengths, ends
 
 
 def _file_sizes(written: Written, dtype: type[np.generic]) -> tuple[int, int, int]:
-    """Bytes of the growing .bin, of the lengths and of the document ends."""
+    """Returns the sizes in bytes of the temporary files: token ids, sequence lengths and document ends."""
     return written.tokens * np.dtype(dtype).itemsize, 4 * written.sequences, 8 * written.documents
 
 
@@ -229,18 +230,22 @@ class PairInfo:
     tokens: int
     documents: int
     sequences: int
-    """The sequences that Megatron's GPTDataset splits and shuffles; a long document may be several."""
+    """The number of sequences, which are the units that Megatron's GPTDataset splits and shuffles. A long document may
+    have several sequences."""
     dtype: str
     lengths: npt.NDArray[np.int32] = field(repr=False, compare=False)
-    """Tokens of each sequence, shape [sequences]."""
+    """The number of tokens of each sequence, shape [sequences]."""
     document_ends: npt.NDArray[np.int64] = field(repr=False, compare=False)
-    """Sequences up to the end of each document, shape [documents]."""
+    """The number of sequences up to the end of each document, shape [documents]."""
 
     def scan_max_token_id(self, on_progress: Callable[[float], None] | None = None) -> int:
-        """Largest id in the .bin, in one pass of 16 Mi tokens at a time; tells the share done.
+        """Returns the largest id in the .bin, which it reads once, 16 Mi tokens at a time.
+
+        Args:
+            on_progress: called with the share that is done, 0 to 1.
 
         Raises:
-            ConfigError: a negative id, which no embedding can look up.
+            ConfigError: there is a negative id, which no embedding can look up.
         """
         ids = np.memmap(bin_path(self.prefix), dtype=self.dtype, mode="r")
         largest = 0
@@ -256,10 +261,10 @@ class PairInfo:
         return largest
 
     def split_tokens(self, validation_fraction: float) -> tuple[int, int]:
-        """Tokens for training and for validation.
+        """Returns the numbers of tokens for training and for validation.
 
-        Megatron holds out whole sequences from the end and rounds the cut to the nearest
-        (`BlendedMegatronDatasetBuilder`), so a few long sequences may leave nothing.
+        Megatron holds out complete sequences from the end, and rounds their number to the nearest integer
+        (`BlendedMegatronDatasetBuilder`). So with few long sequences a split may be empty.
         """
         cut = round((1.0 - validation_fraction) * float(self.sequences))
         held_out = int(self.lengths[cut:].sum(dtype=np.int64))
@@ -267,14 +272,14 @@ class PairInfo:
 
 
 def inspect_pair(prefix: Path) -> PairInfo:
-    """Read the index of a pair and check that both files are whole and belong together. Reads no token.
+    """Reads the index of a pair and checks that both files are complete and belong together. Does not read tokens.
 
     Raises:
-        ConfigError: key `data.path`; everything found wrong.
+        ConfigError: files are missing or damaged; the problems' key is `data.path`.
     """
     bare = prefix.with_name(prefix.name.removesuffix(".bin").removesuffix(".idx")) if prefix.name else prefix
     if bare != prefix and bin_path(bare).is_file() and not bin_path(prefix).is_file():
-        reason = "is one file of the pair; name both by the prefix that they share"
+        reason = "is only one file of the pair; give the common prefix of both"
         raise ConfigError(_problem(prefix, reason, f"data.path={bare}"))
     missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
     refuse(_missing(prefix, path) for path in missing)
@@ -302,7 +307,7 @@ def _inspect(prefix: Path, raw: memoryview | bytes) -> PairInfo:
     # Multimodal datasets append one byte per sequence, which a text run ignores.
     if len(raw) not in (expected, expected + sequences):
         state = "truncated" if len(raw) < expected else "damaged"
-        raise ConfigError(_problem(idx, f"{state}: {len(raw):,} bytes where its header calls for {expected:,}", again))
+        raise ConfigError(_problem(idx, f"{state}: {len(raw):,} bytes instead of the header's {expected:,}", again))
     if sequences == 0:
         raise ConfigError(_problem(idx, "it holds no documents", "prepare it again from inputs with text"))
     lengths = np.frombuffer(raw, dtype="<i4", count=sequences, offset=_HEADER.size)
@@ -326,8 +331,8 @@ def _check_body(
     if int(lengths.min()) < 0 or int(offsets.min()) < 0 or reach > expected:
         problems.append(_problem(idx_path(prefix), "damaged: it points outside its .bin", again))
     elif size != expected:
-        state = "truncated" if size < expected else "longer than its index says, so it belongs to another"
-        problems.append(_problem(bin_path(prefix), f"{state}: {size:,} bytes, the index calls for {expected:,}", again))
+        state = "truncated" if size < expected else "longer than its index says, so it belongs to another index"
+        problems.append(_problem(bin_path(prefix), f"{state}: {size:,} bytes instead of {expected:,}", again))
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != len(lengths) or bool((np.diff(ends) < 0).any()):
         problems.append(_problem(idx_path(prefix), "damaged: its document boundaries are out of order", again))
     refuse(problems)
@@ -345,10 +350,11 @@ def _check_body(
 def _missing(prefix: Path, path: Path) -> Problem:
     near = sorted(prefix.parent.glob(f"{prefix.name}*.idx")) if prefix.name else []
     if near:
-        # Megatron's own tool appends `_text_document` to the name it is given.
+        # Megatron's preprocessing tool appends `_text_document` to the name that it is given.
         return _problem(path, "no such file", f"did you mean data.path={near[0].with_suffix('')}?")
     if path == idx_path(prefix) and bin_path(prefix).is_file():
-        return _problem(path, "no such file; without it the .bin is unfinished", "let its preparation finish")
+        reason = "no such file; without it the pair is unfinished"
+        return _problem(path, reason, "wait until its preparation has finished, or prepare it again")
     return _problem(path, "no such file", "make it with canzona data prepare FILES --output PREFIX")
 
 

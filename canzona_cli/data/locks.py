@@ -1,4 +1,4 @@
-"""One writer at a time for one place on the disk."""
+"""Locks a place on the disk, so that only one process writes there at a time."""
 
 import fcntl
 import os
@@ -11,20 +11,23 @@ _POLL_S = 0.2
 
 
 class Busy(Exception):
-    """Another process holds the lock."""
+    """The error that another process holds the lock."""
 
 
 @contextmanager
 def exclusive(path: Path, *, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the lock file `path`, which exists only meanwhile. The kernel lets go of it when the process dies.
+    """Holds the lock file `path` during the block; removes the file afterwards.
+
+    If the process dies, the kernel releases the lock.
 
     Args:
-        path: the lock file; its folder exists.
-        on_wait: called about five times a second while another process holds it; None: do not wait.
+        path: the lock file; its folder must exist.
+        on_wait: called about five times a second while another process holds the lock; None to fail instead of
+            waiting.
 
     Raises:
-        Busy: held by another process and `on_wait` is None.
-        OSError: the folder cannot be written, or its file system knows no locks.
+        Busy: another process holds the lock, and `on_wait` is None.
+        OSError: the folder cannot be written, or its file system does not support locks.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -35,8 +38,8 @@ def exclusive(path: Path, *, on_wait: Callable[[], None] | None = None) -> Itera
                 on_wait()
                 time.sleep(_POLL_S)
                 continue
-            # The previous holder may have removed the file between our open and our lock; then we hold
-            # nothing.
+            # The previous holder may have removed the file after we opened it. Then our lock is on a file that
+            # nobody else will open.
             if not _is_same_file(descriptor, path):
                 continue
             try:
@@ -64,5 +67,5 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
 
 
 def lock_path(prefix: Path) -> Path:
-    """The lock of the pair at `prefix`."""
+    """Returns the path of the lock file for the pair at `prefix`."""
     return prefix.with_name(f".{prefix.name}.lock")

@@ -1,4 +1,4 @@
-"""`canzona data prepare`: check everything first, then build one pair while holding its lock."""
+"""Implements `canzona data prepare`: checks all arguments first, then builds one pair while holding its lock."""
 
 import os
 import shlex
@@ -29,16 +29,16 @@ from canzona_cli.run.machine import existing_folder
 
 _MAX_VOCAB_SIZE = 1 << 20
 _TRIED_WITH = ("qwen3-tiny", 256)
-"""The recipe to try new data with first, and its sequence length."""
+"""The recipe that is suggested for a first run with new data, and its sequence length."""
 _USUAL_FRACTION = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareRequest(BuildSettings):
-    """The arguments of `canzona data prepare`: how to make a pair, of what and where."""
+    """The arguments of `canzona data prepare`."""
 
     inputs: tuple[str, ...]
-    """Files, globs, folders, `-` for standard input, `stdlib`."""
+    """The inputs: files, globs, folders, `-` for standard input, `stdlib`."""
     output: str
     """The pair's path without extension."""
     format: InputFormat = "auto"
@@ -46,11 +46,11 @@ class PrepareRequest(BuildSettings):
 
 
 def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
-    """Turn text into a pair of Megatron files.
+    """Turns text into a pair of Megatron files.
 
     Raises:
-        ConfigError: everything wrong with the arguments at once, or bad input while reading.
-        EnvironmentProblem: the output cannot be written or the disk is full.
+        ConfigError: arguments are not valid (all problems at once), or an input cannot be used.
+        EnvironmentProblem: the output cannot be written, the disk is full, or a package is not installed.
     """
     prefix = Path(request.output).expanduser()
     sources, problems = find_sources(request.inputs, request.format)
@@ -75,15 +75,15 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
 
 
 def train_command(built: Built) -> str:
-    """A shell line that trains on the pair."""
+    """Returns a shell command that trains on the pair."""
     path = str(built.prefix)
-    # In a bare value Hydra would read = , and blanks as syntax.
+    # Without quotes, Hydra would parse characters such as = , and blanks as syntax.
     plain = all(char.isalnum() or char in "/._-+" for char in path)
     data = f"data.path={path}" if plain else "data.path='" + path.replace("'", "\\'") + "'"
     recipe, seq_length = _TRIED_WITH
     words = ["canzona", "train", f"recipe={recipe}", "data=prepared", data]
     words.append(f"model.vocab_size={padded_vocab_size(built.sidecar.vocab_size)}")
-    # With few documents the usual share would hold out nothing, and the run would be refused.
+    # With few documents the usual share may hold out too few tokens, and the run would be refused.
     share = usable_fraction(inspect_pair(built.prefix), seq_length + 1, at_least=_USUAL_FRACTION)
     if share is None:
         words.append("train.eval_interval=0")
@@ -96,11 +96,11 @@ def _tokenizer_problems(request: PrepareRequest) -> Iterator[Problem]:
     is_file = request.tokenizer not in ("byte", "bpe")
     size = request.vocab_size
     if size is not None and request.tokenizer != "bpe":
-        reason = f"only a bpe is trained to a chosen size; {request.tokenizer} has its own"
-        yield Problem(key="--vocab-size", value=size, reason=reason, fix="leave it out, or --tokenizer bpe")
+        reason = f"only a bpe has a vocabulary size that can be chosen; that of {request.tokenizer} is fixed"
+        yield Problem(key="--vocab-size", value=size, reason=reason, fix="leave it out, or use --tokenizer bpe")
     elif size is not None and not MIN_VOCAB_SIZE <= size <= _MAX_VOCAB_SIZE:
         entries = f"{MIN_VOCAB_SIZE} to {_MAX_VOCAB_SIZE} entries"
-        reason = f"a byte-level bpe has {entries} (256 bytes and the end of a document)"
+        reason = f"a byte-level bpe can have {entries} (256 bytes and the end of a document are always there)"
         yield Problem(key="--vocab-size", value=size, reason=reason, fix=f"use --vocab-size {DEFAULT_VOCAB_SIZE}")
     if request.eod is not None and not is_file:
         reason = f"the {request.tokenizer} tokenizer has its own end-of-document id"
@@ -117,19 +117,19 @@ def _tokenizer_problems(request: PrepareRequest) -> Iterator[Problem]:
 
 
 def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> Iterator[Problem]:
-    there = [path for path in pair_files(prefix) if path.exists()] if prefix.name else []
+    existing = [path for path in pair_files(prefix) if path.exists()] if prefix.name else []
     inputs = {source.path.resolve() for source in sources if source.path is not None}
-    clash = [path for path in there if path.resolve() in inputs]
+    clash = [path for path in existing if path.resolve() in inputs]
     if not request.output or request.output.endswith("/") or prefix.name in ("", "..") or prefix.is_dir():
-        reason = "is a folder; the output is a prefix that several file names share"
+        reason = "is a folder; the output is the common prefix of several files"
         fix = f"--output {prefix / 'corpus'}"
     elif prefix.suffix in (".bin", ".idx"):
         reason = "has an extension; the output is a prefix to which .bin and .idx are added"
         fix = f"--output {prefix.with_suffix('')}"
     elif clash:
         reason, fix = f"would replace the input {clash[0]}", f"--output {prefix}-tokens"
-    elif there and not request.overwrite:
-        reason = f"already exists: {', '.join(path.name for path in there)}"
+    elif existing and not request.overwrite:
+        reason = f"already exists: {', '.join(path.name for path in existing)}"
         fix = "--overwrite to replace it, or choose another --output"
     else:
         return
@@ -138,7 +138,7 @@ def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRe
 
 def _place_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> Iterator[Problem]:
     folder = existing_folder(prefix.parent)
-    # Every byte becomes a two-byte id; for the other tokenizers the size is not known beforehand.
+    # The byte tokenizer turns every byte into a two-byte id. For others, the size is not known beforehand.
     read = sum(source.size or 0 for source in sources)
     needed = 2 * read if request.tokenizer == "byte" else 0
     disk = shutil.disk_usage(folder)
@@ -161,14 +161,14 @@ def _package_problems(sources: Sequence[Source]) -> Iterator[Problem]:
 
 @contextmanager
 def _output_folder(prefix: Path) -> Iterator[None]:
-    """Make the missing folders of the output, and remove them again if the build fails."""
+    """Makes the missing folders of the output, and removes them again if the block fails and they are empty."""
     missing = [folder for folder in prefix.parents if not folder.exists()]
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException as error:
         for folder in missing:
-            with suppress(OSError):  # somebody else has put something there
+            with suppress(OSError):  # another process may have put something into the folder
                 folder.rmdir()
         if isinstance(error, OSError):
             raise disk_problem(prefix, error) from error

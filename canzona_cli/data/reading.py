@@ -1,9 +1,9 @@
-"""Reads text: plain, JSONL or Parquet, also compressed.
+"""Reads text: plain, JSONL or Parquet, compressed or not.
 
-`Reader` gives out a source in batches of about 2 MiB, and `pieces` turns a batch into pieces, in any process.
-A piece is a document or, if the document is long, a part of it cut at a line end: Megatron holds out and
-shuffles what it calls sequences, and with each document one sequence a single large file could be neither
-split nor shuffled, nor held in memory.
+`Reader` reads a source in batches of about 2 MiB, and `pieces` turns a batch into pieces, in any process. A piece
+is a document, or a part of a long document that is cut at a line end. Pieces become Megatron's sequences, which
+it holds out and shuffles. If each document were one sequence, a single large file could not be split, shuffled or
+held in memory.
 """
 
 import bz2
@@ -45,25 +45,25 @@ _UNREAD = {b"PAR1": "Parquet", b"PK\x03\x04": "a zip archive"}
 _UTF8_BOM = b"\xef\xbb\xbf"
 _SNIFF = 8192
 _BATCH_BYTES: Final = 2 << 20
-"""Text tokenised in one call: enough for every core, little enough that Ctrl-C acts at once."""
+"""The bytes of text that are tokenised in one call: enough for all cores, and so few that Ctrl-C acts at once."""
 _BATCH_ITEMS: Final = 8192
 _PARQUET_ROWS: Final = 128
 
 _POLL_S = 0.2
-"""Seconds that a read of a pipe waits before it looks for signals."""
+"""The time after which a read of a pipe checks for signals, in seconds."""
 LONGEST_LINE = 128 << 20
-"""Bytes. A longer line is left out as one without text:
-read as JSON it takes several times as much memory."""
+"""The longest line that is read, in bytes. A longer line is skipped as a bad line, because parsing it would need
+several times as much memory."""
 
 MIN_PIECE, MAX_PIECE, STREAM_PIECE = 4 << 10, 1 << 20, 64 << 10
 
 
 class Piece(NamedTuple):
-    """A document, or part of a long one."""
+    """A document, or a part of a long document."""
 
     data: bytes
     last: bool
-    """The document ends here."""
+    """True if the document ends with this piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,28 +73,28 @@ class ReadSettings:
     piece: int
     """The longest piece, in bytes."""
     document: DocumentUnit = "file"
-    """The unit of plain text that is a document; a line of JSONL or a row of Parquet always is one."""
+    """The unit of plain text that is a document. A line of JSONL or a row of Parquet is always a document."""
     text_key: str = "text"
-    """The field of a JSONL object, or column of Parquet, that holds its text."""
+    """The field of a JSONL object, or the column of Parquet, with the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """About 2 MiB of one source."""
+    """About 2 MiB of one source, as read by `Reader`."""
 
     label: str
     form: Literal["pieces", "lines", "jsonl", "rows"]
-    """Pieces of one document as they are, or lines or rows whose texts are still to be read."""
+    """The kind of the items: pieces of one document, or lines or rows from which texts are still to be read."""
     items: Sequence[bytes | None]
-    """None: a row without a text."""
+    """The pieces, lines or rows; None for a row without a text."""
     first: int = 1
     """The number of the first line or row, counted from 1."""
     ends: bool = False
-    """The document ends with the last piece."""
+    """True if the document ends with the last piece."""
 
 
 def piece_bytes(sources: Sequence[Source]) -> int:
-    """Longest piece for these inputs: about 1/256 of them, so that a held-out share of 1% can be cut off."""
+    """Returns the longest piece for these inputs, in bytes: about 1/256 of all, so that 1% of them can be held out."""
     if any(source.size is None for source in sources):
         return STREAM_PIECE
     return min(MAX_PIECE, max(MIN_PIECE, sum(source.size or 0 for source in sources) // 256))
@@ -102,18 +102,18 @@ def piece_bytes(sources: Sequence[Source]) -> int:
 
 @dataclass(kw_only=True)
 class Reader:
-    """Reads sources as batches; counts and hashes their bytes."""
+    """A reader that turns sources into batches, and counts and hashes their bytes."""
 
     settings: ReadSettings
     bytes_read: int = 0
-    """Bytes of the files as they are on disk, so that progress is honest for compressed ones."""
+    """The bytes read so far, as they are on disk, so that the progress of compressed files is right."""
 
     def read(self, source: Source) -> Iterator[Batch | Tally]:
-        """Read one source: its batches in order, then a tally of the source as a whole.
+        """Reads one source: yields its batches in order, then a tally with its hash and what was skipped in reading.
 
         Raises:
-            ConfigError: unreadable, damaged or binary input.
-            EnvironmentProblem: the package that reads it is not installed.
+            ConfigError: the input is unreadable, damaged or binary.
+            EnvironmentProblem: the package that reads this format is not installed.
         """
         tally = Tally()
         try:
@@ -124,7 +124,7 @@ class Reader:
                 with _buffered(raw) as buffered:
                     stream = _decompressed(buffered)
                     yield from self._text(source, stream, tally)
-                    while buffered.read(1 << 20):  # bytes that a decompressor leaves unread still count for the hash
+                    while buffered.read(1 << 20):  # bytes that a decompressor left unread are part of the hash too
                         pass
                 tally.records.append(InputRecord(path=source.label, bytes=raw.count, sha256=raw.digest.hexdigest()))
         except ModuleNotFoundError:
@@ -132,8 +132,8 @@ class Reader:
         except (OSError, EOFError, zlib.error, lzma.LZMAError, _DamagedParquet) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise input_error(source.label, f"cannot be read: {error.strerror}", "") from error
-            fix = "fetch or make it again; gzip -t or zstd -t checks it"
-            raise input_error(source.label, f"damaged or cut short: {error}", fix) from error
+            fix = "download or create it again; gzip -t or zstd -t checks it"
+            raise input_error(source.label, f"damaged or truncated: {error}", fix) from error
         yield tally
 
     def _text(self, source: Source, stream: io.BufferedReader, tally: Tally) -> Iterator[Batch]:
@@ -158,7 +158,7 @@ class Reader:
 
     def _parquet(self, source: Source, tally: Tally) -> Iterator[Batch]:
         if source.path is None:
-            fix = "name the file: Parquet is read from its end"
+            fix = "give the path of the file, because Parquet is read from its end"
             raise input_error(source.label, "Parquet cannot be read from a pipe", fix)
         with open(source.path, "rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -169,11 +169,11 @@ class Reader:
         self.bytes_read = before + size
 
     def _rows(self, path: Path) -> Iterator[bytes | None]:
-        """The texts of a Parquet column, as bytes: they need not be valid UTF-8.
+        """Yields the texts of a Parquet column as bytes, because they may not be valid UTF-8; None for a null.
 
         Raises:
-            ConfigError: it has no such column, or one of something else than text.
-            _DamagedParquet: it cannot be read.
+            ConfigError: there is no such column, or it is not a column of text.
+            _DamagedParquet: the file cannot be read.
         """
         from pyarrow import ArrowException, large_binary
         from pyarrow.parquet import ParquetFile
@@ -193,11 +193,11 @@ class Reader:
 
 
 class _DamagedParquet(ValueError):
-    """A Parquet file that pyarrow refuses; the message is its own."""
+    """The error that pyarrow cannot read a Parquet file, with pyarrow's message."""
 
 
 def pieces(batch: Batch, settings: ReadSettings, tally: Tally) -> Iterator[Piece]:
-    """Read the texts of a batch, in order, and count what is left out."""
+    """Yields the pieces of a batch in order, and counts in `tally` the items that are skipped."""
     if batch.form == "pieces":
         final = len(batch.items) if batch.ends else 0
         yield from (Piece(item or b"", last=number == final) for number, item in enumerate(batch.items, 1))
@@ -217,10 +217,10 @@ def pieces(batch: Batch, settings: ReadSettings, tally: Tally) -> Iterator[Piece
 
 
 def _document(item: bytes | None, form: str, text_key: str, tally: Tally) -> bytes | None:
-    """The text of a line or row; None for a blank line between JSON lines.
+    """Returns the text of a line or row; None for a blank line in JSONL.
 
     Raises:
-        _BadText: it has none.
+        _BadText: the line or row has no usable text.
     """
     if item is None:
         raise _BadText("no text", " in this row")
@@ -241,7 +241,7 @@ def _document(item: bytes | None, form: str, text_key: str, tally: Tally) -> byt
 
 
 def _decompressed(stream: io.BufferedReader) -> io.BufferedReader:
-    """The content of a stream, by its first bytes; itself where it is not compressed."""
+    """Returns the decompressed stream; the stream itself if its first bytes are not those of a compressed format."""
     head = stream.peek(_SNIFF)
     opener = next((opener for magic, opener in _OPENERS.items() if head.startswith(magic)), None)
     return stream if opener is None else _buffered(opener(stream))
@@ -268,7 +268,7 @@ def _grouped[T](items: Iterable[T], length: Callable[[T], int]) -> Iterator[list
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Lines with their ends; of one that is too long, one byte more than is allowed."""
+    """Yields the lines with their ends; of a line that is too long, only the first `LONGEST_LINE` + 1 bytes."""
     while line := stream.readline(LONGEST_LINE + 1):
         if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
             while (rest := stream.readline(_SNIFF)) and not rest.endswith(b"\n"):
@@ -277,13 +277,13 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def package_problem(label: str) -> Problem:
-    """The problem to show when pyarrow, which reads an input, is not installed."""
-    reason, fix = "pyarrow, which reads it, is not installed", "pip install 'canzona[data]'"
+    """Returns the problem for an input that needs pyarrow, if pyarrow is not installed."""
+    reason, fix = "needs pyarrow, which is not installed", "pip install 'canzona[data]'"
     return Problem(key="INPUT", value=label, reason=reason, fix=fix)
 
 
 def open_source(source: Source) -> io.BufferedReader:
-    """The bytes of a source as they are on disk. Closing it leaves standard input open."""
+    """Opens a source; reads its bytes as they are on disk. Closing the stream does not close standard input."""
     if source.size is None:
         return _buffered(_Pipe(source.path or 0, closefd=source.path is not None))
     assert source.path is not None
@@ -291,10 +291,10 @@ def open_source(source: Source) -> io.BufferedReader:
 
 
 class _Pipe(io.FileIO):
-    """A pipe whose reads are ended by Ctrl-C.
+    """A pipe whose reads can be interrupted by Ctrl-C.
 
-    A signal that arrives just before a read of an empty pipe would not end it, for Python looks for signals before and
-    after a system call. So nothing here waits for longer than a moment.
+    Python checks for signals before and after a system call. A signal that arrives just before a read of an empty pipe
+    would not interrupt the read, so this class waits in short intervals.
     """
 
     def readinto(self, buffer: object) -> int:
@@ -308,7 +308,7 @@ def _buffered(raw: object) -> io.BufferedReader:
 
 
 class _Counted(io.RawIOBase):
-    """A raw file that counts and hashes what goes by."""
+    """A raw file that counts and hashes the bytes that are read from it."""
 
     def __init__(self, raw: io.BufferedReader, reader: Reader) -> None:
         self._raw = raw
@@ -321,7 +321,7 @@ class _Counted(io.RawIOBase):
 
     def readinto(self, buffer: object) -> int:
         view = memoryview(buffer)  # type: ignore[arg-type]
-        # On a pipe this returns what is there, so a slow producer still moves the progress display.
+        # readinto1 returns what a pipe has at the moment, so the progress is up to date even with a slow producer.
         size = self._raw.readinto1(view)
         self.digest.update(view[:size])
         self.count += size
@@ -334,7 +334,7 @@ class _Counted(io.RawIOBase):
 
 
 def cut_stream(stream: BinaryIO, size: int) -> Iterator[Piece]:
-    """The content of `stream` in pieces of at most `size` bytes that end at a line end where there is one."""
+    """Yields the content of `stream` in pieces of at most `size` bytes, cut at a line end if possible."""
     pending = b""
     while block := stream.read(size):
         pending += block
@@ -347,8 +347,10 @@ def cut_stream(stream: BinaryIO, size: int) -> Iterator[Piece]:
 
 
 def _cut_point(data: bytes, size: int) -> int:
-    """Returns where to cut within (size / 2, size]: after a line, else a word,
-    else between two UTF-8 characters."""
+    """Returns the position at which to cut: after the last line end in the second half of `size` bytes.
+
+    If there is no line end, after the last blank; otherwise between two UTF-8 characters.
+    """
     for separator in (b"\n", b" "):
         place = data.rfind(separator, size // 2, size)
         if place >= 0:
@@ -360,16 +362,18 @@ def _cut_point(data: bytes, size: int) -> int:
 
 
 class _BadText(ValueError):
+    """The error that a line or row has no usable text."""
+
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(kind + detail)
         self.kind, self.detail = kind, detail
 
 
 def _text_of(line: bytes, key: str) -> str:
-    """The text of one JSONL line.
+    """Returns the text of one JSONL line.
 
     Raises:
-        _BadText: the line has no text; the message says why.
+        _BadText: the line has no usable text, with the reason.
     """
     try:
         record: object = json.loads(line.decode("utf-8"))
@@ -378,7 +382,7 @@ def _text_of(line: bytes, key: str) -> str:
         raise _BadText("not UTF-8", detail) from error
     except json.JSONDecodeError as error:
         raise _BadText("not JSON", f": {error.msg.removesuffix(' at')} at column {error.colno}") from error
-    except (RecursionError, ValueError) as error:  # a thousand brackets; an integer of more digits than Python reads
+    except (RecursionError, ValueError) as error:  # too many brackets, or an integer with too many digits for Python
         raise _BadText("not JSON", ": nested too deeply, or a number too long") from error
     if not isinstance(record, dict):
         raise _BadText("not an object", f" with a field {key!r} but a {type(record).__name__}")
@@ -393,7 +397,7 @@ def _text_of(line: bytes, key: str) -> str:
 
 def _binary(label: str, head: bytes) -> ConfigError:
     what = next((name for magic, name in _UNREAD.items() if head.startswith(magic)), "binary (it has NUL bytes)")
-    fixes = {"Parquet": "call it .parquet, or say --format parquet"}
+    fixes = {"Parquet": "rename it to .parquet, or use --format parquet"}
     return input_error(label, f"not text: {what}", fixes.get(what, "give text as UTF-8, or JSONL"))
 
 
@@ -404,7 +408,7 @@ def _check_column(path: Path, file: "ParquetFile", column: str) -> None:
     if column not in schema.names:
         reason, fix = f"has no column {column!r}", f"--text-key NAME, one of {', '.join(schema.names[:20])}"
     elif schema.names.count(column) > 1:
-        reason, fix = f"has several columns {column!r}", "write it again with a name of its own for each column"
+        reason, fix = f"has several columns {column!r}", "write it again with a different name for each column"
     elif not (types.is_string(kind := schema.field(column).type) or types.is_large_string(kind)):
         reason, fix = f"its column {column!r} holds {kind}, not text", "--text-key NAME of a column of text"
     else:

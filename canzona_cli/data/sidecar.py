@@ -1,5 +1,4 @@
-"""`<prefix>.json`: the inputs and settings a pair was made from,
-checked before a run and readable by people."""
+"""Reads and writes `<prefix>.json`, the record of the inputs and settings that a pair was made from."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ _MOST_BAD_LINES: Final = 100
 
 @dataclass(frozen=True, kw_only=True)
 class InputRecord:
-    """The size and hash of one input: evidence of what a corpus was made from."""
+    """The path, size and hash of one input that a corpus was made from."""
 
     path: str
     bytes: int
@@ -27,43 +26,43 @@ class InputRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class BadLine:
-    """A line of JSONL, or row of Parquet, without the text that it should have."""
+    """A line of JSONL or row of Parquet that does not have a usable text."""
 
     path: str
     line: int
-    """Counted from 1."""
+    """The number of the line or row, counted from 1."""
     kind: str
-    """The reason as it is counted: `not JSON`."""
+    """The category of the reason, by which such lines are counted: `not JSON`."""
     detail: str
     """The rest of the message: `: Expecting value at column 5`."""
 
 
 @dataclass(kw_only=True)
 class Tally:
-    """Counts of what was read and left out, of one batch or of all up to now."""
+    """The counts of what was read and skipped, in one batch or in all batches so far."""
 
     text_bytes: int = 0
-    """Bytes of the documents, decompressed."""
+    """The bytes of the documents, decompressed."""
     empty: int = 0
-    """Documents without text, left out."""
+    """The number of documents without text, which were skipped."""
     replaced: int = 0
-    """Invalid characters replaced by U+FFFD or `?`."""
+    """The number of invalid characters that were replaced by U+FFFD or `?`."""
     bad_kinds: dict[str, int] = field(default_factory=dict)
-    """Lines left out, by reason."""
+    """The numbers of lines that were skipped, by reason."""
     bad_lines: list[BadLine] = field(default_factory=list)
-    """The first hundred."""
+    """The first hundred lines that were skipped."""
     skipped: list[str] = field(default_factory=list)
-    """Binary files met in folders, left out."""
+    """The binary files in folders, which were skipped."""
     records: list[InputRecord] = field(default_factory=list)
 
     @property
     def bad(self) -> int:
-        """Lines left out."""
+        """Returns the number of lines that were skipped."""
         return sum(self.bad_kinds.values())
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Documents, lines and files left out, by reason."""
+        """Returns the numbers of documents, lines and files that were skipped, by reason, without zeros."""
         reasons = {"empty": self.empty, **self.bad_kinds, "binary file": len(self.skipped)}
         return {reason: number for reason, number in reasons.items() if number}
 
@@ -73,7 +72,7 @@ class Tally:
             self.bad_lines.append(line)
 
     def add(self, later: "Tally") -> None:
-        """Add the counts of what was read next."""
+        """Adds the counts of a later batch or input."""
         self.text_bytes += later.text_bytes
         self.empty += later.empty
         self.replaced += later.replaced
@@ -86,7 +85,7 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """Facts of one prepared pair."""
+    """The content of `<prefix>.json`: facts about one prepared pair."""
 
     format: Literal[1] = FORMAT
     tokenizer_kind: TokenizerKind
@@ -96,27 +95,28 @@ class Sidecar:
     vocab_size: int
     """One more than the largest id the tokenizer can produce."""
     eod: int
-    """Id that ends every document."""
+    """The id that ends every document."""
     tokens: int
     documents: int
     sequences: int
     max_token_id: int
-    """Largest id that occurs."""
+    """The largest id that occurs."""
     dtype: str
     text_bytes: int
-    """Bytes of the documents that the tokens were made from, decompressed."""
+    """The bytes of the documents that the tokens were made from, decompressed."""
     replaced: int
-    """Invalid characters that were replaced."""
+    """The number of invalid characters that were replaced."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Documents without text, bad lines and binary files in folders, by reason. Nothing else is left out:
-    equal documents all stay."""
+    """The numbers of empty documents, bad lines and binary files in folders that were skipped, by reason. Nothing else
+    is skipped; duplicate documents are kept."""
     bad_lines: tuple[BadLine, ...] = ()
-    """The first hundred of them."""
+    """The first hundred bad lines."""
     inputs_sha256: str
-    """The hash of the inputs' own hashes, in order."""
+    """The hash of the inputs' hashes, in order."""
     inputs: tuple[InputRecord, ...]
-    """The first thousand."""
+    """The first thousand inputs."""
     input_count: int
+    """The number of all inputs."""
     document: str
     text_key: str
     python: str
@@ -124,27 +124,27 @@ class Sidecar:
 
 
 def sidecar_path(prefix: Path) -> Path:
-    """`<prefix>.json`."""
+    """Returns the path `<prefix>.json`."""
     return prefix.with_name(prefix.name + ".json")
 
 
 def saved_tokenizer_path(prefix: Path) -> Path:
-    """`<prefix>.tokenizer.json`."""
+    """Returns the path `<prefix>.tokenizer.json`."""
     return prefix.with_name(prefix.name + ".tokenizer.json")
 
 
 def dump_sidecar(sidecar: Sidecar) -> str:
-    """The JSON text of `PREFIX.json`, which `load_sidecar` reads back."""
+    """Returns the JSON text of `<prefix>.json`, which `load_sidecar` reads."""
     text = json.dumps(asdict(sidecar), indent=1, ensure_ascii=False)
-    # Names of files may be no UTF-8: what stands for their bytes is escaped as JSON does it.
+    # File names that are not UTF-8 contain surrogates, which are written as JSON escapes.
     return text.encode(errors="backslashreplace").decode() + "\n"
 
 
 def load_sidecar(pair: PairInfo) -> Sidecar | None:
-    """The sidecar of an intact pair; None when another tool made the pair.
+    """Returns the sidecar of an intact pair; None if there is none, because another tool made the pair.
 
     Raises:
-        ConfigError: key `data.path`; it is damaged, or describes another pair.
+        ConfigError: the sidecar is damaged or describes another pair; the problem's key is `data.path`.
     """
     path = sidecar_path(pair.prefix)
     if not path.is_file():

@@ -1,9 +1,8 @@
-"""The files that the INPUT arguments name: files, globs, folders, standard input, the standard library.
+"""Finds the inputs that INPUT arguments name: files, globs, folders, standard input, the standard library.
 
-The standard library is the default corpus: the sources of the running Python, about 11 MB of real text on
-every machine. Its tests are left out: they are half of the bytes where they are installed, and distributions
-often omit them. So are installed packages and the build's generated configuration, which differ between
-machines.
+The standard library is the default corpus: the source code of the running Python, about 11 MB of real text on
+every machine. Its tests are not included, because they are half of the bytes and many distributions omit them.
+Installed packages and generated configuration are not included, because they differ between machines.
 """
 
 import hashlib
@@ -31,26 +30,27 @@ _GENERATED = "_sysconfigdata"
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One thing to read."""
+    """One input to read."""
 
     label: str
-    """Its name in messages and in the sidecar."""
+    """The name of the input in messages and in the sidecar."""
     path: Path | None
-    """None: standard input."""
+    """The file; None for standard input."""
     format: InputFormat
-    """auto only for standard input, decided by its first byte."""
+    """The format; only standard input can be auto, which its first byte decides."""
     size: int | None
-    """Bytes on disk; None when unknown beforehand."""
+    """The size in bytes on disk; None if unknown beforehand."""
     from_folder: bool = False
-    """It was met in a folder rather than named, so a binary file is passed over instead of refused."""
+    """True if the file was found in a folder. Then it is skipped instead of refused if it is binary."""
 
 
 def find_sources(inputs: Sequence[str], format: InputFormat) -> tuple[list[Source], list[Problem]]:
-    """Expand the INPUT arguments, in the order given; globs and folders are sorted,
-    a file named twice is read once.
+    """Expands the INPUT arguments, in the order given.
+
+    The files of globs and folders are sorted. A file that is named twice is read once.
 
     Returns:
-        What to read, and what is wrong with the arguments.
+        The inputs to read, and the problems with the arguments.
     """
     sources: dict[str, Source] = {}
     problems: list[Problem] = []
@@ -124,18 +124,18 @@ def _nearby(path: Path) -> str:
 
 
 def stdlib_sources() -> list[Source]:
-    """Every module's source file, in an order that looks random and is always the same.
+    """Returns the source file of every module of the standard library, in the order of the hashes of their names.
 
-    Validation is cut from the end of a corpus. Ordered by the hash of its name, a document's place says
-    nothing about its content, while by name the held-out part would be all `xml*` to `zip*`.
+    Validation data are held out from the end of a corpus. In the order of names, they would be only `xml*` to
+    `zip*`. Ordered by hashes, they are a fair sample, and the order is always the same.
 
     Raises:
-        EnvironmentProblem: this Python comes without readable sources.
+        EnvironmentProblem: this Python has no readable sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
     names = []
     for folder, folders, files in root.walk():
-        folders[:] = (name for name in folders if name not in _LEFT_OUT)  # packages beside it may be many
+        folders[:] = (name for name in folders if name not in _LEFT_OUT)  # site-packages may be very large
         modules = (name for name in files if name.endswith(".py") and not name.startswith(_GENERATED))
         names += [(folder / name).relative_to(root) for name in modules]
     names.sort(key=lambda name: (hashlib.sha256(name.as_posix().encode()).digest(), name.as_posix()))
@@ -146,13 +146,13 @@ def stdlib_sources() -> list[Source]:
     ]
     if not sources:
         reason = f"this Python has no standard library sources in {root}"
-        fix = "install them (Debian: libpython3-stdlib), or prepare text of your own with canzona data prepare"
+        fix = "install them (Debian: libpython3-stdlib), or prepare other text with canzona data prepare"
         raise EnvironmentProblem(Problem(key="INPUT", value="stdlib", reason=reason, fix=fix))
     return sources
 
 
 def stdlib_digest(sources: list[Source]) -> str:
-    """Hash of names, order and contents: what a cached corpus is valid for."""
+    """Returns a hash of the names, order and contents of the sources, which identifies a cached corpus."""
     digest = hashlib.sha256()
     for source in sources:
         assert source.path is not None
@@ -169,5 +169,5 @@ def _is_utf8(path: Path) -> bool:
 
 
 def input_error(value: str, reason: str, fix: str) -> ConfigError:
-    """An error about one input."""
+    """Returns the error for one input."""
     return ConfigError(Problem(key="INPUT", value=value, reason=reason, fix=fix))

@@ -1,9 +1,8 @@
-"""Text to token ids: raw bytes, a byte-pair encoding trained on the spot,
-or any local Hugging Face tokenizer.json.
+"""Converts text to token ids: raw bytes, a byte-pair encoding trained on the text, or a local tokenizer.json.
 
-Every kind takes UTF-8 bytes, because that is what files hold: the byte tokenizer then needs no decoding at
-all, and the others count what they had to replace. Text never produces a special token: `<|endoftext|>`
-inside a document is ordinary text, only the writer ends documents.
+All tokenizers take bytes, as files have them: the byte tokenizer then needs no decoding, and the others count the
+invalid characters that they replace. Text never produces a special token. `<|endoftext|>` in a document is
+ordinary text; only the writer of a pair adds the end-of-document token.
 """
 
 import hashlib
@@ -46,22 +45,23 @@ EOD_CANDIDATES = (
     "<|eot_id|>",
     "[SEP]",
 )
-"""The names that published tokenizers give the end of a document, the usual names of base models first."""
+"""The names of end-of-document tokens in published tokenizers, those of base models first."""
 
 BYTE_VALUES = 256
 REPLACEMENT = "\ufffd"
 _MOST_IDS = 1 << 24
-"""A file may give any token any id of 32 bits, and tables have a place for each below it."""
+"""The limit of ids in a tokenizer.json. A file may give a token any 32-bit id, and tables have an entry for each id
+up to the largest."""
 _FORM = "give the tokenizer.json of a fast tokenizer (not tokenizer.model or tokenizer_config.json)"
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
-    """The narrowest type Megatron stores ids below `vocab_size` in (its `DType.optimal_dtype`)."""
+    """Returns the type in which Megatron stores ids below `vocab_size` (`DType.optimal_dtype`)."""
     return np.uint16 if vocab_size < 65_500 else np.int32
 
 
 def narrow(ids: Sequence[int], vocab_size: int) -> TokenArray:
-    """The ids as an array of `token_dtype(vocab_size)`."""
+    """Converts ids to an array of `token_dtype(vocab_size)`."""
     if token_dtype(vocab_size) is np.uint16:
         return np.asarray(ids, dtype=np.uint16)
     return np.asarray(ids, dtype=np.int32)
@@ -69,31 +69,31 @@ def narrow(ids: Sequence[int], vocab_size: int) -> TokenArray:
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """Every byte is a token, 256 ends a document. Lossless for any input, so nothing is ever replaced."""
+    """The tokenizer for which every byte is a token; id 256 ends a document. It is lossless for any input."""
 
     kind: Literal["byte"] = "byte"
     name: str = "byte"
     vocab_size: int = BYTE_VALUES + 1
-    """One more than the largest id it can give."""
+    """One more than the largest id."""
     eod: int = BYTE_VALUES
-    """Id that ends a document; encoding text never gives it."""
+    """The id that ends a document; encoded text never contains it."""
     replaced: int = 0
-    """Invalid UTF-8 sequences replaced by U+FFFD so far."""
+    """The number of invalid UTF-8 sequences that were replaced; always 0."""
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """Token ids of each text, a 1-D array per text, in order, without eod."""
-        # Converted in one go and handed out as views: with a line a document there are many small texts.
+        """Returns the token ids of each text, a 1-D array per text, in order, without eod."""
+        # All texts are converted at once and returned as views, because there may be many small texts.
         ids = np.frombuffer(b"".join(texts), dtype=np.uint8).astype(np.uint16)
         ends = list(accumulate(map(len, texts), initial=0))
         return [ids[start:end] for start, end in pairwise(ends)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; U+FFFD for what is none."""
-        whole = (bytes([token]) if token < BYTE_VALUES else REPLACEMENT.encode() for token in ids)
-        return b"".join(whole).decode(errors="replace")
+        """Returns the text of token ids, with U+FFFD for other ids and invalid UTF-8."""
+        parts = (bytes([token]) if token < BYTE_VALUES else REPLACEMENT.encode() for token in ids)
+        return b"".join(parts).decode(errors="replace")
 
     def to_json(self) -> None:
-        """Its tokenizer.json; there is nothing to keep."""
+        """Returns None, because this tokenizer needs no tokenizer.json."""
 
 
 @dataclass
@@ -108,27 +108,27 @@ class JsonTokenizer:
     replaced: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        # Files from the Hub often truncate to the model's context, pad batches, and read special tokens
-        # inside text: each would silently damage a corpus.
+        # Files from the Hub often truncate to the model's context, pad batches, and parse special tokens in
+        # text. Each of these would silently damage a corpus.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = True
-        # Ids may have holes, so the number of entries does not bound them.
+        # Ids may have gaps, so the largest id may exceed the number of entries.
         self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def __reduce__(self) -> tuple[type["JsonTokenizer"], tuple[TokenizerKind, str, int, "RustTokenizer"]]:
-        return JsonTokenizer, (self.kind, self.name, self.eod, self.backend)  # set up again in the other process
+        return JsonTokenizer, (self.kind, self.name, self.eod, self.backend)  # runs __post_init__ when unpickled
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
         decoded = [self._text(text) for text in texts]
         try:
             encodings = self.backend.encode_batch_fast(decoded, add_special_tokens=False)
-        except BaseException as error:  # a vocabulary without a token for what it does not know
+        except BaseException as error:  # for example, a vocabulary without a token for unknown text
             raise _refused(error, self.name, "cannot tokenise this text") from error
         return [narrow(encoding.ids, self.vocab_size) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens and ids that it has not."""
+        """Returns the text of token ids; special tokens and unknown ids are skipped."""
         text: str = self.backend.decode(list(ids))
         return text
 
@@ -147,7 +147,7 @@ class JsonTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSettings:
-    """A token of a tokenizer_config.json."""
+    """The settings of one token in a tokenizer_config.json."""
 
     content: str
     single_word: bool = False
@@ -159,7 +159,7 @@ class TokenSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSettings:
-    """The part of a Hugging Face tokenizer_config.json that counts here."""
+    """The part of a Hugging Face tokenizer_config.json that canzona reads."""
 
     eos_token: str | TokenSettings | None = None
     added_tokens_decoder: Mapping[int, TokenSettings] = field(default_factory=dict)
@@ -168,27 +168,27 @@ class TokenizerSettings:
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 SAMPLE_BYTES = 64 << 20
-"""Text a vocabulary is learnt from. More hardly changes the merges, and time and memory grow with it."""
+"""The bytes of text that a vocabulary is trained on. More hardly changes the merges, but costs time and memory."""
 MIN_VOCAB_SIZE = BYTE_VALUES + 1
-"""Every byte and the end of a document."""
+"""The smallest vocabulary: all bytes and the end of a document."""
 
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""The expression by which text is cut into words before merging, from the tokenizer.json of Qwen3."""
+"""The regular expression that splits text into words before merging, from the tokenizer.json of Qwen3."""
 
 
 def train_bpe(sample: Iterable[bytes], vocab_size: int, *, workers: int | None = None) -> JsonTokenizer:
-    """Train a byte-level byte-pair encoding on `sample`; the same texts give the same tokenizer.
+    """Trains a byte-level byte-pair encoding on `sample`; the same texts always give the same tokenizer.
 
-    Training is one long call into Rust during which Python cannot act on a signal, so it runs in a process of
-    its own, which can be killed at once.
+    Training is one long call into Rust, during which Python cannot handle signals. So it runs in a separate process,
+    which can be killed at once.
 
     Args:
-        sample: UTF-8 texts, best no more than `SAMPLE_BYTES` in all.
-        vocab_size: entries to reach, at least `MIN_VOCAB_SIZE`; a small sample may give fewer.
-        workers: threads; None: one per core.
+        sample: UTF-8 texts, preferably of at most `SAMPLE_BYTES` in total.
+        vocab_size: the number of entries, at least `MIN_VOCAB_SIZE`; a small sample may give fewer.
+        workers: the number of threads; None for one per core.
 
     Raises:
         EnvironmentProblem: the training process died.
@@ -205,8 +205,8 @@ def train_bpe(sample: Iterable[bytes], vocab_size: int, *, workers: int | None =
         trained = ours.recv_bytes().decode()
     except (BrokenPipeError, ConnectionResetError, EOFError):
         child.join()
-        reason = f"the process that trains it died (exit code {child.exitcode})"
-        fix = "-9 means the machine ran out of memory: try a smaller --vocab-size, or a ready tokenizer.json"
+        reason = f"its training process died (exit code {child.exitcode})"
+        fix = "-9 usually means out of memory: try a smaller --vocab-size, or an existing tokenizer.json"
         raise EnvironmentProblem(Problem(key="--tokenizer", value="bpe", reason=reason, fix=fix)) from None
     finally:
         child.kill()
@@ -215,7 +215,7 @@ def train_bpe(sample: Iterable[bytes], vocab_size: int, *, workers: int | None =
 
 
 def _train(connection: Connection, vocab_size: int, workers: int | None) -> None:
-    """Run in the child process: texts in up to an empty one, a tokenizer.json out."""
+    """Trains in the child process: receives texts until an empty one, then sends the tokenizer.json."""
     begin_child(workers)
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -230,7 +230,7 @@ def _train(connection: Connection, vocab_size: int, workers: int | None) -> None
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        # All 256 bytes, so that any text can be encoded; sorted, so that ids do not depend on a hash order.
+        # All 256 bytes, so that any text can be encoded; sorted, so that ids are reproducible.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -240,10 +240,10 @@ def _train(connection: Connection, vocab_size: int, workers: int | None) -> None
 
 
 def begin_child(threads: int | None) -> None:
-    """Prepare a child process: it ends with its parent, which alone answers Ctrl-C.
+    """Prepares a child process: it ignores Ctrl-C, which only its parent handles, and exits when its parent ends.
 
     Args:
-        threads: the threads of its tokenizer; None: one per core.
+        threads: the number of threads of the child's tokenizer; None for one per core.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -260,7 +260,7 @@ def _end_with_parent() -> None:
 
 
 def bpe_from_json(text: str) -> JsonTokenizer:
-    """Load the tokenizer that `train_bpe` trained."""
+    """Loads a tokenizer that `train_bpe` has trained from its JSON."""
     from tokenizers import Tokenizer as RustTokenizer
 
     backend = RustTokenizer.from_str(text)
@@ -272,15 +272,15 @@ def bpe_from_json(text: str) -> JsonTokenizer:
 
 
 def tokenizer_file(spec: str) -> Path:
-    """The tokenizer.json a path means; a folder means the one in it.
+    """Returns the path of the tokenizer.json that `spec` names: the file itself, or the one in a folder.
 
     Raises:
-        ConfigError: no such file.
+        ConfigError: there is no such file.
     """
     path = Path(spec).expanduser()
     if path.is_dir() and not (path / "tokenizer.json").is_file():
-        reason = "this folder has no tokenizer.json, the form that fast tokenizers have"
-        fix = f"AutoTokenizer.from_pretrained({spec!r}).save_pretrained(FOLDER), of transformers, writes one"
+        reason = "this folder has no tokenizer.json, which is the file of a fast tokenizer"
+        fix = f"write one with transformers: AutoTokenizer.from_pretrained({spec!r}).save_pretrained(FOLDER)"
         raise ConfigError(Problem(key="--tokenizer", value=spec, reason=reason, fix=fix))
     if path.is_dir():
         path = path / "tokenizer.json"
@@ -296,16 +296,15 @@ def tokenizer_file(spec: str) -> Path:
 
 
 def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
-    """Load a local tokenizer.json (or the folder holding one), with the special tokens of the
-    tokenizer_config.json beside it.
+    """Loads a local tokenizer.json, with the tokens that the tokenizer_config.json beside it adds.
 
     Args:
-        spec: its path.
-        eod: the token that ends a document; None: the eos_token of tokenizer_config.json, else the first of
-            `EOD_CANDIDATES` it knows.
+        spec: the path of the file, or of its folder.
+        eod: the token that ends a document; None for the eos_token of tokenizer_config.json, otherwise the first of
+            `EOD_CANDIDATES` that the tokenizer has.
 
     Raises:
-        ConfigError: no such file, not a tokenizer, or no end-of-document token.
+        ConfigError: there is no such file, it is not a tokenizer, or it has no end-of-document token.
     """
     path = tokenizer_file(spec)
     backend = read_backend(path)
@@ -319,7 +318,7 @@ def read_backend(path: Path) -> "RustTokenizer":
     """Reads a tokenizer.json.
 
     Raises:
-        ConfigError: it says nothing of the kind, or ids that no corpus and no model has.
+        ConfigError: the file is not a tokenizer, cannot be read, or has an id of `_MOST_IDS` or more.
     """
     from tokenizers import Tokenizer as RustTokenizer
 
@@ -331,14 +330,14 @@ def read_backend(path: Path) -> "RustTokenizer":
         raise _refused(error, str(path), "is not a tokenizer file") from error
     largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= _MOST_IDS:
-        reason = f"has a token with the id {largest:,}; of so many no embedding has a row"
+        reason = f"has a token with the id {largest:,}, which is too large for an embedding"
         raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=_FORM))
     return backend
 
 
 def _refused(error: BaseException, value: str, what: str) -> ConfigError:
-    """Turns errors of the library about a tokenizer into ours. Anything else is raised again."""
-    # It raises bare Exception; and where Rust itself gives up, what is none.
+    """Returns a ConfigError for an error of the tokenizers library; raises any other error, such as Ctrl-C, again."""
+    # The library raises bare Exception, or after a panic in Rust a PanicException, which is a BaseException.
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
     message = (str(error).splitlines() or [type(error).__name__])[0]
@@ -346,11 +345,13 @@ def _refused(error: BaseException, value: str, what: str) -> ConfigError:
 
 
 def _configured(backend: "RustTokenizer", path: Path) -> str | None:
-    """Adds the tokens that only a tokenizer_config.json has, as transformers does;
-    its eos_token, if it has one.
+    """Adds to the tokenizer the tokens that only its tokenizer_config.json has, as transformers does.
+
+    Returns:
+        The eos_token of the tokenizer_config.json; None if there is none.
 
     Raises:
-        ConfigError: it cannot be read, or gives a token an id that the tokenizer cannot give it.
+        ConfigError: the file cannot be read, or gives a token an id that differs from the tokenizer's.
     """
     from tokenizers import AddedToken
 
@@ -358,7 +359,7 @@ def _configured(backend: "RustTokenizer", path: Path) -> str | None:
         return None
     fix = "repair or remove it; without it the end-of-document token is found by its usual names, or named by --eod"
     try:
-        # Not by our own reader of JSON: what says "no limit" there is an integer of 31 digits.
+        # canzona's parse_json is not used, because model_max_length may be an integer of 31 digits ("no limit").
         config = parse(TokenizerSettings, read_plain(path))
     except (Unreadable, Damaged) as error:
         raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=str(error), fix=fix)) from None
@@ -367,18 +368,23 @@ def _configured(backend: "RustTokenizer", path: Path) -> str | None:
             backend.add_tokens([AddedToken(**asdict(token))])
         if backend.token_to_id(token.content) != number:
             reason = (
-                f"it gives {token.content!r} the id {number}, and the tokenizer {backend.token_to_id(token.content)}"
+                f"it gives {token.content!r} the id {number}, but tokenizer.json {backend.token_to_id(token.content)}"
             )
             raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=fix))
     return config.eos_token.content if isinstance(config.eos_token, TokenSettings) else config.eos_token
 
 
 def _display_name(path: Path) -> str:
-    """`Qwen3-0.6B` for `.../Qwen3-0.6B/tokenizer.json`, since every such file has the same name."""
+    """Returns the name to show: `Qwen3-0.6B` for `.../Qwen3-0.6B/tokenizer.json`, otherwise the file's name."""
     return path.resolve().parent.name if path.stem == "tokenizer" else path.stem
 
 
 def _find_eod(backend: "RustTokenizer", named: str | None, path: Path) -> int:
+    """Returns the id of the token `named`; for None, of the first of `EOD_CANDIDATES` that the tokenizer has.
+
+    Raises:
+        ConfigError: there is no such token.
+    """
     for token in (named,) if named is not None else EOD_CANDIDATES:
         number: int | None = backend.token_to_id(token)
         if number is not None:
@@ -400,9 +406,10 @@ def _offer(special: Sequence[str]) -> str:
 
 
 def bytes_by_id(tokenizer: Tokenizer) -> npt.NDArray[np.float64] | None:
-    """Count the bytes of text that each token stands for, by token id.
+    """Returns the bytes of text that each token id stands for, shape [vocab_size]; special tokens have 0.
 
-    None unless the vocabulary has a letter for each byte, as GPT-2's has and most since then.
+    None unless the tokenizer is byte-level, as GPT-2's and most later ones are: its vocabulary has one character for
+    each byte.
     """
     if isinstance(tokenizer, ByteTokenizer):
         values = np.ones(tokenizer.vocab_size)

@@ -1,8 +1,8 @@
-"""A Hugging Face folder as it lies on the disk: its settings, which tensor is in which file, and the files beside the
-weights: the tokenizer that the run's text was made with, and how to generate. Opens headers only.
+"""Reads a Hugging Face folder: its settings, its table of tensors, and the files beside the weights.
 
-Nothing in it is executed, and no file outside of it is named by its index; files may be links, as in Hugging
-Face's own cache.
+Of the safetensors files only headers are read. Nothing in the folder is executed, and its index may only name
+files in the folder itself; these may be links, as in Hugging Face's cache. The module also collects the files
+that an export writes beside its weights: tokenizer and generation settings.
 """
 
 import math
@@ -36,18 +36,18 @@ BESIDE: Final = (
     *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", GENERATION),
 )
-"""Files beside the weights that are copied into a run."""
+"""The files beside the weights that are copied into a run."""
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: Final[Mapping[Dtype, tuple[str, str]]] = {
     "bf16": ("BF16", "bfloat16"),
     "fp16": ("F16", "float16"),
     "fp32": ("F32", "float32"),
 }
-"""Types of weights that are read and written: safetensors' names, and torch's."""
+"""The types of weights that can be read and written, with the names that safetensors and torch have for them."""
 _MOST: Final = 20
-"""Problems that are listed: of another model all tensors are wrong."""
-_KEPT: Final = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys of an imported `config.json` that a recipe does not have."""
+"""The largest number of problems that are listed, because in a folder of another model all tensors are wrong."""
+_IMPORTED_KEYS: Final = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+"""The keys of an imported `config.json` that an export writes again, although a recipe does not have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,27 +61,26 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceFolder:
-    """The settings and tensors of a folder, as `open_folder` read them."""
+    """The settings and tensors of a folder that `open_folder` has read."""
 
     path: Path
     model: Mapping[str, object]
-    """Settings of a recipe's model section, but for its name."""
+    """The settings of a recipe's model section, except its name."""
     tensors: Mapping[str, Stored]
-    """The tensors by Hugging Face's name."""
+    """The tensors by their Hugging Face names."""
 
     @property
     def tokenizer(self) -> Path | None:
-        """Returns the path of its tokenizer.json; None if it does not have one."""
+        """Returns the path of the folder's tokenizer.json; None if there is none."""
         path = self.path / TOKENIZER
         return path if path.is_file() else None
 
     def check(self, model: ModelConfig) -> None:
-        """Refuses a folder of another model.
+        """Checks that the folder contains this model.
 
         Raises:
-            ConfigError: every setting that differs, and every tensor that is missing, is one too many, or has
-            another
-                shape or type.
+            ConfigError: lists every setting that differs, and the first 20 tensors that are missing, unexpected, or
+                of another shape or type.
         """
         wrong = shortened([*self._wrong_tensors(model)], _MOST, key="tensors")
         refuse([*self._other_settings(model), *wrong])
@@ -102,7 +101,8 @@ class HuggingFaceFolder:
             if stored is None:
                 yield Problem(key=name, reason="the folder has no such tensor", fix=fix)
             elif stored.shape != shape:
-                yield Problem(key=name, value=list(stored.shape), reason=f"the model has {list(shape)} there", fix=fix)
+                reason = f"the model's tensor has shape {list(shape)}"
+                yield Problem(key=name, value=list(stored.shape), reason=reason, fix=fix)
         for name, stored in self.tensors.items():
             if name not in units and not (name == family_of(model).foreign.output and model.tied_embeddings):
                 yield Problem(key=name, reason="canzona's Qwen3 has no such tensor", fix=fix)
@@ -112,18 +112,18 @@ class HuggingFaceFolder:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Tells a Hugging Face folder by its `config.json`, which nothing of a canzona run has."""
+    """Returns True if the path has a `config.json`, which no folder of a canzona run has."""
     return (path / FILE).is_file()
 
 
 def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
-    """Reads the settings of a folder and its table of tensors.
+    """Reads the settings and the table of tensors of a Hugging Face folder.
 
     Args:
-        key: the option or setting that named it.
+        key: the option or setting that named the folder, for messages.
 
     Raises:
-        ConfigError: it is not such a folder, or of a model that canzona does not have; every reason at once.
+        ConfigError: the path is not a Hugging Face folder, or its model is not supported; lists every reason.
     """
     problems: list[Problem] = []
     model: dict[str, object] = {}
@@ -138,14 +138,15 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
         problems.append(Problem(key=key, value=path, reason=f"its {FILE} {error}", fix="name a Hugging Face folder"))
     for file in _files(path, key, problems):
         try:
-            table, size = read_table(Path(os.path.realpath(file)))  # which a link to itself does not end
+            # realpath does not raise for a link to itself, unlike Path.resolve; then read_table fails.
+            table, size = read_table(Path(os.path.realpath(file)))
             if size != file.stat().st_size:
-                raise ValueError("it is not as long as its header says: its download is not complete")
+                raise ValueError("its size does not match its header: the download is not complete")
         except (OSError, ValueError) as error:
             problems.append(Problem(key=key, value=file, reason=str(error), fix="download it again"))
             continue
         for name in table.keys() & tensors.keys():
-            reason = f"is in {tensors[name].file.name} too, and it is unclear which one is meant"
+            reason = f"is also in {tensors[name].file.name}"
             problems.append(Problem(key=name, value=file.name, reason=reason, fix="download the folder again"))
         tensors |= {name: Stored(file=file, dtype=dtype, shape=shape) for name, (dtype, shape) in table.items()}
     refuse(shortened(problems, _MOST, key="tensors"))
@@ -156,16 +157,16 @@ def read_object(path: Path) -> Mapping[str, object]:
     """Reads a JSON object.
 
     Raises:
-        Unreadable: the file holds something else, or cannot be read.
+        Unreadable: the file does not contain a JSON object, or cannot be read.
     """
     content = parse_json(read_plain(path))
     if not isinstance(content, dict):
-        raise Unreadable("is no JSON object")
+        raise Unreadable("is not a JSON object")
     return content
 
 
 def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
-    """Lists a folder's files of weights, each once, in order."""
+    """Lists a folder's files of weights, each once, in the order of names; adds to `problems` what prevents that."""
     try:
         files = read_object(path / INDEX).get("weight_map")
     except Absent:
@@ -186,12 +187,12 @@ def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
 
 
 def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Composed:
-    """Composes the run that `overrides` ask for, with the folder's model and tokenizer where they do not say otherwise.
+    """Composes a run from `overrides` and, for settings that they do not set, the folder's model and tokenizer.
 
-    Without a recipe among them, it uses the built-in one whose number of parameters is nearest.
+    If `overrides` do not name a recipe, the built-in recipe with the nearest number of parameters is used.
 
     Raises:
-        ConfigError: as `compose_run`.
+        ConfigError: as for `compose_run`.
     """
     asked = {key_of(override) for override in overrides}
     settings = {f"model.{name}": _typed(value) for name, value in folder.model.items()}
@@ -204,7 +205,7 @@ def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs:
 
 
 def _nearest(folder: HuggingFaceFolder) -> str:
-    """Finds the built-in recipe whose number of parameters is nearest."""
+    """Returns the name of the built-in recipe whose number of parameters is nearest to the folder's, as a ratio."""
     sizes = {
         recipe.name: parameter_count(recipe.model).total
         for recipe in list_recipes()
@@ -220,23 +221,26 @@ def _typed(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """Files to write beside the weights, and what they add to `config.json`."""
+    """The files to write beside exported weights, and the settings that they add to `config.json`."""
 
     copies: tuple[Path, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
     tokenizer: str = ""
-    """The origin of the tokenizer, for people; empty where there is none."""
+    """The origin of the tokenizer, to show to the user; empty if there is no tokenizer."""
 
 
 def beside(run: RunFiles, tokenizer: Path | None) -> Beside:
-    """Collects a run's files: from the folder of its first weights, else from the text it was trained on.
+    """Collects the files that an export of a run writes beside the weights.
+
+    They come from the folder that the run's first weights were imported from, or, without a tokenizer there,
+    from the text that the run was trained on.
 
     Args:
-        tokenizer: a folder whose tokenizer to take instead.
+        tokenizer: a folder whose tokenizer to use instead.
 
     Raises:
-        ConfigError: that folder has none; the run's corpus.json is damaged.
+        ConfigError: the folder `tokenizer` has no tokenizer.json, or the run's corpus.json is damaged.
     """
     if tokenizer is not None and not (tokenizer / TOKENIZER).is_file():
         fix = f"name a folder with a {TOKENIZER}"
@@ -246,14 +250,14 @@ def beside(run: RunFiles, tokenizer: Path | None) -> Beside:
     if run.huggingface.is_dir():
         copies = _beside_weights(run.huggingface)
         with suppress(Unreadable):
-            there = read_object(run.huggingface / FILE)
-            settings = {key: there[key] for key in _KEPT if there.get(key) is not None}
+            imported = read_object(run.huggingface / FILE)
+            settings = {key: imported[key] for key in _IMPORTED_KEYS if imported.get(key) is not None}
     if tokenizer is not None:
         copies = {name: path for name, path in copies.items() if name == GENERATION} | _beside_weights(tokenizer)
     if TOKENIZER in copies:
         generation = {GENERATION: _generation(settings.get("eos_token_id"))}
         files = Beside(texts=generation, tokenizer=str(copies[TOKENIZER].parent))
-    else:  # the folder's other files are of another tokenizer than the text's
+    else:  # without tokenizer.json, the folder's other files would not match the text's tokenizer
         files, copies = _of_the_text(run), {}
     return replace(
         files,
@@ -269,6 +273,7 @@ def _beside_weights(folder: Path) -> dict[str, Path]:
 
 
 def _of_the_text(run: RunFiles) -> Beside:
+    """Makes the files from the tokenizer of the text that the run was trained on, if the tokenizer is known."""
     try:
         corpus = read_corpus(run)
     except FileNotFoundError:
@@ -290,8 +295,7 @@ def _of_the_text(run: RunFiles) -> Beside:
 
 
 def _settings_of(text: str, eod: int | None) -> str:
-    """Writes `tokenizer_config.json`: the class that reads any tokenizer.json,
-    and the token that ends a document."""
+    """Returns the text of `tokenizer_config.json`, with a class that reads any tokenizer.json and the eos token."""
     from tokenizers import Tokenizer
 
     settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -305,9 +309,10 @@ def _generation(eod: object) -> str:
 
 
 def byte_tokenizer() -> str:
-    """Writes tokenizer.json of the byte tokenizer: ids are the bytes of UTF-8, and 256 ends a document.
+    """Returns the tokenizer.json of the byte tokenizer: ids are the bytes of UTF-8, and 256 ends a document.
 
-    In such files a byte is a printable character: itself, or one from 256 on (GPT-2's `bytes_to_unicode`).
+    A tokenizer.json represents each byte by a printable character: the byte's own, or one with a code point from 256
+    on (GPT-2's `bytes_to_unicode`).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -1,8 +1,8 @@
-"""The model in Hugging Face's words: its `config.json`, and the names of its tensors.
+"""Translates a model's settings from and to Hugging Face's `config.json`, and its units to tensor names.
 
-Sources: the settings classes of transformers, and the published files. Version 5 nests the rotary embedding's
-base in `rope_parameters` and says `dtype` for `torch_dtype`; it reads the older words, which are written
-here. A tensor is a unit of model space (`canzona_cli.model.geometry`), with the same rows.
+Sources: the configuration classes of transformers, and the published files. Version 5 of transformers nests the
+rotary embedding's base in `rope_parameters` and calls `torch_dtype` `dtype`. Both forms are read; the older one,
+which version 5 reads too, is written. Each tensor is one unit (`canzona_cli.model.geometry`), with the same rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,29 +26,34 @@ _WIDTHS: Final = {
     "head_dim": "head_dim",
     "vocab_size": "vocab_size",
 }
-"""Settings of the model that are whole numbers, and their keys."""
+"""The model's settings that are integers, and their keys in `config.json`."""
 _NUMBERS: Final = {"rope_base": "rope_theta", "norm_eps": "rms_norm_eps", "init_std": "initializer_range"}
+"""The model's settings that are any numbers, and their keys in `config.json`."""
 _TIED: Final = "tie_word_embeddings"
 
 
 def read_model(tree: Mapping[str, object]) -> dict[str, object]:
-    """Reads the settings of a recipe's model section, but for its name, from a `config.json`.
+    """Returns the settings of a recipe's model section, except its name, from the content of a `config.json`.
 
     Raises:
-        ConfigError: it is no Qwen3 that canzona has; names every key at once.
+        ConfigError: canzona does not support the model; lists every key that prevents it.
     """
     foreign = foreign_family(tree.get("model_type")).foreign
     problems = list(_unusable(tree, foreign))
     settings: dict[str, object] = {}
     flat = {**foreign.defaults} | {key: value for key, value in {**tree, **_rope(tree)}.items() if value is not None}
-    for setting, key in (_WIDTHS | _NUMBERS).items():
+    for setting, key in _WIDTHS.items():
         value = flat.get(key)
-        kinds = int if setting in _WIDTHS else int | float
-        if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
-            number = "a whole number" if setting in _WIDTHS else "a number"
-            problems.append(_problem(key, value, "is missing" if value is None else f"must be {number} above 0"))
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            problems.append(_problem(key, value, "is missing" if value is None else "must be a whole number above 0"))
         else:
-            settings[setting] = value if setting in _WIDTHS else float(value)
+            settings[setting] = value
+    for setting, key in _NUMBERS.items():
+        value = flat.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            problems.append(_problem(key, value, "is missing" if value is None else "must be a number above 0"))
+        else:
+            settings[setting] = float(value)
     settings["tied_embeddings"] = tree.get(_TIED, False)
     if not isinstance(settings["tied_embeddings"], bool):
         problems.append(_problem(_TIED, tree[_TIED], "is neither true nor false"))
@@ -57,19 +62,19 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
 
 
 def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[str, object]:
-    """Returns the `config.json` of a model, as the published files of its family have it.
+    """Returns the content of a model's `config.json`, with the keys that the published files of its family have.
 
     Args:
-        dtype: the type of the weights beside it: bfloat16, float16 or float32.
-        max_positions: tokens that the model has been trained on at once.
+        dtype: the type of the exported weights: bfloat16, float16 or float32.
+        max_positions: the longest sequence of the model, in tokens.
 
     Raises:
-        ConfigError: it is no Qwen3.
+        ConfigError: the model is not a Qwen3, because it does not normalise queries and keys.
     """
     foreign = family_of(model).foreign
     if not model.qk_norm:
         reason = "Hugging Face's Qwen3 normalises queries and keys, and this model does not"
-        refuse([Problem(key="model.qk_norm", value=False, reason=reason, fix="only a model with qk_norm has its form")])
+        refuse([Problem(key="model.qk_norm", value=False, reason=reason, fix="export a model with qk_norm")])
     settings = asdict(model)
     return {
         "architectures": [foreign.architecture],
@@ -89,7 +94,7 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
 
 
 def _rope(tree: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns the settings of the rotary embedding, wherever they are."""
+    """Returns the settings of the rotary embedding, from whichever key has them."""
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := tree.get(key), Mapping):
             return rope
@@ -99,32 +104,34 @@ def _rope(tree: Mapping[str, object]) -> Mapping[str, object]:
 def _unusable(tree: Mapping[str, object], foreign: Foreign) -> Iterator[Problem]:
     for key, values in foreign.must_be.items():
         if (value := tree.get(key)) not in values:
-            value_there = "null" if values[0] is None else str(values[0]).lower()
-            yield _problem(key, value, f"canzona's Qwen3 has {value_there} there")
+            required = "null" if values[0] is None else str(values[0]).lower()
+            yield _problem(key, value, f"must be {required} in canzona's Qwen3")
     architectures = tree.get("architectures")
     if architectures not in (None, [foreign.architecture]):
         yield _problem("architectures", architectures, f"is not {foreign.architecture}")
     layers = tree.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or {*map(str, layers)} - {"full_attention"}):
-        yield _problem("layer_types", layers, "every layer of canzona's Qwen3 attends to everything before")
+        yield _problem("layer_types", layers, "every layer of canzona's Qwen3 has full attention")
     for key in ("rope_parameters", "rope_scaling"):
         rope = tree.get(key)
         kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else "default"
         if rope is not None and (not isinstance(rope, Mapping) or kind != "default"):
             yield _problem(key, rope, "canzona's rotary embedding is not scaled")
         elif isinstance(rope, Mapping) and rope.get("partial_rotary_factor", 1) != 1:
-            yield _problem(key, rope, "canzona's rotary embedding rotates all of a head")
+            yield _problem(key, rope, "canzona's rotary embedding rotates all dimensions of a head")
 
 
 def _problem(key: str, value: object, reason: str) -> Problem:
-    fix = f"only a Qwen3 without experts, biases, sliding windows and rope scaling can be taken over ({FILE})"
+    fix = f"only a Qwen3 without experts, biases, sliding windows and rope scaling can be imported ({FILE})"
     return Problem(key=key, value=value, reason=reason, fix=fix)
 
 
 @lru_cache(maxsize=4)
 def tensor_names(model: ModelConfig) -> Mapping[str, str]:
-    """Returns Hugging Face's name of each unit, in the order of the model: each weight once,
-    so none for a tied output layer."""
+    """Returns the Hugging Face name of each unit, in the order of the model.
+
+    A tied output layer is not included, because it is the embedding.
+    """
     foreign = family_of(model).foreign
     names = {EMBEDDING: foreign.embedding}
     for layer in range(model.num_layers):

@@ -1,5 +1,4 @@
-"""Text from a checkpoint, by transformers' own generation: its class of the family,
-with our masters as its weights."""
+"""Generates text from a checkpoint with transformers: its model class, with the checkpoint's masters as weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ from canzona_cli.model.families import family_of
 
 @dataclass(frozen=True, kw_only=True)
 class Choosing:
-    """The choice of the next token."""
+    """The settings by which the next token is chosen."""
 
     max_new_tokens: int
     temperature: float
-    """0: the likeliest."""
+    """The sampling temperature; 0 always takes the likeliest token."""
     top_p: float
-    """Only of the likeliest tokens that together have this probability."""
+    """The total probability of the likeliest tokens that are sampled from."""
     seed: int
 
 
@@ -37,25 +36,26 @@ class Generated:
     text: str
     """The text after the prompt."""
     tokens: int
-    """The number of its tokens."""
+    """The number of tokens in the text."""
     ended: bool
-    """True where the model ended the document itself."""
+    """True if the model itself ended the document."""
 
 
 class Writer:
-    """A model that goes on with texts.
+    """A model with its tokenizer, which continues texts.
 
     Args:
         reader: the reader of a checkpoint that has been verified.
-        beside: with the tokenizer.
-        dtype: to compute in; weights are rounded to it as training rounds them.
-        device: None: a GPU where there is one.
-        on_bytes: told how many further bytes of weights have been read.
+        beside: the files of the run, with the tokenizer.
+        dtype: the type to compute in; weights are rounded to it as in training.
+        device: None for a GPU if there is one, otherwise the CPU.
+        seq_length: the longest sequence of the model, in tokens.
+        on_bytes: called with the number of bytes of each weight that has been read.
 
     Raises:
-        ConfigError: the run's tokenizer is not known; the model is no Qwen3 of Hugging Face.
-        CheckpointInvalid: the checkpoint lacks a weight, or has one that is no number.
-        EnvironmentProblem: there is no such device here.
+        ConfigError: the run's tokenizer is not known, or the model is not a Qwen3 of Hugging Face.
+        CheckpointInvalid: the checkpoint lacks a weight, or a weight is not finite.
+        EnvironmentProblem: this machine does not have the device.
     """
 
     def __init__(
@@ -84,30 +84,33 @@ class Writer:
         self._model.to(self._device).eval()
 
     def go_on(self, prompt: str, how: Choosing, *, aloud: bool = False) -> Generated:
-        """Continues the prompt; an empty one is the beginning of a document.
+        """Continues the prompt. An empty prompt starts a new document.
 
         Args:
-            aloud: print it to standard output as it comes.
+            aloud: prints the text to standard output while it is generated.
 
         Raises:
-            ConfigError: there is nothing to begin with; or the prompt has a token that the model has not.
+            ConfigError: the prompt has a token that the model does not have, or it is empty and the tokenizer has no
+                end-of-document token to start from.
         """
         ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False) or self._end[:1]
         vocabulary = self._model.config.vocab_size
         if not ids or not 0 <= min(ids) <= max(ids) < vocabulary:
             reason = (
-                f"has a token beyond the model's {vocabulary:,}" if ids else "is empty, and no token ends documents"
+                f"has a token beyond the model's {vocabulary:,}"
+                if ids
+                else "is empty, and the tokenizer has no end-of-document token"
             )
             raise ConfigError(
                 Problem(key="--prompt", value=prompt, reason=reason, fix="--tokenizer DIR, the run's own")
             )
         torch.manual_seed(how.seed)
-        drawn = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
+        sampling = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
         settings = GenerationConfig(
             max_new_tokens=how.max_new_tokens,
             eos_token_id=self._end or None,
             pad_token_id=self._end[0] if self._end else 0,
-            **(drawn if how.temperature else {"do_sample": False}),
+            **(sampling if how.temperature else {"do_sample": False}),
         )
         given = torch.tensor([ids], device=self._device)
         tokens = self._model.generate(
@@ -122,24 +125,32 @@ class Writer:
 
 
 def _tokenizer(beside: Beside) -> tuple[PreTrainedTokenizerFast, list[int]]:
-    """Returns a run's tokenizer, and the ids that end a document."""
+    """Returns a run's tokenizer, and the ids of the tokens that end a document.
+
+    Raises:
+        ConfigError: there is no tokenizer.
+    """
     path = next((path for path in beside.copies if path.name == TOKENIZER), None)
     text = beside.texts.get(TOKENIZER, "")
     if path is None and not text:
-        reason = "the run's tokenizer is not known: another tool made its data, or the data has gone"
+        reason = "the run's tokenizer is not known: another tool prepared its data, or the data was removed"
         raise ConfigError(
             Problem(key="--tokenizer", reason=reason, fix="--tokenizer DIR, a folder with tokenizer.json")
         )
     end = beside.settings.get("eos_token_id")
     ends = [each for each in (end if isinstance(end, list) else [end]) if isinstance(each, int)]
-    whole = read_backend(path) if path is not None else RustTokenizer.from_str(text)
-    return PreTrainedTokenizerFast(tokenizer_object=whole, clean_up_tokenization_spaces=False), ends
+    backend = read_backend(path) if path is not None else RustTokenizer.from_str(text)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False), ends
 
 
-def _device(asked: Device | None) -> torch.device:
-    """Raises EnvironmentProblem where it is not here."""
-    here = torch.cuda.is_available()
-    if asked == "cuda" and not here:
-        reason, fix = "torch sees no GPU here", "--device cpu; `canzona doctor` says what is missing"
-        raise EnvironmentProblem(Problem(key="--device", value=asked, reason=reason, fix=fix))
-    return torch.device("cuda" if here and asked != "cpu" else "cpu")
+def _device(requested: Device | None) -> torch.device:
+    """Returns the requested device; for None, a GPU if there is one.
+
+    Raises:
+        EnvironmentProblem: a GPU is requested, and there is none.
+    """
+    has_gpu = torch.cuda.is_available()
+    if requested == "cuda" and not has_gpu:
+        reason, fix = "torch sees no GPU on this machine", "--device cpu; `canzona doctor` shows what is missing"
+        raise EnvironmentProblem(Problem(key="--device", value=requested, reason=reason, fix=fix))
+    return torch.device("cuda" if has_gpu and requested != "cpu" else "cpu")

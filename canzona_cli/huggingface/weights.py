@@ -1,8 +1,7 @@
-"""Weights from and to Hugging Face folders, a piece of one tensor in memory at a time.
+"""Imports and exports weights from and to Hugging Face folders, with a part of one tensor in memory at a time.
 
-An import is the checkpoint of step 0: fp32 masters in model space without optimizer state, from which every
-layout, optimizer and splitting can start, as from the weights of any other run. An export is sharded
-safetensors.
+An import writes a checkpoint of step 0: fp32 masters with the model's names, without optimizer state. A run of
+any layout, optimizer and splitting can start from it. An export writes sharded safetensors.
 """
 
 import json
@@ -39,23 +38,23 @@ from canzona_cli.model.geometry import unit_shape
 from canzona_cli.run.files import RunFiles, sync_folder, write_json_atomic, write_text_atomic
 
 PIECE_BYTES: Final = 8 << 20
-"""Bytes of a piece in fp32."""
+"""The largest part of a tensor that is in memory at a time, in bytes of fp32."""
 
 
 def row_ranges(shape: Sequence[int]) -> Iterator[range]:
-    """Yields the rows of each piece of a tensor, in order: `PIECE_BYTES` at most, or one row."""
+    """Yields consecutive ranges of a tensor's rows, each of at most `PIECE_BYTES` bytes or of one row."""
     most = max(1, PIECE_BYTES // (4 * max(1, math.prod(shape[1:]))))
     for first in range(0, shape[0], most):
         yield range(first, min(first + most, shape[0]))
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a tensor on the host, C order."""
+    """Returns the bytes of a CPU tensor, in row-major order."""
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 _PATIENCE_S: Final = 60.0
-"""All parts are written before any is waited for."""
+"""The timeout of `finish`, in seconds. It is never reached, because all parts are already written."""
 _ONE_PROCESS: Final = Layout(
     tp=1,
     pp=1,
@@ -67,27 +66,27 @@ _ONE_PROCESS: Final = Layout(
     recompute="none",
     sequence_parallel=False,
 )
-"""The layout of the import, which one process does."""
+"""The layout that an import's checkpoint records: one process."""
 
 
 def import_weights(
     source: HuggingFaceFolder, config: RunConfig, files: RunFiles, *, on_bytes: Callable[[int], None] = lambda _: None
 ) -> Path:
-    """Write the checkpoint of step 0 into a run directory, and what lies beside the weights next to it.
+    """Writes the weights as a checkpoint of step 0 into a run directory, and copies the files beside the weights.
 
-    The checkpoint is there whole or not at all. A piece of one tensor is in memory at a time.
+    The checkpoint appears complete or not at all. The other files are copied to the run's `huggingface` folder,
+    before the checkpoint is written.
 
     Args:
-        config: the config of the run; its model has been compared with the folder
-            (`HuggingFaceFolder.check`).
-        on_bytes: told how many further bytes of masters have been read.
+        config: the config of the run, whose model has been compared with the folder (`HuggingFaceFolder.check`).
+        on_bytes: called with the number of bytes of each part that has been read, as fp32.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        ConfigError: weights that are no numbers; a tied output layer that is not the embedding.
-        SaveFailed: it cannot be written.
+        ConfigError: weights are not finite, cannot be read, or a tied output layer differs from the embedding.
+        SaveFailed: the checkpoint cannot be written.
         OSError: a file beside the weights cannot be copied.
     """
     _check_tied(source, config)
@@ -95,7 +94,7 @@ def import_weights(
     for name in (FILE, *BESIDE):
         copy = files.huggingface / name
         if (source.path / name).is_file():
-            copy.unlink(missing_ok=True)  # of an import that was killed
+            copy.unlink(missing_ok=True)  # an earlier import that was killed may have left the file
             copy_file(source.path / name, copy)
     sync_folder(files.huggingface)
     parts: dict[Path, dict[str, Buffer]] = defaultdict(dict)
@@ -124,58 +123,68 @@ def import_weights(
 
 
 def _masters(stored: Stored, name: str, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
-    """Yields the bytes of a tensor's master."""
+    """Yields the bytes of a tensor as fp32, a range of rows at a time.
+
+    Raises:
+        ConfigError: the tensor cannot be read, or is not finite.
+    """
     for rows in row_ranges(stored.shape):
         data = _rows(stored, name, rows).to(torch.float32)
-        if not all(bound.isfinite() for bound in torch.aminmax(data)):  # isfinite() of all makes others as large
+        if not all(bound.isfinite() for bound in torch.aminmax(data)):  # isfinite() of all elements needs more memory
             bad = int((~data.isfinite()).sum())
-            where = f"from row {rows[0]:,} on, {bad:,} of {data.numel():,} elements are infinite or no numbers"
-            raise ConfigError(Problem(key=name, value=stored.file, reason=where, fix="download it again"))
+            reason = f"from row {rows[0]:,} on, {bad:,} of {data.numel():,} elements are infinite or NaN"
+            raise ConfigError(Problem(key=name, value=stored.file, reason=reason, fix="download it again"))
         on_bytes(data.nbytes)
         yield raw_bytes(data)
-        del data  # before the next is read
+        del data  # so that the next rows are read into freed memory
 
 
 def _rows(stored: Stored, name: str, rows: range) -> torch.Tensor:
     try:
-        with safe_open(stored.file, framework="pt") as file:  # anew: what a mapped file was read of counts as memory
+        # Opened for each read, because the pages read of a mapped file count as memory of this process.
+        with safe_open(stored.file, framework="pt") as file:
             data: torch.Tensor = file.get_slice(name)[rows.start : rows.stop]
-    except SafetensorError as error:  # of a header that only we can read, or that has just changed
+    except SafetensorError as error:  # `read_table` accepted the header, or the file has changed since
         reason = f"safetensors cannot read it: {error}"
         raise ConfigError(Problem(key=name, value=stored.file, reason=reason, fix="download it again")) from None
     return data
 
 
 def _check_tied(folder: HuggingFaceFolder, config: RunConfig) -> None:
-    """Refuses a tied output layer that differs from the embedding: some files have it a second time, and transformers
-    ignores it."""
+    """Checks that a tied output layer equals the embedding, if the folder stores the output layer too.
+
+    Some files do so, and transformers ignores the stored output layer.
+
+    Raises:
+        ConfigError: the two differ.
+    """
     output = family_of(config.model).foreign.output
     if not config.model.tied_embeddings or output not in folder.tensors:
         return
     [embedding, *_] = tensor_names(config.model).values()
     pair = [(folder.tensors[name], name) for name in (embedding, output)]
-    one, other = (stored.shape for stored, _ in pair)
-    if one != other or not all(
-        torch.equal(*(_rows(stored, name, rows).float() for stored, name in pair)) for rows in row_ranges(one)
+    shape, output_shape = (stored.shape for stored, _ in pair)
+    if shape != output_shape or not all(
+        torch.equal(*(_rows(stored, name, rows).float() for stored, name in pair)) for rows in row_ranges(shape)
     ):
         reason = f"differs from {embedding}, although the embeddings are tied"
-        fix = "tie_word_embeddings of its config.json is probably false"
+        fix = "tie_word_embeddings in its config.json should probably be false"
         raise ConfigError(Problem(key=output, value=folder.tensors[output].file, reason=reason, fix=fix))
 
 
 SHARD_BYTES: Final = 5_000_000_000
-"""Bytes of one file, as published checkpoints have it; a larger tensor has a file of its own."""
+"""The largest file of an export, in bytes. Only a file with a single tensor may be larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """The numbers of an export."""
+    """The numbers of files, tensors and bytes that an export has written."""
 
     files: int
-    """Files of weights."""
+    """The number of safetensors files."""
     tensors: int
     bytes: int
-    """Bytes of all weights."""
+    """The total size of the tensors."""
 
 
 def export_weights(
@@ -188,21 +197,22 @@ def export_weights(
     shard_bytes: int = SHARD_BYTES,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Exported:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` reads: whole, or not at all.
+    """Writes a folder that `AutoModelForCausalLM.from_pretrained` reads. It appears complete or not at all.
 
     Args:
         reader: the reader of a checkpoint that has been verified.
-        out: does not exist, or is empty.
-        dtype: the type of the weights; fp32 is the masters, bit by bit.
-        seq_length: tokens of the sequences that the model was trained on.
-        beside: further files.
-        on_bytes: told how many further bytes have been written.
+        out: the folder to write; it must not exist, or be empty.
+        dtype: the type of the weights; fp32 writes the masters unchanged.
+        seq_length: the length of the sequences that the model was trained on, in tokens.
+        beside: further files to write.
+        shard_bytes: the largest file, in bytes.
+        on_bytes: called with the number of bytes of each part that is about to be written.
 
     Raises:
-        ConfigError: the model is no Qwen3 of Hugging Face; the place has something; a weight is too large for
+        ConfigError: the model is not a Qwen3 of Hugging Face, `out` is not empty, or a weight is too large for
             fp16.
-        CheckpointInvalid: the checkpoint lacks a weight, or has one that is no number.
-        EnvironmentProblem: it cannot be written.
+        CheckpointInvalid: the checkpoint lacks a weight, or a weight is not finite.
+        EnvironmentProblem: the folder cannot be written.
     """
     model, (code, name_of_type) = reader.model, DTYPES[dtype]
     kind: torch.dtype = getattr(torch, name_of_type)
@@ -236,15 +246,15 @@ def export_weights(
 
 
 def _shards(sizes: Mapping[str, int], most: int) -> Sequence[Sequence[str]]:
-    """Divides tensors over files, in order; each file has at most `most` bytes, or one tensor."""
+    """Divides tensors among files, in order. Each file has at most `most` bytes, or a single tensor."""
     shards: list[list[str]] = [[]]
-    held = 0
+    shard_size = 0
     for name, size in sizes.items():
-        if shards[-1] and held + size > most:
+        if shards[-1] and shard_size + size > most:
             shards.append([])
-            held = 0
+            shard_size = 0
         shards[-1].append(name)
-        held += size
+        shard_size += size
     return shards
 
 
@@ -253,7 +263,12 @@ def _file(number: int, count: int) -> str:
 
 
 def _rounded(reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
-    """Yields the bytes of a weight in its type."""
+    """Yields the bytes of a weight rounded to `kind`, a range of rows at a time.
+
+    Raises:
+        ConfigError: the weight is too large for fp16.
+        CheckpointInvalid: the weight is not stored, or is not finite.
+    """
     for rows in row_ranges(unit_shape(unit, reader.model)):
         data = reader.master(unit, rows).to(kind)
         if kind is torch.float16 and not bool(data.isfinite().all()):
@@ -261,23 +276,23 @@ def _rounded(reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[i
             raise ConfigError(Problem(key="--dtype", value="fp16", reason=f"{unit} {reason}", fix="--dtype bf16"))
         on_bytes(data.nbytes)
         yield raw_bytes(data)
-        del data  # before the next is read
+        del data  # so that the next rows are read into freed memory
         reader.unmap()
 
 
 @contextmanager
 def staged(out: Path, *, key: str) -> Iterator[Path]:
-    """Makes a hidden folder beside `out`, which takes its name when the block is over.
+    """Yields a hidden folder next to `out`, and renames it to `out` after the block; removes it if the block fails.
 
-    Files in it must be on the disk by then. What a kill leaves of it, the next one for the same place
-    removes.
+    Files in it must be synced to the disk by the end of the block. If the process is killed, the next call for the
+    same place removes the hidden folder.
 
     Args:
-        key: the option or setting that named the place.
+        key: the option or setting that named the place, for messages.
 
     Raises:
-        ConfigError: there is something already, or somebody else is writing there.
-        EnvironmentProblem: it cannot be written.
+        ConfigError: the place is not empty, or another process is writing there.
+        EnvironmentProblem: the place cannot be written.
     """
     place = Path(os.path.abspath(out))
     check_empty(place, key=key)
@@ -291,7 +306,7 @@ def staged(out: Path, *, key: str) -> Iterator[Path]:
             try:
                 yield partial
                 sync_folder(partial)
-                os.rename(partial, place)  # over an empty folder too, and over nothing else
+                os.rename(partial, place)  # replaces an empty folder, and fails for anything else
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
@@ -304,19 +319,22 @@ def staged(out: Path, *, key: str) -> Iterator[Path]:
 
 
 def check_empty(place: Path, *, key: str) -> None:
-    """Raises ConfigError for a place that has something:
-    what is there is never mixed with anything, nor replaced."""
+    """Checks that a place does not exist or is an empty folder, because existing files are never replaced.
+
+    Raises:
+        ConfigError: the place has something.
+    """
     if os.path.lexists(place) and (place.is_symlink() or not place.is_dir() or any(place.iterdir())):
         fix = "name a folder that does not exist yet, or an empty one"
-        raise ConfigError(Problem(key=key, value=place, reason="there is something already", fix=fix))
+        raise ConfigError(Problem(key=key, value=place, reason="already exists and is not an empty folder", fix=fix))
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copies a file, or the target of a link, and has the copy on the disk.
+    """Copies a file, following links, to a new file, and syncs the copy to the disk.
 
     Raises:
-        ConfigError: it is not a regular file, cannot be read, or is larger than any that lies beside weights.
-        OSError: it cannot be written.
+        ConfigError: the source is not a regular file, cannot be read, or is too large for a settings file.
+        OSError: the target exists already or cannot be written.
     """
     try:
         content = read_plain(source)

@@ -1,14 +1,15 @@
-"""`python -m canzona_cli.trackers.follow RUN NAME STEP`: a process that hands a run's records to one tracker.
+"""Sends a run's records to one tracker, as a separate process: `python -m canzona_cli.trackers.follow RUN NAME STEP`.
 
-The launcher starts it beside torchrun and closes its input when the run has ended. Ranks know nothing of it:
-the files are the queue, however slow the tracker is, and whatever it does, no step waits. A tracker that
-fails is tried again, ever more rarely; its name of the run, and how far it is, stand in the run directory, so
-that the next launch goes on with the same curve.
+The launcher starts the process next to torchrun and closes its standard input when the run has ended. It reads
+the run's files, so ranks never wait for a tracker, however slow it is. If a tracker fails, the process tries
+again, with increasing pauses. The tracker's id of the run and the last step sent are stored in the run
+directory, so that the next launch continues the same curves.
 
-TensorBoard, Weights & Biases and MLflow have one interface, and the names and steps of metrics.jsonl. Where each
-sends them, and with which key, its own environment variables say (`WANDB_API_KEY`, `WANDB_MODE`, `WANDB_PROJECT`,
-`MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`, ...). Without `MLFLOW_TRACKING_URI` MLflow writes a database in the
-run directory. Their packages are imported when they are used.
+TensorBoard, Weights & Biases and MLflow have the same interface here, and receive the names and steps of
+metrics.jsonl. Destination and credentials come from each tracker's environment variables (`WANDB_API_KEY`,
+`WANDB_MODE`, `WANDB_PROJECT`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`, ...). Without
+`MLFLOW_TRACKING_URI`, MLflow writes a database in the run directory. Only the package of the tracker in use is
+imported.
 """
 
 import math
@@ -41,24 +42,24 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0
 _SAMPLE = "sample"
 _MOST_POINTS = 50
-"""Handed over at once: MLflow takes a thousand values."""
+"""The largest number of points sent at once, because MLflow accepts a thousand values at a time."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-"""Seconds before a tracker that failed is tried again; doubled each time."""
+"""The first and the longest pause before a tracker that failed is tried again, in seconds. Each failure doubles it."""
 _PROJECT = "canzona"
-"""The project of Weights & Biases, and the experiment of MLflow, where the environment names none."""
+"""The project of Weights & Biases, and the experiment of MLflow, unless the environment names another."""
 _MOST_PARAMETERS = 100
-"""Values that MLflow takes at once."""
+"""The largest number of parameters that MLflow accepts at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The values of one line of a run's records."""
+    """The values of one line in a run's records."""
 
     step: int
     time: float
-    """Seconds since 1970."""
+    """The time of the line, in seconds since 1970."""
     values: Mapping[str, float | str]
-    """Finite numbers and texts by name. MLflow, whose runs have no texts with a step, leaves those out."""
+    """The finite numbers and texts of the line, by name. MLflow has no texts with a step, so it gets only numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +68,16 @@ class Tracked:
 
     run_dir: Path
     settings: Mapping[str, object]
-    """Settings of the whole run, by dotted key."""
+    """All settings of the run, by dotted key."""
     id: str | None
-    """The tracker's name of the run; None where it does not have one yet."""
+    """The tracker's id of the run; None if the tracker does not know the run yet."""
     first_step: int
-    """The first step that will be added: the tracker's values of this step and later ones are of steps done again."""
+    """The first step that will be added. Values that the tracker already has from this step on are outdated, because
+    the steps are made again."""
 
 
 class TensorBoard:
-    """An event file, written record by record: a full disk is seen at once.
-    Standard names of TensorFlow's format."""
+    """The tracker that writes TensorBoard event files, record by record, so that a full disk is noticed at once."""
 
     def __init__(self, run: Tracked) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -90,7 +91,7 @@ class TensorBoard:
         self._file = RecordWriter((folder / name).open("xb"))
         begin = time.time()
         self._write(Event(wall_time=begin, file_version="brain.Event:2"))
-        # TensorBoard then forgets what an earlier launch wrote from this step on.
+        # The START event makes TensorBoard discard what an earlier launch wrote from this step on.
         self._write(Event(wall_time=begin, step=run.first_step, session_log=SessionLog(status=SessionLog.START)))
         self._file.flush()
 
@@ -117,8 +118,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases whose axis is our step:
-    it ignores what comes behind a later step of its own."""
+    """The tracker that sends to Weights & Biases. The x axis is a metric `step`, because Weights & Biases ignores
+    values whose own step is lower than an earlier one."""
 
     def __init__(self, run: Tracked) -> None:
         quiet = {"CONSOLE": "off", "SILENT": "true", "ERROR_REPORTING": "false"}
@@ -140,11 +141,11 @@ class WeightsAndBiases:
         import wandb
 
         self._run.finish(exit_code=0 if status == "done" else 1)
-        wandb.teardown()  # its service may still be writing what it was handed
+        wandb.teardown()  # waits for its service, which may still be writing
 
 
 class MLflow:
-    """A run of MLflow, by its client alone: nothing global, and no thread that outlives it."""
+    """The tracker that sends to MLflow, through its client only, which has no global state and leaves no thread."""
 
     def __init__(self, run: Tracked) -> None:
         patience = {"HTTP_REQUEST_MAX_RETRIES": "2", "HTTP_REQUEST_TIMEOUT": "20", "DISABLE_TELEMETRY": "true"}
@@ -162,8 +163,8 @@ class MLflow:
         experiment = self._client.create_experiment(name) if existing is None else existing.experiment_id
         self.id = self._client.create_run(experiment, run_name=run.run_dir.name).info.run_id
         parameters = [Param(key, str(value)[:500]) for key, value in run.settings.items()]
-        for some in batched(parameters, _MOST_PARAMETERS):
-            self._client.log_batch(self.id, params=list(some))
+        for batch in batched(parameters, _MOST_PARAMETERS):
+            self._client.log_batch(self.id, params=list(batch))
 
     def add(self, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric
@@ -186,43 +187,45 @@ def _set_defaults(package: str, values: Mapping[str, str]) -> None:
 
 
 Tracker = TensorBoard | WeightsAndBiases | MLflow
-"""An open tracker. Its `id` is its name of the run, which is `Tracked.id` when the run goes on. `add` takes points in
-the order of their file, which are then the tracker's to keep; `close` ends the run, with a status of None where it is
-not known how the run ended. Every call may raise whatever the tracker's package and the network raise."""
+"""An open tracker.
+
+`id` is the tracker's id of the run, which a later launch passes as `Tracked.id`. `add` sends points, in the order of
+their file, and they are not sent again if it succeeds. `close` ends the run; its status is None if it is not known how
+the run ended. Every call may raise any exception of the tracker's package or of the network."""
 TRACKERS: Mapping[TrackerName, type[Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
-"""A tracker's name is that of its package, and of canzona's extra that brings it."""
+"""The trackers by name. A tracker's package, and the extra of canzona that installs it, have the same name."""
 
 
 class Follower:
-    """One tracker of one run, from wherever it was.
+    """A process's connection from one run's records to one tracker; it continues where an earlier one stopped.
 
     Args:
-        start: the step after which this launch begins: later ones that the tracker has are done again.
+        start: the step after which this launch starts. Later steps that the tracker already has are sent again.
     """
 
     def __init__(self, files: RunFiles, name: TrackerName, *, start: int = 0) -> None:
         self._files, self._name = files, name
         paths = {"": files.metrics, "validation_": files.validation, _SAMPLE: files.events}
         self._records = {kind: JsonLines(path) for kind, path in paths.items()}
-        """The records by the prefix of a file's values; of events, samples of text alone."""
+        """The files of records, by the prefix of their values' names. Of events, only sample texts are sent."""
         self._state = load_if_sound(files.tracker(name), TrackerState) or TrackerState()
         begin = {kind: min(self._state.taken.get(kind, -1), start) for kind in self._records}
         self._state = replace(self._state, taken=begin)
         self._waiting = deque((kind, point) for kind, point in self._read() if point.step > begin[kind])
         self._tracker: Tracker | None = None
         self._failures = 0
-        """The number of failures since it last worked."""
+        """The number of failures since the tracker last worked."""
         self._not_before = 0.0
 
     def look(self, *, last: bool = False) -> None:
-        """Hands over new points.
+        """Reads new points and sends all that wait, unless the tracker failed a moment ago. Never raises.
 
         Args:
-            last: also where the tracker has just failed.
+            last: sends the points even if the tracker failed a moment ago.
         """
         self._waiting.extend(self._read())
         if time.monotonic() < self._not_before and not last:
@@ -231,21 +234,21 @@ class Follower:
             if self._tracker is None:
                 self._tracker = self._open()
             while self._waiting:
-                some = [*islice(self._waiting, _MOST_POINTS)]
-                self._tracker.add([point for _, point in some])
-                for kind, point in some:
+                batch = [*islice(self._waiting, _MOST_POINTS)]
+                self._tracker.add([point for _, point in batch])
+                for kind, point in batch:
                     self._waiting.popleft()
                     self._state = replace(self._state, taken={**self._state.taken, kind: point.step})
                 self._remember()
-        except Exception as error:  # whatever a plug-in or the network raises is not worth a run
+        except Exception as error:  # no error of a package or of the network may end the process
             self._failed(error)
         else:
             if self._failures:
-                self._tell(f"{self._name} takes metrics again; none are lost", "info")
+                self._report(f"{self._name} accepts metrics again; none are lost", "info")
             self._failures = 0
 
     def finish(self) -> None:
-        """Hands over the rest, because the run has ended, and closes the tracker."""
+        """Sends the remaining points after the run has ended, closes the tracker, and reports points that are lost."""
         self.look(last=True)
         result = load_if_sound(self._files.result, RunResult)
         try:
@@ -255,7 +258,7 @@ class Follower:
             self._failed(error)
         if self._waiting:
             lost = plural(len(self._waiting), "line")
-            self._tell(f"{lost} of the run's records did not reach {self._name}", "warning")
+            self._report(f"{lost} of the run's records did not reach {self._name}", "warning")
 
     def _open(self) -> Tracker:
         run = Tracked(
@@ -286,36 +289,36 @@ class Follower:
         self._not_before = time.monotonic() + min(_FIRST_PAUSE_S * 2 ** (self._failures - 1), _LONGEST_PAUSE_S)
         if self._failures == 1:
             why = redacted(clean(f"{type(error).__name__}: {error}"))[:300]
-            self._tell(f"{self._name} takes no metrics ({why}); training continues, and it is tried again", "warning")
+            self._report(f"{self._name} does not accept metrics ({why}); training continues, with retries", "warning")
         if self._tracker is not None:
             with suppress(Exception):
                 self._tracker.close(None)
             self._tracker = None
 
     def _remember(self) -> None:
-        with suppress(OSError):  # on a full disk: then a later launch hands some points over twice
+        with suppress(OSError):  # on a full disk, a later launch sends some points twice
             self._files.trackers.mkdir(exist_ok=True)
             save(self._files.tracker(self._name), self._state)
 
-    def _tell(self, text: str, level: Level) -> None:
+    def _report(self, text: str, level: Level) -> None:
         print(text, file=sys.stderr, flush=True)
         incident = Incident(time=time.time(), event="tracker", detail=text, level=level)
         try_append_json_line(self._files.events, incident.line())
 
 
-def _numbers(line: Mapping[str, object], before: str) -> dict[str, float | str]:
-    """Returns every finite number of a line by its name, and those of a mapping in it by both names."""
+def _numbers(line: Mapping[str, object], prefix: str) -> dict[str, float | str]:
+    """Returns every finite number of a line by its prefixed name; numbers in a nested mapping as `outer/inner`."""
     numbers: dict[str, float | str] = {}
     for name, value in line.items():
         if isinstance(value, Mapping):
-            numbers |= _numbers(value, f"{before}{name}/")
+            numbers |= _numbers(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            numbers[f"{before}{name}"] = float(value)
+            numbers[f"{prefix}{name}"] = float(value)
     return numbers
 
 
 def follow(run_dir: Path, name: TrackerName, start: int) -> None:
-    """Follows a run until this process's input is closed."""
+    """Sends a run's records to a tracker until standard input is closed."""
     follower = Follower(RunFiles(run_dir), name, start=start)
     while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         follower.look()

@@ -1,13 +1,12 @@
-"""torchrun whose ranks are forks of it, which has imported torch and Megatron: `python -m
-canzona_cli.training.agent` with torchrun's own arguments.
+"""Runs torchrun with ranks that are forks of the agent, which has already imported torch and Megatron.
 
-Ranks that are programs of their own spend the first seconds of a run importing the same modules, each for
-itself: on a laptop most of a start-up. Here a machine imports them once, and a rank differs from a program of
-its own in its command line alone, which stays the agent's. Session, environment, output, signals, open files
-and exit code are what starting a program would have made of them.
+Start it as `python -m canzona_cli.training.agent` with torchrun's arguments. When every rank is started as a
+new program, each one imports the same modules, which takes most of a start-up on a laptop. Here a node
+imports them once. A forked rank has the session, environment, output, signals, open files and exit code of a
+newly started program; only its command line is the agent's.
 
-For ranks on CPUs: CUDA does not survive a fork, and what a GPU's software touches when it is imported is not
-ours to know. And for Linux: macOS kills forks that use its frameworks.
+It is used only for ranks on CPUs under Linux: CUDA does not work in a forked process, GPU libraries may
+initialise the device when they are imported, and macOS kills forks that use its frameworks.
 """
 
 import gc
@@ -28,25 +27,26 @@ from typing import IO, NoReturn
 from canzona_cli.training.process import hush
 
 SLOW_IMPORTS = "SLOW_IMPORTS"
-"""The name by which a worker's module lists what its ranks import after their first sign of life. None of it
-may compute, or leave a thread behind."""
+"""The name of the constant in which a worker's module lists the modules that its ranks import after they have
+reported that they started. The agent imports these modules before it forks, so importing them must not
+start threads or computations."""
 
 
 def main() -> None:
-    """Import what the ranks will, and be torchrun from then on."""
-    gc.disable()  # nothing of it is garbage, and looking for some takes a seventh of the time
+    """Imports the ranks' slow modules, then runs torchrun with `_start` in place of `subprocess.Popen`."""
+    gc.disable()  # imports leave hardly any garbage, and collecting takes a seventh of their time
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     hush()
     worker = run.get_args_parser().parse_args().training_script
     for name in runpy.run_module(worker).get(SLOW_IMPORTS, ()):
-        with suppress(Exception):  # a rank meets it again, and knows how to tell the launcher
+        with suppress(Exception):  # the rank's own import fails again, and the rank reports the error
             importlib.import_module(name)
-    gc.freeze()  # or the first collection of each rank would copy all the memory that they share
+    gc.freeze()  # otherwise the first collection in each rank would copy all the memory shared with the agent
     gc.enable()
-    # The store's thread in here is not in the forks, and they use nothing of it: they connect to the store
-    # anew.
+    # Python warns of forking with threads. The agent's thread for the store is harmless: the forks do not use
+    # it, but connect to the store themselves.
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded, use of fork")
     subprocess_handler.Popen = _start  # type: ignore[attr-defined, assignment]
     run.main()
@@ -55,11 +55,18 @@ def main() -> None:
 def _start(
     args: tuple[str, ...], env: dict[str, str], stdout: IO[str] | None, stderr: IO[str] | None, start_new_session: bool
 ) -> "subprocess.Popen[bytes]":
-    """Starts a rank for torchrun: `python -u -m MODULE ARGUMENT...`; the process is torchrun's own child."""
+    """Starts a rank as a fork; torchrun calls it as `subprocess.Popen`.
+
+    Args:
+        args: `python -u -m MODULE ARGUMENT...`.
+
+    Raises:
+        ValueError: `args` does not start a Python module.
+    """
     if args[:3] != (sys.executable, "-u", "-m"):
-        raise ValueError(f"cannot fork what is not a Python module: {args}")
+        raise ValueError(f"only a Python module can be started as a fork: {args}")
     rank = partial(_be_rank, args[3:], env)
-    # Python ignores some signals from its start on, and restoring them is for programs that are not Python.
+    # Python ignores some signals, such as SIGPIPE. Popen would reset them, which is right only for other programs.
     return subprocess.Popen(
         args,
         env=env,
@@ -72,12 +79,14 @@ def _start(
 
 
 def _be_rank(args: tuple[str, ...], env: dict[str, str]) -> NoReturn:
-    """Run the module in this fork, which has its session and output already, and exit; the program that Popen
-    would have started is never reached."""
+    """Runs the module in this fork, and exits, so that Popen never starts its program.
+
+    Popen has already set the session and the output when it calls this function.
+    """
     code: object = 0
     try:
-        # The sockets of the agent's store, whose port shall go with the agent; and the pipe by which Popen
-        # learns that all is well.
+        # Close the inherited files: the sockets of the agent's store, so that its port is freed when the agent
+        # ends, and the pipe through which Popen waits for a program to start.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.environ.clear()
         os.environ.update(env)
@@ -86,7 +95,7 @@ def _be_rank(args: tuple[str, ...], env: dict[str, str]) -> NoReturn:
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         Path("/proc/self/comm").write_text(f"rank {env['RANK']}")  # what `top` shows
-        gc.enable()  # Popen holds it back until a program has been started
+        gc.enable()  # Popen disables it while it forks
         sys.argv = [*args]
         runpy.run_module(args[0], run_name="__main__", alter_sys=True)
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""The parts a worker has before its first step: model, optimizer, schedule, timer."""
+"""Builds what a worker needs before its first step: process groups, model, optimizer, schedule, timer."""
 
 import os
 import random
@@ -24,10 +24,10 @@ from canzona_cli.run.heartbeat import PATIENCE, VARIABLE
 
 
 def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambda: None, turn: str = "") -> World:
-    """Seed this process and meet the other ranks.
+    """Seeds this process and joins the other ranks in a process group.
 
     Args:
-        alive: called again and again meanwhile.
+        alive: called repeatedly while the rank waits for the others.
         turn: see `parallel.initialize`.
     """
     torch.manual_seed(config.train.seed)
@@ -35,8 +35,8 @@ def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambd
     np.random.seed(config.train.seed)  # the state that libraries draw from
     timeout_s = 600.0
     if VARIABLE in os.environ and config.run.hang_timeout_s is not None:
-        # The launcher, which can name the rank that holds the others up, speaks before the library that
-        # cannot.
+        # The library's timeout must be longer than the launcher's, because only the launcher can name the rank
+        # that the others wait for.
         timeout_s = max(timeout_s, 1.2 * PATIENCE * config.run.hang_timeout_s)
     device, seed = config.cluster.device, config.train.seed
     if device == "cpu":
@@ -45,16 +45,16 @@ def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambd
 
 
 def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool = True) -> Trainee:
-    """Build everything on this rank. Collective.
+    """Builds model, optimizer, schedule and timer on this rank. Collective.
 
     Args:
         plan: the plan that strategies canzona, paper and asc execute; None for the others.
-        timed: cut the step into the phases of the breakdown.
+        timed: time the phases of the breakdown in each step.
 
     Raises:
-        EnvironmentProblem: megatron-core is not what canzona relies on.
-        PlanRefused: on all ranks together, when the plan is for another model, layout or world, or not
-            everywhere the same.
+        EnvironmentProblem: megatron-core is not as canzona expects.
+        PlanRefused: on all ranks together: the plan is for another model, layout or world, or differs between
+            ranks.
     """
     refuse(contract.PROBLEMS, EnvironmentProblem)
     timer = PhaseTimer(world.device)
@@ -68,7 +68,7 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
     else:
         updater = optimizer.build_optimizer(wrapped, config, world)
     if timed:
-        # Ours tell the timer their phases themselves.
+        # Canzona's optimizers report their phases to the timer themselves.
         instrument.attach(wrapped, None if isinstance(updater, CanzonaOptimizer) else updater, timer)
     schedule = optimizer.build_schedule(updater, config)
     return Trainee(config=config, world=world, chunks=wrapped, optimizer=updater, schedule=schedule, timer=timer)

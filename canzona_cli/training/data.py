@@ -1,4 +1,4 @@
-"""Batches of Megatron's `GPTDataset`, in an order that depends on the seed alone, not on the layout."""
+"""Reads batches from Megatron's `GPTDataset`, in an order that depends only on the seed, not on the layout."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,21 +16,22 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
 
 Batch = dict[str, torch.Tensor]
-"""`tokens`, `labels`, `loss_mask` and `position_ids`, each `[micro_batch, seq_length / cp]`, and from a
-`BatchStream` also `counted`: how many tokens of the micro-batch the loss is the mean of, on all
-context-parallel ranks together."""
+"""A micro-batch: `tokens`, `labels`, `loss_mask` and `position_ids`, each `[micro_batch, seq_length / cp]`.
+
+A `BatchStream` adds `counted`, the number of tokens that the micro-batch's mean loss is over, summed over all
+context-parallel ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusFacts:
-    """The facts that `GPTDataset` asks of a tokenizer: it reads ids and never text."""
+    """The attributes that `GPTDataset` requires of its tokenizer. It reads token ids, never text, so these suffice."""
 
     vocab_size: int
     eod: int | None
     name: str
     sets: tuple[tuple[int, int], ...]
-    """Tokens and documents of each set: Megatron finds its sample indices again by paths, and what lies there
-    may have been prepared anew."""
+    """The tokens and documents of each set. Megatron's cached sample indices are identified by the data's path and
+    by these facts, so that data prepared again under the same path gets new indices."""
 
     @property
     def pad(self) -> int:
@@ -48,21 +49,21 @@ class HeldOut:
 
     name: str
     share: float
-    """The share of the set in training, 1 for all together."""
+    """The set's share of the training data; the shares add up to 1."""
     samples: torch.utils.data.Dataset[Batch]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """Samples of `seq_length` tokens with their successors as labels."""
+    """The training and validation samples: `seq_length` tokens each, with the next tokens as labels."""
 
     train: torch.utils.data.Dataset[Batch]
     validation: tuple[HeldOut, ...] = ()
-    """Nothing where a run is not validated."""
+    """The validation samples of each set; empty if the run is not validated."""
 
 
 def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> Datasets:
-    """Builds the run's training and validation samples; rank 0 builds the sample indices, the others read them."""
+    """Builds the run's training and validation samples. Rank 0 writes the sample indices, the other ranks read them."""
     wants_validation = config.train.eval_interval > 0 and config.train.eval_batches > 0
     share = config.data.validation_fraction if wants_validation else 0.0
     batch = config.train.global_batch_size
@@ -72,17 +73,17 @@ def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) ->
 
 
 def build_validation(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> tuple[HeldOut, ...]:
-    """Builds the validation samples of each set; those of all documents where the corpus has none to train on."""
+    """Builds the validation samples of each set, from all documents if the corpus has no training tokens."""
     assert config.train.global_batch_size is not None
     share = config.data.validation_fraction if corpus.train_tokens else 1.0
     samples = config.train.eval_batches * config.train.global_batch_size
     return tuple(
         HeldOut(
-            name=one.name,
-            share=one.share,
-            samples=_build(config, corpus, [one], split=(1 - share, 1.0), samples=samples, cache=cache),
+            name=part.name,
+            share=part.share,
+            samples=_build(config, corpus, [part], split=(1 - share, 1.0), samples=samples, cache=cache),
         )
-        for one in corpus.sets
+        for part in corpus.sets
     )
 
 
@@ -95,33 +96,37 @@ def _build(
     samples: int,
     cache: Path,
 ) -> torch.utils.data.Dataset[Batch]:
-    """Builds at least so many samples of these parts of the sets: in turn, by their shares,
-    if there are several."""
-    weights = [one.share for one in sets]
+    """Builds at least `samples` samples from the part `split` of each set.
+
+    Several sets are interleaved in proportion to their shares.
+
+    Args:
+        split: where the part starts and ends, as fractions of each set's sequences, such as (0.0, 0.9).
+    """
+    weights = [part.share for part in sets]
     settings = GPTDatasetConfig(
         random_seed=config.train.seed,
         sequence_length=config.train.seq_length,
-        blend=([str(one.prefix) for one in sets], weights if len(sets) > 1 else None),
+        blend=([str(part.prefix) for part in sets], weights if len(sets) > 1 else None),
         split="1",
         path_to_cache=str(cache),
         tokenizer=CorpusFacts(
             vocab_size=config.model.vocab_size,
             eod=corpus.eod,
             name=corpus.tokenizer,
-            sets=tuple((one.tokens, one.documents) for one in sets),
+            sets=tuple((part.tokens, part.documents) for part in sets),
         ),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
-        # The attention layers mask causally by themselves; a mask per sample would be seq_length^2 bytes of
-        # traffic.
+        # The attention layers apply the causal mask themselves; a mask per sample would be seq_length^2 bytes.
         create_attention_mask=False,
-        # A blend takes at most one sample more of a set than its share of them, and has one more for each
-        # set.
+        # A blend takes at most one sample more of a set than its share, and has one more sample for each set.
         mid_level_dataset_surplus=max(0.005, (len(sets) + 1 / min(weights)) / samples),
     )
     index = 0 if split[0] == 0 else 1
-    """The one of Megatron's three splits that is built; it seeds nothing, but is told in the files' names."""
+    """The split, of Megatron's three, that is built: train or validation. It is part of the index files' names, and
+    does not affect the seed."""
     settings.split_matrix = [split if each == index else None for each in range(3)]
     sizes = [samples if each == index else 0 for each in range(3)]
     built: torch.utils.data.Dataset[Batch] | None
@@ -131,11 +136,11 @@ def _build(
 
 
 class BatchStream(Iterator[Batch]):
-    """This data-parallel rank's micro-batches of consecutive global batches.
+    """An iterator over this data-parallel rank's micro-batches of consecutive global batches.
 
-    Global batch `b` is the `global_batch_size` samples from `first_sample + b * global_batch_size` on, for
-    every layout; micro-batch `m` of data-parallel rank `r` takes `micro_batch_size` of them, so dp only
-    decides who computes a sample.
+    In every layout, global batch `b` consists of the `global_batch_size` samples that start at sample
+    `first_sample + b * global_batch_size`. A micro-batch is `micro_batch_size` of these samples, so the number of
+    data-parallel ranks only decides which rank computes a sample.
     """
 
     def __init__(self, dataset: torch.utils.data.Dataset[Batch], world: World, *, first_sample: int = 0) -> None:
@@ -156,8 +161,8 @@ class BatchStream(Iterator[Batch]):
                 batch_sampler=indices,
                 num_workers=2 if on_gpu else 0,
                 pin_memory=on_gpu,
-                # Else a loader draws a seed for its workers from torch's own state, and that would depend on
-                # how often a run was validated and resumed.
+                # Without a generator, a loader draws a seed for its workers from torch's global one. Then torch's
+                # random state would depend on how often a run was validated and resumed.
                 generator=torch.Generator(),
             )
         )
@@ -168,7 +173,7 @@ class BatchStream(Iterator[Batch]):
             key: raw[key].to(self._world.device, non_blocking=True)
             for key in ("tokens", "labels", "loss_mask", "position_ids")
         }
-        # Of the whole sequences: the ranks that share them must agree on what a token counts.
+        # Counted before the sequence is divided, because all context-parallel ranks must divide by the same number.
         counted = batch["loss_mask"].sum()
         if self._world.layout.cp > 1:
             batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=self._world.groups.cp)
@@ -189,10 +194,10 @@ def _indices(
 
 
 class Counted(Iterator[Batch]):
-    """Batches on their way to the model, and how much of text they were.
+    """An iterator that passes batches on unchanged, and counts the tokens and bytes of text in them.
 
     Args:
-        lengths: bytes of each token, `[vocab_size]`; None where they are not known.
+        lengths: bytes of each token, `[vocab_size]`; None if unknown, and then no bytes are counted.
     """
 
     def __init__(self, batches: Iterator[Batch], world: World, lengths: npt.NDArray[np.float64] | None) -> None:
@@ -209,9 +214,9 @@ class Counted(Iterator[Batch]):
         return batch
 
     def totals(self) -> tuple[float, float]:
-        """Tokens and bytes of all ranks' batches. Collective."""
+        """Returns the numbers of tokens and bytes in the batches of all ranks so far. Collective."""
         totals = self._totals.clone()
         torch.distributed.all_reduce(totals)
-        # Ranks of a tensor-parallel group, and stages, were given the same ones.
+        # Tensor-parallel ranks and pipeline stages receive the same batches, so each was counted tp * pp times.
         tokens, size = (totals / (self._world.layout.tp * self._world.layout.pp)).tolist()
         return tokens, size

@@ -1,7 +1,7 @@
-"""One rank of an evaluation: `python -m canzona_cli.training.evaluation DIR`, started by torchrun.
+"""Runs one rank of an evaluation: `python -m canzona_cli.training.evaluation DIR`, started by torchrun.
 
-Model and batches are a run's own, and the loss is found by the very code that validates a run; there is no
-optimizer.
+Model and batches are built as for a run, and the loss is computed by the code that validates a run. There is
+no optimizer.
 """
 
 import sys
@@ -17,8 +17,7 @@ SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.training.step", "canzona_cli.chec
 
 
 def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    """Find the loss of the checkpoint that the launcher chose, on the samples that it chose;
-    rank 0 writes it."""
+    """Computes the loss of the checkpoint and data that the launcher chose; rank 0 writes the evaluation."""
     from canzona_cli.checkpoint.restore import load_weights, verify_together
     from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved

@@ -1,5 +1,4 @@
-"""Sudden rises of the loss (`train.loss_spike`): noticed, told,
-and where it is asked for the end of the run."""
+"""Detects spikes of the loss (`train.loss_spike`) and runs that have diverged (`train.divergence`)."""
 
 import math
 from collections import deque
@@ -11,26 +10,26 @@ from canzona_cli.config.schema import RunConfig, TrainConfig
 from canzona_cli.errors import Diverged, Problem
 
 WINDOW = 64
-"""Recent losses that the next one is compared with."""
+"""The number of recent losses that the next one is compared with."""
 ENOUGH = 24
-"""Losses before which nothing is called a spike: the first steps rise and fall as they like."""
+"""The number of losses needed before one can be a spike, because the loss of the first steps varies widely."""
 LEAST_RISE = 0.05
-"""The least rise over the mean. With large batches the loss hardly scatters,
-and many deviations mean nothing."""
+"""The least rise of a spike over the mean, as a share of the mean. With large batches the loss hardly varies, and even
+many standard deviations are a negligible rise."""
 NEW_LEVEL = 32
-"""Steps after which a loss that stays high is what the run's loss is now."""
+"""The number of high losses in a row after which they are the new normal level."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spike:
-    """The first step of a rise. All but the step in nats per token."""
+    """A spike of the loss, at its first step. Losses are in nats per token."""
 
     step: int
     loss: float
     mean: float
-    """The mean of the recent steps."""
+    """The mean of the recent losses."""
     limit: float
-    """The least loss that would have been one."""
+    """The loss above which there is a spike."""
 
     @property
     def words(self) -> str:
@@ -41,14 +40,14 @@ class Spike:
 
 
 class LossSpike(Diverged):
-    """The loss has jumped, and `train.loss_spike` is stop."""
+    """The error that ends a run after a spike, with train.loss_spike=stop."""
 
     def __init__(self, spike: Spike) -> None:
         super().__init__(
             Problem(
                 key="train.loss_spike",
                 value="stop",
-                reason=f"{spike.words}; its weights were not saved",
+                reason=f"{spike.words}; the weights were not saved",
                 fix="a lower optimizer.lr; train.loss_spike=warn continues after any spike",
             ),
             since=spike.step,
@@ -56,30 +55,29 @@ class LossSpike(Diverged):
 
 
 class SpikeGuard:
-    """Compares each loss with mean and standard deviation of those before it.
+    """A detector of spikes, which compares each loss with the mean and standard deviation of recent losses.
 
-    What is part of a spike does not enter the statistics: a long spike does not hide itself, and a high loss
-    that stays is told once and becomes the new level after 32 steps. A falling loss raises the mean and
-    widens the deviation, so the normal descent sets off nothing. The window is saved with every checkpoint.
-    The loss is the same on every rank, and so is what the guard says.
+    The losses of a spike do not enter the statistics, so a long spike does not hide itself. A loss that stays
+    high is reported once, and becomes the new level after 32 steps. While the loss falls, the recent mean is
+    higher and the deviation larger, so the normal descent is never a spike. The recent losses are saved with every
+    checkpoint. The loss is the same on every rank, and so is the guard's result.
     """
 
     def __init__(self, settings: TrainConfig, memory: LossMemory = LossMemory()) -> None:
         self._watches, self._sigmas = settings.loss_spike != "ignore", settings.loss_spike_sigmas
         self._recent: deque[float] = deque(memory.usual, maxlen=WINDOW)
         self._high = list(memory.high)
-        """Losses of the spike that goes on."""
+        """The losses of the spike that has not ended."""
 
     def remembered(self, memory: LossMemory) -> LossMemory:
-        """Returns the memory with the window as it is now."""
+        """Returns a copy of the memory with the guard's current losses."""
         return replace(memory, usual=tuple(self._recent), high=tuple(self._high))
 
     def notice(self, step: int, loss: float) -> Spike | None:
-        """Returns the spike that begins with this step, if one does.
+        """Returns the spike that starts at this step; None if none does.
 
         Args:
-            loss: the loss of this step over the global batch, nats per token. The guard is not shown steps
-                that were skipped.
+            loss: the loss of this step over the global batch, nats per token. Do not call it for skipped steps.
         """
         if not self._watches or not math.isfinite(loss):
             return None
@@ -95,8 +93,10 @@ class SpikeGuard:
         return Spike(step=step, loss=loss, mean=mean, limit=limit) if len(self._high) == 1 else None
 
     def _statistics(self) -> tuple[float, float]:
-        """Returns the mean of the recent losses, and the loss above which there is a spike:
-        infinite while too little is known."""
+        """Returns the mean of the recent losses and the loss above which there is a spike.
+
+        With fewer than `ENOUGH` losses, they are NaN and infinity.
+        """
         count = len(self._recent)
         if count < ENOUGH:
             return math.nan, math.inf
@@ -108,68 +108,70 @@ class SpikeGuard:
 Rule = Literal["far", "validation"]
 
 SLACK: Final = 0.1
-"""The share of the limit above which a loss adds up."""
+"""The share by which a loss must be above the limit before excess accumulates."""
 ENOUGH_EXCESS: Final = 16.0
-"""Limits. A loss of twice the limit takes 18 steps to add up to it, of 1.3 times 80."""
+"""The accumulated excess that is a divergence, in multiples of the limit. A loss of twice the limit reaches it in 18
+steps, one of 1.3 times the limit in 80."""
 LEAST_STEPS: Final = 4
-"""Even of a loss a thousand times too high."""
+"""The least number of steps that reach `ENOUGH_EXCESS`, however high their losses are."""
 SMOOTHING: Final = 1 / 16
 EARLY: Final = 32
-"""Steps before which only a validation twice too high counts: without a warm-up the first steps go astray."""
+"""The step before which a validation loss must be twice as high to count, because the first steps are unstable without
+a warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """The reason why nothing can be expected of continuing, reported once."""
+    """A divergence: the run will not recover by continuing. It is reported once."""
 
     rule: Rule
     step: int
     since: int
-    """The first step of it."""
+    """The first step of the divergence."""
     words: str
 
     def error(self, *, last: int | None = None) -> Diverged:
-        """Returns the error of a run that is to stop.
+        """Returns the error that reports the divergence as the end of the run.
 
         Args:
-            last: the step to which it trained on all the same.
+            last: the run's last step, if it trained to the end in spite of the divergence; None if it stops now.
         """
         reason, fix = self.words, "a lower optimizer.lr or a longer schedule.warmup_steps"
         if last is None:
-            fix += "; train.divergence=warn trains on whatever happens"
+            fix += "; train.divergence=warn continues training after a divergence"
         else:
-            reason += f"; with train.divergence=warn it trained on to step {last}, its last, and did not recover"
+            reason += f"; with train.divergence=warn the run continued to its last step, {last}, and did not recover"
         return Diverged(Problem(key=f"step {self.step}", reason=reason, fix=fix), since=self.since)
 
 
 class DivergenceGuard:
-    """Watches the losses of one run.
+    """A detector of divergence, from the training and validation losses of one run.
 
     Args:
-        memory: the memory of the checkpoint that the run goes on from.
+        memory: the memory in the checkpoint that the run resumes from.
     """
 
     def __init__(self, config: RunConfig, memory: LossMemory) -> None:
         self.memory = memory
         self._uniform = math.log(max(2, config.model.vocab_size))
-        """Nats per token of a guess that takes all tokens for equally likely."""
-        self._told: set[Rule] = set()
+        """The loss of a uniform prediction, in nats per token."""
+        self._reported: set[Rule] = set()
 
     @property
     def since(self) -> int | None:
-        """Returns the first step of losses that are too high, if they are."""
+        """Returns the first step since which the loss is too high; None if it is not too high."""
         return self.memory.since if self.memory.excess > 0 else None
 
     def goes_on(self, divergence: Divergence) -> bool:
-        """Returns True if the divergence persists after the last step and validation."""
+        """Returns True if the divergence persists, as of the last step or validation."""
         return self.memory.excess >= ENOUGH_EXCESS if divergence.rule == "far" else self.memory.worse > 0
 
     def notice(self, step: int, loss: float | None) -> Divergence | None:
-        """Returns what is to be reported after a step.
+        """Updates the memory after a step, and returns a divergence that is to be reported now; None if there is none.
 
         Args:
-            loss: over the global batch, finite, nats per token; None for a step that was skipped because its
-                gradients were not finite, which counts as one of twice the limit.
+            loss: the finite loss over the global batch, nats per token. None for a step that was skipped because
+                its gradients were not finite; it counts like a loss of twice the limit.
         """
         memory, first, smooth, best = self.memory, self.memory.first, self.memory.smooth, self.memory.best
         if first is None or smooth is None or best is None:
@@ -185,21 +187,24 @@ class DivergenceGuard:
         bounded = min(excess, 2 * ENOUGH_EXCESS)
         self.memory = replace(memory, first=first, smooth=now, best=min(best, now), excess=bounded, since=since)
         if self._first_time("far", excess >= ENOUGH_EXCESS, over=excess == 0):
-            began = "it began" if first >= self._uniform else "all tokens would be equally likely"
-            shown = "steps change nothing, for their gradients are not finite" if loss is None else f"it is {loss:.4f}"
+            meaning = "the loss of the first step" if first >= self._uniform else "the loss of a uniform prediction"
+            now_is = "steps are skipped: their gradients are not finite" if loss is None else f"it is {loss:.4f}"
             words = (
-                f"what was learnt is lost: since step {since} the loss is mostly above {limit:.2f}, half-way from its "
-                f"best ({best:.4f}) to {worst:.2f}, where {began}; now {shown}"
+                f"the model has lost what it learned: since step {since} the loss is mostly above {limit:.2f}, halfway "
+                f"from its best ({best:.4f}) to {worst:.2f}, {meaning}; now {now_is}"
             )
             return Divergence(rule="far", step=step, since=since, words=words)
         return None
 
     def validated(self, step: int, loss: float, *, final: bool) -> Divergence | None:
-        """Returns what is to be reported after a validation; two in a row must be bad, or the last one.
+        """Updates the memory after a validation, and returns a divergence that is to be reported now, if any.
+
+        One bad validation suffices if its loss is not finite or it is the final one; otherwise two in a row do.
 
         Args:
-            step: after which it was; 0 before the first.
-            loss: nats per token, finite or not.
+            step: the step after which the model was validated; 0 before the first.
+            loss: nats per token; may be NaN or infinite.
+            final: True for the validation after the run's last step.
         """
         memory, before = self.memory, self.memory.first_validation
         if before is None and math.isfinite(loss):
@@ -209,13 +214,13 @@ class DivergenceGuard:
         limit = max(before, (before + self._uniform) / 2) * (1.05 if step >= EARLY else 2.0)
         if loss <= limit:
             self.memory = replace(memory, sound=step, worse=0)
-            self._told.discard("validation")
+            self._reported.discard("validation")
             return None
         self.memory = replace(memory, worse=memory.worse + 1)
         if math.isfinite(loss) and not final and self.memory.worse < 2:
             return None
         if memory.smooth is not None and math.isfinite(loss) and memory.smooth < loss / 2:
-            return None  # the training data is learnt by heart: overfitted, but not lost
+            return None  # the training loss is low: the model has overfitted, but not diverged
         if not self._first_time("validation", True, over=False):
             return None
         since = memory.since if memory.excess > 0 else memory.sound + 1
@@ -223,10 +228,10 @@ class DivergenceGuard:
         return Divergence(rule="validation", step=step, since=since, words=words)
 
     def _first_time(self, rule: Rule, is_true: bool, *, over: bool) -> bool:
-        """Returns True to report now: once, until it is over."""
+        """Returns True if the rule holds and has not been reported yet; `over` forgets an earlier report."""
         if over:
-            self._told.discard(rule)
-        if not is_true or rule in self._told:
+            self._reported.discard(rule)
+        if not is_true or rule in self._reported:
             return False
-        self._told.add(rule)
+        self._reported.add(rule)
         return True

@@ -1,4 +1,4 @@
-"""The training loop: steps, validations, records, a clean stop between two steps."""
+"""Runs the training loop: steps, validations, saves, records, and a clean stop between two steps."""
 
 import gc
 import math
@@ -25,7 +25,7 @@ from canzona_cli.training.step import Sampler, StepResult, bad_losses, train_ste
 
 
 class NonFiniteLoss(Diverged):
-    """The loss is NaN or infinite; going on would only destroy the weights."""
+    """The error for a loss that is NaN or infinite; continuing would destroy the weights."""
 
     def __init__(self, step: int, loss: float, ranks: Sequence[int] = (), *, since: int | None = None) -> None:
         where = bad_losses(ranks)
@@ -45,18 +45,18 @@ _BEGINNING = Progress(step=0, samples=0, tokens=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The beginning of this launch: before the first step, or after a checkpoint's."""
+    """The state that this launch starts from: the beginning of the run, or a checkpoint."""
 
     progress: Progress = _BEGINNING
     validate: bool = True
-    """True to validate the model before anything else."""
+    """True if the model is validated before the first step."""
     validation: ValidationLoss | None = None
-    """An earlier launch's validation after the same step, made after saving it."""
+    """The validation that an earlier launch made after the same step, but only after it had saved the checkpoint."""
 
 
 @dataclass
 class Training:
-    """One launch's steps, and how far they are."""
+    """The training loop of one launch, with its progress."""
 
     trainee: Trainee
     datasets: Datasets
@@ -66,9 +66,9 @@ class Training:
     _: KW_ONLY
     start: Start = Start()
     saver: Saver | None = None
-    """None where nothing is saved."""
+    """None if nothing is saved."""
     sampler: Sampler | None = None
-    """None where nobody wants to see what the model writes."""
+    """None if no sample texts are wanted."""
 
     def __post_init__(self) -> None:
         self.progress = self.start.progress
@@ -76,19 +76,19 @@ class Training:
         self._spikes = SpikeGuard(self.trainee.config.train, memory)
         self._divergence = DivergenceGuard(self.trainee.config, memory)
         self._lost: Divergence | None = None
-        """The divergence, since it first was, with train.divergence=warn."""
+        """The divergence that was reported and has not ended, with train.divergence=warn."""
 
     def run(self) -> Ending:
-        """Make the steps of the recipe that are left.
+        """Makes the remaining steps of the run, with their validations and saves.
 
         Returns:
-            How it ended, the same on every rank; done when all steps were made.
+            The ending, the same on every rank: done after the last step, otherwise interrupted or preempted.
 
         Raises:
-            NonFiniteLoss: on every rank together.
-            LossSpike: likewise, with train.loss_spike=stop.
-            Diverged: likewise, with train.divergence=stop.
-            SaveFailed: on every rank together, when what the run ends with could not be saved.
+            NonFiniteLoss: on every rank together: the loss is NaN or infinite.
+            LossSpike: on every rank together, with train.loss_spike=stop.
+            Diverged: on every rank together, with train.divergence=stop.
+            SaveFailed: on every rank together: the checkpoint that the run ends with could not be saved.
         """
         trainee, world, config = self.trainee, self.trainee.world, self.trainee.config
         first, last = self.progress.step + 1, config.train.steps
@@ -98,7 +98,7 @@ class Training:
         elif self.start.validation is not None:
             before = self.start.validation.loss
             self._divergence.validated(self.progress.step, math.nan if before is None else before, final=False)
-            self._remember()  # the launch that made it has said what there was to say
+            self._remember()  # not reported: the launch that made the validation has done that
         batches = BatchStream(self.datasets.train, world, first_sample=self.progress.samples)
         if config.run.trace_steps is not None:
             trainee.timer.keep(*config.run.trace_steps)
@@ -115,17 +115,17 @@ class Training:
                 self.journal.step(step_metrics(trainee, self.progress, result, elapsed))
                 self._check(step, result)
                 if result.stop and not finished:
-                    # At once: whoever asked is waiting, and a validation may take as long as many steps.
+                    # Without the validation that may be due, which may take as long as many steps.
                     return self._stop()
                 self._save_and_validate(step, wanted=result.save, finished=finished)
                 collect_after(step)
-        if self.saver is not None:  # without a save at the end, one begun before it may still be on its way to the disk
+        if self.saver is not None:  # without a save at the end, an earlier save may still be being written
             self.record.heart.stage("save")
             self.saver.settle()
         return "done"
 
     def check_learnt(self) -> None:
-        """Raises at the end of a run that trained on after a divergence, with train.divergence=warn.
+        """Raises an error if the run, with train.divergence=warn, has diverged and not recovered by its end.
 
         Raises:
             Diverged: on every rank together.
@@ -134,10 +134,10 @@ class Training:
             raise self._lost.error(last=self.progress.step)
 
     def _step(self, step: int, batches: BatchStream) -> tuple[StepResult, float]:
-        """Makes one step, and returns its result and its seconds.
+        """Makes one step, updates the progress, and returns the step's result and its duration in seconds.
 
         Raises:
-            NonFiniteGradients: its metrics are written.
+            NonFiniteGradients: with train.non_finite=stop; the step's metrics are written before.
         """
         trainee, started = self.trainee, time.perf_counter()
         try:
@@ -155,7 +155,8 @@ class Training:
         elapsed = time.perf_counter() - started
         ends = result.stop or result.save or step == trainee.config.train.steps
         if ends and isinstance(trainee.optimizer, CanzonaOptimizer):
-            # There is no next step, or not for whoever resumes here, to bring this one's.
+            # Fallbacks are normally counted in the next step. There may be none in this launch, and a checkpoint
+            # must include those of its own step.
             result = replace(result, fallbacks=result.fallbacks + trainee.optimizer.settle())
         self.progress = advanced(trainee, self.progress, result)
         self.record.step, self.record.loss = step, result.loss
@@ -168,14 +169,14 @@ class Training:
         return self.saver is not None and self.trainee.world.rank == 0 and self.saver.due(self.progress.step + 1)
 
     def _check(self, step: int, result: StepResult) -> None:
-        """Refuses to continue with a broken loss.
+        """Checks the loss of a step, and reports spikes and divergence.
 
         Raises:
-            NonFiniteLoss: always.
-            LossSpike: with train.loss_spike=stop.
-            Diverged: with train.divergence=stop.
+            NonFiniteLoss: the loss is not finite.
+            LossSpike: the loss jumped, with train.loss_spike=stop.
+            Diverged: the run has diverged, with train.divergence=stop.
         """
-        # What was skipped changed nothing, whatever its loss was.
+        # A skipped step changed nothing, so a loss that is not finite does no harm.
         if not result.skipped and not math.isfinite(result.loss):
             raise NonFiniteLoss(step, result.loss, result.bad_ranks, since=self._divergence.since)
         divergence = self._divergence.notice(step, None if result.skipped else result.loss)
@@ -190,7 +191,7 @@ class Training:
             raise divergence.error()
 
     def _stops_for(self, divergence: Divergence) -> bool:
-        """Reports a divergence; returns True if it ends the run."""
+        """Reports a divergence; returns True if the run must stop, with train.divergence=stop."""
         facts = {"step": divergence.step, "since": divergence.since, "rule": divergence.rule}
         self.journal.incident("divergence", detail=divergence.words, level="warning", **facts)
         if self._lost is None or not self._divergence.goes_on(self._lost):
@@ -202,11 +203,11 @@ class Training:
         self.progress = replace(self.progress, losses=self._spikes.remembered(self._divergence.memory))
 
     def _save_and_validate(self, step: int, *, wanted: bool, finished: bool) -> None:
-        """Does what is due after a step; the last step's save is on the disk when this returns."""
+        """Saves, validates and samples as due after a step; after the last step, waits until the save is written."""
         config = self.trainee.config
         saver = self.saver if wanted or (finished and config.checkpoint.at_end) else None
         if saver is not None:
-            self.record.heart.stage("save")  # it may wait for the one before
+            self.record.heart.stage("save")  # it may have to wait for the previous save
             saver.save(self.progress)
             self.record.heart.stage("train")
         if finished or (config.train.eval_interval and step % config.train.eval_interval == 0):
@@ -220,7 +221,7 @@ class Training:
             self.record.checkpoint = saver.wait(self.progress)
 
     def _stop(self) -> Ending:
-        """Ends the run between two steps, because somebody asked; saves it if runs are saved at all."""
+        """Saves the run, if it has a saver, and returns how it ends after a stop request. Collective."""
         if self.saver is not None:
             self.journal.stage("save", f"step {self.progress.step}")
             self.record.checkpoint = self.saver.save_now(self.progress)
@@ -234,7 +235,7 @@ class Training:
         if not self.datasets.validation:
             return
         self.journal.stage("validate", f"step {step}")
-        # Always the same batches, so that two validations differ by the model alone.
+        # Every validation uses the same batches, so that its loss depends only on the model.
         losses: dict[str, float] = {}
         for part in self.datasets.validation:
             batches = BatchStream(part.samples, self.trainee.world)
@@ -249,7 +250,7 @@ class Training:
 
 
 def advanced(trainee: Trainee, progress: Progress, result: StepResult) -> Progress:
-    """Returns the progress of a run one step later."""
+    """Returns the progress of the run after a step with this result."""
     batch = trainee.world.layout.global_batch_size
     return replace(
         progress,
@@ -279,13 +280,16 @@ def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, elaps
 
 
 STEPS_BETWEEN = 50
-"""Steps after which all ranks collect what is new, together. Cycles are rare,
-and none of ours holds a tensor."""
+"""The number of steps between two garbage collections, which all ranks make after the same step. Cycles are rare,
+and those of canzona hold no tensors."""
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Turns garbage collection off inside the block; even `gc.collect` passes over what was alive before it."""
+    """Turns automatic garbage collection off inside the block.
+
+    Objects that were alive before the block are skipped even by `gc.collect`.
+    """
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -297,6 +301,6 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def collect_after(step: int) -> None:
-    """Collect now if it is time; every rank calls it after every step."""
+    """Collects garbage if the step is a multiple of `STEPS_BETWEEN`; call it after every step on every rank."""
     if step % STEPS_BETWEEN == 0:
         gc.collect()

@@ -1,4 +1,4 @@
-"""Measurements of steps: the breakdown of a run, profiles of single steps, ranks that are slower than their peers."""
+"""Measures steps: the breakdown of a run, profiles of single steps, ranks that are slower than their peers."""
 
 import logging
 import resource
@@ -22,29 +22,31 @@ from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_p
 from canzona_cli.training.records import Journal
 
 WARM_UP_STEPS = 2
-"""The first steps pay for lazy initialisation: allocations, kernels,
-Megatron's first unoverlapped reduction."""
+"""The number of first steps that are not measured, because they include lazy initialisation: allocations, kernels,
+Megatron's first reduction, which is not overlapped."""
 
 _UPDATES = ("matrix_update", "adamw_update")
-"""Phases whose balance over ranks is told."""
+"""The phases whose load balance over ranks is part of the breakdown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _OwnMeans:
-    """One rank's, over the measured steps."""
+    """One rank's mean times over the measured steps, in seconds, and its peak memory."""
 
     step_s: float
     phases: Mapping[str, float]
     peak_memory: float
-    """Bytes."""
+    """The peak memory of the rank, in bytes."""
 
 
 def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -> MeasuredBreakdown | None:
-    """Collects every rank's mean phase times; returns the breakdown on rank 0,
-    `None` on the others or with no step to show.
+    """Gathers every rank's mean phase times, and returns the run's breakdown on rank 0. Collective.
 
-    Collective: every rank must call it. min, mean and max are over ranks, of each rank's mean over measured
-    steps. Steps under torch's profiler are left out, unless there are no others.
+    Each rank averages over its measured steps; min, mean and max are then taken over ranks. Steps that were
+    profiled are left out, unless there are no others.
+
+    Returns:
+        The breakdown; None on other ranks, or if no step was measured.
     """
     skipped = min(WARM_UP_STEPS, max(0, len(steps) - 1))
     first, last = config.run.profile_steps or (0, -1)
@@ -86,7 +88,12 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
 
 
 def _phase_time(by_rank: Sequence[float], step_mean: float | None = None, *, in_step: bool = True) -> PhaseTime:
-    """Summarises a phase over ranks; without `step_mean`, the step itself."""
+    """Summarises the times of a phase over ranks.
+
+    Args:
+        by_rank: each rank's mean time, in seconds.
+        step_mean: the mean step time, of which the phase is a share; None if the phase is the step itself.
+    """
     times = OverRanks.of(by_rank)
     share = 1.0 if step_mean is None else times.mean_s / step_mean
     return PhaseTime(**vars(times), share=share, in_step=in_step)
@@ -99,13 +106,13 @@ def _peak_memory(world: World) -> float:
 
 
 ALL_RANKS = 8
-"""The most ranks that are each profiled; with more only rank 0 is, because traces take megabytes and time."""
+"""The largest number of ranks of which all are profiled. With more, only rank 0 is, because traces are large."""
 
 
 class StepProfiler:
-    """Profiles steps `steps[0]` to `steps[1]` of this rank, with the breakdown's phases as ranges.
+    """A profiler of steps `steps[0]` to `steps[1]` of this rank, with the breakdown's phases as named ranges.
 
-    Every rank of the job has one and calls it at every step.
+    Every rank must have a profiler and call it before and after every step.
     """
 
     def __init__(self, files: RunFiles, world: World, timer: PhaseTimer, steps: tuple[int, int] | None) -> None:
@@ -117,8 +124,10 @@ class StepProfiler:
         self._running: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
-        """Start with the first step. All ranks wait for one another: starting takes long,
-        and is no part of a step."""
+        """Starts the profiler if this is the first step to profile. Collective then.
+
+        All ranks wait for each other, because starting takes long and must not be timed as part of the step.
+        """
         if step != self._first:
             return
         if self._path is not None:
@@ -131,7 +140,13 @@ class StepProfiler:
         torch.distributed.barrier()
 
     def after(self, step: int, *, final: bool) -> None:
-        """Stop and write with the last step, or with the run's own last one if that comes before. As `before`."""
+        """Stops the profiler and writes the trace after the last step to profile, or after the run's last step.
+
+        All ranks wait for each other then, as in `before`.
+
+        Args:
+            final: True if the run ends after this step.
+        """
         if not self._first or step < self._first or step > self._last or not (final or step == self._last):
             return
         if self._running is not None and self._path is not None:
@@ -147,27 +162,27 @@ class StepProfiler:
 
 
 WINDOW: Final = 20
-"""Steps between two comparisons, and in one."""
+"""The number of steps whose times are compared at a time."""
 COST: Final = 0.05
+"""The share of the step time that a straggler must cost."""
 LIMITS: Final[Mapping[str, float]] = {
-    "cpu": 1.5,  # ranks that share cores get in each other's way
-    "cuda": 1.25,  # each has a device of its own
+    "cpu": 1.5,  # ranks that share cores slow each other down
+    "cuda": 1.25,  # every rank has its own device
 }
-"""The multiple of its peers' time that a rank may take, by the type of its device."""
+"""The multiple of its peers' time above which a rank is a straggler, by the type of its device."""
 
 
 class StragglerWatch:
-    """Finds a rank that is slower than its peers while everybody waits for it. Every rank of the job has one and
-    calls it after every step; rank 0 tells.
+    """A detector of ranks that are slower than their peers and hold up the job.
 
-    In a synchronous job all steps take equally long on all ranks, so step times show nothing. What shows is a
-    rank's own time: data, forward and backward without the waits in them (`StepTiming.own_s`). That is the same
-    work on every rank of a pipeline stage, so in a healthy job the ranks of a stage are alike and take turns in
-    being last.
+    Every rank must have one and call it after every step; rank 0 reports. In a synchronous job steps take the same
+    time on all ranks, so step times do not show who is slow. A rank's own time does: data, forward and backward
+    without waits for other ranks (`StepTiming.own_s`). The ranks of a pipeline stage do the same work, so in a
+    healthy job their own times are alike.
 
-    A rank is called a straggler when, in more than half of `WINDOW` steps, it was `LIMITS` times slower than the
-    median of its peers, and that cost the job `COST` of its time. Measured on four healthy gloo ranks that shared
-    two cores with other jobs: at most a fifth of a rank's steps were 1.5 times slower than its peers'.
+    A rank is a straggler if its median ratio to the median of its peers, over `WINDOW` steps, is above `LIMITS`, and
+    if its own time exceeds theirs by more than `COST` of the step time. On four healthy gloo ranks that shared two
+    cores with other jobs, at most a fifth of a rank's steps were 1.5 times slower than its peers'.
     """
 
     def __init__(self, world: World, timer: PhaseTimer, journal: Journal) -> None:
@@ -176,14 +191,18 @@ class StragglerWatch:
         self._own: list[float] = []
         self._step_s = 0.0
         self._warm = False
-        """True after the first step, which compiles, allocates and fills caches."""
+        """True after the first step, which is slow because it compiles, allocates and fills caches."""
         self._sent: tuple[int, float, Callable[[], list[float]]] | None = None
-        """The step with which a window ended, its mean step, and what all ranks have told of it."""
+        """The window that is being exchanged: its last step, its mean step time, and a function that returns the times
+        of all ranks."""
         self._known: frozenset[int] = frozenset()
+        """The stragglers of the previous window, which have been reported."""
 
     def after_step(self, step: int) -> None:
-        """Look at the newest step whose times are known. A small collective once in `WINDOW` steps, for whose
-        outcome nobody waits: it is looked at a step later."""
+        """Adds the newest step whose times are known, and compares the ranks once in `WINDOW` steps.
+
+        The comparison needs a small all-gather. Its result is only read one step later, so nobody waits for it.
+        """
         if self._sent is not None:
             ended, step_s, arrived = self._sent
             self._sent = None
@@ -209,7 +228,7 @@ class StragglerWatch:
         rows = [received[start : start + WINDOW + 1] for start in range(0, len(received), WINDOW + 1)]
         times, stages = [row[:-1] for row in rows], [int(row[-1]) for row in rows]
         slow = stragglers(times, stages, step_s=step_s, limit=self._limit)
-        for rank in slow.keys() - self._known:  # said once, and again only after it had recovered
+        for rank in slow.keys() - self._known:  # reported once, and again only if the rank recovered meanwhile
             detail = f"rank {rank} is slow: its data, forward and backward take {slow[rank]:.2g} times its peers' time"
             facts = {"step": step, "rank": rank, "factor": slow[rank]}
             self._journal.incident("straggler", detail=detail, level="warning", **facts)
@@ -219,12 +238,13 @@ class StragglerWatch:
 def stragglers(
     own: Sequence[Sequence[float]], stages: Sequence[int], *, step_s: float, limit: float
 ) -> dict[int, float]:
-    """Returns the slow ranks of one window, each with its own time over the median of its peers'.
+    """Returns the stragglers of one window, each with its median ratio to the median of its peers.
 
     Args:
-        own: [rank][step] seconds.
-        stages: each rank's pipeline stage; a rank alone in its stage has nobody to be compared with.
-        step_s: mean of the window.
+        own: [rank][step] each rank's own time, in seconds.
+        stages: each rank's pipeline stage. A rank that is alone in its stage is never a straggler.
+        step_s: the mean step time of the window, in seconds.
+        limit: the ratio above which a rank is slow.
     """
     slow: dict[int, float] = {}
     for rank, times in enumerate(own):

@@ -1,7 +1,7 @@
-"""A probe of torch on this machine, for `canzona doctor`: prints one line of JSON.
+"""Tests torch on this machine for `canzona doctor`, and prints the findings as one line of JSON.
 
-A process of its own, because importing torch takes seconds and a broken installation may crash outright. Two
-ranks, its threads, meet over gloo on the loopback interface and add up a tensor, as two workers would.
+It runs as a separate process, because importing torch takes seconds and a broken installation may crash. Two
+threads act as ranks: they connect with gloo over the loopback interface and all-reduce a tensor.
 """
 
 import json
@@ -12,7 +12,7 @@ _TIMEOUT = timedelta(seconds=15)
 
 
 def main() -> None:
-    """Print the findings as JSON."""
+    """Prints the findings as JSON."""
     import torch
 
     findings: dict[str, object] = {
@@ -28,9 +28,9 @@ def main() -> None:
 
 
 def _meet() -> str | None:
-    """Adds up a tensor over two ranks; returns the error's text when that fails."""
+    """All-reduces a tensor over two ranks; returns the error's text if that fails, None otherwise."""
     import torch
-    from torch._C._distributed_c10d import HashStore  # where its type lives
+    from torch._C._distributed_c10d import HashStore  # the module in which its type is declared
     from torch.distributed import ProcessGroupGloo
 
     store = HashStore()
@@ -44,9 +44,9 @@ def _meet() -> str | None:
     try:
         with ThreadPoolExecutor(2) as threads:
             totals = list(threads.map(summed, (0, 1)))
-    except Exception as error:  # whatever it is, the doctor's reader should see it
+    except Exception as error:  # any error is a finding
         return f"{type(error).__name__}: {error}"
-    return None if totals == [3.0, 3.0] else f"the sum of 1 and 2 came out as {totals}"
+    return None if totals == [3.0, 3.0] else f"the all-reduce of 1 and 2 returned {totals}"
 
 
 def _nccl_version() -> str | None:

@@ -1,4 +1,4 @@
-"""One rank as a process: signs of life, requests to stop, and an end that never hangs."""
+"""Runs one rank as a process: heartbeats, requests to stop, and an exit that never hangs."""
 
 import faulthandler
 import functools
@@ -23,26 +23,26 @@ from canzona_cli.run.streams import guard
 from canzona_cli.run.words import plural
 from canzona_cli.training.records import Journal, RankRecord
 
-if TYPE_CHECKING:  # a rank shows signs of life before it imports Megatron
+if TYPE_CHECKING:  # a rank must report that it has started before it imports Megatron, which is slow
     from canzona_cli.megatron.timers import PhaseTimer
 
 _ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """The signals that ask a rank to save and stop: batch systems send them before they kill."""
 IMPORTED_BY_ALL: Final = (
-    "canzona_cli.megatron",  # before anything else imports Megatron
+    "canzona_cli.megatron",  # must come before anything that imports Megatron
     "canzona_cli.training.assemble",
     "canzona_cli.config.compose",
     "torch._dynamo",  # torch's own optimizers import it in their first step
 )
-"""The slow imports of ranks of every kind, for `canzona_cli.training.agent`."""
+"""The slow imports that all kinds of ranks need, for `canzona_cli.training.agent`."""
 Work = Callable[[RunFiles, RankRecord, int], Ending]
-"""Given the run's files, this rank's record and its number; how it ended. Slow imports belong into it: they
-come after the first sign of life."""
+"""The function that does a rank's work. Its arguments are the run's files, the rank's record and the rank; it returns
+how the work ended. Slow imports belong inside it, so that the rank first reports that it has started."""
 
 
 def run_rank(run_dir: Path, work: Work) -> NoReturn:
-    """Do this rank's work and exit; the exit code is also in the rank's result file."""
-    os.umask(os.umask(0o077) | 0o002)  # nothing of a run is for everybody to write, its logs and traces included
+    """Does this rank's work, records how it ended in the rank's result file, and exits the process."""
+    os.umask(os.umask(0o077) | 0o002)  # no file of a run, logs and traces included, may be writable by everybody
     guard()
     logging.basicConfig(level=logging.WARNING)
     logging.root.handlers[0].setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -67,32 +67,31 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
     except BaseException as error:
         code = record.failed(error)
         logging.getLogger(__name__).exception("rank %d failed", rank)
-        # No destructors, no collective shutdown: peers may be waiting in a collective that will never
-        # complete.
+        # Without destructors or a collective shutdown, which would hang: peers may be waiting in a collective
+        # that will never complete.
         sys.stderr.flush()
         os._exit(int(code))
     code = record.ended(ending)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is on disk and every group is closed; tearing down torch would only keep the terminal for
-    # seconds.
+    # Everything is on disk and every process group is closed; tearing down torch would only take seconds more.
     os._exit(code)
 
 
 def listen_for_stops() -> threading.Event:
-    """Returns an event that is set once a signal asks this rank to save and stop. Call it in the main thread,
-    before any other thread is started.
+    """Returns an event that is set once a signal asks this rank to save and stop.
 
-    A thread waits for the signals, so that they are noticed while the training thread is inside a collective, and
-    so that it is known who sent them: torchrun sends SIGTERM to the ranks that are left once one has failed, and
-    then there is nothing to save.
+    Call it in the main thread, before any other thread is started. On Linux a separate thread waits for the
+    signals, so that they are noticed even while the training thread is inside a collective. That thread also sees
+    who sent a signal: torchrun sends SIGTERM to the remaining ranks after one has failed. Then the process
+    terminates, because a save is no longer possible.
     """
     preempted = threading.Event()
-    if sys.platform != "linux":  # who sent a signal cannot be known
+    if sys.platform != "linux":  # no sigwaitinfo, so the sender of a signal is unknown
         for number in _ASKING:
             signal.signal(number, lambda *_: preempted.set())
         return preempted
-    # Blocked here and in all threads to come; the one below takes them one by one.
+    # Blocked in this thread and those it will start; the thread below receives the signals one by one.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING)
     for number in _ASKING:
         signal.signal(number, signal.SIG_DFL)
@@ -110,12 +109,12 @@ def listen_for_stops() -> threading.Event:
 
 
 class Pulse:
-    """Shows signs of life from training: at every change of phase, and around every wait for other ranks.
+    """The heartbeat of training: it reports every change of phase, and every wait for other ranks.
 
-    With gloo, and wherever the host waits at all, everything that waits for a collective ends in `Work.wait`,
-    whether our code, Megatron or torch itself calls it. NCCL's waits happen on the device; the host comes to wait
-    where it first reads from the device, the gradient norm: what we read passes through `PhaseTimer.fetch`, what
-    Megatron's own optimizers read there is marked by `instrument.attach`.
+    All waits of the host for a collective, in canzona, Megatron or torch, end in `Work.wait`, which is replaced by a
+    function that reports the wait. With NCCL the device waits instead. Then the host waits where it first reads from
+    the device, at the gradient norm. Canzona reads through `PhaseTimer.fetch`, which reports the wait; the reads of
+    Megatron's own optimizers are reported by `instrument.attach`.
     """
 
     def __init__(self, heart: Heart) -> None:
@@ -138,15 +137,17 @@ class Pulse:
         Work.wait = watched  # type: ignore[method-assign, assignment]
 
     def follow(self, timer: "PhaseTimer") -> None:
-        """Passes on the timer's phases, and tells it how long its phases waited."""
+        """Reports the timer's phases and waits as heartbeats from now on, and adds the time waited to the timer."""
         self._timer = timer
         timer.on_change = self._heart.phase
         timer.on_wait = self._heart.waits
 
 
 def hush() -> None:
-    """Silences torch's and Megatron's warnings of optional packages and of their own future: the reader of a
-    log cannot act on them, and they would stand above a rank's error."""
+    """Silences warnings of torch and Megatron about optional packages and deprecations.
+
+    The reader of a log cannot act on them, and they would distract from a rank's error.
+    """
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     for name in ("megatron.core.models.gpt.gpt_model", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)

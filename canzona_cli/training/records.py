@@ -1,4 +1,4 @@
-"""The workers' files in the run directory: metrics, validation, events, per-rank results."""
+"""Writes the workers' files in the run directory: metrics, validation, events, per-rank results."""
 
 import errno
 import logging
@@ -44,7 +44,7 @@ _NOT_A_RUN = (
 
 
 class RankRecord:
-    """ranks/rank-NNNNN.json: how far this rank got and how it ended. Written at the start and at the end."""
+    """The file ranks/rank-NNNNN.json: how far this rank got, and how it ended. Written at its start and its end."""
 
     def __init__(self, files: RunFiles, rank: int) -> None:
         self._path = files.rank(rank)
@@ -53,17 +53,17 @@ class RankRecord:
         self.step = 0
         self.loss: float | None = None
         self.preempted = threading.Event()
-        """Set once a signal asked this process to save and stop, if it listens for them."""
+        """An event that is set once a signal asks this process to save and stop, if it listens for signals."""
         self.checkpoint: str | None = None
-        """Name of the checkpoint the run ended with."""
+        """The name of the checkpoint that the run ended with."""
         self.lost: Mapping[str, int] = {}
-        """Lines of the run's files that could not be written, by file."""
+        """The number of lines that could not be written, by the name of their file."""
 
     def running(self) -> None:
-        """Say that this rank has started.
+        """Records that this rank has started.
 
         Raises:
-            EnvironmentProblem: it cannot be written.
+            EnvironmentProblem: the file cannot be written.
         """
         try:
             self._write("running", None, None)
@@ -73,11 +73,11 @@ class RankRecord:
             raise EnvironmentProblem(Problem(key="run.dir", reason=reason, fix=fix)) from None
 
     def ended(self, ending: Ending) -> ExitCode:
-        """Say how this rank ended.
+        """Records how this rank ended.
 
         Returns:
-            What the process exits with. torchrun is not to take a stop for a failure: a code other than 0
-            only tells what no file could.
+            The exit code of the process: 0, so that torchrun does not treat a stop as a failure. Only if the file
+            cannot be written does the exit code say how the rank ended.
         """
         codes = {"done": ExitCode.OK, "interrupted": ExitCode.INTERRUPTED, "preempted": ExitCode.PREEMPTED}
         return ExitCode.OK if self._try_write(ending, codes[ending], None) else codes[ending]
@@ -89,7 +89,10 @@ class RankRecord:
         return code
 
     def _try_write(self, status: RunStatus, exit_code: ExitCode, error: RankError | None) -> bool:
-        """Writes how this rank ended; on a full disk over what it wrote when it started. Returns True if it could."""
+        """Ends the heartbeat and writes how this rank ended; returns False if the file cannot be written.
+
+        On a full disk the file is overwritten in place.
+        """
         self.heart.end()
         try:
             self._write(status, exit_code, error)
@@ -116,11 +119,11 @@ class RankRecord:
 
 
 def _described(error: BaseException) -> RankError:
-    """Describes an error without the user's secrets."""
+    """Returns the record of an error, with the user's secrets removed."""
     name, message = type(error).__name__, redacted(str(error))
     if not isinstance(error, CanzonaError):
         return RankError(type=name, message=message, traceback=redacted("".join(traceback.format_exception(error))))
-    # Written for the user: where in our code it was raised would only bury what to do.
+    # No traceback: these errors are written for the user, and a traceback would distract from the fix.
     problems = tuple(
         Problem(
             key=problem.key,
@@ -135,22 +138,22 @@ def _described(error: BaseException) -> RankError:
 
 
 class Journal:
-    """The job's own files, written by one rank; on every other rank each call does nothing."""
+    """The job's files, which one rank writes. On other ranks, calls write nothing."""
 
     def __init__(self, files: RunFiles, *, writes: bool, heart: Heart | None = None) -> None:
         self._files, self._writes, self._heart = files, writes, heart
         self.lost: dict[str, int] = {}
-        """Lines that could not be written, by the name of their file; empty in a healthy run."""
+        """The number of lines that could not be written, by the name of their file; empty in a healthy run."""
         self._down: dict[str, int] = {}
-        """Lines lost since a file could last be written."""
+        """The number of lines lost since a file could last be written, by the file's name."""
 
     def stage(self, stage: Stage, detail: str = "") -> None:
-        if self._heart is not None:  # every rank's, whether it writes or not
+        if self._heart is not None:  # every rank reports its stage, even if it writes no events
             self._heart.stage(stage)
         self._append(self._files.events, plain(StageEvent(time=time.time(), stage=stage, detail=detail)))
 
     def incident(self, event: str, *, detail: str = "", level: Level | None = None, **facts: float | str) -> None:
-        """Adds a line to events.jsonl; with a level, its detail is shown to whoever watches the run."""
+        """Adds a line to events.jsonl. With a level, `detail` is also shown to users who follow the run."""
         incident = Incident(time=time.time(), event=event, detail=detail, level=level, facts=facts)
         self._append(self._files.events, incident.line())
 
@@ -166,7 +169,7 @@ class Journal:
         self._append(self._files.validation, plain(record))
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Records the text that the model writes after `prompt`."""
+        """Records the text with which the model continues the prompt."""
         detail = f"at step {step:,} the model writes: {prompt}{text}"
         self.incident("sample", detail=detail, level="info", step=step, prompt=prompt, text=text)
 
@@ -178,7 +181,7 @@ class Journal:
             self._save(self._files.kernels, kernels)
 
     def _append(self, path: Path, line: Mapping[str, object]) -> None:
-        """Adds a line to a file; one that cannot be written is counted instead."""
+        """Adds a line to a file. If that fails, counts the lost line, and warns of the first one."""
         if not self._writes:
             return
         name = path.name
@@ -203,7 +206,7 @@ class Journal:
             self._warn(f"{path.name} cannot be written ({error.strerror})")
 
     def _warn(self, text: str) -> None:
-        """Warns in this rank's log, and whoever watches the run if events can be written at all."""
+        """Logs a warning on this rank, and adds it to events.jsonl if that can be written."""
         logging.getLogger(__name__).warning(text)
         incident = Incident(time=time.time(), event="writer", detail=text, level="warning")
         try_append_json_line(self._files.events, incident.line())

@@ -1,11 +1,11 @@
-"""A torchrun rendezvous that can only be reached from this machine.
+"""Provides a torchrun rendezvous that can only be reached from this machine.
 
-torchrun's own backends (`static`, `c10d`) let their TCPStore listen on every interface whatever address they
-are given, and the elastic one unpickles what it reads from it: anybody on the network may talk to a laptop's
-training run. This backend hands the store a socket that is already bound to 127.0.0.1. Binding it ourselves
-also lets the kernel choose a free port, so two launches can never race for one.
+With torchrun's backends (`static`, `c10d`) the TCPStore listens on all interfaces, whatever address it is given,
+and `c10d` unpickles what it reads from the store. So anyone on the network could interfere with a training run
+on a laptop. This backend gives the store a socket that is already bound to 127.0.0.1. The kernel chooses a free
+port, so two launches never race for the same port.
 
-Registered under the entry point group `torchrun.handlers` as `canzona-loopback`.
+The backend is registered as `canzona-loopback` in the entry point group `torchrun.handlers`.
 """
 
 import socket
@@ -18,24 +18,25 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 600
-"""Seconds for agents that are started by hand, one after the other."""
-_OWN_TIMEOUT_S = 60
-"""Seconds for an agent that only has to reach itself."""
+"""The rendezvous timeout of several agents, in seconds: they may be started by hand, one after the other."""
+_SINGLE_TIMEOUT_S = 60
+"""The rendezvous timeout of a single agent, in seconds."""
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """Torchrun's static rendezvous of agents on one machine, its store listening on 127.0.0.1 alone.
+    """A static torchrun rendezvous for agents on one machine, whose store listens only on 127.0.0.1.
 
     Args:
-        port: Where the agents meet; 0 lets the kernel choose, for one agent.
-        rank: This agent's among `agents`.
+        port: the store's port. With a single agent it may be 0, and the kernel chooses a port.
+        rank: the rank of this agent among `agents`.
+        agents: the number of agents.
     """
 
     def __init__(self, run_id: str, *, port: int = 0, rank: int = 0, agents: int = 1) -> None:
         listener = socket.create_server((_HOST, port), backlog=2048) if rank == 0 else None
         if listener is not None:
             port = listener.getsockname()[1]
-        timeout_s = _OWN_TIMEOUT_S if agents == 1 else _TIMEOUT_S
+        timeout_s = _SINGLE_TIMEOUT_S if agents == 1 else _TIMEOUT_S
         super().__init__(_HOST, port, rank=rank, world_size=agents, run_id=run_id, timeout=timeout_s)
         self._loopback_store = TCPStore(
             _HOST,
@@ -52,7 +53,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         return "canzona-loopback"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._store = self._loopback_store  # the base class makes one only where there is none
+        self._store = self._loopback_store  # the base class makes a store only if there is none
         return super().next_rendezvous()
 
 
@@ -66,5 +67,5 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Returns the function by which torchrun makes the rendezvous."""
+    """Returns the function that creates the rendezvous; this is the entry point that torchrun calls."""
     return _create

@@ -1,9 +1,8 @@
-"""Saves a run while it trains: when, in which thread, and what a failure means.
+"""Saves checkpoints of a run while training continues.
 
-A save has two parts. The training thread copies what is to be kept into host memory, on all ranks together.
-Then each rank writes its copy in a thread of its own, and rank 0's makes a checkpoint of all of them: these
-threads meet through files (`canzona_cli.checkpoint.commit`), never through collectives, which belong to
-training.
+A save has two parts. First the training threads of all ranks copy the state to host memory. Then a separate
+thread on each rank writes the copy, and rank 0's thread completes the checkpoint. These threads synchronise
+through files (`canzona_cli.checkpoint.commit`), never through collectives, which only training may use.
 """
 
 import threading
@@ -28,37 +27,39 @@ from canzona_cli.run.records import CheckpointEvent
 from canzona_cli.training.records import Journal
 
 _PATIENCE_S: Final = 600.0
-"""Seconds that rank 0 waits for the others' parts while none of them grows."""
+"""The time that rank 0 waits for the other ranks' parts while no file grows, in seconds."""
 _LOOK_S: Final = 5.0
+"""The time between two heartbeats of a rank that waits for a save, in seconds."""
 
 
 @dataclass(kw_only=True)
 class _Save:
-    """One checkpoint on its way to the disk, on one rank."""
+    """One save of a checkpoint, as seen by one rank."""
 
     step: int
     thread: threading.Thread | None = None
     failure: SaveFailed | None = None
-    """The failure that stopped it, whichever rank it was; on rank 0."""
-    said: bool = False
+    """The error that stopped the save. On rank 0 it may be that of any rank; other ranks only have unexpected errors of
+    their own."""
+    reported: bool = False
     """True once it was reported that the next save is due and waits for this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Failure:
-    """One rank's reason why it could not save, as it sends it to the others."""
+    """The reason why a rank could not save, as sent to the other ranks; None if it could."""
 
     reason: str | None
 
 
 class Saver:
-    """Saves one run. All ranks call the same methods in the same order.
+    """The writer of one run's checkpoints. All ranks must call the collective methods in the same order.
 
     Args:
-        texts: files of the run to keep beside the tensors, by name.
-        last: the newest checkpoint's name so far, for messages; None when there is none.
-        alive: called now and then while training waits for a save that goes on.
-        clock: seconds; rank 0's decides.
+        texts: the text of the run's files to store in each checkpoint, by file name.
+        last: the name of the newest checkpoint so far, for messages; None if there is none.
+        alive: called repeatedly while training waits for a save that makes progress.
+        clock: returns a time in seconds; rank 0's clock decides when a save is due.
     """
 
     def __init__(
@@ -79,12 +80,12 @@ class Saver:
         self._saved_at = clock()
 
     def due(self, step: int) -> bool:
-        """Returns True to save after this step, by steps or by time; rank 0 decides.
+        """Returns True if a checkpoint is due after this step, by steps or by time. Called on rank 0, which decides.
 
-        While the previous save is still being written, one that is due by time waits for the first step after
-        it, and an event says so: a slow disk then costs checkpoints, not training time. Saves due by steps
-        are never put off, because `keep_every` counts on those very steps: training waits instead. Nor is the
-        last one.
+        While the previous save is still being written, a save that is due by time is postponed, and an event
+        reports it: a slow disk then costs checkpoints, not training time. A save that is due by steps is never
+        postponed, because `keep_every` relies on checkpoints of these steps; neither is one after the last step.
+        Training waits for the previous save instead.
         """
         settings = self._trainee.config.checkpoint
         if settings.every_steps is not None and step % settings.every_steps == 0:
@@ -95,46 +96,47 @@ class Saver:
         running = self._being_written()
         if running is None or step == self._trainee.config.train.steps:
             return True
-        if not running.said:
-            running.said = True
-            detail = f"the checkpoint due after step {step:,} waits until that of step {running.step:,} is on the disk"
+        if not running.reported:
+            running.reported = True
+            detail = f"the checkpoint due after step {step:,} waits until that of step {running.step:,} is written"
             self._journal.incident("save_waits", step=step, detail=detail, level="info")
         return False
 
     def save(self, progress: Progress) -> None:
-        """Save while training goes on. Collective.
+        """Starts a save that is written while training continues. Collective.
 
-        Waits for the save before, and says so, if that is not on the disk yet: its memory is used again. What
-        fails is said, and ends nothing: the checkpoints before stay, and the next save tries again.
+        If the previous save is not on the disk yet, training waits for it, because its memory is reused; an event
+        reports the wait. A failure is reported and does not end the run: earlier checkpoints remain, and the next
+        save tries again. With checkpoint.asynchronous=false, this waits until the save is written.
         """
         self._start(progress)
         if not self._trainee.config.checkpoint.asynchronous:
             self.settle()
 
     def save_now(self, progress: Progress) -> str:
-        """Save because the run ends here: written and complete when this returns. Collective.
+        """Saves a run that ends here, and waits until the checkpoint is complete. Collective.
 
         Returns:
             The checkpoint's name.
 
         Raises:
-            SaveFailed: on every rank together; names the last checkpoint there is.
+            SaveFailed: on every rank together; the message names the last checkpoint.
         """
         self._start(progress)
         return self.wait(progress)
 
     def wait(self, progress: Progress) -> str:
-        """Wait for the save of `progress`, which was begun before. Collective.
+        """Waits until the save of `progress`, which must have been started, is complete. Collective.
 
         Returns:
             The checkpoint's name.
 
         Raises:
-            SaveFailed: as `save_now`.
+            SaveFailed: on every rank together; the message names the last checkpoint.
         """
         failure = self.settle()
         failed = _Failure(reason=None if failure is None else f"{failure.problems[0].reason}; {self._kept()}")
-        agreed = gather(failed)[0].reason  # rank 0's, which completes checkpoints
+        agreed = gather(failed)[0].reason  # rank 0 completes checkpoints, so its result counts
         if agreed is not None:
             raise SaveFailed(
                 Problem(
@@ -150,7 +152,7 @@ class Saver:
         begun = self._clock()
         running = self._being_written()
         if running is not None:
-            detail = f"training waits after step {progress.step:,} until step {running.step:,} is on the disk"
+            detail = f"training waits after step {progress.step:,} until the save of step {running.step:,} is written"
             self._journal.incident("save_waits", step=progress.step, detail=detail, level="info")
         self.settle()
         self._saved_at = self._clock()
@@ -172,7 +174,7 @@ class Saver:
         save.thread.start()
 
     def _begin(self, save: _Save) -> bool:
-        """Makes the folder, on rank 0; returns True if all ranks can write into it. Collective."""
+        """Makes the checkpoint's hidden folder on rank 0; returns True on every rank if that succeeded. Collective."""
         world = self._trainee.world
         if world.rank == 0:
             try:
@@ -184,7 +186,11 @@ class Saver:
         return any(self._trainee.timer.read(ready))
 
     def _write(self, save: _Save, shard: Shard, header: Header, *, stall_s: float) -> None:
-        """Writes on a thread of its own."""
+        """Writes this rank's share, in the save's thread; rank 0 then completes the checkpoint and removes old ones.
+
+        Args:
+            stall_s: the seconds for which the save stopped training, for the event.
+        """
         begun, world = self._clock(), self._trainee.world
         folder = partial_path(self._files.checkpoints, save.step)
         try:
@@ -192,10 +198,10 @@ class Saver:
             if world.rank != 0:
                 return
             path = finish(folder, world.world_size, header, self._texts, _PATIENCE_S)
-        except BaseException as error:  # nothing of a save may end the run by itself
+        except BaseException as error:  # a failed save must not end the run
             if world.rank == 0:
                 abandon(folder)
-            if world.rank == 0 or not isinstance(error, SaveFailed):  # else rank 0 finds it in this rank's part
+            if world.rank == 0 or not isinstance(error, SaveFailed):  # rank 0 reads a SaveFailed in the part file
                 self._failed(save, error)
             return
         self._last = path.name
@@ -211,7 +217,7 @@ class Saver:
         return save if save is not None and save.thread is not None and save.thread.is_alive() else None
 
     def _failed(self, save: _Save, error: BaseException) -> None:
-        """Reports at once that a checkpoint is missing; on rank 0, which knows of every rank's part."""
+        """Stores the error of a failed save, and reports it in an event (on rank 0, which writes events)."""
         if not isinstance(error, SaveFailed):
             error = SaveFailed(Problem(key="checkpoint", reason=f"{type(error).__name__}: {error}"))
         save.failure = error
@@ -227,10 +233,11 @@ class Saver:
             self._journal.incident("retention", detail=detail, level="warning")
 
     def settle(self) -> SaveFailed | None:
-        """Wait until this rank's part of the running save is over; on rank 0, until all of it is.
+        """Waits until this rank has written its share of the last save; on rank 0, until the checkpoint is complete.
 
         Returns:
-            What stopped it, on rank 0; the same however often it is asked, until the next save begins.
+            The error that stopped the save, None if nothing did. Repeated calls return the same until the next
+            save starts. Only rank 0 has the errors of all ranks.
         """
         save = self._running
         if save is None or save.thread is None:
@@ -239,7 +246,7 @@ class Saver:
         while save.thread.is_alive():
             save.thread.join(_LOOK_S)
             before, written = written, bytes_written(partial_path(self._files.checkpoints, save.step))
-            if written != before:  # a slow disk is no hang
+            if written != before:  # the save makes progress, so this rank does not hang
                 self._alive()
         return save.failure
 

@@ -1,4 +1,4 @@
-"""One optimizer step, one validation and one sample of a Megatron-core model."""
+"""Makes one optimizer step, one validation or one sample text of a Megatron-core model."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +25,14 @@ LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Agreed:
-    """The facts that ranks exchange in a step, between backward and update."""
+    """The values that ranks agree on in a step, between backward and update."""
 
     loss: float
+    """The mean loss over the global batch, nats per token."""
     stop: bool = False
-    """Somebody asked the run to stop after this step."""
+    """True if the run must stop after this step, because a rank has a stop request."""
     save: bool = False
-    """A checkpoint is due after this step."""
+    """True if a checkpoint is due after this step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +41,16 @@ class StepResult(Agreed):
 
     grad_norm: float
     lr: float
-    """The rate the step used."""
+    """The learning rate of the step."""
     skipped: bool = False
-    """Gradients were not finite, no weight changed (`train.non_finite=skip`)."""
+    """True if the gradients were not finite and no weight changed (`train.non_finite=skip`)."""
     fallbacks: int = 0
-    """Matrices, on all ranks, whose update in the step before was replaced by what their optimizer does when
-    it fails. (Of the last step: `CanzonaOptimizer.settle`.)"""
+    """The number of matrices, on all ranks, whose update in the previous step failed and was replaced by the
+    optimizer's fallback. Those of the last step come from `CanzonaOptimizer.settle`."""
     captures: int = 0
-    """CUDA graphs of updates captured before this step, on all ranks."""
+    """The number of CUDA graphs of updates that were captured before this step, on all ranks."""
     bad_ranks: tuple[int, ...] = ()
-    """Ranks whose own loss was not finite."""
+    """The ranks whose own loss was not finite."""
 
 
 def train_step(
@@ -61,16 +62,15 @@ def train_step(
 ) -> StepResult:
     """Makes one step: forward and backward over all micro-batches, update, schedule.
 
-    The host waits for the device once: for the gradient norm. What the ranks tell one another is on its way
-    by then, so asking for it at the end costs nothing, and the next step is launched while this one's update
-    goes on.
+    The host waits for the device only once, for the gradient norm. The all-reduce of the loss and requests has
+    started by then, so reading its result costs nothing, and the host can launch the next step while the
+    device still executes this step's update.
 
     Args:
-        stop_requested: True if this rank knows of a stop request; asked after the backward pass, so that a
-            request that comes before stops after this step. All ranks learn of it with the loss, in one
-            reduction.
-        save_due: True if this rank thinks that a checkpoint is due after this step; asked and agreed on
-            likewise.
+        stop_requested: returns True if this rank has a stop request. Called after the backward pass, so that a
+            request that comes earlier stops the run after this step. If it is True on any rank, all ranks stop.
+        save_due: returns True if a checkpoint is due after this step. Called at the same time; if it is True on any
+            rank, all ranks save.
 
     Raises:
         NonFiniteGradients: on every rank together, with the step's loss and the ranks whose own loss was not
@@ -86,11 +86,11 @@ def train_step(
     try:
         with timer.phase("norm_clip"):
             agreed = _agree(trainee, losses, stop_requested=stop_requested(), save_due=save_due())
-            # Children and parameter gathering open phases of their own inside; what remains is norm, clip and
-            # copies.
+            # Inner optimizers and the gathering of parameters open phases of their own inside this one, which
+            # then measures only norm, clipping and copies.
             updated, grad_norm, _ = optimizer.step()
     except NonFiniteGradients as error:
-        # Every rank is here, so they can still tell each other where it came from.
+        # The error is raised on every rank, so the ranks can still use a collective to find its origin.
         where = bad_losses(_bad_ranks(trainee, losses)) or "the loss is finite, so it arose in the backward pass"
         problems = (replace(problem, reason=f"{problem.reason}; {where}") for problem in error.problems)
         raise NonFiniteGradients(*problems, loss=agreed().loss) from None
@@ -110,7 +110,7 @@ def train_step(
 
 @torch.no_grad()
 def validate(model: Model, batches: Iterator[Batch], *, global_batches: int) -> float:
-    """Returns the mean loss over `global_batches` batches, nats per token, the same on every rank."""
+    """Returns the mean loss over `global_batches` global batches, in nats per token, on every rank. Collective."""
     with evaluating(model):
         losses = [loss for _ in range(global_batches) for loss in _forward_backward(model, batches, forward_only=True)]
     return _agree(model, losses)().loss
@@ -118,7 +118,7 @@ def validate(model: Model, batches: Iterator[Batch], *, global_batches: int) -> 
 
 @contextmanager
 def evaluating(model: Model) -> Iterator[None]:
-    """Makes the model compute, inside the block, as it does where nothing is learnt."""
+    """Puts the model into evaluation mode inside the block, and into training mode after it."""
     for chunk in model.chunks:
         chunk.eval()
     try:
@@ -131,7 +131,7 @@ def evaluating(model: Model) -> Iterator[None]:
 def _forward_backward(trainee: Model, batches: Iterator[Batch], *, forward_only: bool) -> list[torch.Tensor]:
     layout = trainee.world.layout
     run = get_forward_backward_func()
-    # Every model chunk asks for every micro-batch, at its own time.
+    # With virtual pipeline stages, every model chunk reads all micro-batches, each at its own pace.
     streams = [batches]
     if layout.vpp > 1:
         streams = list(tee(islice(batches, layout.num_microbatches), layout.vpp))
@@ -150,7 +150,12 @@ def _forward_backward(trainee: Model, batches: Iterator[Batch], *, forward_only:
 def _forward_step(
     timer: PhaseTimer, batches: Iterator[Batch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, LossFunction]:
-    """Runs one micro-batch: `[micro_batch, seq_length]` tokens to the loss of each, on the last stage."""
+    """Runs the forward pass of one micro-batch, as Megatron's schedule requires.
+
+    Returns:
+        The model's output (on the last stage the loss of each token, `[micro_batch, seq_length / cp]`), and the
+        function that turns it into the mean loss.
+    """
     with timer.phase("data"):
         batch = next(batches)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -158,27 +163,30 @@ def _forward_step(
 
 
 def _mean_loss(mask: torch.Tensor, counted: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns this context-parallel rank's part of the micro-batch's mean loss: for backward, and for the record.
+    """Returns this context-parallel rank's part of the micro-batch's mean loss twice: for backward and for the records.
 
-    Megatron's schedule multiplies a loss by cp, for gradients are averaged over dp * cp ranks; so parts are
-    what it wants (`schedules.forward_step_calc_loss`).
+    The parts add up to the mean over context-parallel ranks. Megatron's schedule multiplies each by cp, because
+    gradients are averaged over dp * cp ranks (`schedules.forward_step_calc_loss`).
     """
     part = (losses.float() * mask).sum() / counted
-    # A copy for the record: the schedule scales the loss in place.
+    # The records need a copy, because the schedule scales the loss in place.
     return part, part.detach().clone()
 
 
 def _agree(
     trainee: Model, losses: list[torch.Tensor], *, stop_requested: bool = False, save_due: bool = False
 ) -> Callable[[], Agreed]:
-    """Averages the losses of all last stages and spreads requests, in one small reduction; the function that is
-    returned waits for it."""
+    """Starts one small all-reduce that averages the losses of all last stages and combines requests. Collective.
+
+    Returns:
+        A function that waits for the result and returns it.
+    """
     world = trainee.world
     facts = torch.zeros(4, device=world.device)
     if world.is_last_stage:
         facts[0] = torch.stack(losses).mean()
-        facts[1].fill_(1.0 / world.layout.cp)  # their losses are parts of one
-    # Filled in: `facts[2] = x` would have the host wait for the device below torch 2.14.
+        facts[1].fill_(1.0 / world.layout.cp)  # the losses of cp ranks are parts of one loss
+    # fill_, because before torch 2.14 `facts[2] = x` makes the host wait for the device.
     facts[2].fill_(float(stop_requested))
     facts[3].fill_(float(save_due))
     torch.distributed.all_reduce(facts)
@@ -192,7 +200,7 @@ def _agree(
 
 
 def _bad_ranks(trainee: Trainee, losses: list[torch.Tensor]) -> tuple[int, ...]:
-    """Ranks that saw a loss which is not finite. Collective."""
+    """Returns the ranks that have a loss which is not finite. Collective."""
     world = trainee.world
     bad = torch.zeros(world.world_size, device=world.device)
     if world.is_last_stage:
@@ -202,7 +210,7 @@ def _bad_ranks(trainee: Trainee, losses: list[torch.Tensor]) -> tuple[int, ...]:
 
 
 def bad_losses(ranks: Sequence[int]) -> str:
-    """Names in words the ranks whose losses are not finite; empty when all are."""
+    """Returns a clause that names the ranks whose losses are not finite; empty if there are no such ranks."""
     if not ranks:
         return ""
     numbers = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
@@ -211,18 +219,18 @@ def bad_losses(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Continues one prompt with the likeliest text of the model in training, on any layout.
+    """A writer of sample texts: it continues one prompt greedily with the model in training, on any layout.
 
-    Every token is a forward pass of the training model over the whole sequence, without a cache, by the schedule
-    that a validation takes; nothing is drawn at random and nothing of training is touched. The ranks take the
-    same passes and collectives in the same order, and agree on every token before the next.
+    Every token takes a forward pass over the complete sequence, without a cache, with the schedule of a validation.
+    Nothing is random, and no state of training changes. All ranks make the same passes and collectives in the
+    same order, and agree on each token before the next.
     """
 
     tokenizer: Tokenizer
     prompt: str
-    """Empty: the beginning of a document."""
+    """The text to continue; empty for the beginning of a document."""
     tokens: int
-    """The most tokens to write."""
+    """The largest number of tokens to write."""
 
     def text(self, model: Model) -> str:
         """Returns the model's continuation of the prompt, the same on every rank. Collective."""
@@ -241,18 +249,18 @@ def sampler_of(config: RunConfig, corpus: PreparedCorpus) -> Sampler | None:
 
 @torch.no_grad()
 def likeliest(model: Model, prompt: Sequence[int], *, tokens: int, end: int) -> list[int]:
-    """Returns the likeliest token after the prompt, the likeliest after both, and so on. Collective.
+    """Returns the greedy continuation of the prompt: each token is the likeliest after all before it. Collective.
 
-    Of tokens that are equally likely, the one of the lowest id.
+    Of equally likely tokens the lowest id is chosen.
 
     Args:
         prompt: at least one token, and fewer than `train.seq_length`.
-        tokens: at most; fewer where the sequence ends.
-        end: stops at this token, which is left out.
+        tokens: the largest number of tokens to return. The sequence also ends at `train.seq_length`.
+        end: the token at which the text ends; it is not returned.
     """
     layout, longest = model.world.layout, model.config.train.seq_length
     length = min(longest, len(prompt) + tokens)
-    unit = 2 * layout.cp * layout.tp  # what context and sequence parallelism cut is a whole number of slices
+    unit = 2 * layout.cp * layout.tp  # context and sequence parallelism divide the sequence into this many slices
     padded = min(longest, -(-length // unit) * unit)
     sequence = torch.zeros(1, padded, dtype=torch.int64, device=model.world.device)
     sequence[0, : len(prompt)] = torch.tensor(prompt)
@@ -268,7 +276,9 @@ def likeliest(model: Model, prompt: Sequence[int], *, tokens: int, end: int) -> 
 
 
 def _next(model: Model, sequence: torch.Tensor, position: int) -> int:
-    """Returns the likeliest token after `position`, whatever stands there now: attention is causal.
+    """Returns the likeliest token after `position`, the same on every rank. Collective.
+
+    Attention is causal, so the tokens that the sequence has after `position` do not matter.
 
     Args:
         sequence: token ids, `[1, seq]`.
@@ -277,7 +287,7 @@ def _next(model: Model, sequence: torch.Tensor, position: int) -> int:
     batch = {"tokens": sequence, "position_ids": torch.arange(sequence.size(1), device=world.device)[None]}
     if world.layout.cp > 1:
         batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=world.groups.cp)
-    # One value and one id from every rank; those that do not have this position's logits do not count.
+    # Every rank contributes a logit and a token id; ranks without this position's logits contribute -inf.
     none = torch.iinfo(torch.int64).max
     value = torch.full((1,), -torch.inf, device=world.device)
     token = torch.full((1,), none, device=world.device)
@@ -295,14 +305,16 @@ def _next(model: Model, sequence: torch.Tensor, position: int) -> int:
 
 
 def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the logits of each micro-batch, all alike, `[1, seq / cp, vocab / tp]`;
-    none but on the last stage."""
+    """Runs a forward pass; returns the logits, `[1, seq / cp, vocab / tp]`, on the last stage, and none elsewhere.
+
+    If the schedule needs several micro-batches, all are the same batch, and the first one's logits are returned.
+    """
     layout = model.world.layout
     stored: list[torch.Tensor] = get_forward_backward_func()(
         forward_step_func=_logits_of,
         data_iterator=[repeat(batch) for _ in model.chunks],
         model=list(model.chunks),
-        # Model chunks take turns with as many micro-batches as there are stages.
+        # The interleaved schedule needs at least as many micro-batches as there are stages.
         num_microbatches=layout.pp if layout.vpp > 1 else 1,
         seq_length=batch["tokens"].size(1) * layout.cp,
         micro_batch_size=1,
@@ -315,6 +327,6 @@ def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 def _logits_of(
     batches: Iterator[dict[str, torch.Tensor]], chunk: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor, bool], torch.Tensor]]:
-    """Runs one micro-batch to its logits, and has the schedule keep all of them."""
+    """Runs the forward pass of one micro-batch; the function returned makes the schedule collect the logits."""
     batch = next(batches)
     return chunk(batch["tokens"], batch["position_ids"], None), lambda logits, non_loss_data: logits

@@ -1,4 +1,4 @@
-"""One rank of a run: `python -m canzona_cli.training.worker RUN_DIR`, started by torchrun."""
+"""Runs one rank of a run: `python -m canzona_cli.training.worker RUN_DIR`, started by torchrun."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ SLOW_IMPORTS = (
 
 
 def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    """Train one rank to the end of the run, from the checkpoint that the launcher chose if it did."""
+    """Trains one rank to the end of the run, from the checkpoint that the launcher chose, if any."""
     from canzona_cli.checkpoint.restore import restore, verify_together
     from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
@@ -47,8 +47,8 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     journal.stage("build model", config.model.name)
     trainee = assemble(config, world, plan)
     pulse.follow(trainee.timer)
-    if (otherwise := owner_bucket_group.contradiction(trainee)) is not None:
-        journal.incident("grouping", detail=otherwise, level="warning")
+    if (contradiction := owner_bucket_group.contradiction(trainee)) is not None:
+        journal.incident("grouping", detail=contradiction, level="warning")
 
     def trying(shape: str) -> None:
         record.heart.progress()
@@ -78,7 +78,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         training = Training(trainee, datasets, files, journal, record, start=start, saver=saver, sampler=sampler)
         ending = training.run()
     except (Diverged, WorkerCrashed):
-        # Of all ranks together: what an earlier step left on its way to the disk is worth keeping.
+        # These errors are raised on all ranks together, so a save of an earlier step can still be completed.
         saver.settle()
         raise
     journal.stage("finish")

@@ -96,9 +96,9 @@ def test_a_rank_that_lost_its_piece_is_noticed(tmp_path: Path) -> None:
     folder = _saved(tmp_path, PIECES[:-1])
     with Reader(folder, read_manifest(folder), MODEL) as reader:
         assert reader.region(EMBEDDING, "master", range(4), range(5)).equal(WHOLE[:4])
-        with pytest.raises(CheckpointInvalid, match="does not have it"):
+        with pytest.raises(CheckpointInvalid, match="does not have this"):
             reader.region(EMBEDDING, "master", range(4, 5), range(5))
-        with pytest.raises(CheckpointInvalid, match="does not have it"):
+        with pytest.raises(CheckpointInvalid, match="does not have this"):
             reader.whole(EMBEDDING, "master")
 
 

@@ -44,7 +44,7 @@ def test_the_newest_is_the_whole_one_of_the_highest_step_whenever_it_was_written
     assert (latest.step, latest.sound) == (100, False)
     assert latest.problems[0].key == "step-00000100/rank-00001.safetensors"
     assert latest.problems[0].reason.startswith("truncated: 50 of ")
-    assert latest.problems[0].fix == "continue from the one before it: checkpoint.resume=step-00000020"
+    assert latest.problems[0].fix == "resume from the previous checkpoint: checkpoint.resume=step-00000020"
     assert previous_sound(store.root / "step-00000020") == store.checkpoints()[0].path
     assert previous_sound(store.root / "step-00000003") is None
 
@@ -169,4 +169,4 @@ def test_a_damaged_checkpoint_is_never_passed_over_in_silence(
     damage(store, 10)
     with pytest.raises(CheckpointInvalid) as caught_again:
         resolve(store.root, resume)
-    assert "there is no earlier one" in caught_again.value.problems[0].fix
+    assert "there is no earlier checkpoint" in caught_again.value.problems[0].fix

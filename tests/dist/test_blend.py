@@ -170,7 +170,7 @@ def test_what_makes_no_blend_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         ensure_corpus(compose_run([*run, *blend(tmp_path, {"a": 1, "w": 1})]).config)
     (problem,) = (each for each in caught.value.problems if each.key == "data.blend")
-    assert "the same id would be another word" in problem.reason
+    assert "the same id means different text" in problem.reason
     assert problem.fix.startswith("canzona data prepare ... --tokenizer byte")
 
     with pytest.raises(ConfigError) as caught:

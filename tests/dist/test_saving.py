@@ -330,7 +330,7 @@ def test_a_save_due_by_time_is_put_off_until_the_one_before_is_written(
     assert names(folder / "put off") == ["step-00000002", "step-00000005"]
     [told] = events(folder / "put off", "save_waits")
     assert told["step"] == 4
-    assert told["detail"] == "the checkpoint due after step 4 waits until that of step 2 is on the disk"
+    assert told["detail"] == "the checkpoint due after step 4 waits until that of step 2 is written"
 
 
 def test_a_save_due_by_time_at_the_last_step_is_not_put_off(ended: dict[str, list[Ending]], folder: Path) -> None:
@@ -376,4 +376,4 @@ def test_the_next_save_waits_for_the_one_before(ended: dict[str, list[Ending]], 
         first, second = (read_manifest(RunFiles(root).checkpoints / name) for root in (quick, slow))
         assert first.files == second.files
     assert [told["step"] for told in events(slow, "save_waits")] == [2, 3, 4, 5, 6]
-    assert events(slow, "save_waits")[0]["detail"] == "training waits after step 2 until step 1 is on the disk"
+    assert events(slow, "save_waits")[0]["detail"] == "training waits after step 2 until the save of step 1 is written"

@@ -142,7 +142,7 @@ def test_a_run_that_diverges_after_it_was_resumed(tmp_path: Path) -> None:
     to_the_end = forked_run(files.root, *two, *high, "train.divergence=warn")
     assert [line["step"] for line in lines(files.metrics)] == list(range(1, 61))
     assert (to_the_end.status, to_the_end.exit_code, to_the_end.last_good) == ("diverged", 70, lost.last_good)
-    assert "it trained on to step 60, its last, and did not recover" in to_the_end.message
+    assert "the run continued to its last step, 60, and did not recover" in to_the_end.message
     assert files.breakdown.exists(), "as of a run that is done"
 
 

@@ -249,9 +249,9 @@ def test_places_that_have_something_are_left_alone(run: Path, tmp_path: Path) ->
     (tmp_path / "mine").write_text("mine")
     for place in (tmp_path, tmp_path / "mine"):
         done = canzona("checkpoint", "export", run, place)
-        assert (done.returncode, "there is something already" in done.stderr) == (2, True)
+        assert (done.returncode, "already exists and is not an empty folder" in done.stderr) == (2, True)
         done = canzona("checkpoint", "import", run.parent / "in", "--out", place)
-        assert (done.returncode, "there is something already" in done.stderr) == (2, True)
+        assert (done.returncode, "already exists and is not an empty folder" in done.stderr) == (2, True)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
