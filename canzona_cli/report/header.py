@@ -32,10 +32,10 @@ def layout_name(layout: Layout) -> str:
 
 
 def describe_batch(layout: Layout, seq_length: int) -> str:
-    """Returns `32 sequences × 256 = 8,192 tokens per step (micro-batch 4 × accumulation 4 × DP 2)`."""
+    """Returns `32 sequences × 256 = 8,192 tokens a step (micro-batch 4 × accumulation 4 × DP 2)`."""
     return (
         f"{layout.global_batch_size:,} sequences × {seq_length:,} = "
-        f"{layout.global_batch_size * seq_length:,} tokens per step ({batch_factors(layout)})"
+        f"{layout.global_batch_size * seq_length:,} tokens a step ({batch_factors(layout)})"
     )
 
 

@@ -28,7 +28,7 @@ class ProfileList(Page):
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         table = Table("cluster")
-        table.add_numbers("ranks", "GiB", "TFLOP/s", "mem", "intra", "inter")
+        table.add_numbers("ranks", "GiB", "TFLOP/s", "mem BW", "intra", "inter")
         table.add_words("calibrated", "from")
         for profile in self.profiles:
             cluster = profile.cluster
@@ -43,7 +43,7 @@ class ProfileList(Page):
             table.add_row(profile.name, *numbers, "yes" if cluster.calibrated else "no", origin)
         yield table
         yield note(
-            "ranks: GPUs or CPU processes per node; GiB: memory per rank; TFLOP/s: dense bf16 peak per rank; mem, "
+            "ranks: GPUs or CPU processes per node; GiB: memory per rank; TFLOP/s: dense bf16 peak per rank; mem BW, "
             "intra, inter: bandwidth per rank in GB/s of memory, intra-node links and inter-node links, one direction"
         )
         yield note(

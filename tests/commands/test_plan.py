@@ -117,7 +117,7 @@ def test_a_dry_run_without_a_recipe_shows_every_size_and_how_to_look_at_one(tmp_
     assert "…" not in result.stdout
     sizes = [line.split()[:2] for line in lines if line.startswith("qwen3-")]
     assert [name for name, _ in sizes] == [f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")]
-    assert lines[-1].startswith("Look at one: canzona plan recipe=")
+    assert lines[-1].startswith("Details of one: canzona plan recipe=")
     assert list(tmp_path.iterdir()) == []
 
 
