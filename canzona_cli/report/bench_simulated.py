@@ -57,7 +57,7 @@ class SimulationView(Page):
         groups = [
             _layouts(cells),
             *_steps(cells, STRATEGIES),
-            _group(cells, "overhead over AdamW", _MATRIX, lambda one, name: overhead(one.overhead(name))),
+            _group(cells, "overhead over AdamW", _MATRIX, lambda study, name: overhead(study.overhead(name))),
             _group(cells, "optimizer / canzona's", _OTHERS, _times_canzona),
             _balance(cells, _MATRIX),
             _yardsticks(cells, "own fastest layout", lambda best, _: layout_code(best.layout)),
@@ -100,6 +100,7 @@ class SimulatedSweepView(Page):
         first = next(iter(self.simulations.values()))
         yield headed("Simulated", f", not measured: sweep of {HEADS[self.kind]}, profile {clean(first.profile)}")
         yield wrapped(TITLES[self.kind], "dim")
+        unit = "GPUs" if first.device == "cuda" else "CPU ranks"
         for place, cell in enumerate(first.cells):
             cells = [simulation.cells[place] for simulation in self.simulations.values()]
             groups, layouts = self._groups(cells), _layouts(cells)
@@ -108,7 +109,7 @@ class SimulatedSweepView(Page):
             else:
                 where, groups = "", [layouts, *groups]
             yield Text()
-            yield Text(f"{clean(cell.recipe)} on {cell.gpus:,}{where}", style="bold")
+            yield Text(f"{clean(cell.recipe)} on {cell.gpus:,} {unit}{where}", style="bold")
             yield GroupedTable(
                 head=HEADS[self.kind], labels=[clean(value) for value in self.simulations], groups=groups
             )
@@ -165,11 +166,11 @@ def _steps(cells: Sequence[SimulatedCell], names: Sequence[str]) -> Iterator[Col
         return milliseconds(study.result(name).iteration_s) + (" " if study.strategies[name].fits else "!")
 
     yield _group(cells, "iteration, ms", names, iteration)
-    yield _group(cells, "optimizer step, ms", names, lambda one, name: milliseconds(one.result(name).optimizer_s))
+    yield _group(cells, "optimizer step, ms", names, lambda study, name: milliseconds(study.result(name).optimizer_s))
 
 
 def _balance(cells: Sequence[SimulatedCell], names: Sequence[str]) -> Columns:
-    return _group(cells, "load balance", names, lambda one, name: f"{one.result(name).update_balance:.2f}")
+    return _group(cells, "load balance", names, lambda study, name: f"{study.result(name).update_balance:.2f}")
 
 
 def _times_canzona(study: Study, name: str) -> str:

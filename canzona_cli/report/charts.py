@@ -253,17 +253,17 @@ def lane(intervals: Iterable[Interval], start: float, end: float, width: int, *,
     drawn = Text(no_wrap=True)
     step = (end - start) / width
     first = 0
-    ordered = sorted(intervals, key=lambda one: one.start_s)
+    ordered = sorted(intervals, key=lambda part: part.start_s)
     for place in range(width):
         left, right = start + place * step, start + (place + 1) * step
         while first < len(ordered) and ordered[first].end_s <= left:
             first += 1
         share: dict[str, float] = {}
-        for one in ordered[first:]:
-            if one.start_s >= right:
+        for interval in ordered[first:]:
+            if interval.start_s >= right:
                 break
-            covered = min(one.end_s, right) - max(one.start_s, left)
-            share[one.name] = share.get(one.name, 0.0) + covered
+            covered = min(interval.end_s, right) - max(interval.start_s, left)
+            share[interval.name] = share.get(interval.name, 0.0) + covered
         phase = max(share, key=lambda name: share[name], default=None)
         if phase is None:
             drawn.append("·", style="dim")
@@ -278,21 +278,21 @@ def lane(intervals: Iterable[Interval], start: float, end: float, width: int, *,
 
 def _joined(intervals: Iterable[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
     """Yields as many intervals as a screen can show: neighbours of the same name are joined, and an interval that is
-    too short to see is left out if it follows the last one closely."""
+    too short to see is left out if it follows the last interval closely."""
     finest = (end_s - start_s) / _FINEST
     last: Interval | None = None
-    for one in sorted(intervals, key=lambda interval: interval.start_s):
-        begin, end = max(start_s, one.start_s), min(end_s, one.end_s)
+    for interval in sorted(intervals, key=lambda part: part.start_s):
+        begin, end = max(start_s, interval.start_s), min(end_s, interval.end_s)
         if end <= begin:
             continue
-        if last is not None and last.name == one.name and begin - last.end_s <= finest:
+        if last is not None and last.name == interval.name and begin - last.end_s <= finest:
             last = Interval(name=last.name, start_s=last.start_s, end_s=max(end, last.end_s))
             continue
         if last is not None:
             if end - begin < finest and begin - last.end_s < finest:
                 continue
             yield last
-        last = Interval(name=one.name, start_s=begin, end_s=end)
+        last = Interval(name=interval.name, start_s=begin, end_s=end)
     if last is not None:
         yield last
 
@@ -344,11 +344,11 @@ class LoadMaps(Picture):
         width = min(width, max(4 * self.owners, 24))
         blocks = [
             [
-                Text(f"{one.title} {one.balance or 1.0:.2f}", style="bold"),
-                Text(f"slowest {step_time(max(one.loads))}", style="dim"),
-                *heat_map(one.loads, self.hosts, width),
+                Text(f"{load_map.title} {load_map.balance or 1.0:.2f}", style="bold"),
+                Text(f"slowest {step_time(max(load_map.loads))}", style="dim"),
+                *heat_map(load_map.loads, self.hosts, width),
             ]
-            for one in self.maps
+            for load_map in self.maps
         ]
         for row in zip(*blocks, strict=True):
             line = Text("  ", no_wrap=True)
@@ -367,18 +367,18 @@ class LoadMaps(Picture):
         pictures = tag("div", *map(self._map, self.maps), tag("p", *keys, class_="keys wide"), class_="grid-of-charts")
         return joined([pictures, folded("table of the numbers", *map(self._numbers, self.maps))])
 
-    def _numbers(self, one: LoadMap) -> Html:
+    def _numbers(self, load_map: LoadMap) -> Html:
         """Returns a table with a row for each owner and a column for each host."""
-        rows = list(itertools.batched(map(milliseconds, one.loads), self.hosts))
+        rows = list(itertools.batched(map(milliseconds, load_map.loads), self.hosts))
         groups = columns([f"TP {host}" for host in range(self.hosts)], rows)
         labels = [f"DP {owner}" for owner in range(self.owners)]
-        return table_html(GroupedTable(head=f"{one.title}, ms", labels=labels, groups=groups))
+        return table_html(GroupedTable(head=f"{load_map.title}, ms", labels=labels, groups=groups))
 
-    def _map(self, one: LoadMap) -> Html:
+    def _map(self, load_map: LoadMap) -> Html:
         cells: list[Html] = []
-        mean = sum(one.loads) / len(one.loads)
+        mean = sum(load_map.loads) / len(load_map.loads)
         width = 1 / self.owners
-        for cell, load in enumerate(one.loads):
+        for cell, load in enumerate(load_map.loads):
             owner, host = divmod(cell, self.hosts)
             share = f", {load / mean:.2f} of the mean" if mean > 0 else ""
             words = tag("title", f"DP {owner}, TP {host}: {step_time(load)}{share}")
@@ -389,11 +389,11 @@ class LoadMaps(Picture):
                 middle = {"x": percent((owner + 0.5) * width), "y": host * 26 + 16}
                 cells.append(tag("text", milliseconds(load), **middle, class_="cell-text"))
         balance = "no updates"
-        if one.balance is not None:
-            balance = f"max / mean {one.balance:.3f}, slowest {step_time(max(one.loads))}"
-        description = f"{one.title}: {self.owners} owners x {self.hosts} hosts, {balance}"
+        if load_map.balance is not None:
+            balance = f"max / mean {load_map.balance:.3f}, slowest {step_time(max(load_map.loads))}"
+        description = f"{load_map.title}: {self.owners} owners x {self.hosts} hosts, {balance}"
         picture = tag("svg", *cells, class_="map", height=26 * self.hosts, role="img", aria_label=description)
-        caption = tag("figcaption", tag("b", one.title), tag("span", balance))
+        caption = tag("figcaption", tag("b", load_map.title), tag("span", balance))
         return tag("figure", caption, picture, tag("p", f"{self._axes}, ms", class_="note"))
 
 

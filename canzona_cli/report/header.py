@@ -62,7 +62,7 @@ def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
     """Returns `Python standard library, byte tokenizer, 12.3 M tokens, 1,204 documents`; no counts without a corpus."""
     source = "Python standard library" if config.data.source == "stdlib" else (config.data.path or "prepared")
     if corpus is not None and len(corpus.sets) > 1:
-        source = " + ".join(f"{one.share:.1%} {one.name} ({count(one.tokens)} tokens)" for one in corpus.sets)
+        source = " + ".join(f"{part.share:.1%} {part.name} ({count(part.tokens)} tokens)" for part in corpus.sets)
     elif config.data.blend:
         source = " + ".join(f"{weight:g} {path}" for path, weight in config.data.blend.items())
     parts = [clean(source)]
@@ -117,10 +117,11 @@ def routing_rows(config: RunConfig) -> list[tuple[str, str]]:
 def _routed(named: tuple[Routed, ...]) -> str:
     """Returns parameters as `28 with 2.95 M elements: 4 layers.*.q (262 k), ...`."""
     names = ", ".join(
-        f"{one.count:,} {one.pattern.removeprefix('decoder.').removesuffix('.weight')} ({count(one.elements)})"
-        for one in named
+        f"{routed.count:,} {routed.pattern.removeprefix('decoder.').removesuffix('.weight')} ({count(routed.elements)})"
+        for routed in named
     )
-    return f"{sum(one.count for one in named):,} with {count(sum(one.elements for one in named))} elements: {names}"
+    elements = count(sum(routed.elements for routed in named))
+    return f"{sum(routed.count for routed in named):,} with {elements} elements: {names}"
 
 
 def header_rows(

@@ -155,7 +155,7 @@ class FastestLayouts(Page):
         unit = rank_word(config.cluster.device)
         yield headed(clean(config.name), f" on {plural(config.gpus, unit)}, {clean(config.cluster.name)}, {optimizer}")
         heads = ("batch", "recompute", "iteration", "slower", f"tokens/s/{unit}", "MFU", "GiB", "limited by")
-        yield rows_table(heads, ((layout_code(one.layout), self._cells(one)) for one in best), bold=0)
+        yield rows_table(heads, ((layout_code(tried.layout), self._cells(tried)) for tried in best), bold=0)
         yield note(
             "batch: micro-batch x accumulation x DP; slower: time per sequence, relative to the first; GiB: on the "
             f"fullest rank, of {capacity(config) / GIB:.1f}; limited by: largest shares besides compute"
@@ -180,36 +180,36 @@ class FastestLayouts(Page):
             "capacity_bytes": capacity(self.config),
             "layouts": [
                 {
-                    "layout": asdict(one.layout),
-                    "iteration_s": one.iteration_s,
-                    "slower": self._slower(one),
-                    "memory_bytes": one.memory_bytes,
-                    "spent": asdict(one.spent),
-                    "limits": [{"name": name, "seconds": seconds} for name, seconds in one.spent.limits],
-                    **asdict(self._outlook(one)),
+                    "layout": asdict(tried.layout),
+                    "iteration_s": tried.iteration_s,
+                    "slower": self._slower(tried),
+                    "memory_bytes": tried.memory_bytes,
+                    "spent": asdict(tried.spent),
+                    "limits": [{"name": name, "seconds": seconds} for name, seconds in tried.spent.limits],
+                    **asdict(self._outlook(tried)),
                 }
-                for one in self.search.best
+                for tried in self.search.best
             ],
             "why": self._why(),
         }
 
-    def _outlook(self, one: Tried) -> Outlook:
-        return outlook(self.config, one.layout, one.iteration_s)
+    def _outlook(self, tried: Tried) -> Outlook:
+        return outlook(self.config, tried.layout, tried.iteration_s)
 
-    def _slower(self, one: Tried) -> float:
-        return one.per_sequence_s / self.search.best[0].per_sequence_s - 1
+    def _slower(self, tried: Tried) -> float:
+        return tried.per_sequence_s / self.search.best[0].per_sequence_s - 1
 
-    def _cells(self, one: Tried) -> tuple[str, ...]:
-        layout, ahead = one.layout, self._outlook(one)
-        limits = [f"{name} {share:.0%}" for name, share in _shares(one) if share >= _WORTH_NAMING]
+    def _cells(self, tried: Tried) -> tuple[str, ...]:
+        layout, ahead = tried.layout, self._outlook(tried)
+        limits = [f"{name} {share:.0%}" for name, share in _shares(tried) if share >= _WORTH_NAMING]
         return (
             f"{layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
             layout.recompute,
-            step_time(one.iteration_s),
-            f"{self._slower(one):.1%}" if one is not self.search.best[0] else "",
+            step_time(tried.iteration_s),
+            f"{self._slower(tried):.1%}" if tried is not self.search.best[0] else "",
             count(ahead.tokens_per_s_per_gpu),
             f"{ahead.mfu:.1%}",
-            f"{one.memory_bytes / GIB:.1f}",
+            f"{tried.memory_bytes / GIB:.1f}",
             ", ".join(limits[:2]),
         )
 
@@ -247,8 +247,8 @@ def layouts_of(config: RunConfig) -> FastestLayouts:
     return FastestLayouts(config=config, search=result)
 
 
-def _shares(one: Tried) -> list[tuple[str, float]]:
-    return [(name, seconds / one.iteration_s) for name, seconds in one.spent.limits]
+def _shares(tried: Tried) -> list[tuple[str, float]]:
+    return [(name, seconds / tried.iteration_s) for name, seconds in tried.spent.limits]
 
 
 def _sign(by: float) -> str:

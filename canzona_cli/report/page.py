@@ -54,12 +54,12 @@ class Wrapped:
     text: Text
     first: Text
     rest: str
-    whole: bool = False
+    unbroken: bool = False
     """True for a command to paste: it stays on one line when printed with `soft_wrap`."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = max(8, options.max_width - max(self.first.cell_len, len(self.rest)))
-        lines: Iterable[Text] = [self.text] if self.whole else _at_spaces(self.text, width)
+        lines: Iterable[Text] = [self.text] if self.unbroken else _at_spaces(self.text, width)
         lines = lines if options.no_wrap else self.text.wrap(console, width)
         for number, line in enumerate(lines):
             line.rstrip()

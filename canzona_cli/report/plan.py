@@ -59,7 +59,7 @@ class PlanView(Page):
         yield Text()
         if not self.assumptions:
             number = len(study.assumptions)
-            hint = f"The times are simulated, under {number} assumptions: add --assumptions to list them."
+            hint = f"The times are simulated under {number} assumptions; add --assumptions to list them."
             yield wrapped(hint, "dim")
         yield wrapped(self._where())
 
@@ -215,12 +215,12 @@ def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields a table of every strategy's times, its ratio to the planned strategy, and its memory."""
     yield headed("Strategies", ", simulated on the same layout and batch")
     planned = study.strategy
-    heads = ("iteration", "optimizer", "+ AdamW", "opt. /", "iter. /", "GiB")
+    heads = ("iteration", "optimizer", "vs AdamW", "opt. ratio", "iter. ratio", "GiB")
     rows = ((name, _strategy_cells(study, name)) for name in STRATEGIES)
     yield rows_table(heads, rows, bold=STRATEGIES.index(planned))
     yield note(
-        "optimizer: exposed time; + AdamW: iteration overhead over AdamW in this layout; opt. /, iter. /: time "
-        f"divided by {planned}'s; GiB: on the fullest rank"
+        "optimizer: exposed time; vs AdamW: iteration overhead over AdamW in this layout; ratio: time divided by "
+        f"{planned}'s; GiB: on the fullest rank"
     )
     if not all(strategy.fits for strategy in study.strategies.values()):
         capacity = study.memory.capacity / GIB
@@ -228,14 +228,14 @@ def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
 
 
 def _strategy_cells(study: Study, name: str) -> tuple[str, ...]:
-    one, gain = study.strategies[name], name not in ("adamw", study.strategy)
+    simulated, gain = study.strategies[name], name not in ("adamw", study.strategy)
     return (
-        step_time(one.result.iteration_s),
-        step_time(one.result.optimizer_s),
+        step_time(simulated.result.iteration_s),
+        step_time(simulated.result.optimizer_s),
         MISSING if name == "adamw" else overhead(study.overhead(name), digits=2),
         _times_as_long(study.optimizer_speedup(name)) if gain else "",
         _times_as_long(study.iteration_speedup(name)) if gain else "",
-        f"{one.memory_bytes / GIB:.1f}{' ' if one.fits else '!'}",
+        f"{simulated.memory_bytes / GIB:.1f}{' ' if simulated.fits else '!'}",
     )
 
 
@@ -251,7 +251,7 @@ def phases(study: Study, screen: Screen) -> Iterator[RenderableType]:
     yield GroupedTable(
         head="phase, ms",
         labels=[*(LABELS[phase] for phase in shown), "iteration"],
-        groups=[column(strategy, _times(one, shown)) for strategy, one in zip(STRATEGIES, results, strict=True)],
+        groups=[column(strategy, _times(result, shown)) for strategy, result in zip(STRATEGIES, results, strict=True)],
         sections=(len(shown),),
         styles=[*("dim" if phase.endswith("_total") else "" for phase in shown), "bold"],
     )
@@ -299,7 +299,10 @@ def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
     yield LoadMaps(maps=maps, hosts=mesh.tp)
     if screen.page:
         # A perfectly balanced plan has a flat curve.
-        curves = [Curve(name=one.title, points=[*enumerate(sorted(one.loads, reverse=True), 1)]) for one in maps]
+        curves = [
+            Curve(name=shown_map.title, points=[*enumerate(sorted(shown_map.loads, reverse=True), 1)])
+            for shown_map in maps
+        ]
         bound = study.plan.lower_bounds[study.balance.slowest.stage]
         ends = [(1, bound), (len(maps[0].loads), bound)]
         curves.append(Curve(name=f"lower bound {step_time(bound)}", points=ends))
@@ -343,4 +346,4 @@ def streams(study: Study, screen: Screen) -> Iterator[RenderableType]:
     slowest_lanes = planned_lanes([event for event in result.events if event.rank == slowest])
     yield Lanes(title="iteration", rows=slowest_lanes, end_s=end)
     rows = planned_lanes([event for event in result.events if event.end_s > begin]) if screen.page else slowest_lanes
-    yield Lanes(title="its end", rows=rows, start_s=begin, end_s=end)
+    yield Lanes(title="enlarged", rows=rows, start_s=begin, end_s=end)

@@ -76,7 +76,7 @@ class RunView(Page):
         yield from labelled(self._rows(), 11)
         if self.summary.go_on is not None:
             label = Text(f"  {'continue':<11}", style="dim")
-            yield Wrapped(Text(clean(self.summary.go_on)), label, " " * label.cell_len, whole=True)
+            yield Wrapped(Text(clean(self.summary.go_on)), label, " " * label.cell_len, unbroken=True)
 
     def _rows(self) -> Iterator[tuple[str, Text | str]]:
         summary = self.summary

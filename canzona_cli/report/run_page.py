@@ -198,7 +198,7 @@ def _measured_lanes(ranks: Sequence[RankTimeline], layout: Layout | None) -> Lan
 
 
 def _shifted(intervals: Iterable[Interval], by_s: float) -> list[Interval]:
-    return [Interval(name=one.name, start_s=one.start_s + by_s, end_s=one.end_s + by_s) for one in intervals]
+    return [Interval(name=part.name, start_s=part.start_s + by_s, end_s=part.end_s + by_s) for part in intervals]
 
 
 def _events(events: Sequence[Event]) -> Iterator[RenderableType]:

@@ -99,7 +99,7 @@ def trace_events(
 def lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
     """Distributes intervals over as few tracks as possible, so that no intervals of a track overlap."""
     rows: list[list[Interval]] = []
-    for interval in sorted(intervals, key=lambda one: (one.start_s, one.end_s)):
+    for interval in sorted(intervals, key=lambda part: (part.start_s, part.end_s)):
         free = next((lane for lane in rows if lane[-1].end_s <= interval.start_s), None)
         if free is None:
             rows.append([interval])

@@ -130,8 +130,8 @@ class DryRun(Page):
             return []
         epochs = {name: each.epochs for name, each in read.sets.items()}
         return [
-            {**asdict(one), "prefix": str(one.prefix), "epochs": epochs.get(one.name, read.epochs)}
-            for one in corpus.sets
+            {**asdict(part), "prefix": str(part.prefix), "epochs": epochs.get(part.name, read.epochs)}
+            for part in corpus.sets
         ]
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:

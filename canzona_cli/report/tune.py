@@ -67,19 +67,19 @@ class TuneView(Page):
         if result.overrides:
             yield "settings", " ".join(map(clean, result.overrides))
 
-    def _cells(self, name: str, one: LayoutBench) -> tuple[Cell, ...]:
-        result, layout = self.result, one.layout
+    def _cells(self, name: str, bench: LayoutBench) -> tuple[Cell, ...]:
+        result, layout = self.result, bench.layout
         marks = [
             *(["fastest"] if name == result.best else []),
             *(["simulator's choice"] if name == result.chosen else []),
-            *(["fitted on"] if one.fitted else []),
+            *(["fitted on"] if bench.fitted else []),
         ]
         return (
             f"{layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
             layout.recompute,
-            quartiles(one.iteration_s),
-            milliseconds(one.predicted.iteration_s),
-            error_text(one.median_s, one.predicted.iteration_s),
+            quartiles(bench.iteration_s),
+            milliseconds(bench.predicted.iteration_s),
+            error_text(bench.median_s, bench.predicted.iteration_s),
             "" if name == result.best else percent(result.slower(name)),
             ", ".join(marks),
         )

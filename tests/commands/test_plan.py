@@ -104,7 +104,7 @@ def test_the_report_fits_its_terminal_and_says_the_essentials(large: dict[str, l
     for words in ("load balance", "lower bound", "padding", "layerwise", "Memory", "Timeline", "Assumptions"):
         assert words in text
     assert "nothing was written" in text
-    assert f"under {len(large['assumptions'])} assumptions: add --assumptions" in short.stdout
+    assert f"under {len(large['assumptions'])} assumptions; add --assumptions" in short.stdout
     assert not any(line[:60] in short.stdout for line in large["assumptions"])
     assert all(line in text for line in large["assumptions"])
 
