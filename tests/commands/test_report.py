@@ -210,7 +210,7 @@ def test_two_runs_are_shown_side_by_side(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
     assert "all settings are equal" in text
-    assert "step 40 (last of both)" in text
+    assert "step 40 (last in both)" in text
     assert "B: no breakdown" in text
     content = json.loads(canzona("report", "--compare", str(one.root), str(other.root), "--json").stdout)
     assert content["runs"]["b"]["step"] == 40

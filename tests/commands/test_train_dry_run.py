@@ -77,9 +77,9 @@ def test_the_batch_arithmetic_adds_up(large: subprocess.CompletedProcess[str]) -
 def test_what_several_machines_need_is_marked_for_filling_in(large: subprocess.CompletedProcess[str]) -> None:
     text = " ".join(large.stdout.split())
     assert "--node-rank NODE_RANK" in text
-    assert "NODE_RANK is 0 to 31" in text
+    assert "NODE_RANK is cluster.node_rank: 0 to 31" in text
     assert "--rdzv-endpoint HOST:PORT" in text
-    assert "HOST:PORT is an address of machine 0" in text
+    assert "HOST:PORT is cluster.rdzv_endpoint: an address of machine 0" in text
 
 
 def test_the_command_can_be_copied_and_the_environment_is_there(tmp_path: Path) -> None:
