@@ -192,7 +192,7 @@ def test_it_says_what_is_shared_and_what_that_takes() -> None:
     assert all(kind["fragment_s"] == 0 or kind["shared"] for kind in said["updates"])
     text = " ".join(canzona(*sharing).stdout.split())
     assert f"{shared} matrices shared by TP groups" in text
-    assert "each rank" in text
+    assert "per rank" in text
 
 
 def test_compared_forms_are_in_the_json() -> None:
