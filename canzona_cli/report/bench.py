@@ -30,7 +30,7 @@ _LEFT_OUT = ("device", "machine", "ranks")
 
 @dataclass(frozen=True)
 class BenchView(Page):
-    """A comparison of strategies."""
+    """The comparison of strategies that a bench measured."""
 
     result: BenchResult
 

@@ -1,4 +1,4 @@
-"""The screens of `canzona bench --sweep`: a setting at several values, measured next to predicted."""
+"""The screen of `canzona bench --sweep`: measured and predicted results of a setting at several values."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +55,7 @@ class SweepRow:
     strategy: str
     result: BenchResult
     fewest: BenchResult
-    """The first result with this strategy, which has the fewest ranks in a sweep of ranks."""
+    """The first result with this strategy; in a sweep of ranks, the one with the fewest ranks."""
 
     @property
     def measured(self) -> Measured:
@@ -117,7 +117,7 @@ class _Quantity:
     pair: Callable[[SweepRow], _Pair]
     show: Callable[[float | None], str] = milliseconds
     unit: float = 1e-3
-    """The unit of the curves."""
+    """The unit of the curves, in the unit of `pair`: 1e-3 draws seconds as milliseconds."""
 
     def columns(self, rows: Sequence[SweepRow]) -> Columns:
         """Returns the two columns of the quantity: measured and predicted."""
@@ -125,7 +125,7 @@ class _Quantity:
         return Columns(title=self.title, heads=("measured", "plan"), rows=tuple(cells))
 
     def chart(self, rows: Sequence[SweepRow], kind: SweepKind) -> Curves:
-        """A measured and a predicted curve for each strategy."""
+        """Draws a measured and a predicted curve for each strategy."""
         curves = []
         for name in dict.fromkeys(row.strategy for row in rows):
             pairs = [(float(row.value), *self.pair(row)) for row in rows if row.strategy == name]
@@ -138,7 +138,7 @@ class _Quantity:
 
 
 def _phase(title: str, name: str) -> _Quantity:
-    """The time of a phase."""
+    """Returns the time of a phase as a quantity."""
     return _Quantity(title=title, pair=lambda row: row.phase(name))
 
 

@@ -310,7 +310,7 @@ _BETWEEN: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class LoadMap:
-    """The load of every rank with one strategy."""
+    """The load of every rank, as measured or planned, under a title such as a strategy."""
 
     title: str
     loads: Sequence[float]
