@@ -221,14 +221,16 @@ def _result(
 
 def _notes(sittings: Sequence[Sitting], reference: str) -> Iterator[str]:
     alone = [strategy.name for sitting in sittings if sitting.alone for strategy in sitting.strategies]
-    if len(sittings) - len(alone) > 1:
+    shared = sum(not sitting.alone for sitting in sittings)
+    if shared > 1:
         yield (
-            f"the strategies do not all fit into memory together: {len(sittings)} sittings, each with {reference} in it"
+            f"the strategies do not all fit into memory together: measured in {shared} groups, each with {reference} "
+            "in it"
         )
     if alone:
         yield (
-            f"{' and '.join(alone)} ran alone for lack of memory, not in turns with {reference}: anything else the "
-            "machine did at that time counts in full"
+            f"{' and '.join(alone)} ran alone for lack of memory, not interleaved with {reference}: other load on the "
+            "machine at that time is not cancelled out of the ratio"
         )
 
 

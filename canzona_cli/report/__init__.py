@@ -1,17 +1,18 @@
-"""Everything a person reads: tables, pages and live views. Files begin with the command that prints them.
+"""The terminal views and HTML pages of all commands. A file is named after the command that shows its views.
 
-| file | what it draws |
+| file | contents |
 | --- | --- |
-| `page`, `tables` | what views are made of: wrapped lines and tables |
-| `charts`, `curves` | charts, each described once and drawn both with characters and as SVG |
-| `markup`, `document` | a view as a page for a browser (`--html`), in the same words |
-| `header` | how a run is described, in the same words everywhere |
-| `errors` | errors of all commands |
+| `page`, `tables` | the parts of all views: wrapped lines and tables |
+| `charts`, `curves` | charts, drawn with characters in a terminal and as SVG in an HTML page |
+| `markup`, `document` | the HTML page of a view (`--html`), with the same text |
+| `header` | the description of a run, shared by all commands |
+| `errors` | the error messages of all commands |
 | `train*` | `canzona train`: the live view, plain lines for pipes, the dry run |
 | `run`, `run_page`, `compare`, `run_trace` | `canzona report`: a run and its breakdown, runs side by side, traces |
 | `plan`, `layouts` | `canzona plan`, and `canzona recipes layouts` |
 | `machines` | `canzona clusters` and `canzona doctor` |
 | `bench*`, `tune`, `checkpoint`, `calibrate`, `data` | the command of that name |
 
-Nothing here measures, simulates or reads run directories.
+Most views only show results that were computed elsewhere. The exceptions: `layouts` plans and searches, `checkpoint`
+reads and verifies checkpoints, `header` counts matrices, and `run_page` and `run_trace` read run directories.
 """

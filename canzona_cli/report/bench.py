@@ -1,5 +1,4 @@
-"""The screens of `canzona bench`: every strategy's step, measured next to predicted,
-and what follows from it."""
+"""The screen of `canzona bench`: measured and predicted step times of every strategy, and how they compare."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,17 +20,17 @@ from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, 
 
 MIB = 1 << 20
 TOLERANCE = 0.20
-"""A prediction further off than this is highlighted."""
+"""The relative error above which a prediction is highlighted."""
 NOT_DISTINCT = "not significant"
-"""Instead of a speed-up; `OVERLAP` below the table says why."""
-OVERLAP = "not significant: the intervals overlap"
-_SAID = ("device", "machine", "ranks")
-"""Facts of the machine that the title says, and a digest to tell machines apart."""
+"""The text shown instead of a speed-up; the note `OVERLAP` below the table explains it."""
+OVERLAP = "not significant: the interquartile ranges of the two times overlap"
+_LEFT_OUT = ("device", "machine", "ranks")
+"""The machine's facts that the heading does not list: the title has two of them, and `machine` is a digest."""
 
 
 @dataclass(frozen=True)
 class BenchView(Page):
-    """A comparison of strategies."""
+    """The comparison of strategies that a bench measured."""
 
     result: BenchResult
 
@@ -42,7 +41,7 @@ class BenchView(Page):
         yield from heading(result, "Bench")
         yield Text()
         yield self._steps()
-        yield note("plan: predicted; error: predicted over measured, where either is 1% of the step")
+        yield note("plan: predicted; error: predicted / measured - 1, for phases of at least 1% of the step")
         yield Text()
         yield headed("Step", ", mean over ranks, measured above predicted, on one scale")
         yield steps((name, result.strategies[name]) for name in order(result))
@@ -65,7 +64,7 @@ class BenchView(Page):
             yield from self._ranks()
 
     def _steps(self) -> GroupedTable:
-        """Phases, step times, balance and memory of every strategy."""
+        """Returns a table of phases, step times, load balance and memory, with a column group for each strategy."""
         strategies = {name: self.result.strategies[name] for name in order(self.result)}
         phases = [
             phase
@@ -96,26 +95,26 @@ class BenchView(Page):
         )
 
     def _ranks(self) -> Iterator[RenderableType]:
-        """Draws what every rank updated and held; in a page alone."""
+        """Draws the update time and the tensor memory of every rank; only HTML pages show them."""
         layout, measured = (
             self.result.layout,
             {name: self.result.strategies[name].measured for name in order(self.result)},
         )
         cells = layout.tp * layout.owners
-        loads = {name: one.update_s for name, one in measured.items() if len(one.update_s) == cells}
+        loads = {name: bench.update_s for name, bench in measured.items() if len(bench.update_s) == cells}
         maps = [LoadMap(title=name, loads=seconds) for name, seconds in loads.items() if any(seconds)]
         if maps:
-            lead = "matrix updates of every rank in one step, measured; colour: a rank's time over the mean"
+            lead = "measured matrix update time of every rank in one step; colour: a rank's time over the mean"
             yield headed("Load map", f", {lead}")
             yield LoadMaps(maps=maps, hosts=layout.tp)
-        held = {name: [amount / MIB for amount in one.tensor_bytes] for name, one in measured.items()}
-        curves = [Curve(name=name, points=[*enumerate(held[name])], dots=True) for name in held if held[name]]
+        used = {name: [amount / MIB for amount in bench.tensor_bytes] for name, bench in measured.items()}
+        curves = [Curve(name=name, points=[*enumerate(used[name])], dots=True) for name in used if used[name]]
         if curves:
             yield headed("Memory of every rank", ", measured, without activations")
             yield Curves(title="MiB of tensors", curves=curves, height=160, x="rank")
 
     def _comparison(self) -> Iterator[RenderableType]:
-        """Speed-ups of the reference, and what every strategy costs over AdamW."""
+        """Yields every strategy's times relative to the reference's, and its overhead over AdamW."""
         result, reference, names = self.result, clean(self.result.reference), order(self.result)
         heads = ("measured", "plan")
         groups = [
@@ -128,22 +127,20 @@ class BenchView(Page):
         if "adamw" in result.strategies:
             cells = tuple(_overhead_cells(result, name) for name in names)
             groups.append(Columns(title="over AdamW", heads=heads, rows=cells))
-        title = f": how many times {reference}'s time, median [quartiles] of the ratios round by round"
+        title = f": time over {reference}'s time, median [quartiles] of the ratios of single rounds"
         yield headed("Compared", title)
         yield GroupedTable(head="strategy", labels=[clean(name) for name in names], groups=groups)
         if len(groups) > 2:
-            yield note("over AdamW: how much longer the iteration is than AdamW's")
+            yield note("over AdamW: how much longer an iteration takes than with AdamW")
         if any(group.shows(NOT_DISTINCT) for group in groups):
             yield note(OVERLAP)
         alone = [clean(name) for name in names if result.strategies[name].alone]
         if alone:
-            yield note(
-                f"* {', '.join(alone)}: measured alone because memory is too small; not in turns with {reference}"
-            )
+            yield note(f"* {', '.join(alone)}: measured alone for lack of memory, not interleaved with {reference}")
 
 
 def steps(benches: Iterable[tuple[str, StrategyBench]]) -> Bars:
-    """Two bars for each step, by its label: measured, and below it predicted."""
+    """Draws two bars for each labelled step: the measured one, and below it the predicted one."""
     rows = []
     for label, bench in benches:
         measured, predicted = bench.measured, bench.predicted
@@ -153,10 +150,10 @@ def steps(benches: Iterable[tuple[str, StrategyBench]]) -> Bars:
 
 
 def heading(result: BenchResult, what: str, *, without: str = "") -> Iterator[RenderableType]:
-    """Describes what was run, on what, how often.
+    """Yields the heading: what was run, on which hardware, and how many rounds.
 
     Args:
-        without: `optimizer` or `gpus`: what the sweep varies is not part of the heading.
+        without: the setting that a sweep varies (`optimizer` or `gpus`), which the title leaves out.
     """
     layout = describe_layout(result.layout, rank_word(result.device))
     parts = {"": result.recipe, "optimizer": result.optimizer, "gpus": layout}
@@ -164,11 +161,13 @@ def heading(result: BenchResult, what: str, *, without: str = "") -> Iterator[Re
     trust = "measured by canzona calibrate" if result.calibrated else "not calibrated: expect large errors"
     profile = Text.assemble(f"by profile {clean(result.profile)}, ", (trust, "" if result.calibrated else "yellow"))
     machine = ", ".join(
-        f"{clean(key).replace('_', ' ')} {_value(value)}" for key, value in result.machine.items() if key not in _SAID
+        f"{clean(key).replace('_', ' ')} {_value(value)}"
+        for key, value in result.machine.items()
+        if key not in _LEFT_OUT
     )
     rows: dict[str, Text | str] = {
         "predicted": profile,
-        "measured": f"{_rounds(result)} in turns, after {result.warm_up_rounds} to warm up",
+        "measured": f"{_rounds(result)}, interleaved, after {plural(result.warm_up_rounds, 'warm-up round')}",
         "machine": machine,
         "arithmetic": clean(result.arithmetic),
         "settings": " ".join(clean(override) for override in result.overrides),
@@ -190,12 +189,12 @@ def _phase_cells(bench: StrategyBench, phase: str) -> tuple[Cell, ...]:
         return (MISSING, MISSING, "")
     least = 0.01 * min(median(bench.measured.iteration_s), bench.predicted.iteration_s)
     cells = with_error(measured, predicted)
-    # Relative errors of what takes no time are noise that looks like news.
+    # The relative error of a phase that takes almost no time is only noise.
     return cells if max(measured or 0.0, predicted or 0.0) >= least else (*cells[:2], "")
 
 
 def _summary(bench: StrategyBench) -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
-    """The rows below the phases: label, style, cells."""
+    """Yields the rows below the phases as (label, style, cells)."""
     measured, predicted = bench.measured, bench.predicted
     for label, values, planned in (
         ("iteration", measured.iteration_s, predicted.iteration_s),
@@ -205,7 +204,7 @@ def _summary(bench: StrategyBench) -> Iterator[tuple[str, str, tuple[Cell, ...]]
         yield "  quartiles", "dim", () if len(values) < 2 else ("[" + quartiles(values).partition("[")[2],)
     yield "exposed communication", "", with_error(exposed(measured.means), exposed(predicted.phases))
     yield "load balance", "", with_error(measured.load_balance, predicted.load_balance, ratio)
-    yield "processor time", "", (milliseconds(median(measured.processor_s)), "", "")
+    yield "CPU time, all ranks", "", (milliseconds(median(measured.processor_s)), "", "")
     yield "memory, MiB", "", with_error(max(measured.tensor_bytes), predicted.tensor_bytes, mib)
     yield "  with activations", "dim", ("", mib(predicted.memory_bytes), "")
 
@@ -213,10 +212,10 @@ def _summary(bench: StrategyBench) -> Iterator[tuple[str, str, tuple[Cell, ...]]
 def _ratio_cells(
     result: BenchResult, name: str, speedup: Callable[[str], Speedup], seconds: Callable[[Predicted], float]
 ) -> tuple[Cell, Cell]:
-    """Yields multiples of the reference's time, measured and predicted."""
+    """Returns the strategy's time over the reference's, measured and predicted."""
     if name == result.reference:
         return ("1", "1")
-    mine, base = (seconds(result.strategies[one].predicted) for one in (name, result.reference))
+    mine, base = (seconds(result.strategies[strategy].predicted) for strategy in (name, result.reference))
     return times(speedup(name)), f"{ratio(mine / base if base else None)}x"
 
 
@@ -248,19 +247,19 @@ def _why(result: BenchResult, name: str) -> str:
 
 
 def phase_name(phase: str) -> str:
-    """`gradient reduction`, or for a total `  with overlap`, to be read below its phase."""
+    """Returns a phase's name, or for a total the indented `  with overlap`: its row follows its phase's."""
     return "  with overlap" if phase.endswith("_total") else PHASES[phase].name if phase in PHASES else phase
 
 
 def order(result: BenchResult) -> tuple[str, ...]:
-    """The strategies of a result as they are shown."""
+    """Returns the strategies of a result in the order in which they are shown."""
     return tuple(name for name in STRATEGIES if name in result.strategies)
 
 
 def error_text(measured: float | None, predicted: float | None) -> Text:
-    """`+12%`: how much longer the prediction is; one that is far off is highlighted."""
+    """Returns the prediction's relative error, such as `+12%`; an error above `TOLERANCE` is highlighted."""
     actual, planned = real(measured), real(predicted)
-    if not actual or not planned:  # the two numbers say all there is to say
+    if not actual or not planned:  # a value that is missing or 0 has no relative error worth showing
         return Text("")
     error = planned / actual - 1
     shown = "0%" if abs(error) < 0.005 else f"{100 * error:+.0f}%" if error < 9.995 else ">+999%"
@@ -268,26 +267,26 @@ def error_text(measured: float | None, predicted: float | None) -> Text:
 
 
 def ms(seconds: float | None) -> str:
-    """Formats like `milliseconds`; nothing is a plain 0."""
+    """Formats seconds as milliseconds; zero is `0`."""
     return "0" if seconds == 0 else milliseconds(seconds)
 
 
 def with_error(
     measured: float | None, predicted: float | None, show: Callable[[float | None], str] = ms
 ) -> tuple[Text, Text, Text]:
-    """Measured, predicted, error."""
+    """Returns three cells: the measured value, the predicted one, and its error."""
     return Text(show(measured)), Text(show(predicted)), error_text(measured, predicted)
 
 
 def quartiles(values: Sequence[float]) -> str:
-    """`41.2 [40.8, 43.0]`, ms; without brackets where one round was measured."""
+    """Returns median and quartiles in ms, such as `41.2 [40.8, 43.0]`; for a single value only the value."""
     spread = Quartiles.of(values)
     low, middle, high = map(milliseconds, (spread.low, spread.median, spread.high))
     return middle if len(values) < 2 else f"{middle} [{low}, {high}]"
 
 
 def times(speedup: Speedup) -> str:
-    """`4.16x [2.92, 5.28]`; no number where the difference is not significant."""
+    """Returns `4.16x [2.92, 5.28]`, or `NOT_DISTINCT` if the difference is not significant."""
     if not speedup.distinct:
         return NOT_DISTINCT
     ratio = speedup.ratio
@@ -309,5 +308,5 @@ def mib(amount: float | None) -> str:
 
 
 def exposed(phases: Mapping[str, float]) -> float:
-    """Seconds a step waits for data of other ranks."""
+    """Returns the seconds for which a step waits for communication."""
     return sum(phases.get(name, 0.0) for name in COMMUNICATION)

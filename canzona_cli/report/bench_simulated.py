@@ -1,4 +1,4 @@
-"""The screens of `canzona bench --simulate`: sizes over numbers of GPUs, or a setting at several values."""
+"""The screens of `canzona bench --simulate`: model sizes on several numbers of GPUs, or a setting at several values."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _OTHERS = tuple(name for name in _MATRIX if name != "canzona")
 
 @dataclass(frozen=True)
 class SimulationView(Page):
-    """A table for each size."""
+    """A table for each model size, with a row for each number of GPUs."""
 
     simulation: Simulation
 
@@ -33,7 +33,7 @@ class SimulationView(Page):
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         simulation = self.simulation
         unit = "GPUs" if simulation.device == "cuda" else "CPU ranks"
-        trust = "(calibrated)" if simulation.calibrated else "(by hand, not calibrated)"
+        trust = "(calibrated)" if simulation.calibrated else "(hand-written, not calibrated)"
         yield headed(
             "Simulated",
             f", not measured: {clean(simulation.optimizer)} on {min(simulation.gpus):,} to {max(simulation.gpus):,} "
@@ -57,12 +57,12 @@ class SimulationView(Page):
         groups = [
             _layouts(cells),
             *_steps(cells, STRATEGIES),
-            _group(cells, "iteration over AdamW's", _MATRIX, lambda one, name: overhead(one.overhead(name))),
-            _group(cells, "optimizer, times canzona's", _OTHERS, _times_canzona),
+            _group(cells, "overhead over AdamW", _MATRIX, lambda study, name: overhead(study.overhead(name))),
+            _group(cells, "optimizer / canzona's", _OTHERS, _times_canzona),
             _balance(cells, _MATRIX),
-            _yardsticks(cells, "fastest layout of its own", lambda best, _: layout_code(best.layout)),
-            _yardsticks(cells, "iteration there, ms", lambda best, _: milliseconds(best.iteration_s)),
-            _yardsticks(cells, "canzona's over that", lambda _, share: overhead(share)),
+            _yardsticks(cells, "own fastest layout", lambda best, _: layout_code(best.layout)),
+            _yardsticks(cells, "iteration in it, ms", lambda best, _: milliseconds(best.iteration_s)),
+            _yardsticks(cells, "canzona over it", lambda _, share: overhead(share)),
         ]
         yield GroupedTable(head="GPUs", labels=[f"{cell.gpus:,}" for cell in cells], groups=groups)
         for cell in cells:
@@ -72,22 +72,23 @@ class SimulationView(Page):
     def _legend(self) -> Iterator[str]:
         yield (
             "The layout is the one `canzona train` would choose for that many GPUs; all strategies use the same one. "
-            "AdamW and layerwise are also compared, by sequence, each in its own fastest layout; -: does not fit. "
-            "optimizer step: from reduced gradients to the next forward, without what hides under other work."
+            "The last columns compare canzona, per sequence, with AdamW and layerwise in their own fastest layouts; "
+            "-: does not fit. optimizer step: from reduced gradients to the next forward pass, without the part that "
+            "is overlapped with other work."
         )
         studies = [cell.study for cell in self.simulation.cells if cell.study is not None]
         if any(not strategy.fits for study in studies for strategy in study.strategies.values()):
-            yield "! does not fit into memory with that layout: timed as if it did, and nothing is compared with it"
+            yield "! does not fit into memory with that layout: simulated as if it did, and left out of comparisons"
         if self.simulation.optimizer != "muon":
             yield (
-                "layerwise: Megatron offers it for muon only; this is what the same method would take with "
+                "layerwise: Megatron supports it for muon only; these are the times the same method would have with "
                 f"{clean(self.simulation.optimizer)}"
             )
 
 
 @dataclass(frozen=True)
 class SimulatedSweepView(Page):
-    """A table for each size and number of GPUs, its rows the values of one setting."""
+    """A table for each model size and number of GPUs, with a row for each value of one setting."""
 
     kind: SweepKind
     simulations: Mapping[str, Simulation]
@@ -99,6 +100,7 @@ class SimulatedSweepView(Page):
         first = next(iter(self.simulations.values()))
         yield headed("Simulated", f", not measured: sweep of {HEADS[self.kind]}, profile {clean(first.profile)}")
         yield wrapped(TITLES[self.kind], "dim")
+        unit = "GPUs" if first.device == "cuda" else "CPU ranks"
         for place, cell in enumerate(first.cells):
             cells = [simulation.cells[place] for simulation in self.simulations.values()]
             groups, layouts = self._groups(cells), _layouts(cells)
@@ -107,7 +109,7 @@ class SimulatedSweepView(Page):
             else:
                 where, groups = "", [layouts, *groups]
             yield Text()
-            yield Text(f"{clean(cell.recipe)} on {cell.gpus:,}{where}", style="bold")
+            yield Text(f"{clean(cell.recipe)} on {cell.gpus:,} {unit}{where}", style="bold")
             yield GroupedTable(
                 head=HEADS[self.kind], labels=[clean(value) for value in self.simulations], groups=groups
             )
@@ -120,13 +122,13 @@ class SimulatedSweepView(Page):
 
         def phase(title: str, *phases: str) -> Columns:
             def shown(study: Study, name: str) -> str:
-                return milliseconds(sum(study.result(name).phases.get(one, 0.0) for one in phases))
+                return milliseconds(sum(study.result(name).phases.get(part, 0.0) for part in phases))
 
             return _group(cells, title, names, shown)
 
         groups = [*_steps(cells, names), _balance(cells, names)]
         if self.kind == "alpha":
-            groups.append(phase("DP traffic in all, ms", "grad_reduce_total", "param_gather_total"))
+            groups.append(phase("total DP traffic, ms", "grad_reduce_total", "param_gather_total"))
         if self.kind == "c_max":
             groups.append(phase("exposed exchange, ms", "exchange"))
         return groups
@@ -145,8 +147,11 @@ def _group(
 
 
 def _yardsticks(cells: Sequence[SimulatedCell], title: str, show: Callable[[Tried, float | None], str]) -> Columns:
-    """A column for each strategy that is simulated in its own fastest layout;
-    `show` has it and canzona's overhead."""
+    """Returns a column for each strategy that is also simulated in its own fastest layout.
+
+    Args:
+        show: writes a cell from that layout and from canzona's overhead over it.
+    """
     rows = (
         tuple(MISSING if best is None else show(best, cell.overhead(name)) for name, best in cell.yardsticks.items())
         for cell in cells
@@ -155,17 +160,17 @@ def _yardsticks(cells: Sequence[SimulatedCell], title: str, show: Callable[[Trie
 
 
 def _steps(cells: Sequence[SimulatedCell], names: Sequence[str]) -> Iterator[Columns]:
-    """Milliseconds of an iteration, marked where it does not fit, and of the optimizer step in it."""
+    """Yields iteration times in ms, marked `!` if the strategy does not fit, and optimizer step times in ms."""
 
     def iteration(study: Study, name: str) -> str:
         return milliseconds(study.result(name).iteration_s) + (" " if study.strategies[name].fits else "!")
 
     yield _group(cells, "iteration, ms", names, iteration)
-    yield _group(cells, "optimizer step, ms", names, lambda one, name: milliseconds(one.result(name).optimizer_s))
+    yield _group(cells, "optimizer step, ms", names, lambda study, name: milliseconds(study.result(name).optimizer_s))
 
 
 def _balance(cells: Sequence[SimulatedCell], names: Sequence[str]) -> Columns:
-    return _group(cells, "load balance", names, lambda one, name: f"{one.result(name).update_balance:.2f}")
+    return _group(cells, "load balance", names, lambda study, name: f"{study.result(name).update_balance:.2f}")
 
 
 def _times_canzona(study: Study, name: str) -> str:
@@ -176,7 +181,7 @@ def _times_canzona(study: Study, name: str) -> str:
 
 
 def _scaling(cells: Sequence[SimulatedCell]) -> SideBySide:
-    """Curves of a page over the number of GPUs, a strategy each."""
+    """Draws a curve for each strategy over the number of GPUs; only HTML pages show them."""
     studies = {cell.gpus: cell.study for cell in cells if cell.study is not None}
 
     def chart(
@@ -196,7 +201,7 @@ def _scaling(cells: Sequence[SimulatedCell]) -> SideBySide:
     return SideBySide(
         chart("iteration, s (hollow: does not fit)", lambda study, name: study.result(name).iteration_s, *STRATEGIES),
         chart("optimizer step, ms", lambda study, name: 1e3 * study.result(name).optimizer_s, *STRATEGIES),
-        chart("iteration, times AdamW's", _times_adamw, *_MATRIX, axes="log x"),
+        chart("iteration / AdamW's", _times_adamw, *_MATRIX, axes="log x"),
     )
 
 

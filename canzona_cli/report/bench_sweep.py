@@ -1,4 +1,4 @@
-"""The screens of `canzona bench --sweep`: a setting at several values, measured next to predicted."""
+"""The screen of `canzona bench --sweep`: measured and predicted results of a setting at several values."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,8 +31,8 @@ from canzona_cli.run.statistics import Speedup
 from canzona_cli.run.words import clean, layout_code, milliseconds, number
 
 TITLES: Mapping[SweepKind, str] = {
-    "alpha": "Balance communication (0) or compute (1) over data-parallel ranks",
-    "c_max": "Largest fused exchange of one rank, MiB",
+    "alpha": "Balance communication (0) or compute (1) across data-parallel ranks",
+    "c_max": "Largest fused exchange of a rank, MiB",
     "gpus": "The same job on more ranks",
     "optimizer": "Optimizers",
 }
@@ -44,18 +44,18 @@ HEADS: Mapping[SweepKind, str] = {
 }
 _ALL = ("measured", "plan", "error")
 _Pair = tuple[float | None, float | None]
-"""Measured and predicted."""
+"""A measured value and its prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRow:
-    """One strategy at one value."""
+    """One strategy at one value of the setting."""
 
     value: str
     strategy: str
     result: BenchResult
     fewest: BenchResult
-    """The first result with this strategy, which has the fewest ranks in a sweep of ranks."""
+    """The first result with this strategy; in a sweep of ranks, the one with the fewest ranks."""
 
     @property
     def measured(self) -> Measured:
@@ -66,27 +66,27 @@ class SweepRow:
         return self.result.strategies[self.strategy].predicted
 
     def phase(self, name: str) -> _Pair:
-        """Seconds of a phase."""
+        """Returns the seconds of a phase."""
         return self.measured.means.get(name), self.predicted.phases.get(name)
 
     @property
     def optimizer(self) -> _Pair:
-        """Seconds of an optimizer step."""
+        """The median seconds of an optimizer step, and its predicted seconds."""
         return median(self.measured.optimizer_s), self.predicted.optimizer_s
 
     @property
     def iteration(self) -> _Pair:
-        """Seconds of an iteration."""
+        """The median seconds of an iteration, and its predicted seconds."""
         return median(self.measured.iteration_s), self.predicted.iteration_s
 
     @property
     def balance(self) -> _Pair:
-        """Load balance over the ranks."""
+        """The load balance of matrix updates: max over mean of the ranks."""
         return self.measured.load_balance, self.predicted.load_balance
 
     @property
     def efficiency(self) -> _Pair:
-        """Sequences per second and rank, over those of the same strategy on the fewest ranks."""
+        """The throughput per rank, relative to the same strategy on the fewest ranks."""
         base = replace(self, result=self.fewest)
         more = self._sequences / base._sequences
         measured = median(base.measured.iteration_s) / median(self.measured.iteration_s)
@@ -94,12 +94,12 @@ class SweepRow:
 
     @property
     def _sequences(self) -> float:
-        """Sequences of a rank in an iteration."""
+        """The sequences per rank in an iteration."""
         return self.result.layout.global_batch_size / self.result.layout.world_size
 
 
 def sweep_rows(results: Mapping[str, BenchResult]) -> list[SweepRow]:
-    """A row for each value and strategy."""
+    """Returns a row for each value and strategy."""
     fewest: dict[str, BenchResult] = {}
     rows = []
     for value, result in results.items():
@@ -111,21 +111,21 @@ def sweep_rows(results: Mapping[str, BenchResult]) -> list[SweepRow]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Quantity:
-    """Something that a sweep measures and predicts: two columns of its table, two curves of its page."""
+    """A quantity with its measurement and prediction: two columns of the table, two curves of the HTML page."""
 
     title: str
     pair: Callable[[SweepRow], _Pair]
     show: Callable[[float | None], str] = milliseconds
     unit: float = 1e-3
-    """The unit of the curves."""
+    """The unit of the curves, in the unit of `pair`: 1e-3 draws seconds as milliseconds."""
 
     def columns(self, rows: Sequence[SweepRow]) -> Columns:
-        """Measured and planned, a row each."""
+        """Returns the two columns of the quantity: measured and predicted."""
         cells = (tuple(map(self.show, self.pair(row))) for row in rows)
         return Columns(title=self.title, heads=("measured", "plan"), rows=tuple(cells))
 
     def chart(self, rows: Sequence[SweepRow], kind: SweepKind) -> Curves:
-        """A measured and a predicted curve for each strategy."""
+        """Draws a measured and a predicted curve for each strategy."""
         curves = []
         for name in dict.fromkeys(row.strategy for row in rows):
             pairs = [(float(row.value), *self.pair(row)) for row in rows if row.strategy == name]
@@ -138,7 +138,7 @@ class _Quantity:
 
 
 def _phase(title: str, name: str) -> _Quantity:
-    """The time of a phase."""
+    """Returns the time of a phase as a quantity."""
     return _Quantity(title=title, pair=lambda row: row.phase(name))
 
 
@@ -150,18 +150,16 @@ _EFFICIENCY = _Quantity(
     title="efficiency, %", pair=lambda row: row.efficiency, show=lambda share: number(share, ".0%"), unit=0.01
 )
 _SUBJECTS: Mapping[SweepKind, _Quantity] = {"alpha": _BALANCE, "c_max": _EXCHANGE, "gpus": _EFFICIENCY}
-"""The quantity that a setting of numbers is about."""
+"""The quantity that each numeric setting is meant to change."""
 
 
 @dataclass(frozen=True)
 class SweepView(Page):
-    """A table of all values.
-
-    `results` are in the order of the values; their keys are the values as they are shown.
-    """
+    """A table with a row for each value, or for each value and strategy."""
 
     kind: SweepKind
     results: Mapping[str, BenchResult]
+    """The result of each value, as the value is shown, in the order of the values."""
 
     widest = 130
 
@@ -190,8 +188,8 @@ class SweepView(Page):
         yield from items("Notes", map(clean, notes))
 
     def _picture(self, rows: Sequence[SweepRow]) -> Picture:
-        """Curves over the values, or bars where the values are names."""
-        numeric = [row for row in rows if row.value.replace(".", "", 1).isdecimal()]  # not the planner's own C_max
+        """Draws curves over the values, or bars if the values are names."""
+        numeric = [row for row in rows if row.value.replace(".", "", 1).isdecimal()]  # not `auto`
         if not numeric:
             return steps((f"{row.value} {row.strategy}", row.result.strategies[row.strategy]) for row in rows)
         shown = (_STEP, _ITERATION, _SUBJECTS[self.kind])
@@ -199,7 +197,7 @@ class SweepView(Page):
 
     @property
     def _common(self) -> BenchResult:
-        """The first result with what all of them share."""
+        """The first result, with only the overrides and machine facts that all results share."""
         first, *others = self.results.values()
         return replace(
             first,
@@ -224,7 +222,7 @@ class SweepView(Page):
         return f"{value:<{width}} {clean(row.strategy)}"
 
     def _groups(self, rows: list[SweepRow]) -> list[Columns]:
-        """The step's times, and before and after them the columns this setting is about."""
+        """Returns the columns of the step's times, and those of the quantities that this setting changes."""
 
         def group(title: str, cells: Callable[[SweepRow], tuple[Cell, ...]], *heads: str) -> Columns:
             return Columns(title=title, heads=heads, rows=tuple(map(cells, rows)))
@@ -235,39 +233,39 @@ class SweepView(Page):
         ]
         balance = _BALANCE.columns(rows)
         if self.kind == "alpha":
-            reduced = _phase("reduction in all, ms", "grad_reduce_total").columns(rows)
-            return [balance, *both, reduced, _phase("gathering in all, ms", "param_gather_total").columns(rows)]
+            reduced = _phase("total reduction, ms", "grad_reduce_total").columns(rows)
+            return [balance, *both, reduced, _phase("total gathering, ms", "param_gather_total").columns(rows)]
         if self.kind == "c_max":
-            exchanged = (_EXCHANGE.columns(rows), _phase("exchange in all, ms", "exchange_total").columns(rows))
+            exchanged = (_EXCHANGE.columns(rows), _phase("total exchange, ms", "exchange_total").columns(rows))
             return [*both, *exchanged, group("fullest rank, MiB", _memory, *_ALL)]
         if self.kind == "gpus":
             layouts = group("layout", lambda row: (layout_code(row.result.layout),), "")
-            work = group("processor, s", lambda row: (number(median(row.measured.processor_s), ".3g"),), "measured")
+            work = group("CPU time, s", lambda row: (number(median(row.measured.processor_s), ".3g"),), "measured")
             return [layouts, *both, _EFFICIENCY.columns(rows), work, balance]
         if not self._several:
             return both
         return [
             *both,
-            group("optimizer, times", lambda row: _speedup(row, row.result.optimizer_speedup), "measured"),
-            group("iteration, times", lambda row: _speedup(row, row.result.iteration_speedup), "measured"),
+            group("optimizer ratio", lambda row: _speedup(row, row.result.optimizer_speedup), "measured"),
+            group("iteration ratio", lambda row: _speedup(row, row.result.iteration_speedup), "measured"),
         ]
 
     def _remarks(self, groups: Sequence[Columns]) -> Iterator[str]:
-        yield "median [quartiles] of the rounds; plan: predicted; error: predicted over measured"
+        yield "measured: median [quartiles] of the rounds; plan: predicted; error: predicted / measured - 1"
         if any(group.shows(NOT_DISTINCT) for group in groups):
             yield OVERLAP
         if self.kind == "optimizer" and self._several:
             references = dict.fromkeys(clean(result.reference) for result in self.results.values())
-            yield f"times: how many times the time of {', '.join(references)}, median [quartiles] of the rounds' ratios"
+            yield f"ratio: time over that of {', '.join(references)}, median [quartiles] of the ratios of single rounds"
         if self.kind == "gpus":
-            yield "efficiency: sequences per second and rank, against the fewest ranks"
+            yield "efficiency: sequences per second per rank, relative to the fewest ranks"
             cores = next(iter(self.results.values())).machine.get("cores")
             most = max(result.layout.world_size for result in self.results.values())
             on_cpu = any(result.device == "cpu" for result in self.results.values())
             if on_cpu and isinstance(cores, int) and most > cores:
                 yield (
-                    f"up to {most} ranks share {cores} cores here: efficiency shows what sharing costs, not what that "
-                    "many machines would reach; processor time is the work of all ranks"
+                    f"up to {most} ranks share {cores} cores here, so efficiency shows the cost of sharing, not how "
+                    "the job scales to more hardware; CPU time is summed over all ranks"
                 )
 
 

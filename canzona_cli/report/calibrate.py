@@ -1,4 +1,4 @@
-"""The screens of `canzona calibrate`: progress, then each number with its spread and the base profile's assumption."""
+"""The screens of `canzona calibrate`: progress, then each measured number with its spread and the base profile's."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -21,37 +21,37 @@ from canzona_cli.run.records import StageEvent
 from canzona_cli.run.words import MISSING, clean, milliseconds, plural, size
 
 _NAME, _BEFORE = 31, 9
-"""Characters of the first column, which is as wide in all tables, and of the last column's head."""
+"""The width of the first column, the same in all tables, and the longest head of the last column; characters."""
 _SINGLE: Mapping[Quantity, tuple[str, str]] = {
     "fp32_tflops": ("fp32 products", "TFLOP/s"),
     "tf32_tflops": ("TF32 products", "TFLOP/s"),
     "qr_tflops": ("QR", "TFLOP/s"),
     "eigh_tflops": ("eigendecomposition", "TFLOP/s"),
     "launch_us": ("launch of an operation", "us"),
-    "memory_gb_per_s": ("memory", "GB/s"),
-    "adamw_ns": ("AdamW, an element", "ns"),
+    "memory_gb_per_s": ("memory bandwidth", "GB/s"),
+    "adamw_ns": ("AdamW per element", "ns"),
 }
 
 
 class Progress(TrainView):
-    """One line for each part as it begins; `CalibrationView` shows the result."""
+    """Prints one line when each measurement starts; `CalibrationView` shows the result."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self._begun = console, time.monotonic()
+        self._console, self._started = console, time.monotonic()
 
     def stage(self, event: StageEvent) -> None:
         what = clean(event.stage)
         text = what if what == "start workers" else f"measure {what}"
-        self._console.print(Text(f"{time.monotonic() - self._begun:5.0f} s  {text}", style="dim"))
+        self._console.print(Text(f"{time.monotonic() - self._started:5.0f} s  {text}", style="dim"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationView(Page):
-    """Tables of what was measured next to what the base profile says, and warnings."""
+    """Tables of the measured numbers next to the base profile's, and warnings."""
 
     calibration: Calibration
     config: RunConfig
-    """The run it was measured for; its cluster is the base profile."""
+    """The run that the calibration is for; its cluster is the base profile."""
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         calibration = self.calibration
@@ -62,7 +62,7 @@ class CalibrationView(Page):
                     yield Text()
         yield Text(f"took {calibration.seconds:.0f} s, load average {calibration.load:.1f} at the start")
         for skipped in calibration.record.skipped:
-            yield wrapped(clean(skipped), first="left to the cost model: ", rest="  ")
+            yield wrapped(clean(skipped), first="not measured, left to the cost model: ", rest="  ")
         for warning in calibration.warnings:
             yield wrapped(clean(warning), "yellow", first="warning: ", rest="  ")
 
@@ -83,12 +83,12 @@ class CalibrationView(Page):
 
     def _updates(self) -> Table:
         table = self._measured("update of a matrix, ms")
-        algorithms = {label(how): how for how in map(algorithm, measured_runs(self.config))}
+        algorithms = {label(update): update for update in map(algorithm, measured_runs(self.config))}
         for m in self._sorted("updates"):
             name, rows, columns = str(m.key[0]), int(m.key[1]), int(m.key[2])
-            how = algorithms.get(name.removeprefix("megatron/"))
-            whose: Implementation = "megatron" if name.startswith("megatron/") else "canzona"
-            before = None if how is None else seconds(how, rows, columns, self.config.cluster, whose)
+            update = algorithms.get(name.removeprefix("megatron/"))
+            code: Implementation = "megatron" if name.startswith("megatron/") else "canzona"
+            before = None if update is None else seconds(update, rows, columns, self.config.cluster, code)
             _add(table, f"{name} {rows}x{columns}", milliseconds(m.spread.median), m, milliseconds(before))
         return table
 
@@ -98,7 +98,7 @@ class CalibrationView(Page):
         for m in rows:
             kind, ranks, bytes_ = str(m.key[0]), int(m.key[1]), int(m.key[2])
             if bytes_ not in (8, 1 << 20) and bytes_ != max(int(o.key[2]) for o in rows if o.key[:2] == m.key[:2]):
-                continue  # the profile file has them all
+                continue  # of each collective only 8 B, 1 MiB and the largest; the profile has all sizes
             before = milliseconds(_link_seconds(links, kind, ranks, bytes_))
             _add(table, f"{kind} among {ranks}, {size(bytes_)}", milliseconds(m.spread.median), m, before)
         return table
@@ -106,14 +106,14 @@ class CalibrationView(Page):
     def _steps(self) -> Table:
         profile = self.calibration.profile
         table = Table()
-        table.add_column("in whole steps", min_width=_NAME)
+        table.add_column("phase, from full steps", min_width=_NAME)
         table.add_numbers("factor")
         for name, factor in profile.step_factors.items():
             table.add_row(name, f"{factor:.3g}")
         return table
 
     def _measured(self, title: str) -> Table:
-        """An empty table of measurements, their spread, and what the base profile says."""
+        """Returns an empty table with columns for the measurement, its spread and the base profile's number."""
         table = Table()
         table.add_column(title, min_width=_NAME, overflow="fold")
         base = self.calibration.base.name
@@ -126,10 +126,12 @@ class CalibrationView(Page):
 
 
 def closing(calibration: Calibration, config: RunConfig, written: Path | None) -> Iterator[Text]:
-    """Yields how it ended, where the profile is, and the command that uses it: lines to copy,
-    printed unwrapped."""
+    """Yields how the calibration ended, where the profile is, and the command that uses the profile.
+
+    The lines are meant to be printed unwrapped, so that they can be copied.
+    """
     if calibration.outcome.status == "interrupted":
-        outcome = "what was measured is kept" if written is not None else "nothing was measured yet"
+        outcome = "the numbers measured so far are kept" if written is not None else "nothing was measured yet"
         yield Text(f"interrupted: {outcome}", style="bold yellow")
     elif calibration.outcome.failed:
         yield Text(f"failed: {clean(calibration.outcome.message)}", style="bold red")
@@ -149,7 +151,7 @@ def _assumed(quantity: Quantity, base: ClusterConfig) -> str:
 
 
 def _link_seconds(links: Links, kind: str, ranks: int, bytes_: int) -> float | None:
-    """Returns seconds from latency and bandwidth."""
+    """Returns the seconds of a collective by the cost model of links, from latency and bandwidth."""
     group = Group(size=ranks, per_machine=ranks)
     if kind == "all_reduce":
         return links.all_reduce(bytes_, group).seconds

@@ -1,7 +1,7 @@
-"""Charts of parts, each drawn in two ways: with characters at a terminal, as SVG in a page.
+"""Bars, timelines and load maps, each drawn with characters in a terminal and as SVG in an HTML page.
 
-Bars, lanes of time, and the map of every rank's load. Where a terminal has no colour, parts have letters. In a
-page, text keeps its size on any screen, and a pointed-at part says its value.
+In a terminal without colour, each part is drawn with its letter. In a page, text has the same size on every screen,
+and a part shows its value when the pointer is over it.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from canzona_cli.run.words import milliseconds, step_time
 
 BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _GUTTER: Final = 23
-"""The characters in front of a bar or a lane."""
+"""The number of characters in front of a bar or a lane."""
 
 
 MEMORY: Final[Mapping[str, Ink]] = MappingProxyType(
@@ -44,37 +44,37 @@ MEMORY: Final[Mapping[str, Ink]] = MappingProxyType(
         )
     }
 )
-"""The parts of a rank's memory, in the order in which they are drawn.
-Without a plan the optimizer's are one."""
+"""The parts of a rank's memory, in the order in which they are drawn. Without a plan, one part (`optimizer`) stands
+for all of the optimizer's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One bar."""
+    """One stacked bar."""
 
     label: str
     parts: Sequence[tuple[str, float]]
-    """(name, amount) from left to right."""
+    """The parts as (name, amount), from left to right."""
     value: str
-    """The amount of the whole bar, in words."""
+    """The total amount, as text."""
     faint: bool = False
-    """True for a prediction next to a measurement."""
+    """True for a prediction, drawn fainter than the measurement next to it (in pages only)."""
     limit: float | None = None
-    """The full length of the bar; the rest is drawn empty up to there."""
+    """The amount up to which the rest of the bar is drawn empty; None for no such rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(Picture):
-    """Bars below one another."""
+    """Bars below one another, with a legend."""
 
     rows: Sequence[Bar]
     scale: float
-    """The amount at the full width; longer bars are cut off."""
+    """The amount that the full width stands for; longer bars are cut off."""
     inks: Mapping[str, Ink] = PHASES
     show: Callable[[float], str] = step_time
-    """Writes an amount."""
+    """Formats an amount."""
     amounts: bool = False
-    """True to write the amounts of the first bar's parts into the legend."""
+    """True if the legend shows the amounts of the first bar's parts."""
 
     def parts(self, screen: Screen) -> Iterator[Text]:
         width = screen.width - _GUTTER - 2
@@ -96,7 +96,7 @@ class Bars(Picture):
         return sum(amount for _, amount in row.parts) > 1.001 * self.scale
 
     def _legend(self) -> list[tuple[str, str]]:
-        """The parts that are drawn, and their words."""
+        """Returns the name and the legend text of each part that is drawn."""
         seen = {name for row in self.rows for name, amount in row.parts if amount > 0}
         first = dict(self.rows[0].parts)
         return [
@@ -122,25 +122,24 @@ class Bars(Picture):
 
 
 def phase_bar(label: str, phases: Mapping[str, float], seconds: float, *, faint: bool = False) -> Bar:
-    """The phases of a step that takes `seconds`."""
+    """Returns a bar of a step's phases, labelled with the step's `seconds`."""
     parts = [(name, phases.get(name, 0.0)) for name in PHASES]
     return Bar(label=label, parts=parts, value=step_time(seconds), faint=faint)
 
 
 def step_bars(rows: Sequence[Bar]) -> Bars:
-    """Steps on one scale, that of the longest."""
+    """Returns the bars on one scale, on which the longest has the full width."""
     return Bars(rows=rows, scale=max(sum(seconds for _, seconds in row.parts) for row in rows))
 
 
 def stacked(
     parts: Sequence[tuple[str, float]], total: float, width: int, inks: Mapping[str, Ink], *, colour: bool
 ) -> Text:
-    """A bar in which `width` characters stand for `total`.
-    A part above 0 that rounds to nothing is not drawn.
+    """Draws a bar in which `width` characters stand for `total`; a part of less than half a character may not show.
 
     Args:
         parts: (name, amount) from left to right.
-        inks: by name.
+        inks: the look of each part, by name.
     """
     drawn = Text(no_wrap=True)
     done, at = 0.0, 0
@@ -155,11 +154,11 @@ def stacked(
 
 
 def legend(parts: Sequence[tuple[str, str]], inks: Mapping[str, Ink], width: int, *, colour: bool) -> Iterator[Text]:
-    """Indented lines like `█ weights 7.6  █ gradients 15.2`, or with letters; broken between parts only.
+    """Yields indented lines like `█ weights 7.6  █ gradients 15.2`, or with letters; lines break between parts only.
 
     Args:
-        parts: (name, what is written behind its mark).
-        width: the width of a line.
+        parts: (name, text behind the mark of that part).
+        width: the most characters of a line.
     """
     line = Text()
     for name, label in parts:
@@ -175,25 +174,25 @@ def legend(parts: Sequence[tuple[str, str]], inks: Mapping[str, Ink], width: int
 
 
 def _stretch(start: float, length: float, css: str, words: str | None = None) -> Html:
-    """A part of a bar or a lane that says what it is."""
+    """Returns a rectangle of a bar or a lane; a browser shows `words` when the pointer is over it."""
     title = () if words is None else (tag("title", words),)
     return tag("rect", *title, x=percent(start), y="0", width=percent(length), height="100%", class_=css)
 
 
 _FINEST: Final = 1500
-"""Stretches that a lane is divided into; what is shorter joins its neighbour."""
+"""The number of intervals that a lane can show; gaps shorter than one such interval are closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """The events on one line; names are phases or anything else."""
+    """One line of a timeline; the names of its intervals are usually phases."""
 
     label: str
     intervals: Sequence[Interval]
     rank: str = ""
-    """Written in front of the label in a page, which shows several ranks."""
+    """The rank, written in front of the label in an HTML page, which shows several ranks."""
     begins: bool = False
-    """True where another rank begins with it."""
+    """True for the first lane of a rank."""
 
     @property
     def words(self) -> str:
@@ -202,7 +201,7 @@ class Lane:
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes(Picture):
-    """Lanes on one axis of time."""
+    """Lanes on one time axis."""
 
     title: str
     rows: Sequence[Lane]
@@ -227,21 +226,21 @@ class Lanes(Picture):
             drawn = tag("svg", *rects, class_="lane", role="img", aria_label=row.words)
             look = "lane-row new" if row.begins else "lane-row"
             shown.append(tag("div", tag("span", row.words, class_="bar-label"), drawn, class_=look))
-        seen = {one.name for row in self.rows for one in row.intervals if one.end_s > self.start_s}
+        seen = {part.name for row in self.rows for part in row.intervals if part.end_s > self.start_s}
         keys = (key(ink.css, ink.name) for name, ink in PHASES.items() if name in seen)
         ends = tag("span", tag("span", "0"), tag("span", step_time(self.end_s - self.start_s)))
         axis = tag("div", tag("span"), ends, class_="lane-row axis")
         return tag("figure", *shown, axis, tag("figcaption", *keys, class_="keys"), class_="bars")
 
-    def _rect(self, one: Interval) -> Html:
-        ink, whole = PHASES.get(one.name), self.end_s - self.start_s
-        start, length = one.start_s - self.start_s, one.end_s - one.start_s
-        words = f"{one.name if ink is None else ink.name}: {step_time(length)} from {step_time(start)}"
-        return _stretch(start / whole, length / whole, "p-other" if ink is None else ink.css, words)
+    def _rect(self, interval: Interval) -> Html:
+        ink, shown_s = PHASES.get(interval.name), self.end_s - self.start_s
+        start, length = interval.start_s - self.start_s, interval.end_s - interval.start_s
+        words = f"{interval.name if ink is None else ink.name}: {step_time(length)} from {step_time(start)}"
+        return _stretch(start / shown_s, length / shown_s, "p-other" if ink is None else ink.css, words)
 
 
 def planned_lanes(events: Sequence[SimulatedEvent]) -> list[Lane]:
-    """The streams of simulated ranks."""
+    """Returns a lane for each stream of each simulated rank."""
     return [
         Lane(label=STREAMS[stream], intervals=intervals, rank=f"rank {rank}", begins=stream == "compute")
         for rank, stream, intervals in streams_of(events)
@@ -249,22 +248,22 @@ def planned_lanes(events: Sequence[SimulatedEvent]) -> list[Lane]:
 
 
 def lane(intervals: Iterable[Interval], start: float, end: float, width: int, *, colour: bool) -> Text:
-    """A character for each `width`-th of the time: the phase that fills most of it,
-    faint if less than half."""
+    """Draws a lane of `width` characters. Each shows the phase that takes most of its time slice, faint if phases fill
+    less than half of the slice."""
     drawn = Text(no_wrap=True)
     step = (end - start) / width
     first = 0
-    ordered = sorted(intervals, key=lambda one: one.start_s)
+    ordered = sorted(intervals, key=lambda part: part.start_s)
     for place in range(width):
         left, right = start + place * step, start + (place + 1) * step
         while first < len(ordered) and ordered[first].end_s <= left:
             first += 1
         share: dict[str, float] = {}
-        for one in ordered[first:]:
-            if one.start_s >= right:
+        for interval in ordered[first:]:
+            if interval.start_s >= right:
                 break
-            covered = min(one.end_s, right) - max(one.start_s, left)
-            share[one.name] = share.get(one.name, 0.0) + covered
+            covered = min(interval.end_s, right) - max(interval.start_s, left)
+            share[interval.name] = share.get(interval.name, 0.0) + covered
         phase = max(share, key=lambda name: share[name], default=None)
         if phase is None:
             drawn.append("·", style="dim")
@@ -278,55 +277,55 @@ def lane(intervals: Iterable[Interval], start: float, end: float, width: int, *,
 
 
 def _joined(intervals: Iterable[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
-    """Joins intervals to as many as a screen can show: equal neighbours are joined,
-    the shortest are left out."""
+    """Yields as many intervals as a screen can show: neighbours of the same name are joined, and an interval that is
+    too short to see is left out if it follows the last interval closely."""
     finest = (end_s - start_s) / _FINEST
     last: Interval | None = None
-    for one in sorted(intervals, key=lambda interval: interval.start_s):
-        begin, end = max(start_s, one.start_s), min(end_s, one.end_s)
+    for interval in sorted(intervals, key=lambda part: part.start_s):
+        begin, end = max(start_s, interval.start_s), min(end_s, interval.end_s)
         if end <= begin:
             continue
-        if last is not None and last.name == one.name and begin - last.end_s <= finest:
+        if last is not None and last.name == interval.name and begin - last.end_s <= finest:
             last = Interval(name=last.name, start_s=last.start_s, end_s=max(end, last.end_s))
             continue
         if last is not None:
             if end - begin < finest and begin - last.end_s < finest:
                 continue
             yield last
-        last = Interval(name=one.name, start_s=begin, end_s=end)
+        last = Interval(name=interval.name, start_s=begin, end_s=end)
     if last is not None:
         yield last
 
 
 HEAT_LIMITS: Final = (0.5, 0.9, 1.1, 1.5)
-"""Loads over the mean up to which a map has one colour."""
+"""The limits between the colours of a load map, as loads over the mean."""
 _HEAT_STYLES: Final = ("dodger_blue2", "sky_blue2", "green3", "gold3", "red3")
 _MOST_ROWS: Final = 16
 _WIDEST_CELL: Final = 4
 _MOST_WRITTEN: Final = 16
-"""Owners up to which each cell of a page has its number."""
+"""The most owners for which each cell of an HTML page shows its number."""
 _BETWEEN: Final = 2
-"""Characters between two maps."""
+"""The number of characters between two maps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadMap:
-    """The load of every rank with one strategy."""
+    """The load of every rank, as measured or planned, under a title such as a strategy."""
 
     title: str
     loads: Sequence[float]
-    """Seconds by cell, `owner * hosts + host`."""
+    """The seconds of each cell `owner * hosts + host`."""
 
     @property
     def balance(self) -> float | None:
-        """The largest load over the mean; None where there is none."""
-        whole = sum(self.loads)
-        return max(self.loads) * len(self.loads) / whole if whole > 0 else None
+        """The largest load over the mean; None where there is no load."""
+        total = sum(self.loads)
+        return max(self.loads) * len(self.loads) / total if total > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadMaps(Picture):
-    """Maps next to each other: columns are owners (DP), rows hosts (TP)."""
+    """Load maps next to each other: columns are owners (DP), rows are hosts (TP)."""
 
     maps: Sequence[LoadMap]
     hosts: int
@@ -338,18 +337,18 @@ class LoadMaps(Picture):
 
     @property
     def _axes(self) -> str:
-        return f"columns are owners (DP 0 to {self.owners - 1}), rows hosts (TP 0 to {self.hosts - 1})"
+        return f"columns: owners (DP 0 to {self.owners - 1}), rows: hosts (TP 0 to {self.hosts - 1})"
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         width = (screen.width - 2 - _BETWEEN * (len(self.maps) - 1)) // len(self.maps)
         width = min(width, max(4 * self.owners, 24))
         blocks = [
             [
-                Text(f"{one.title} {one.balance or 1.0:.2f}", style="bold"),
-                Text(f"slowest {step_time(max(one.loads))}", style="dim"),
-                *heat_map(one.loads, self.hosts, width),
+                Text(f"{load_map.title} {load_map.balance or 1.0:.2f}", style="bold"),
+                Text(f"slowest {step_time(max(load_map.loads))}", style="dim"),
+                *heat_map(load_map.loads, self.hosts, width),
             ]
-            for one in self.maps
+            for load_map in self.maps
         ]
         for row in zip(*blocks, strict=True):
             line = Text("  ", no_wrap=True)
@@ -359,27 +358,27 @@ class LoadMaps(Picture):
             line.rstrip()
             yield line
         together = owners_a_column(self.owners, width)
-        several = f"; up to {together} owners a column" if together > 1 else ""
-        yield note(f"{self._axes}; a full block is the slowest{several}")
+        several = f"; up to {together} owners per column" if together > 1 else ""
+        yield note(f"{self._axes}; a full block is the slowest rank{several}")
 
     def html(self) -> Html:
-        words = (*(f"up to {limit:g}" for limit in HEAT_LIMITS), "above that, of the mean")
+        words = (*(f"up to {limit:g}" for limit in HEAT_LIMITS), "above that, times the mean")
         keys = (key(f"h{level}", text) for level, text in enumerate(words))
         pictures = tag("div", *map(self._map, self.maps), tag("p", *keys, class_="keys wide"), class_="grid-of-charts")
-        return joined([pictures, folded("the numbers", *map(self._numbers, self.maps))])
+        return joined([pictures, folded("table of the numbers", *map(self._numbers, self.maps))])
 
-    def _numbers(self, one: LoadMap) -> Html:
-        """A row for each owner."""
-        rows = list(itertools.batched(map(milliseconds, one.loads), self.hosts))
+    def _numbers(self, load_map: LoadMap) -> Html:
+        """Returns a table with a row for each owner and a column for each host."""
+        rows = list(itertools.batched(map(milliseconds, load_map.loads), self.hosts))
         groups = columns([f"TP {host}" for host in range(self.hosts)], rows)
         labels = [f"DP {owner}" for owner in range(self.owners)]
-        return table_html(GroupedTable(head=f"{one.title}, ms", labels=labels, groups=groups))
+        return table_html(GroupedTable(head=f"{load_map.title}, ms", labels=labels, groups=groups))
 
-    def _map(self, one: LoadMap) -> Html:
+    def _map(self, load_map: LoadMap) -> Html:
         cells: list[Html] = []
-        mean = sum(one.loads) / len(one.loads)
+        mean = sum(load_map.loads) / len(load_map.loads)
         width = 1 / self.owners
-        for cell, load in enumerate(one.loads):
+        for cell, load in enumerate(load_map.loads):
             owner, host = divmod(cell, self.hosts)
             share = f", {load / mean:.2f} of the mean" if mean > 0 else ""
             words = tag("title", f"DP {owner}, TP {host}: {step_time(load)}{share}")
@@ -390,24 +389,24 @@ class LoadMaps(Picture):
                 middle = {"x": percent((owner + 0.5) * width), "y": host * 26 + 16}
                 cells.append(tag("text", milliseconds(load), **middle, class_="cell-text"))
         balance = "no updates"
-        if one.balance is not None:
-            balance = f"max / mean {one.balance:.3f}, slowest {step_time(max(one.loads))}"
-        description = f"{one.title}: {self.owners} owners x {self.hosts} hosts, {balance}"
+        if load_map.balance is not None:
+            balance = f"max / mean {load_map.balance:.3f}, slowest {step_time(max(load_map.loads))}"
+        description = f"{load_map.title}: {self.owners} owners x {self.hosts} hosts, {balance}"
         picture = tag("svg", *cells, class_="map", height=26 * self.hosts, role="img", aria_label=description)
-        caption = tag("figcaption", tag("b", one.title), tag("span", balance))
+        caption = tag("figcaption", tag("b", load_map.title), tag("span", balance))
         return tag("figure", caption, picture, tag("p", f"{self._axes}, ms", class_="note"))
 
 
 def heat_map(loads: Sequence[float], hosts: int, width: int) -> Iterator[Text]:
-    """Rows of at most `width` characters.
+    """Draws a load map in rows of at most `width` characters.
 
-    Height is the load over the largest, so an even map is full everywhere; the colour is the load over the
-    mean: green around it, yellow and red above, blue below. Where there are more owners or hosts than fit, a
-    character shows the largest load of several.
+    The height of a block is the load over the largest load, so a balanced map has full blocks everywhere. The colour
+    is the load over the mean: green around the mean, yellow and red above, blue below. Where not all owners or hosts
+    fit, a character shows the largest load of several.
 
     Args:
-        loads: seconds by cell, `owner * hosts + host`.
-        hosts: TP ranks.
+        loads: the seconds of each cell `owner * hosts + host`.
+        hosts: the number of TP ranks.
     """
     owners = len(loads) // hosts
     mean, top = sum(loads) / len(loads), max(loads)
@@ -425,7 +424,7 @@ def heat_map(loads: Sequence[float], hosts: int, width: int) -> Iterator[Text]:
 
 
 def owners_a_column(owners: int, width: int) -> int:
-    """The most owners that one column of a map of `width` characters stands for."""
+    """Returns the most owners that one column of a map of `width` characters stands for."""
     return max(end - begin for begin, end in _bins(owners, width))
 
 

@@ -1,5 +1,5 @@
-"""`canzona checkpoint`: which checkpoints there are, what one holds,
-and whether every byte of it is as written."""
+"""The screens of `canzona checkpoint`: the list of checkpoints, the content of one, its verification, and the loss
+of `canzona evaluate`."""
 
 import time
 from collections import Counter
@@ -37,15 +37,16 @@ from canzona_cli.run.words import (
 )
 
 VERSION = 1
-"""The version of the JSON: additions keep it, anything else raises it."""
+"""The version of the JSON output: additions keep the number, any other change raises it."""
 _LAYOUT = "layout.json"
-_LARGEST_LAYOUT = 1 << 16
+_MOST_LAYOUT_BYTES = 1 << 16
 _BIGGEST = 5
+_INTACT = "intact: manifest and file sizes are as written; `canzona checkpoint verify` also hashes the content"
 
 
 @dataclass(frozen=True)
 class Listing(Page):
-    """A run's checkpoints as a table, and the stable form of `canzona checkpoint list --json`."""
+    """The table of a run's checkpoints, and the JSON of `canzona checkpoint list --json`."""
 
     chosen: Chosen
 
@@ -59,14 +60,14 @@ class Listing(Page):
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         yield wrapped(f"checkpoints in {clean(self.chosen.root)}", "dim")
         if not self.chosen.checkpoints:
-            yield Text("there are none yet")
+            yield Text("no checkpoints yet")
             return
         rows = ((checkpoint.name, _cells(checkpoint)) for checkpoint in self.chosen.checkpoints)
         yield rows_table(("age", "size", "ranks", "layout", "optimizer", "state"), rows, head="checkpoint")
         for problem in (problem for checkpoint in self.chosen.checkpoints for problem in checkpoint.problems):
             yield wrapped(clean(f"{problem.key}: {problem.reason}"), "red", rest="  ")
         if all(checkpoint.sound for checkpoint in self.chosen.checkpoints):
-            yield wrapped("intact by manifest and sizes; `canzona checkpoint verify` reads the content", "dim")
+            yield wrapped(_INTACT, "dim")
 
 
 def _cells(checkpoint: StoredCheckpoint) -> tuple[Cell, ...]:
@@ -95,7 +96,7 @@ def _as_json(checkpoint: StoredCheckpoint) -> dict[str, object]:
 
 @dataclass(frozen=True, kw_only=True)
 class Content(Page):
-    """The content of one checkpoint, and the stable form of `canzona checkpoint show --json`."""
+    """The content of one checkpoint, and the JSON of `canzona checkpoint show --json`."""
 
     checkpoint: StoredCheckpoint
     manifest: Manifest
@@ -124,7 +125,7 @@ class Content(Page):
             first = f"  {'' if place else 'biggest':<11}"
             words = f"{name}  {shape if tensor is None else f'{tensor.dtype} {shape}'}, {size(sizes[name])}"
             yield wrapped(clean(words), first=first, rest=" " * 15)
-        yield note("intact by manifest and sizes; `canzona checkpoint verify` reads the content")
+        yield note(_INTACT)
 
     def _rows(self, screen: Screen) -> Iterator[tuple[str, str]]:
         manifest = self.manifest
@@ -147,18 +148,18 @@ class Content(Page):
             yield "layout", describe_layout(layout, "rank")
 
     def _sizes(self) -> Counter[str]:
-        """Returns the sizes of whole tensors, by name."""
+        """Returns the bytes of each full tensor by name; the pieces of a tensor are added up."""
         sizes = Counter[str]()
         for name, tensor in self.manifest.tensors.items():
             sizes[tensor.whole(name)] += tensor_bytes(tensor.dtype, tensor.shape)
         return sizes
 
     def _kinds(self) -> dict[str, list[int]]:
-        """Sizes of tensors by what they are: master, exp_avg, momentum_buffer, random."""
+        """Returns the bytes of the tensors of each kind (master, exp_avg, random states), largest kind first."""
         kinds: dict[str, list[int]] = {}
-        for name, held in self._sizes().items():
+        for name, bytes_ in self._sizes().items():
             unit, _, kind = name.rpartition("/")
-            kinds.setdefault("random states" if unit.startswith("random") else kind, []).append(held)
+            kinds.setdefault("random states" if unit.startswith("random") else kind, []).append(bytes_)
         return dict(sorted(kinds.items(), key=lambda item: -sum(item[1])))
 
     def _table(self) -> Table:
@@ -173,33 +174,32 @@ class Content(Page):
 
 
 def _judged(checkpoint: StoredCheckpoint, problems: Sequence[Problem]) -> dict[str, object]:
-    """A checkpoint and what is wrong with it, as JSON."""
+    """Returns a checkpoint and its problems as JSON values."""
     wrong = [{"file": problem.key, "reason": problem.reason} for problem in problems]
     return {"name": checkpoint.name, "path": str(checkpoint.path), "sound": not problems, "problems": wrong}
 
 
 def _saved_layout(checkpoint: StoredCheckpoint) -> Layout | None:
-    """Returns the layout of the ranks that wrote a checkpoint; None where it was not saved."""
+    """Returns the layout of the ranks that wrote a checkpoint; None if it was not saved or cannot be read."""
     if checkpoint.manifest is None or _LAYOUT not in checkpoint.manifest.files:
         return None
-    if checkpoint.manifest.files[_LAYOUT].bytes > _LARGEST_LAYOUT:
+    if checkpoint.manifest.files[_LAYOUT].bytes > _MOST_LAYOUT_BYTES:
         return None
     return load_if_sound(checkpoint.path / _LAYOUT, Layout)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllVerified(Page):
-    """A line for each, and the stable form of `canzona checkpoint verify --json`."""
+    """A line for each verified checkpoint, and the JSON of `canzona checkpoint verify --json`."""
 
     root: str
     each: tuple[Verified, ...]
     removed: tuple[str, ...] = ()
-    """Names of those that went while they were read: a run that goes on keeps its newest ones."""
+    """The names of checkpoints that a running job removed during the verification, as it keeps only the newest."""
 
     @property
     def problems(self) -> list[Problem]:
-        """Lists the problems of all checkpoints; where several were read,
-        the fix names the last intact one."""
+        """The problems of all checkpoints; if several were verified, each fix names the last intact one before it."""
         problems: list[Problem] = []
         intact: str | None = None
         for verified in self.each:
@@ -239,15 +239,17 @@ class AllVerified(Page):
             yield wrapped(Text.assemble(mark, f" {verified.checkpoint.name}  {text}"), rest="      ")
             if verified.foreign:
                 names = ", ".join(map(clean, verified.foreign))
-                yield wrapped(f"also in the folder, never read: {names}", "yellow", first="    ")
+                yield wrapped(f"other files in the folder, which canzona ignores: {names}", "yellow", first="    ")
         if self.removed:
-            yield wrapped(f"removed meanwhile, as newer ones were saved: {', '.join(map(clean, self.removed))}", "dim")
+            yield wrapped(
+                f"removed during verification, as newer ones were saved: {', '.join(map(clean, self.removed))}", "dim"
+            )
 
 
 @contextmanager
 def bar_of_bytes(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error where that is a terminal;
-    what it gives is told how many further bytes are done."""
+    """Shows a progress bar on standard error if that is a terminal; yields a function to call with each number of
+    further bytes done."""
     console = Console(stderr=True, highlight=False)
     columns = (
         TextColumn(doing),
@@ -261,7 +263,7 @@ def bar_of_bytes(doing: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def verify_all(chosen: Chosen) -> AllVerified:
-    """Hash all files of every chosen checkpoint."""
+    """Hashes all files of every chosen checkpoint, with a progress bar."""
     with bar_of_bytes("hashing", sum(bytes_written(checkpoint.path) for checkpoint in chosen.checkpoints)) as on_bytes:
         verified, removed = verify_chosen(chosen, on_bytes)
     return AllVerified(root=str(chosen.root), each=verified, removed=removed)
@@ -269,7 +271,7 @@ def verify_all(chosen: Chosen) -> AllVerified:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationView(Page):
-    """The three numbers, and what they are of."""
+    """The loss, perplexity and bits per byte of a checkpoint, with the data and layout of the evaluation."""
 
     evaluation: Evaluation
 
@@ -279,14 +281,14 @@ class EvaluationView(Page):
         if evaluation.text_bytes is None:
             bits += " (the data's tokenizer is not known)"
         elif not evaluation.bytes_counted:
-            bits += " (from the corpus' mean bytes a token: its tokenizer does not tell the bytes of each)"
+            bits += " (from the corpus' mean bytes per token: its tokenizer does not give the bytes of each)"
         times = f", read {evaluation.epochs:.2g} times" if evaluation.epochs > 1 else ""
         yield from labelled(
             (
-                ("loss", f"{number(evaluation.loss, '.4f')} nats a token"),
+                ("loss", f"{number(evaluation.loss, '.4f')} nats per token"),
                 *((f"  {clean(name)}", number(loss, ".4f")) for name, loss in evaluation.sets.items()),
                 ("perplexity", number(evaluation.perplexity, ".4g")),
-                ("bits a byte", bits),
+                ("bits per byte", bits),
                 ("checkpoint", str(evaluation.checkpoint)),
                 ("data", f"{evaluation.data} ({evaluation.tokenizer}), {_DOCUMENTS[evaluation.documents]}{times}"),
                 (

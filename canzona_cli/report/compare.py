@@ -1,4 +1,4 @@
-"""`canzona report --compare` and the end of a sweep: two runs in every detail, or a row for each run."""
+"""The views of `canzona report --compare` and of a finished sweep: two runs in detail, or a row for each run."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, 
 
 _LONGEST_VALUE = 36
 _Row = tuple[str, str, str, str]
-"""The quantity, its value in run A and in run B, how they compare."""
+"""A quantity, its value in run A, its value in run B, and the comparison of the two."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedView(Page):
-    """Settings, losses, phases, figures of two runs; B / A is above 1 where run B takes more."""
+    """Tables of the settings, losses, phases and figures of two runs; B / A is above 1 if B has the larger value."""
 
     compared: Compared
 
@@ -37,14 +37,16 @@ class ComparedView(Page):
             yield wrapped(text, first=f"  {letter}  ")
         yield Text()
         if compared.a.config is None or compared.b.config is None:
-            yield wrapped("settings: not compared, one of the runs has no readable config.yaml", "yellow", first="  ")
+            yield wrapped(
+                "settings: not compared, because one of the runs has no readable config.yaml", "yellow", first="  "
+            )
         elif compared.settings:
             settings = ((clean(key), *map(setting_value, values)) for key, values in compared.settings.items())
             yield _table("setting", ((key, a, b, "") for key, a, b in settings), last="")
         else:
             yield Text("  all settings are equal")
         yield Text()
-        yield _table("loss", self._losses(), last="B to A")
+        yield _table("loss", self._losses(), last="B vs. A")
         if compared.phases:
             yield Text()
             yield _table("phase, ms (mean)", self._phases())
@@ -60,7 +62,7 @@ class ComparedView(Page):
                 yield f"{what} common step", MISSING, MISSING, MISSING
             else:
                 change = MISSING if loss.change is None else f"{100 * loss.change:+.2f}%"
-                yield f"step {loss.step:,} ({what} of both)", f"{loss.a:.4f}", f"{loss.b:.4f}", change
+                yield f"step {loss.step:,} ({what} in both)", f"{loss.a:.4f}", f"{loss.b:.4f}", change
         a, b = compared.best_validation
         change = f"{100 * (b / a - 1):+.2f}%" if a and b is not None else MISSING
         yield "best validation", number(a, ".4f"), number(b, ".4f"), change
@@ -99,7 +101,7 @@ def _table(title: str, rows: Iterable[_Row], *, last: str = "B / A") -> Table:
 
 
 def setting_value(value: object) -> str:
-    """Shows a value as it is typed; a long table by its length."""
+    """Returns a value as a user types it; a long list as its number of entries, and other long text cut off."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     shown = clean(f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value)
@@ -109,7 +111,7 @@ def setting_value(value: object) -> str:
 
 
 _MOST_SETTINGS = 8
-"""Settings with a column of their own."""
+"""The most settings that get a column."""
 COLUMNS: Mapping[str, tuple[str, Callable[[object], str]]] = {
     "loss": ("loss", partial(number, spec=".4f")),
     "best_validation": ("validation", partial(number, spec=".4f")),
@@ -123,7 +125,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[object], str]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SeveralView(Page):
-    """A row for each run: the settings in which they differ, and what it came to; the best one stands out."""
+    """A table with a row for each run: the settings that differ, and the results; the best run stands out."""
 
     several: Several
 
@@ -146,7 +148,7 @@ class SeveralView(Page):
         yield GroupedTable(head="run", labels=names, groups=columns(heads, rows), styles=styles)
         if len(several.settings) > len(shown):
             rest = plural(len(several.settings) - len(shown), "more setting")
-            yield wrapped(f"{rest} differ: --json has them", "dim", first="  ")
+            yield wrapped(f"{rest} differ: --json lists all of them", "dim", first="  ")
         if best is not None:
             yield Text()
             by = "validation loss" if best.best_validation is not None else "loss"
@@ -158,14 +160,14 @@ class SeveralView(Page):
 
 
 def run_names(runs: Sequence[RunSummary]) -> list[str]:
-    """Their directories, without what all have in common in front."""
+    """Returns the directory of each run, relative to the nearest directory that contains all of them."""
     paths = [run.run_dir.absolute() for run in runs]
     common = os.path.commonpath([path.parent for path in paths])
     return [clean(path.relative_to(common)) for path in paths]
 
 
 def several_page(several: Several) -> Document:
-    """Their figures, losses over each other, steps below each other; of two runs, every difference."""
+    """Returns the page of several runs: figures, loss curves, step times; for two runs also all differences."""
     return Document(
         kind="canzona report --compare",
         title=plural(len(several.runs), "run"),
@@ -175,7 +177,7 @@ def several_page(several: Several) -> Document:
 
 def _page_parts(several: Several) -> Iterator[RenderableType]:
     runs = dict(zip(run_names(several.runs), several.runs, strict=True))
-    yield headed("Runs", ", the best one stands out")
+    yield headed("Runs", ", the best one is highlighted")
     yield SeveralView(several=several)
     training = [Curve(name=name, points=run.losses) for name, run in runs.items()]
     validation = [loss_curve(name, run.validations) for name, run in runs.items()]
@@ -193,12 +195,12 @@ def _page_parts(several: Several) -> Iterator[RenderableType]:
         yield headed("Step", ", measured, mean over ranks, on one scale")
         yield step_bars(steps)
     if len(runs) == 2:
-        yield headed("Differences", ", B / A is above 1 where run B takes more; A is the first run")
+        yield headed("Differences", ", A is the first run; B / A is above 1 if run B has the larger value")
         yield ComparedView(compared=compared(several))
 
 
 def _numeric(several: Several) -> dict[str, list[float]]:
-    """The settings in which the runs differ by a number, and each run's value."""
+    """Returns the numeric settings in which the runs differ, with each run's value."""
     numeric = {
         key: [number for value in values if (number := real(value)) is not None]
         for key, values in several.settings.items()
@@ -207,7 +209,7 @@ def _numeric(several: Several) -> dict[str, list[float]]:
 
 
 def _losses_by(key: str, values: list[float], several: Several) -> Curves:
-    """Draws the loss that each value of a setting came to."""
+    """Draws the final losses of the runs over the values of a setting."""
     figures = [run_figures(run) for run in several.runs]
     curves = [
         Curve(

@@ -1,6 +1,6 @@
-"""Curves, each drawn in two ways: with dots of Braille at a terminal, as SVG in a page.
+"""Curves, drawn with Braille dots in a terminal and as SVG in an HTML page.
 
-In a page, lines keep their width on any screen and text keeps its size; its script says the values under the pointer.
+In a page, lines and text have the same size on every screen, and the page's script shows the values under the pointer.
 """
 
 import itertools
@@ -20,11 +20,11 @@ from canzona_cli.run.words import number, real
 
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 _BRAILLE: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""Bits of the 2 x 4 dots of a character."""
+"""The Unicode bits of the 2 x 4 dots of a Braille character, by column and row."""
 
 
 def sparkline(values: Iterable[object], width: int) -> str:
-    """A line of at most `width` characters whose heights follow the finite values."""
+    """Returns a line of at most `width` block characters whose heights follow the finite values."""
     finite = [value for value in map(real, values) if value is not None]
     if not finite or width < 1:
         return ""
@@ -37,7 +37,7 @@ def sparkline(values: Iterable[object], width: int) -> str:
 
 
 def _resample(values: Sequence[float], width: int) -> list[float]:
-    """Returns at most `width` values, each the mean of its slice, so that a long history keeps its shape."""
+    """Returns at most `width` values, each the mean of its slice of `values`."""
     if len(values) <= width:
         return list(values)
     edges = [index * len(values) // width for index in range(width + 1)]
@@ -45,7 +45,7 @@ def _resample(values: Sequence[float], width: int) -> list[float]:
 
 
 def bar(share: object, width: int) -> str:
-    """A horizontal bar, `share` (0 to 1) of `width` characters, in eighths of a character."""
+    """Returns a bar as long as `share` (0 to 1) of `width` characters, to an eighth of a character."""
     value = real(share)
     if value is None or width < 1:
         return ""
@@ -54,13 +54,13 @@ def bar(share: object, width: int) -> str:
 
 
 def line_chart(points: Sequence[tuple[float, float]], width: int, height: int) -> list[str]:
-    """Draw (step, value) points as `height` rows of `width` characters: a labelled y axis,
-    the curve, the step axis.
+    """Draws (step, value) points as `height` rows of at most `width` characters: the curve with a labelled y axis, then
+    the step axis.
 
     Args:
-        points: finite and in step order; those that fall into one column of dots are averaged.
-        width: characters of a row, labels included; nothing is drawn below 20.
-        height: rows, the step axis included; nothing is drawn below 3.
+        points: finite values in step order; points in the same column of dots are averaged.
+        width: the characters of a row, labels included; below 20 nothing is drawn.
+        height: the number of rows, step axis included; below 3 nothing is drawn.
     """
     if not points or width < 20 or height < 3:
         return []
@@ -81,7 +81,7 @@ def line_chart(points: Sequence[tuple[float, float]], width: int, height: int) -
             grid[y // y_dots][x // x_dots] |= _BRAILLE[x % x_dots][y % y_dots]
     lines = []
     for row, cells in enumerate(grid):
-        # A label on every other row is enough to read a value, and quieter.
+        # Every other row has a label, and so has the last.
         label = labels[row] if row % 2 == 0 or row == rows - 1 else ""
         drawn = "".join(chr(0x2800 + cell) if cell else " " for cell in cells)
         lines.append(f"{label:>{gutter - 2}} ┤{drawn}".rstrip())
@@ -95,7 +95,7 @@ def _axis_label(value: float) -> str:
 
 
 def _dot_columns(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[int, float]]:
-    """(column, mean value) of the points in each column of dots; the axis runs linearly over steps."""
+    """Returns (column, mean value) for each column of dots with points; the axis is linear in steps."""
     first, last = points[0][0], points[-1][0]
     scale = (columns - 1) / (last - first) if last > first else 0.0
     bins: dict[int, list[float]] = {}
@@ -112,52 +112,52 @@ def _segment(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int]]:
 
 
 _WIDE: Final = 1000
-"""Units of the drawing from left to right; it is stretched to the width there is."""
+"""The width of the drawing in SVG units; browsers stretch the drawing to the width of the page."""
 _MOST_POINTS: Final = 600
-"""The most points of a curve. More are drawn as the lowest and highest of each stretch,
-so that no spike is lost."""
+"""The most points of a curve. A longer curve is drawn with the lowest and highest point of each stretch, so that
+spikes stay visible."""
 _COLOURS: Final = 8
-"""There are classes for as many curves; further ones repeat them, dashed."""
+"""The number of colours; further curves repeat them, dashed."""
 _MOST_NUMBERS: Final = 25
-"""The most rows of the table below a chart."""
+"""The most rows of the table of numbers below a chart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Finite values in the order of their steps."""
+    """A curve of finite values, in the order of their steps."""
 
     name: str
     points: Sequence[tuple[float, float]]
     dots: bool = False
-    """True where there are so few points that each is marked."""
+    """True if each point is marked with a dot."""
     dashed: bool = False
-    """True for the prediction beside the curve before it, whose colour it has."""
+    """True for a prediction: a dashed line in the colour of the previous curve."""
     hollow: Collection[float] = ()
     """The steps whose dots are not filled."""
 
 
 def loss_curve(name: str, points: Sequence[tuple[int, float | None]]) -> Curve:
-    """The validation losses that are finite."""
+    """Returns a curve of the finite validation losses, with dots if there are fewer than 100."""
     finite = [(step, loss) for step, loss in points if loss is not None]
     return Curve(name=name, points=finite, dots=len(finite) < 100)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curves(Picture):
-    """Curves over one axis of steps; a terminal shows the first."""
+    """Curves over one step axis; a terminal draws only the first."""
 
     title: str
     curves: Sequence[Curve]
     height: int = 220
-    """Pixels of the plot in a page."""
+    """The height of the plot in an HTML page, in pixels."""
     axes: Literal["linear", "log x", "log"] = "linear"
-    """The axes that are logarithmic; every step of a logarithmic axis is written."""
+    """The logarithmic axes: none, x, or both; a logarithmic x axis is labelled at every step."""
     show: Callable[[float], str] = lambda value: number(value, ".4g")
-    """Writes a value."""
+    """Formats a value."""
     x: str = "step"
-    """The name of the steps."""
+    """The name of the x axis."""
     numbers: Callable[[float], str] | None = None
-    """Writes a value of the table below the chart in a page; None for no table."""
+    """Formats a value of the table below the chart in an HTML page; None for no table."""
 
     def parts(self, screen: Screen) -> Iterator[Text]:
         points = self.curves[0].points
@@ -169,10 +169,10 @@ class Curves(Picture):
         if not drawn:
             return NOTHING
         chart = _Chart(self, drawn).html()
-        return chart if self.numbers is None else joined([chart, folded("the numbers", self._table(drawn))])
+        return chart if self.numbers is None else joined([chart, folded("table of the numbers", self._table(drawn))])
 
     def _table(self, curves: Sequence[Curve]) -> Html:
-        """The numbers of the picture: steps down, curves across, rows spread over all steps."""
+        """Returns a table of the curves' values: a column for each curve, a row for each of at most 25 steps."""
         assert self.numbers is not None
         steps = sorted({step for curve in curves for step, _ in curve.points})
         if len(steps) > _MOST_NUMBERS:
@@ -187,7 +187,7 @@ class Curves(Picture):
 
 
 class SideBySide(Picture):
-    """Small charts of a page, as many in a row as there is room for; a terminal shows none."""
+    """Small charts of an HTML page, as many in a row as fit; a terminal shows none of them."""
 
     def __init__(self, *pictures: Picture) -> None:
         self._pictures = pictures
@@ -201,7 +201,7 @@ class SideBySide(Picture):
 
 
 class _Chart:
-    """Curves with at least one point each, as SVG."""
+    """The SVG of curves that have at least one point each."""
 
     def __init__(self, picture: Curves, curves: Sequence[Curve]) -> None:
         self._picture, self._curves = picture, curves
@@ -259,7 +259,7 @@ class _Chart:
             yield tag("text", _step(step), x=percent(place), y=self._picture.height + 18, class_=css)
 
     def _written_steps(self) -> list[float]:
-        """Those below the axis: the first, the last, and round ones between them; or each."""
+        """Returns the steps that label the x axis: the first, the last and round ones between them, or all steps."""
         if self._every or len(self._steps) < 3:
             return self._steps
         first, last = self._steps[0], self._steps[-1]
@@ -268,7 +268,7 @@ class _Chart:
         return [first, *(tick for tick in ticks if first + room < tick < last - room), last]
 
     def _looks(self) -> list[str]:
-        """Each curve's classes: a colour of its own, or for a prediction that of the curve before it."""
+        """Returns each curve's CSS classes: a new colour, or for a prediction the colour of the previous curve."""
         looks: list[str] = []
         place = -1
         for curve in self._curves:
@@ -278,7 +278,7 @@ class _Chart:
         return looks
 
     def _description(self) -> str:
-        """Describes the picture in words, for readers who do not see it."""
+        """Returns a description of the chart for screen readers."""
         show = self._picture.show
         return "; ".join(
             f"{curve.name} from {show(curve.points[0][1])} at {_step(curve.points[0][0])} to "
@@ -299,7 +299,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
-    """Round bounds around the values, and the round numbers to write between them."""
+    """Returns round bounds (low, high) around the values, and the round numbers that label the axis."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         pad = abs(high) / 2 or 1.0
         low, high = low - pad, high + pad
@@ -311,7 +311,7 @@ def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
 
 
 def _log_axis(low: float, high: float) -> tuple[float, float, list[float]]:
-    """The powers of ten, their doubles and halves between which positive values lie, and those to write."""
+    """Returns bounds (low, high) around positive values, 1, 2 or 5 times a power of ten, and the labelled numbers."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
     first = max((tick for tick in ticks if tick <= low), default=ticks[0])

@@ -1,5 +1,4 @@
-"""The screens of `canzona data prepare`: a progress bar on a terminal, lines when piped,
-and the result at the end."""
+"""The screens of `canzona data prepare`: a progress bar in a terminal, lines in a pipe, and the result."""
 
 import time
 from collections.abc import Iterator
@@ -16,12 +15,15 @@ from canzona_cli.data.sidecar import Sidecar
 from canzona_cli.run.words import clean, count, plural, size
 
 _LINE_INTERVAL_S = 5.0
-_KEPT_NAMES = 3
+_MOST_NAMES = 3
 
 
 @contextmanager
 def preparation_progress() -> Iterator[OnProgress]:
-    """Shows how far a build is, on standard error: standard output has only the result."""
+    """Shows the progress of a build on standard error, so that standard output has only the result.
+
+    Yields a function to call with each progress.
+    """
     console = Console(stderr=True, highlight=False)
     columns = (
         SpinnerColumn(),
@@ -37,16 +39,16 @@ def preparation_progress() -> Iterator[OnProgress]:
 
         def show(progress: BuildProgress) -> None:
             nonlocal printed
-            begins = progress.stage != task.description
-            if begins:
+            is_new_stage = progress.stage != task.description
+            if is_new_stage:
                 bar.reset(task.id, description=progress.stage)
-            # Set directly: to `update`, a total of None means "as before", not "unknown".
+            # Set here, because `update` takes a total of None as "unchanged", not as "unknown".
             task.total = None if _is_learning(progress) else progress.total
             bar.update(task.id, completed=progress.done, facts=_facts(progress, task.speed or 0.0))
-            if not console.is_terminal and (begins or time.monotonic() - printed >= _LINE_INTERVAL_S):
+            if not console.is_terminal and (is_new_stage or time.monotonic() - printed >= _LINE_INTERVAL_S):
                 printed = time.monotonic()
                 share = f" {progress.done / progress.total:.0%}" if progress.total else ""
-                facts = "" if begins else f" {task.fields['facts']}"
+                facts = "" if is_new_stage else f" {task.fields['facts']}"
                 console.print(f"{progress.stage}{share}{facts}", soft_wrap=True)
 
         yield show
@@ -67,12 +69,12 @@ def _facts(progress: BuildProgress, bytes_per_s: float) -> str:
 
 
 def _is_learning(progress: BuildProgress) -> bool:
-    """True until the sample has been read; what follows reports no progress."""
+    """Returns True once the sample has been read: the learning after that reports no progress."""
     return progress.stage == "learn vocabulary" and progress.done == progress.total
 
 
 def print_prepared(built: Built) -> None:
-    """Print what a build made, what it skipped, and how to train on it."""
+    """Prints what a build wrote and dropped, notes, and the command that trains on the data."""
     console = Console(highlight=False)
     made = built.sidecar
     per_token = made.text_bytes / made.tokens
@@ -83,26 +85,29 @@ def print_prepared(built: Built) -> None:
         ("inputs", f"{plural(made.input_count, 'input')}, {size(made.text_bytes)} of text ({made.text_bytes:,} bytes)"),
         ("documents", documents),
         *((("dropped", _dropped(made)),) if made.dropped else ()),
-        ("tokens", f"{made.tokens:,} ({per_token:.2f} bytes a token), {made.dtype}, largest id {made.max_token_id:,}"),
+        (
+            "tokens",
+            f"{made.tokens:,} ({per_token:.2f} bytes per token), {made.dtype}, largest id {made.max_token_id:,}",
+        ),
         ("tokenizer", f"{clean(made.tokenizer)}, {made.vocab_size:,} ids, {made.eod} ends a document"),
         *(("file", f"{clean(path)} ({size(path.stat().st_size)})") for path in built.files),
     ]
     for label, value in rows:
-        # Unwrapped, so that a path can be copied, or cut out of piped output.
+        # Not wrapped, so that a path can be copied or taken from piped output.
         console.print(Text.assemble((f"{label:<11}", "dim"), value), soft_wrap=True)
     command = train_command(built)
     for note in _notes(built, command):
         console.print(Text.assemble((f"{'note':<11}", "yellow"), note), soft_wrap=True)
-    console.print(Text("\nTrain on it (any recipe whose vocabulary covers the ids):"))
+    console.print(Text("\nTrain on this data (with any recipe whose vocabulary covers the ids):"))
     console.print(Text(f"  {command}", style="bold"), soft_wrap=True)
 
 
 def _dropped(made: Sidecar) -> str:
-    """`3: 2 empty, 1 not JSON (a.jsonl:7)`."""
+    """Returns the dropped documents by reason, such as `3: 2 empty, 1 not JSON (a.jsonl:7)`."""
     counts = ", ".join(f"{number:,} {clean(reason)}" for reason, number in made.dropped.items())
     bad = sum(made.dropped.values()) - made.dropped.get("empty", 0) - made.dropped.get("binary file", 0)
-    named = ", ".join(f"{clean(line.path)}:{line.line}" for line in made.bad_lines[:_KEPT_NAMES])
-    more = f" and {bad - _KEPT_NAMES:,} more, in the .json" if bad > _KEPT_NAMES else ""
+    named = ", ".join(f"{clean(line.path)}:{line.line}" for line in made.bad_lines[:_MOST_NAMES])
+    more = f" and {bad - _MOST_NAMES:,} more, listed in the .json" if bad > _MOST_NAMES else ""
     return f"{sum(made.dropped.values()):,}: {counts}" + (f" ({named}{more})" if named else "")
 
 
@@ -112,14 +117,14 @@ def _notes(built: Built, command: str) -> Iterator[str]:
         yield f"{made.replaced:,} invalid characters (not UTF-8) were replaced by U+FFFD or '?'"
     if built.already_there:
         done = f"{built.already_there:,} of {made.input_count:,} inputs"
-        yield f"{done} were already there from an unfinished preparation"
+        yield f"{done} were already prepared by an earlier, unfinished run"
     if built.skipped:
-        names = ", ".join(clean(name) for name in built.skipped[:_KEPT_NAMES])
-        more = f" and {len(built.skipped) - _KEPT_NAMES:,} more" if len(built.skipped) > _KEPT_NAMES else ""
+        names = ", ".join(clean(name) for name in built.skipped[:_MOST_NAMES])
+        more = f" and {len(built.skipped) - _MOST_NAMES:,} more" if len(built.skipped) > _MOST_NAMES else ""
         yield f"{plural(len(built.skipped), 'file')} skipped because they are not text: {names}{more}"
     if built.vocabulary_sampled:
-        yield "the vocabulary was learnt from a 64 MiB sample, the same one every time"
+        yield "the vocabulary was trained on a 64 MiB sample, the same sample in every run"
     if made.tokenizer_kind == "bpe" and built.asked_vocab_size and made.vocab_size < built.asked_vocab_size:
         yield f"the text yields only {made.vocab_size:,} of the {built.asked_vocab_size:,} entries asked for"
     if "train.eval_interval=0" in command:
-        yield "too little text to hold any out for validation; --document line makes more, shorter documents"
+        yield "too few documents to hold any out for validation; --document line makes more, shorter documents"

@@ -1,7 +1,7 @@
-"""Pages for a browser: what the terminal says, in the same words, with pictures instead of its characters.
+"""HTML pages: the text of the terminal views, with SVG charts instead of character charts.
 
-A page is one file: no network, no other file, light or dark as its reader's system is, from 400 pixels on. The
-page around the markup is `page.html`, a template.
+A page is a single file that loads nothing else. It follows the light or dark theme of the system and is readable
+from a width of 400 pixels. `page.html` is the template.
 """
 
 import base64
@@ -27,34 +27,34 @@ from canzona_cli.run.words import clean
 
 SCREEN = Screen(width=120, colour=True, page=True)
 Mood = Literal["good", "bad", "odd"]
-"""The mood of a status: done; failed; anything else."""
+"""The colour class of a status: good for done, bad for failed, odd for anything else."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A titled part of a page."""
+    """A section of a page, with a title."""
 
     title: str
     lead: str = ""
-    """The line under the title: units, what is compared with what."""
+    """The line below the title: units, explanations."""
     body: Html
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A page."""
+    """An HTML page."""
 
     kind: str
-    """The command: `canzona report`."""
+    """The command that made the page, such as `canzona report`."""
     title: str
     status: str = ""
     mood: Mood = "odd"
     top: Html = NOTHING
-    """The content before all sections."""
+    """The content before the first section."""
     sections: Sequence[Section]
 
     def text(self) -> str:
-        """The whole file. Its own style and script are all that a browser is allowed to use."""
+        """Returns the HTML file. Its security policy allows a browser only the style and script in the file."""
         from jinja2 import Environment
 
         template, css, script = (
@@ -68,20 +68,20 @@ class Document:
         )
 
     def write(self, path: Path) -> None:
-        """Write the file.
+        """Writes the page to `path`, and creates the folders above it.
 
         Raises:
-            EnvironmentProblem: it cannot be written.
+            EnvironmentProblem: the file cannot be written.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text_atomic(path, self.text())
         except OSError as error:
-            raise unwritable("--html", path, error, fix="name another place with --html FILE.html") from None
+            raise unwritable("--html", path, error, fix="give another file with --html FILE.html") from None
 
 
 def _shown(value: object) -> object:
-    """A value as the template writes it: markup as it is, anything else without control characters."""
+    """Returns markup unchanged, and any other value as text without control characters."""
     return value if isinstance(value, Html) else clean(value)
 
 
@@ -90,10 +90,10 @@ def _hash(text: str) -> str:
 
 
 def document(kind: str, view: Page) -> Document:
-    """A terminal's view as a page; its first line is the title.
+    """Returns a terminal view as an HTML page; the view's first line is the title.
 
     Args:
-        kind: the command.
+        kind: the command, such as `canzona plan`.
     """
     heading, *parts = _flat(view.parts(SCREEN))
     title = " ".join(str(_text(heading)).split())
@@ -104,7 +104,7 @@ def document(kind: str, view: Page) -> Document:
 
 
 def sections(parts: Iterable[RenderableType]) -> list[Section]:
-    """The parts of a view; a paragraph that begins with a bold title begins a section."""
+    """Divides a view into sections; a paragraph that starts with bold text starts a section."""
     closed: list[Section] = []
     title, lead, body = "", "", list[RenderableType]()
 
@@ -124,7 +124,7 @@ def sections(parts: Iterable[RenderableType]) -> list[Section]:
 
 
 def elements(parts: Iterable[RenderableType]) -> Html:
-    """Tables, pictures, labelled lines, remarks."""
+    """Returns the markup of the parts of a section; consecutive labelled lines become one list."""
     shown: list[Html] = []
     rows: list[tuple[str, str]] = []
     for part in _flat(parts):
@@ -165,8 +165,8 @@ def _text(part: RenderableType) -> Text | None:
 
 
 def _title(text: Text) -> str:
-    """The bold words it begins with, or all of a bold line; empty where there are none."""
+    """Returns the bold start of a line, or the text of a bold line; empty if the line does not start in bold."""
     if str(text.style) == "bold":
         return text.plain.strip()
-    begins = [span.end for span in text.spans if span.start == 0 and str(span.style) == "bold"]
-    return text.plain[: begins[0]] if begins else ""
+    ends = [span.end for span in text.spans if span.start == 0 and str(span.style) == "bold"]
+    return text.plain[: ends[0]] if ends else ""

@@ -1,5 +1,4 @@
-"""The text of errors at the terminal: what, where, why and what to do,
-for every problem at once; or of a bug."""
+"""The error messages of all commands: each problem's setting, value, reason and fix, or the report of a bug."""
 
 import os
 import sys
@@ -22,7 +21,7 @@ _LONGEST_VALUE = 200
 
 
 def show_failure(error: Exception) -> int:
-    """Say what ended the command, on standard error; returns its exit code."""
+    """Prints the error that ended the command on standard error; returns the exit code."""
     known = error if isinstance(error, CanzonaError) else of_the_machine(error)
     if known is None:
         return _show_bug(error)
@@ -32,7 +31,10 @@ def show_failure(error: Exception) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorView(Page):
-    """A headline, then per problem `key = value`, the reason and the fix behind an arrow."""
+    """A headline, then for each problem `key = value`, the reason, and the fix after an arrow.
+
+    Consecutive problems with the same reason and fix share them.
+    """
 
     error: CanzonaError
 
@@ -59,7 +61,7 @@ def _place(problem: Problem) -> str:
     value = clean(str(shown).lower() if isinstance(shown, bool) else shown)
     if len(value) > _LONGEST_VALUE:
         value = value[: _LONGEST_VALUE - 3] + "..."
-    # An empty string would read as a forgotten value.
+    # Without the quotes, an empty string would look like a missing value.
     return f"{place} = {value or "''"}"
 
 
@@ -74,5 +76,5 @@ def _show_bug(error: Exception) -> int:
     except OSError:
         sys.stderr.write(report)
     else:
-        sys.stderr.write(f"The traceback is in {path}; please report it together with what you did.\n")
+        sys.stderr.write(f"The traceback is in {path}; please report it and describe what you did.\n")
     return int(ExitCode.CRASH)

@@ -1,4 +1,4 @@
-"""The description of a run: what is trained, on what, in which layout, where it goes."""
+"""The description of a run: model, optimizer, layout, plan, batch, data and run directory."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,27 +12,27 @@ from canzona_cli.run.words import clean, count, duration, layout_code, layout_wo
 from canzona_cli.simulate.predict import Outlook
 
 if TYPE_CHECKING:
-    from canzona_cli.launch.view import Earlier  # and with it all records of a run, which plans do without
+    from canzona_cli.launch.view import Earlier  # it imports all records of a run, which plans do not need
 
 
 def rank_word(device: Device | None) -> str:
-    """Returns the word for a rank on this hardware."""
+    """Returns the word for a rank on this device: GPU, CPU rank, or rank if the device is unknown."""
     return {"cuda": "GPU", "cpu": "CPU rank", None: "rank"}[device]
 
 
 def describe_layout(layout: Layout, unit: str) -> str:
-    """`8 GPUs: TP 2 × PP 2 × DP 2`."""
+    """Returns a layout as `8 GPUs: TP 2 × PP 2 × DP 2`."""
     return f"{plural(layout.world_size, unit)}: {layout_words(layout, times='×')}"
 
 
 def layout_name(layout: Layout) -> str:
-    """`TP2 DP4 (micro-batch 4, full recomputation)`."""
+    """Returns a layout as `TP2 DP4 (micro-batch 4, full recomputation)`."""
     again = "" if layout.recompute == "none" else f", {layout.recompute} recomputation"
     return f"{layout_code(layout)} (micro-batch {layout.micro_batch_size}{again})"
 
 
 def describe_batch(layout: Layout, seq_length: int) -> str:
-    """`32 sequences × 256 = 8,192 tokens a step (micro-batch 4 × accumulation 4 × DP 2)`."""
+    """Returns `32 sequences × 256 = 8,192 tokens a step (micro-batch 4 × accumulation 4 × DP 2)`."""
     return (
         f"{layout.global_batch_size:,} sequences × {seq_length:,} = "
         f"{layout.global_batch_size * seq_length:,} tokens a step ({batch_factors(layout)})"
@@ -40,17 +40,17 @@ def describe_batch(layout: Layout, seq_length: int) -> str:
 
 
 def batch_factors(layout: Layout) -> str:
-    """The factors of the global batch: `micro-batch 4 × accumulation 4 × DP 2`."""
+    """Returns the factors of the global batch: `micro-batch 4 × accumulation 4 × DP 2`."""
     return f"micro-batch {layout.micro_batch_size} × accumulation {layout.num_microbatches} × DP {layout.dp}"
 
 
 def optimizer_words(name: str, strategy: str) -> str:
-    """`muon (canzona)`; AdamW needs no strategy, and no optimizer (of imported weights) has none."""
+    """Returns `muon (canzona)`; only the name for AdamW, and where name and strategy are equal."""
     return clean(name) if name in ("adamw", strategy) else f"{clean(name)} ({clean(strategy)})"
 
 
 def describe_optimizer(config: RunConfig) -> str:
-    """`muon (canzona), lr 0.003 cosine, bf16`; a user's own optimizer has a source."""
+    """Returns `muon (canzona), lr 0.003 cosine, bf16`; the name of a custom optimizer includes its source."""
     name: str = config.optimizer.name
     if isinstance(config.optimizer, CustomConfig):
         name += f" {config.optimizer.source}"
@@ -59,16 +59,16 @@ def describe_optimizer(config: RunConfig) -> str:
 
 
 def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
-    """`Python standard library, byte tokenizer, 12.3 M tokens, 1,204 documents`."""
+    """Returns `Python standard library, byte tokenizer, 12.3 M tokens, 1,204 documents`; no counts without a corpus."""
     source = "Python standard library" if config.data.source == "stdlib" else (config.data.path or "prepared")
     if corpus is not None and len(corpus.sets) > 1:
-        source = " + ".join(f"{one.share:.1%} {one.name} ({count(one.tokens)} tokens)" for one in corpus.sets)
+        source = " + ".join(f"{part.share:.1%} {part.name} ({count(part.tokens)} tokens)" for part in corpus.sets)
     elif config.data.blend:
         source = " + ".join(f"{weight:g} {path}" for path, weight in config.data.blend.items())
     parts = [clean(source)]
     if corpus is None:
         parts.append(f"{clean(config.data.tokenizer)} tokenizer")
-        return ", ".join(parts) + ("; prepared when a run needs it" if config.data.source == "stdlib" else "")
+        return ", ".join(parts) + ("; prepared when a run first needs it" if config.data.source == "stdlib" else "")
     parts += [
         f"{clean(corpus.tokenizer)} tokenizer",
         f"{count(corpus.tokens)} tokens",
@@ -78,7 +78,7 @@ def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
 
 
 def outlook_rows(config: RunConfig, ahead: Outlook) -> list[tuple[str, str]]:
-    """Returns the (label, value) rows of a simulated step, for a plan and for a dry run."""
+    """Returns (label, value) rows: the simulated speed and training time, and the size of checkpoints."""
     unit = rank_word(config.cluster.device)
     number = ahead.checkpoints_kept
     return [
@@ -87,17 +87,17 @@ def outlook_rows(config: RunConfig, ahead: Outlook) -> list[tuple[str, str]]:
             f"{count(ahead.tokens_per_s)} tokens/s, {count(ahead.tokens_per_s_per_gpu)} per {unit}, "
             f"MFU {100 * ahead.mfu:.1f}% (simulated)",
         ),
-        ("training", f"{duration(ahead.training_s)} for {config.train.steps:,} steps, saves and validation aside"),
+        ("training", f"{duration(ahead.training_s)} for {config.train.steps:,} steps, without saves and validation"),
         (
             "checkpoints",
-            f"{size(ahead.checkpoint_bytes)} each, {number} kept: {size(number * ahead.checkpoint_bytes)} on the disk; "
-            f"saving takes about {size(ahead.host_bytes)} of each machine's own memory",
+            f"{size(ahead.checkpoint_bytes)} each, {number} kept: {size(number * ahead.checkpoint_bytes)} on disk; "
+            f"saving needs about {size(ahead.host_bytes)} of host memory on each machine",
         ),
     ]
 
 
 def describe_plan(obtained: Obtained) -> str:
-    """`1a2b3c4d: load balance 1.02 (lower bound 1.01), 12 ms of updates; from plans/...json`."""
+    """Returns a plan's name, load balance, update time on the busiest rank, and file."""
     reached = balance(obtained.plan)
     origin = "" if obtained.path is None else f"; from {clean(obtained.path)}"
     return (
@@ -107,8 +107,7 @@ def describe_plan(obtained: Obtained) -> str:
 
 
 def routing_rows(config: RunConfig) -> list[tuple[str, str]]:
-    """Returns rows that say which parameters are matrices and which are AdamW's:
-    count and elements by name."""
+    """Returns rows that list which parameters are updated as matrices and which by AdamW."""
     routes = routing(config)
     return [
         (label, _routed(named)) for label, named in (("matrices", routes.matrices), ("adamw", routes.adamw)) if named
@@ -116,12 +115,13 @@ def routing_rows(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _routed(named: tuple[Routed, ...]) -> str:
-    """`28 with 2.95 M elements: 4 layers.*.q (262 k), ...`."""
+    """Returns parameters as `28 with 2.95 M elements: 4 layers.*.q (262 k), ...`."""
     names = ", ".join(
-        f"{one.count:,} {one.pattern.removeprefix('decoder.').removesuffix('.weight')} ({count(one.elements)})"
-        for one in named
+        f"{routed.count:,} {routed.pattern.removeprefix('decoder.').removesuffix('.weight')} ({count(routed.elements)})"
+        for routed in named
     )
-    return f"{sum(one.count for one in named):,} with {count(sum(one.elements for one in named))} elements: {names}"
+    elements = count(sum(routed.elements for routed in named))
+    return f"{sum(routed.count for routed in named):,} with {elements} elements: {names}"
 
 
 def header_rows(
@@ -133,7 +133,7 @@ def header_rows(
     plan: Obtained | None = None,
     earlier: "Earlier | None" = None,
 ) -> list[tuple[str, str]]:
-    """(label, value) rows, in the order they are shown."""
+    """Returns the description of a run as (label, value) rows; rows whose argument is None are left out."""
     from canzona_cli.model.families import parameter_count
 
     unit = rank_word(config.cluster.device)

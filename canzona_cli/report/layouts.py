@@ -1,5 +1,5 @@
-"""The screens of layouts: a plan of every size and the fastest layouts (`canzona plan`), and each size on each
-number of GPUs (`canzona recipes layouts`)."""
+"""The screens about layouts: a plan for each built-in size and the fastest layouts of a run (`canzona plan`), and a
+recipe's layout on each number of GPUs (`canzona recipes layouts`)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,18 +25,18 @@ from canzona_cli.simulate.compare import Study, study_run
 from canzona_cli.simulate.predict import LABELS, Outlook, outlook
 
 VERSION = 2
-"""The version of what `--json` prints; additions keep it."""
+"""The version of the overview's JSON: additions keep the number, any other change raises it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizePlan:
-    """One recipe's plan; without a study where the model does not fit."""
+    """The plan of one recipe; `study` is None if the model does not fit."""
 
     config: RunConfig
     study: Study | None
 
     def as_json(self) -> dict[str, object]:
-        """The figures of its line."""
+        """Returns the figures of the recipe's row."""
         figures: dict[str, object] = {
             "recipe": self.config.name,
             "gpus": self.config.gpus,
@@ -63,7 +63,7 @@ class SizePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Overview(Page):
-    """A line per size, readable from 80 columns."""
+    """A table with a row for each size; it fits in 80 columns."""
 
     plans: tuple[SizePlan, ...]
 
@@ -82,12 +82,12 @@ class Overview(Page):
             table.add_row(*_cells(plan), style="" if plan.study is not None else "yellow")
         yield table
         yield note(
-            "GiB: of the fullest GPU; balance: updates of the slowest rank over the mean; bound: the least any plan "
-            "can reach; step: of the optimizer; /lw, /sc: how many times longer it is with layerwise and sc; AdamW: "
-            "overhead over its iteration in this layout; -: does not fit in it"
+            "GiB: of the fullest GPU; balance: update time of the slowest rank over the mean; bound: lower bound on "
+            "balance; step: optimizer step; /lw, /sc: optimizer step of layerwise and sc over this one; AdamW: "
+            "iteration overhead over AdamW in this layout; -: layerwise, sc or AdamW does not fit"
         )
         first = self.plans[0].config
-        yield wrapped(f"Look at one: canzona plan recipe={first.name} gpus={first.gpus} --dry-run")
+        yield wrapped(f"Details of one: canzona plan recipe={first.name} gpus={first.gpus} --dry-run")
 
     def as_json(self) -> dict[str, object]:
         """Returns what `--json` prints."""
@@ -95,10 +95,10 @@ class Overview(Page):
 
 
 def overview(overrides: Sequence[str], recipes_dirs: Iterable[Path]) -> Overview:
-    """Plan every built-in size for GPUs.
+    """Plans every built-in size.
 
     Args:
-        overrides: settings for all of them, without a recipe.
+        overrides: the settings for all sizes, without a recipe.
 
     Raises:
         ConfigError: an override is impossible.
@@ -137,12 +137,12 @@ def _cells(plan: SizePlan) -> tuple[str, ...]:
 LAYOUTS_VERSION = 1
 SHOWN = 8
 _WORTH_NAMING = 0.005
-"""Share of a step."""
+"""The least share of an iteration that is listed under `limited by`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FastestLayouts(Page):
-    """A table of the fastest, with the one that a run gets in bold."""
+    """A table of the fastest layouts; the first, in bold, is the one that a run gets by default."""
 
     config: RunConfig
     search: LayoutSearch
@@ -155,21 +155,21 @@ class FastestLayouts(Page):
         unit = rank_word(config.cluster.device)
         yield headed(clean(config.name), f" on {plural(config.gpus, unit)}, {clean(config.cluster.name)}, {optimizer}")
         heads = ("batch", "recompute", "iteration", "slower", f"tokens/s/{unit}", "MFU", "GiB", "limited by")
-        yield rows_table(heads, ((layout_code(one.layout), self._cells(one)) for one in best), bold=0)
+        yield rows_table(heads, ((layout_code(tried.layout), self._cells(tried)) for tried in best), bold=0)
         yield note(
-            "batch: micro-batch x accumulation x DP; slower: per sequence, than the first; GiB: on the fullest "
-            f"rank, of {capacity(config) / GIB:.1f}; limited by: share of the iteration"
+            "batch: micro-batch x accumulation x DP; slower: time per sequence, relative to the first; GiB: on the "
+            f"fullest rank, of {capacity(config) / GIB:.1f}; limited by: largest shares besides compute"
         )
         yield Text()
         yield wrapped(self._why())
         yield wrapped(
-            f"{self.search.legal:,} layouts are possible and fit; {self.search.simulated:,} were simulated, and the "
-            "others seem slower.",
+            f"{self.search.legal:,} layouts are legal and fit; {self.search.simulated:,} of them were simulated, the "
+            "others are estimated to be slower.",
             "dim",
         )
 
     def as_json(self) -> dict[str, object]:
-        """The stable form: additions keep `version`, anything else raises it."""
+        """Returns the JSON: additions keep `version`, any other change raises it."""
         return {
             "version": LAYOUTS_VERSION,
             "recipe": self.config.name,
@@ -180,44 +180,44 @@ class FastestLayouts(Page):
             "capacity_bytes": capacity(self.config),
             "layouts": [
                 {
-                    "layout": asdict(one.layout),
-                    "iteration_s": one.iteration_s,
-                    "slower": self._slower(one),
-                    "memory_bytes": one.memory_bytes,
-                    "spent": asdict(one.spent),
-                    "limits": [{"name": name, "seconds": seconds} for name, seconds in one.spent.limits],
-                    **asdict(self._outlook(one)),
+                    "layout": asdict(tried.layout),
+                    "iteration_s": tried.iteration_s,
+                    "slower": self._slower(tried),
+                    "memory_bytes": tried.memory_bytes,
+                    "spent": asdict(tried.spent),
+                    "limits": [{"name": name, "seconds": seconds} for name, seconds in tried.spent.limits],
+                    **asdict(self._outlook(tried)),
                 }
-                for one in self.search.best
+                for tried in self.search.best
             ],
             "why": self._why(),
         }
 
-    def _outlook(self, one: Tried) -> Outlook:
-        return outlook(self.config, one.layout, one.iteration_s)
+    def _outlook(self, tried: Tried) -> Outlook:
+        return outlook(self.config, tried.layout, tried.iteration_s)
 
-    def _slower(self, one: Tried) -> float:
-        return one.per_sequence_s / self.search.best[0].per_sequence_s - 1
+    def _slower(self, tried: Tried) -> float:
+        return tried.per_sequence_s / self.search.best[0].per_sequence_s - 1
 
-    def _cells(self, one: Tried) -> tuple[str, ...]:
-        layout, ahead = one.layout, self._outlook(one)
-        limits = [f"{name} {share:.0%}" for name, share in _shares(one) if share >= _WORTH_NAMING]
+    def _cells(self, tried: Tried) -> tuple[str, ...]:
+        layout, ahead = tried.layout, self._outlook(tried)
+        limits = [f"{name} {share:.0%}" for name, share in _shares(tried) if share >= _WORTH_NAMING]
         return (
             f"{layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
             layout.recompute,
-            step_time(one.iteration_s),
-            f"{self._slower(one):.1%}" if one is not self.search.best[0] else "",
+            step_time(tried.iteration_s),
+            f"{self._slower(tried):.1%}" if tried is not self.search.best[0] else "",
             count(ahead.tokens_per_s_per_gpu),
             f"{ahead.mfu:.1%}",
-            f"{one.memory_bytes / GIB:.1f}",
+            f"{tried.memory_bytes / GIB:.1f}",
             ", ".join(limits[:2]),
         )
 
     def _why(self) -> str:
-        """Says where the first gains on the second, and where it loses."""
+        """Explains by which parts of a step the fastest layout differs from the second fastest."""
         first, *others = self.search.best
         if not others:
-            return f"{layout_code(first.layout)} is the only layout that is possible and fits."
+            return f"{layout_code(first.layout)} is the only layout that is legal and fits."
         second = others[0]
         scale = first.layout.global_batch_size / second.layout.global_batch_size
         apart = {
@@ -229,13 +229,13 @@ class FastestLayouts(Page):
         reasons = [f"{step_time(abs(by))} {_sign(by)} {name}" for name, by in named[:3] if abs(by) > least]
         return (
             f"{layout_name(first.layout)} has the shortest simulated step per sequence. The next, "
-            f"{layout_name(second.layout)}, is {self._slower(second):.2%} slower; against it, for a batch, the first "
-            f"has {', '.join(reasons)}."
+            f"{layout_name(second.layout)}, is {self._slower(second):.2%} slower; compared with it, for a batch, "
+            f"the first has {', '.join(reasons)}."
         )
 
 
 def layouts_of(config: RunConfig) -> FastestLayouts:
-    """Search the fastest layouts of a run as composed.
+    """Searches the fastest layouts of a composed run.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -243,12 +243,12 @@ def layouts_of(config: RunConfig) -> FastestLayouts:
     """
     result = search(config, SHOWN)
     if not result.best:
-        make_plan(*fit.resolve(config))  # says what does not fit
+        make_plan(*fit.resolve(config))  # raises an error that explains what does not fit
     return FastestLayouts(config=config, search=result)
 
 
-def _shares(one: Tried) -> list[tuple[str, float]]:
-    return [(name, seconds / one.iteration_s) for name, seconds in one.spent.limits]
+def _shares(tried: Tried) -> list[tuple[str, float]]:
+    return [(name, seconds / tried.iteration_s) for name, seconds in tried.spent.limits]
 
 
 def _sign(by: float) -> str:
@@ -260,13 +260,13 @@ GPU_COUNTS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutRow:
-    """One number of GPUs."""
+    """The layout of a recipe on one number of GPUs."""
 
     gpus: int
     candidate: Candidate | None
-    """The layout chosen, or the one that needs least memory where none fits; None where there is none."""
+    """The chosen layout, or if none fits the one that needs least memory; None if no layout is legal."""
     note: str
-    """The note on what would make it fit, or why there is no layout."""
+    """The settings with which a layout would fit, or the reason why no layout is legal; empty if one fits."""
 
     @property
     def fits(self) -> bool:
@@ -275,13 +275,13 @@ class LayoutRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts(Page):
-    """All rows of one recipe, readable from 80 columns."""
+    """A recipe's table with a row for each number of GPUs; it fits in 80 columns."""
 
     config: RunConfig
     rows: tuple[LayoutRow, ...]
 
     def as_json(self) -> dict[str, object]:
-        """Its part of `canzona recipes layouts --json`."""
+        """Returns the recipe's part of `canzona recipes layouts --json`."""
         rows = [
             {
                 "gpus": row.gpus,
@@ -306,15 +306,18 @@ class Layouts(Page):
             total, body = published[model.name]
             parameters += f" (published {total}), {_billions(parameters_of.non_embedding)} without embeddings ({body})"
         yield wrapped(parameters, "dim")
-        yield wrapped("batch: sequences a step = micro-batch x accumulation x DP", "dim")
+        yield wrapped(
+            f"batch: sequences per step = micro-batch x accumulation x DP; PP2x9: 2 pipeline stages of 9 model chunks "
+            f"each; GiB/rank: fullest rank, of at most {capacity(self.config) / GIB:.1f}",
+            "dim",
+        )
         ranks = "GPUs" if cluster.device == "cuda" else "ranks"
         table = Table()
         table.add_numbers(ranks)
         table.add_column("layout", min_width=14, no_wrap=True)
         table.add_numbers("batch")
         table.add_column("recompute", no_wrap=True)
-        # The title may fold on a narrow terminal, so that no number is cut.
-        table.add_column(f"GiB of {capacity(self.config) / GIB:.1f}", justify="right")
+        table.add_column("GiB/rank", justify="right")
         for row in self.rows:
             table.add_row(*_layout_cells(row), style="" if row.fits else "yellow")
         yield table
@@ -324,7 +327,7 @@ class Layouts(Page):
 
 
 def layouts(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -> Layouts:
-    """Fit `config` to each number of GPUs, whatever its own."""
+    """Chooses a layout for each number of GPUs; the number that `config` sets is ignored."""
     free = replace(config, cluster=replace(config.cluster, nodes=None))
     return Layouts(config=free, rows=tuple(_row(replace(free, gpus=gpus)) for gpus in gpu_counts))
 

@@ -1,4 +1,4 @@
-"""The screens of `canzona clusters` and `canzona doctor`: hardware profiles, and what is found on this machine."""
+"""The screens of `canzona clusters` and `canzona doctor`: hardware profiles, and the checks of this machine."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,18 +18,18 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileList(Page):
-    """A line for each."""
+    """A table with a row for each hardware profile."""
 
     profiles: Sequence[Profile]
 
     def as_json(self) -> dict[str, object]:
-        """The stable form of `canzona clusters list --json`."""
+        """Returns the JSON of `canzona clusters list --json`."""
         return {"version": VERSION, "clusters": [_content(profile) for profile in self.profiles]}
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         table = Table("cluster")
-        table.add_numbers("ranks", "GiB", "TFLOP/s", "memory", "inside", "between")
-        table.add_words("numbers", "from")
+        table.add_numbers("ranks", "GiB", "TFLOP/s", "mem BW", "intra", "inter")
+        table.add_words("calibrated", "from")
         for profile in self.profiles:
             cluster = profile.cluster
             origin = "built-in" if profile.builtin else shown(profile.path)
@@ -40,19 +40,19 @@ class ProfileList(Page):
             sizes = (cluster.memory_gib, cluster.bf16_tflops, cluster.memory_gb_per_s)
             links = (cluster.intra_node_gb_per_s, cluster.inter_node_gb_per_s)
             numbers = [str(cluster.gpus_per_node), *(f"{value:,g}" for value in (*sizes, *links))]
-            table.add_row(profile.name, *numbers, "measured" if cluster.calibrated else "not measured", origin)
+            table.add_row(profile.name, *numbers, "yes" if cluster.calibrated else "no", origin)
         yield table
         yield note(
-            "ranks: GPUs or processes of a machine; TFLOP/s: dense bf16 peak; memory, inside, between: GB/s of one "
-            "rank's memory, and of its links inside a machine and between machines, one direction"
+            "ranks: GPUs or CPU processes per node; GiB: memory per rank; TFLOP/s: dense bf16 peak per rank; mem BW, "
+            "intra, inter: bandwidth per rank in GB/s of memory, intra-node links and inter-node links, one direction"
         )
         yield note(
-            "not measured: not by `canzona calibrate`; `canzona clusters show NAME` says where each number is from"
+            "calibrated: measured by `canzona calibrate`; `canzona clusters show NAME` lists where each number is from"
         )
 
 
 def profile_json(profile: Profile) -> dict[str, object]:
-    """The stable form of `canzona clusters show --json`."""
+    """Returns the JSON of `canzona clusters show --json`."""
     return {"version": VERSION, **_content(profile)}
 
 
@@ -77,7 +77,7 @@ _MARKS: Mapping[Status, tuple[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosisView(Page):
-    """A row for each finding, fixes below what needs one, and at the end what can run here."""
+    """A table with a row for each finding, its fix below it if there is one, and a verdict on what can run here."""
 
     diagnosis: Diagnosis
 
@@ -99,7 +99,7 @@ class DiagnosisView(Page):
         diagnosis = self.diagnosis
         failures, warnings = diagnosis.count("fail"), diagnosis.count("warn")
         if failures:
-            text = Text(f"{plural(failures, 'finding')} must be fixed before anything can run here", style="bold red")
+            text = Text(f"{plural(failures, 'failure')} must be fixed before anything can run here", style="bold red")
             yield text.append(f"; {plural(warnings, 'warning')}" if warnings else "", style="default")
             return
         can = f"CPU and GPU runs (up to gpus={diagnosis.gpus})" if diagnosis.gpus else "CPU runs"

@@ -1,4 +1,4 @@
-"""Markup of pages: elements in which every text is escaped, and tables as they are described for the terminal."""
+"""The markup of HTML pages: elements whose text is escaped, and tables made from the terminal's tables."""
 
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -13,16 +13,17 @@ from canzona_cli.report.tables import Cell, Columns, GroupedTable, column
 from canzona_cli.run.words import clean
 
 _CLASSES = ("bold", "dim", "yellow", "red", "green")
-"""Styles of the terminal that have a meaning in pages."""
+"""The terminal styles that have a CSS class in pages."""
 
 
 class Html(str):
-    """Markup. Only this module makes it of text, so that a run's name cannot become part of a page's code."""
+    """Markup that needs no escaping. Apart from the fixed texts of `page.*`, only this module makes it from text, so
+    that a run's name cannot inject markup into a page."""
 
     __slots__ = ()
 
     def __html__(self) -> str:
-        """Tells the page's template not to escape it again."""
+        """Returns the markup itself, so that the page's template does not escape it again."""
         return self
 
 
@@ -30,18 +31,18 @@ NOTHING = Html()
 
 
 class Picture(Page):
-    """Base of the charts: a page shows markup instead of the parts that a terminal shows."""
+    """The base of the charts: an HTML page shows `html()`, a terminal shows `parts()`."""
 
     @abstractmethod
     def html(self) -> Html:
-        """The chart as a page has it."""
+        """Returns the chart's markup for an HTML page."""
 
 
 def tag(name: str, *content: str, **attributes: object) -> Html:
-    """An element. Text in it is escaped; an attribute that is None is left out.
+    """Returns an element. Text in it is escaped; an attribute that is None is left out.
 
     Args:
-        attributes: by their names, `_` for `-`; a trailing one keeps a name from being Python's (`class_`).
+        attributes: the attributes by name, with `_` for `-`; a trailing `_` is dropped (`class_`).
     """
     shown = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(clean(value))}"'
@@ -52,33 +53,33 @@ def tag(name: str, *content: str, **attributes: object) -> Html:
 
 
 def joined(parts: Iterable[str]) -> Html:
-    """Parts one after another, those that are text escaped."""
+    """Joins parts; parts that are text are escaped."""
     return Html("".join(part if isinstance(part, Html) else escape(clean(part, newlines=True)) for part in parts))
 
 
 def facts(rows: Iterable[tuple[str, str]], class_: str | None = None) -> Html:
-    """Labels and what they say."""
+    """Returns a list of labels and values; nothing if there are no rows."""
     pairs = [tag("div", tag("dt", label), tag("dd", value)) for label, value in rows]
     return tag("dl", *pairs, class_=class_) if pairs else NOTHING
 
 
 def folded(summary: str, *content: str) -> Html:
-    """Wraps content that is shown on request."""
+    """Returns content that is hidden until the reader opens its summary."""
     return tag("details", tag("summary", summary), *content)
 
 
 def percent(share: float) -> str:
-    """A length of SVG: `12.5%`."""
+    """Returns a share as an SVG length, such as `12.5%`."""
     return f"{100 * share:.4g}%"
 
 
 def key(css: str, name: str) -> Html:
-    """An entry of a legend: a patch of the colour, and what it stands for."""
+    """Returns an entry of a legend: a patch of the colour of class `css`, and its name."""
     return tag("span", tag("span", class_=f"key {css}"), name)
 
 
 def styled(cell: Cell) -> Html:
-    """A text with what its styles mean."""
+    """Returns the markup of a cell; terminal styles become CSS classes."""
     if isinstance(cell, str):
         return joined([cell])
     edges = sorted({0, len(cell.plain), *(edge for span in cell.spans for edge in (span.start, span.end))})
@@ -97,8 +98,8 @@ def _classes(style: str) -> str | None:
 
 
 def table_html(table: GroupedTable | rich.table.Table) -> Html:
-    """A table as it is described for the terminal; wider than the screen, it scrolls by itself."""
-    numbers = isinstance(table, GroupedTable) or any(one.justify == "right" for one in table.columns)
+    """Returns the markup of a terminal table; a table wider than the screen scrolls on its own."""
+    numbers = isinstance(table, GroupedTable) or any(shown.justify == "right" for shown in table.columns)
     if not isinstance(table, GroupedTable):
         table = _in_groups(table)
     heads = []
@@ -127,9 +128,9 @@ def table_html(table: GroupedTable | rich.table.Table) -> Html:
 
 
 def _in_groups(table: rich.table.Table) -> GroupedTable:
-    """Describes a table of columns by its first one, which names the rows, and the others."""
-    first, *others = (list(map(_cell, one.cells)) for one in table.columns)
-    heads = [str(one.header) for one in table.columns]
+    """Converts a plain table: its first column becomes the row labels, each other column a group."""
+    first, *others = (list(map(_cell, shown.cells)) for shown in table.columns)
+    heads = [str(shown.header) for shown in table.columns]
     return GroupedTable(
         head=heads[0],
         labels=first,
@@ -152,5 +153,5 @@ def _cells(group: Columns, number: int) -> Iterable[Html]:
 
 
 def _first(place: int, group: Columns) -> str | None:
-    """Groups of several columns stand apart."""
+    """Returns the class of the first column of a group of several columns, which has more space before it."""
     return "first" if place == 0 and len(group.heads) > 1 else None

@@ -1,5 +1,5 @@
 "use strict";
-// Values under the pointer, and step by step with the arrow keys.
+// Shows the values under the pointer; the arrow keys move to the previous or next step.
 for (const figure of document.querySelectorAll("figure[data-curves]")) {
   const curves = JSON.parse(figure.dataset.curves);
   const plot = figure.querySelector(".plot");
@@ -10,10 +10,10 @@ for (const figure of document.querySelectorAll("figure[data-curves]")) {
   const nearest = (points, place) =>
     points.reduce((best, point) => (Math.abs(point[0] - place) < Math.abs(best[0] - place) ? point : best));
   const show = (place) => {
-    at = places.indexOf(nearest(places.map((one) => [one]), place)[0]);
-    const found = curves.map((curve) => [curve.name, nearest(curve.points, places[at])]);
-    const step = nearest(found.map((one) => one[1]), places[at])[1];
-    const here = found.filter((one) => Math.abs(one[1][0] - places[at]) <= 10);
+    at = places.indexOf(nearest(places.map((x) => [x]), place)[0]);
+    const closest = curves.map((curve) => [curve.name, nearest(curve.points, places[at])]);
+    const step = nearest(closest.map(([, point]) => point), places[at])[1];
+    const here = closest.filter(([, point]) => Math.abs(point[0] - places[at]) <= 10);
     const values = here.map(([name, point]) => (curves.length > 1 ? `${name} ${point[2]}` : point[2]));
     readout.textContent = `${figure.dataset.x} ${step.toLocaleString("en")}: ${values.join(", ")}`;
     cursor.setAttribute("x1", `${places[at] / 10}%`);

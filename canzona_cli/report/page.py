@@ -1,4 +1,4 @@
-"""Pages for a terminal: what every view is made of, from the width and the signs there are to wrapped lines."""
+"""The base of all views, and the wrapped lines they consist of."""
 
 import re
 from abc import ABC, abstractmethod
@@ -14,32 +14,30 @@ from canzona_cli.run.words import clean
 
 @dataclass(frozen=True, kw_only=True)
 class Screen:
-    """The terminal that a view is drawn on."""
+    """The terminal or HTML page that a view is drawn on."""
 
     width: int
     """The width in characters."""
     colour: bool
     page: bool = False
-    """True for a page in a browser, which has room for more pictures."""
+    """True for an HTML page, which has room for more charts."""
 
 
 class Page(ABC):
-    """Base of the views: a rich renderable made of parts.
-    Set `widest` where long lines would be hard to read."""
+    """The base of the views: a rich renderable that consists of parts."""
 
     widest: int | None = None
-    """The most columns it uses."""
+    """The most characters per line; None for the width of the terminal."""
 
     @abstractmethod
     def parts(self, screen: Screen) -> Iterable[RenderableType]:
-        """Yields what is shown, from top to bottom. A blank line is an empty text."""
+        """Yields the parts of the view from top to bottom; an empty text is a blank line."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         options = options.update_width(min(options.max_width, self.widest or options.max_width))
         colour = console.color_system is not None and not options.ascii_only
         screen = Screen(width=options.max_width, colour=colour)
-        # Printed with `soft_wrap`, only paragraphs may be wider than the screen, for the sake of a long path
-        # in one.
+        # With `soft_wrap`, only paragraphs may be wider than the screen, so that a long path in them is not broken.
         inside = options.update(no_wrap=False, overflow="fold") if options.no_wrap else options
         for part in self.parts(screen):
             yield from console.render(part, options if isinstance(part, Page | Wrapped) else inside)
@@ -47,21 +45,21 @@ class Page(ABC):
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A paragraph behind `first`, its other lines behind `rest`.
+    """A paragraph with `first` in front of its first line and `rest` in front of the other lines.
 
-    No trailing spaces, so that piped output stays clean. A word longer than the line, such as a path, stays
-    whole where it is printed with `soft_wrap`, so that it can be copied; else it is folded, never cut off.
+    Lines have no trailing spaces. A word longer than a line, such as a path, is not broken when printed with
+    `soft_wrap`, so that it can be copied; otherwise it continues on the next line.
     """
 
     text: Text
     first: Text
     rest: str
-    whole: bool = False
-    """A command to paste: printed with `soft_wrap`, it is one line."""
+    unbroken: bool = False
+    """True for a command to paste: it stays on one line when printed with `soft_wrap`."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = max(8, options.max_width - max(self.first.cell_len, len(self.rest)))
-        lines: Iterable[Text] = [self.text] if self.whole else _at_spaces(self.text, width)
+        lines: Iterable[Text] = [self.text] if self.unbroken else _at_spaces(self.text, width)
         lines = lines if options.no_wrap else self.text.wrap(console, width)
         for number, line in enumerate(lines):
             line.rstrip()
@@ -70,7 +68,7 @@ class Wrapped:
 
 
 def _at_spaces(text: Text, width: int) -> Iterator[Text]:
-    """Lines of at most `width` columns, but for longer words, which rich would fold."""
+    """Yields lines of at most `width` columns; a longer word gets a line of its own, where rich would break it."""
     for paragraph in text.split("\n", allow_blank=True):
         breaks, used = [], 0
         for word in re.finditer(r"\S+\s*", paragraph.plain):
@@ -82,13 +80,13 @@ def _at_spaces(text: Text, width: int) -> Iterator[Text]:
 
 
 def wrapped(text: Text | str, style: str = "", *, first: Text | str = "", rest: str | None = None) -> Wrapped:
-    """A paragraph.
+    """Returns a paragraph.
 
     Args:
-        text: shown literally, never read as markup.
+        text: the text, shown literally and never parsed as markup.
         style: the style of the text.
-        first: in front of the first line.
-        rest: in front of the others; as many spaces as `first` is wide unless given.
+        first: the text in front of the first line.
+        rest: the text in front of the other lines; by default as many spaces as `first` is wide.
     """
     body = Text(text, style=style) if isinstance(text, str) else text
     head = Text(first) if isinstance(first, str) else first
@@ -96,23 +94,23 @@ def wrapped(text: Text | str, style: str = "", *, first: Text | str = "", rest: 
 
 
 def headed(title: str, text: str) -> Wrapped:
-    """A paragraph that begins with its title."""
+    """Returns a paragraph that starts with its title in bold; in a page, it starts a section."""
     return wrapped(Text.assemble((title, "bold"), text))
 
 
 def labelled(rows: Iterable[tuple[str, Text | str]], width: int = 14, *, indent: int = 2) -> Iterator[Wrapped]:
-    """Rows of a faint label, `width` characters wide, and a value that is wrapped next to it."""
+    """Yields rows of a faint label, `width` characters wide, and a value wrapped next to it."""
     for label, value in rows:
         yield wrapped(value, first=Text(f"{'':<{indent}}{label:<{width}}", style="dim"))
 
 
 def note(text: str) -> Wrapped:
-    """A faint remark below a table."""
+    """Returns a faint remark, indented, as below a table."""
     return wrapped(text, "dim", first="  ")
 
 
 def remarks(lines: Iterable[str]) -> Iterator[RenderableType]:
-    """Yields remarks that somebody should look at, after a blank line; nothing where there are no lines."""
+    """Yields a blank line and the lines, marked as warnings; nothing if there are no lines."""
     for number, line in enumerate(lines):
         if number == 0:
             yield Text()
@@ -120,7 +118,7 @@ def remarks(lines: Iterable[str]) -> Iterator[RenderableType]:
 
 
 def items(title: str, lines: Iterable[str], style: str = "") -> Iterator[RenderableType]:
-    """A titled list, behind a blank line; nothing where there are no lines."""
+    """Yields a blank line, a title and a list of the lines; nothing if there are no lines."""
     for number, line in enumerate(lines):
         if number == 0:
             yield Text()

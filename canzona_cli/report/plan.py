@@ -1,5 +1,4 @@
-"""The screens of `canzona plan`: a summary, strategies, load map, memory, timeline and,
-on request, assumptions."""
+"""The screen of `canzona plan`: summary, strategies, load map, memory, timelines and, on request, assumptions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,22 +23,22 @@ from canzona_cli.simulate.compare import STRATEGIES, Study, Variant
 from canzona_cli.simulate.step import StrategyResult
 
 _NO_GAP = 1e-6
-"""A smaller difference between plan and bound is rounding."""
+"""The relative gap between plan and lower bound below which the plan counts as optimal: rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanView(Page):
-    """Everything about a plan."""
+    """The full description of a plan, with simulated times."""
 
     study: Study
     written: Path | None = None
-    """The plan file; None for a dry run."""
+    """The plan file; None if nothing was written."""
     phases: bool = False
-    """True to list every strategy's phases."""
+    """True if the phases of every strategy are listed."""
     assumptions: bool = False
-    """True to list what the simulated times assume, not only how many assumptions there are."""
+    """True if the assumptions of the simulation are listed, not only counted."""
     corpus: PreparedCorpus | None = None
-    """Somebody's own, where it is there."""
+    """The user's corpus; None if it is not there, or for the built-in corpus."""
 
     widest = 120
 
@@ -60,7 +59,7 @@ class PlanView(Page):
         yield Text()
         if not self.assumptions:
             number = len(study.assumptions)
-            hint = f"The times are simulated, under {number} assumptions: add --assumptions to list them."
+            hint = f"The times are simulated under {number} assumptions; add --assumptions to list them."
             yield wrapped(hint, "dim")
         yield wrapped(self._where())
 
@@ -79,7 +78,7 @@ class PlanView(Page):
     def _optimizer(self) -> str:
         algorithm = self.study.plan.subject.optimizer
         if algorithm.custom:
-            return f"custom (priced like {algorithm.name})"
+            return f"custom (cost model of {algorithm.name})"
         if RULES[algorithm.name].preconditioned:
             return f"{algorithm.name} (refreshed every {algorithm.refresh_period} steps)"
         if RULES[algorithm.name].orthogonal:
@@ -120,8 +119,8 @@ class PlanView(Page):
             steps = study.refreshes.steps_s
             yield (
                 "refreshes",
-                f"take turns over {plural(len(steps), 'step')}, of which the longest has {step_time(max(steps))} of "
-                f"updates, a mean one {step_time(study.refreshes.mean_s)}",
+                f"staggered over {plural(len(steps), 'step')}: up to {step_time(max(steps))} of updates in a step, "
+                f"mean {step_time(study.refreshes.mean_s)}",
             )
         largest = max((sum(plan.matrices[i].elements for i in group.matrices) for group in plan.groups), default=0)
         yield (
@@ -130,28 +129,28 @@ class PlanView(Page):
             f"{plural(len(plan.groups), 'micro-group')} ({settings.grouping}), up to {count(largest)} elements each",
         )
         yield (
-            "moved",
-            f"per {self._unit} and step {traffic(moved.dp_reduce_bytes)} of gradients reduced, "
+            "traffic",
+            f"per {self._unit} and step: {traffic(moved.dp_reduce_bytes)} of gradients reduced, "
             f"{traffic(moved.dp_gather_bytes)} of weights gathered, {traffic(moved.tp_exchange_bytes)} "
             "exchanged over TP",
         )
         if moved.reduced_by:
             yield (
-                "travel",
-                f"{plural(moved.dp_reductions, 'collective')} of gradients ({_ways(moved.reduced_by)}), "
+                "collectives",
+                f"{moved.dp_reductions:,} of gradients ({_ways(moved.reduced_by)}), "
                 f"{moved.dp_gathers:,} of weights ({_ways(moved.gathered_by)})",
             )
         yield "optimizer", self._beside_others()
 
     def _beside_others(self) -> Text:
-        """`19.4 ms (layerwise takes 26.5x as long, sc does not fit);
-        +0.3% on AdamW's iteration in this layout`."""
+        """Returns the optimizer time and the comparison with other strategies: `19.4 ms (layerwise takes 26.5× as long,
+        sc does not fit); iteration +0.30% over AdamW in this layout`."""
         study, longer = self.study, []
         for name in ("layerwise", "sc"):
             ratio = study.optimizer_speedup(name)
             longer.append(f"{name} {'does not fit' if ratio is None else f'takes {ratio:.1f}× as long'}")
         over = study.overhead(study.strategy)
-        adamw = "AdamW does not fit" if over is None else f"{100 * over:+.2f}% on AdamW's iteration"
+        adamw = "AdamW does not fit" if over is None else f"iteration {100 * over:+.2f}% over AdamW"
         return Text.assemble(
             (step_time(study.planned.result.optimizer_s), "bold"), f" ({', '.join(longer)}); {adamw} in this layout"
         )
@@ -166,23 +165,23 @@ class PlanView(Page):
         if len(matrices) >= ranks or busy == ranks:
             return text
         return (
-            f"{text}; there are more ranks than matrices: {ranks - busy:,} of {ranks:,} ranks update none, and the "
-            f"busiest has {self.study.balance.grid:.1f} times an even share"
+            f"{text}; fewer matrices than ranks: {ranks - busy:,} of {ranks:,} ranks update none, and the "
+            f"busiest has {self.study.balance.grid:.1f} times the mean load"
         )
 
     def _updates(self) -> str:
-        """`192 of 25,600 x 5,120 gram 14.8 ms, ...; plain products, error 0.017`:
-        how each shape is orthogonalised."""
+        """Returns how each shape is orthogonalised, such as `192 of 25,600 × 5,120 gram 14.8 ms, ...; plain products,
+        expected error 0.017`; empty for optimizers without orthogonalisation."""
         shapes_updated = kinds(self.study.config, self.study.plan)
         if shapes_updated[0].form is None:
             return ""
         shapes = ", ".join(
-            f"{one.matrices:,} of {one.rows:,} × {one.cols:,} {one.form} {step_time(one.seconds)}"
-            f"{f' stacked by {one.together}' if one.together > 1 else ''}{_shared(one)}"
-            for one in shapes_updated
+            f"{kind.matrices:,} of {kind.rows:,} × {kind.cols:,} {kind.form} {step_time(kind.seconds)}"
+            f"{f' in stacks of {kind.together}' if kind.together > 1 else ''}{_shared(kind)}"
+            for kind in shapes_updated
         )
-        how = f"{shapes_updated[0].products} products"
-        return f"{shapes}; {how}" + (
+        products = f"{shapes_updated[0].products} products"
+        return f"{shapes}; {products}" + (
             "" if shapes_updated[0].error is None else f", expected error {shapes_updated[0].error:g}"
         )
 
@@ -193,49 +192,50 @@ class PlanView(Page):
 
 
 def _shared(kind: UpdateKind) -> str:
-    """` (120 shared: 2.8 ms each rank)`."""
-    return f" ({kind.shared:,} shared: {step_time(kind.fragment_s)} each rank)" if kind.shared else ""
+    """Returns ` (120 shared: 2.8 ms per rank)`; empty if no matrix is shared by a TP group."""
+    return f" ({kind.shared:,} shared: {step_time(kind.fragment_s)} per rank)" if kind.shared else ""
 
 
 def _ways(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:
-    """`ring 60, reduce 5`: buckets by the way they travel; of one way, `ring`."""
+    """Returns how many buckets each kind of collective communicates, such as `ring 60, reduce 5`; a single kind has
+    no number."""
     if len(buckets) == 1:
         return next(iter(buckets))
     return ", ".join(f"{way} {number}" for way, number in buckets.items())
 
 
 def _above(gap: float) -> str:
-    """Returns how far a plan is above its bound."""
+    """Returns how far a plan is above its lower bound, in words."""
     if gap < _NO_GAP:
         return "optimal"
     return f"{100 * gap:.1f}% above it" if gap >= 0.0005 else "less than 0.1% above it"
 
 
 def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Every strategy's times, what the planned one gains over it, and its memory."""
+    """Yields a table of every strategy's times, its ratio to the planned strategy, and its memory."""
     yield headed("Strategies", ", simulated on the same layout and batch")
     planned = study.strategy
-    heads = ("iteration", "optimizer", "+ AdamW", "opt. /", "iter. /", "GiB")
+    heads = ("iteration", "optimizer", "vs AdamW", "opt. ratio", "iter. ratio", "GiB")
     rows = ((name, _strategy_cells(study, name)) for name in STRATEGIES)
     yield rows_table(heads, rows, bold=STRATEGIES.index(planned))
     yield note(
-        "optimizer: what the iteration waits for; + AdamW: overhead over its iteration in this layout; /: divided by "
+        "optimizer: exposed time; vs AdamW: iteration overhead over AdamW in this layout; ratio: time divided by "
         f"{planned}'s; GiB: on the fullest rank"
     )
-    if not all(one.fits for one in study.strategies.values()):
+    if not all(strategy.fits for strategy in study.strategies.values()):
         capacity = study.memory.capacity / GIB
-        yield note(f"! does not fit in {capacity:.1f} GiB: timed as if it did, and nothing is compared with it")
+        yield note(f"! does not fit in {capacity:.1f} GiB: simulated as if it did, and left out of comparisons")
 
 
 def _strategy_cells(study: Study, name: str) -> tuple[str, ...]:
-    one, gain = study.strategies[name], name not in ("adamw", study.strategy)
+    simulated, gain = study.strategies[name], name not in ("adamw", study.strategy)
     return (
-        step_time(one.result.iteration_s),
-        step_time(one.result.optimizer_s),
+        step_time(simulated.result.iteration_s),
+        step_time(simulated.result.optimizer_s),
         MISSING if name == "adamw" else overhead(study.overhead(name), digits=2),
         _times_as_long(study.optimizer_speedup(name)) if gain else "",
         _times_as_long(study.iteration_speedup(name)) if gain else "",
-        f"{one.memory_bytes / GIB:.1f}{' ' if one.fits else '!'}",
+        f"{simulated.memory_bytes / GIB:.1f}{' ' if simulated.fits else '!'}",
     )
 
 
@@ -244,27 +244,27 @@ def _times_as_long(ratio: float | None) -> str:
 
 
 def phases(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Milliseconds of the slowest rank by phase and strategy."""
-    yield headed("Phases", " of the slowest rank; those that follow one another add up")
+    """Yields a table of the slowest rank's milliseconds by phase and strategy."""
+    yield headed("Phases", " of the slowest rank; without the totals, they add up")
     results = [study.strategies[name].result for name in STRATEGIES]
     shown = [phase for phase in LABELS if any(result.phases.get(phase) for result in results)]
     yield GroupedTable(
         head="phase, ms",
         labels=[*(LABELS[phase] for phase in shown), "iteration"],
-        groups=[column(strategy, _times(one, shown)) for strategy, one in zip(STRATEGIES, results, strict=True)],
+        groups=[column(strategy, _times(result, shown)) for strategy, result in zip(STRATEGIES, results, strict=True)],
         sections=(len(shown),),
         styles=[*("dim" if phase.endswith("_total") else "" for phase in shown), "bold"],
     )
 
 
 def _times(result: StrategyResult, phases: Sequence[str]) -> list[str]:
-    """Yields the times of the phases, empty for those it does not have, and of the iteration."""
+    """Returns the times of the phases, `-` for a phase without time, and of the iteration."""
     return [*(milliseconds(result.phases.get(phase) or None) for phase in phases), milliseconds(result.iteration_s)]
 
 
 def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """The same run planned with other settings."""
-    title = f" to this plan, strategy {study.strategy}; bytes: of each bucket's busiest owner, over an even share"
+    """Yields a table of plans of the same run with other settings."""
+    title = f" to this plan, strategy {study.strategy}; bytes: of each bucket's busiest owner, over the mean"
     yield headed("Alternatives", title)
     heads = ("balance", "bound", "bytes", "padding", "optimizer", "iteration", "GiB", "reduced", "exchanged")
     yield rows_table(heads, ((variant.name, _variant_cells(variant)) for variant in study.variants))
@@ -286,11 +286,11 @@ def _variant_cells(variant: Variant) -> tuple[str, ...]:
 
 
 _CUT = 1.6
-"""sc can take several times as long as the others: its bar is cut at this many times the longest of theirs."""
+"""The largest scale of the bars, in iterations of the longest strategy except sc. Longer bars of sc are cut off."""
 
 
 def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Update time by rank, the strategies side by side."""
+    """Yields maps of the update time of every rank, one for each strategy; in a page also sorted curves."""
     mesh = study.plan.subject.layout
     shown = ((name, study.strategies[name].loads) for name in study.mapped)
     maps = [LoadMap(title=name, loads=loads) for name, loads in shown if loads is not None]
@@ -298,8 +298,11 @@ def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
     yield headed("Update time of every rank", f", colour: a rank's time over the mean of its strategy{stage}")
     yield LoadMaps(maps=maps, hosts=mesh.tp)
     if screen.page:
-        # A flat curve is a perfect balance.
-        curves = [Curve(name=one.title, points=[*enumerate(sorted(one.loads, reverse=True), 1)]) for one in maps]
+        # A perfectly balanced plan has a flat curve.
+        curves = [
+            Curve(name=shown_map.title, points=[*enumerate(sorted(shown_map.loads, reverse=True), 1)])
+            for shown_map in maps
+        ]
         bound = study.plan.lower_bounds[study.balance.slowest.stage]
         ends = [(1, bound), (len(maps[0].loads), bound)]
         curves.append(Curve(name=f"lower bound {step_time(bound)}", points=ends))
@@ -308,7 +311,7 @@ def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
 
 
 def memory(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """One bar: what fills the memory of the rank that needs most, and what stays free."""
+    """Yields one bar: the memory of the fullest rank by its parts, and the free rest."""
     account, mesh = study.memory, study.plan.subject.layout
     unit = rank_word(study.config.cluster.device)
     free = max(account.capacity - account.total, 0)
@@ -324,7 +327,7 @@ def memory(study: Study, screen: Screen) -> Iterator[RenderableType]:
 
 
 def iterations(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """One bar per strategy on one scale: what the slowest rank's iteration is spent on."""
+    """Yields one bar per strategy on one scale: the phases of the slowest rank's iteration."""
     results = {name: study.strategies[name].result for name in STRATEGIES}
     longest = max(result.iteration_s for name, result in results.items() if name != "sc")
     scale = min(max(result.iteration_s for result in results.values()), _CUT * longest)
@@ -334,13 +337,13 @@ def iterations(study: Study, screen: Screen) -> Iterator[RenderableType]:
 
 
 def streams(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """The streams of the slowest rank, whole; enlarged from the last reduced gradient on, in a page also
-    those of the rank with least to update."""
+    """Yields the timeline of the slowest rank: the full iteration, then enlarged from gradient norm and clipping to the
+    end. In a page, the enlarged part shows all recorded ranks."""
     result = study.planned.result
     slowest, end = result.slowest_rank, max(event.end_s for event in result.events)
     begin = min((event.start_s for event in result.events if event.phase == "norm_clip"), default=0.0)
     yield headed("Timeline", f" of {study.strategy} on its slowest rank, {slowest}")
-    mine = planned_lanes([event for event in result.events if event.rank == slowest])
-    yield Lanes(title="iteration", rows=mine, end_s=end)
-    rows = planned_lanes([event for event in result.events if event.end_s > begin]) if screen.page else mine
-    yield Lanes(title="its end", rows=rows, start_s=begin, end_s=end)
+    slowest_lanes = planned_lanes([event for event in result.events if event.rank == slowest])
+    yield Lanes(title="iteration", rows=slowest_lanes, end_s=end)
+    rows = planned_lanes([event for event in result.events if event.end_s > begin]) if screen.page else slowest_lanes
+    yield Lanes(title="enlarged", rows=rows, start_s=begin, end_s=end)

@@ -1,4 +1,4 @@
-"""`canzona report`: how a run ended, the first error, the loss, and where the time of a step went."""
+"""The screen of `canzona report`: a run's status, first error, losses and step-time breakdown."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,13 +26,14 @@ _STYLES: Mapping[str, str] = {"done": "bold green", "failed": "bold red", "diver
 
 @dataclass(frozen=True, kw_only=True)
 class RunView(Page):
-    """The failing rank's error first, then figures, loss curve, breakdown."""
+    """A run: the error of the first failing rank, figures, loss curve, breakdown, warnings."""
 
     summary: RunSummary
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         summary = self.summary
-        if summary.errors and summary.status != "diverged":  # of all ranks together; the status says it
+        # A divergence is an error of all ranks together, and the status line shows its message.
+        if summary.errors and summary.status != "diverged":
             yield from self._error()
             yield Text()
         yield from self.figures()
@@ -53,29 +54,29 @@ class RunView(Page):
         yield wrapped(Text.assemble(head, clean(error.message, newlines=True)), rest="  ")
         where = RunFiles(self.summary.run_dir).rank(first.rank)
         more = f"; {plural(len(others), 'other rank')} failed after it" if others else ""
-        what = "traceback" if error.traceback else "written"  # a user's mistake has no traceback
+        what = "traceback" if error.traceback else "recorded"  # a user's mistake has no traceback
         yield wrapped(clean(f"{what} in {where}{more}"), "dim", first="  ")
 
     def _time_rows(self) -> Iterator[tuple[str, str]]:
-        """Returns the rows of the time that counts."""
+        """Yields the rows of restarts and of goodput, if the run has them."""
         summary = self.summary
         if summary.restarts:
-            yield "restarts", f"{summary.restarts} by the launch itself"
+            yield "restarts", f"{summary.restarts} (automatic, in the last launch)"
         if (spent := summary.goodput) is not None:
             costs = {
-                "in steps done again": spent.redone_s,
+                "in repeated steps": spent.redone_s,
                 "between launches": spent.between_s,
-                "starting, validating and saving": spent.other_s,
+                "in start, validation and saves": spent.other_s,
             }
-            parts = [f"{spent.share:.1%} of {duration(spent.wall_s)} in steps that count"]
+            parts = [f"{spent.share:.1%} of {duration(spent.wall_s)} in useful steps"]
             yield "goodput", ", ".join([*parts, *(f"{duration(s)} {what}" for what, s in costs.items() if s >= 1)])
 
     def figures(self) -> Iterator[Wrapped]:
-        """The labelled figures, and the command that continues the run."""
+        """Yields the labelled figures and, if the run can be continued, the command for that."""
         yield from labelled(self._rows(), 11)
         if self.summary.go_on is not None:
             label = Text(f"  {'continue':<11}", style="dim")
-            yield Wrapped(Text(clean(self.summary.go_on)), label, " " * label.cell_len, whole=True)
+            yield Wrapped(Text(clean(self.summary.go_on)), label, " " * label.cell_len, unbroken=True)
 
     def _rows(self) -> Iterator[tuple[str, Text | str]]:
         summary = self.summary
@@ -109,7 +110,7 @@ class RunView(Page):
 
 @dataclass(frozen=True, kw_only=True)
 class BreakdownView(Page):
-    """The breakdown as a table and a foot."""
+    """The step-time breakdown of a run: bars, a table, and notes."""
 
     breakdown: Breakdown
 
@@ -126,7 +127,7 @@ class BreakdownView(Page):
         yield from labelled(self._foot())
 
     def _bars(self) -> Bars:
-        """The step as measured, and as planned."""
+        """Draws a bar of the measured step, and one of the planned step if there is a plan."""
         breakdown, planned = self.breakdown, self.breakdown.planned
         rows = [phase_bar("measured", breakdown.means, breakdown.step.mean_s)]
         if planned is not None:
@@ -135,7 +136,7 @@ class BreakdownView(Page):
 
     def _table(self, width: int) -> Table:
         planned = self.breakdown.planned
-        short = planned is not None and width < 110  # so that both times fit on a terminal of 80 columns
+        short = planned is not None and width < 110  # so that the table fits in 80 columns
         columns = ["min", "mean", "max", *(["planned"] if planned is not None else [])]
         columns += [*(["error"] if self._comparable else []), *(["slowest"] if width >= 110 else []), "share"]
         table = Table()
@@ -160,15 +161,15 @@ class BreakdownView(Page):
 
     @property
     def _comparable(self) -> bool:
-        """Not with the profile of another machine, and every processor is another machine: errors of 60 to
-        90% say nothing about either."""
+        """True if measured and planned times may be compared. Not if the profile is of other hardware, and not for CPU
+        ranks on an uncalibrated profile, where errors of 60 to 90% are usual."""
         planned = self.breakdown.planned
         if planned is None or planned.mismatches:
             return False
         return planned.calibrated or self.breakdown.device == "cuda"
 
     def _cells(self, times: OverRanks | None, planned: float | None) -> dict[str, str]:
-        """The times of a phase or of the step; a plan says nothing about a phase that it gives no time."""
+        """Returns the times of a phase or of the step by column; a planned time of 0 is shown as not planned."""
         return {
             **{name: milliseconds(getattr(times, f"{name}_s", None)) for name in ("min", "mean", "max")},
             "planned": milliseconds(planned or None),
@@ -178,8 +179,8 @@ class BreakdownView(Page):
     def _foot(self) -> list[tuple[str, str]]:
         breakdown = self.breakdown
         unit = "GPU" if self.breakdown.device == "cuda" else "rank"
-        whole = number(100 * breakdown.in_step_share, ".0f")
-        shares = f"of the mean step; the phases add up to {whole}%, those in parentheses overlap others"
+        added = number(100 * breakdown.in_step_share, ".0f")
+        shares = f"of the mean step; the phases add up to {added}%; those in parentheses overlap others"
         profiled = f", {breakdown.steps_profiled} profiled" if breakdown.steps_profiled else ""
         left_out = f"{breakdown.steps_skipped} of warm-up{profiled} left out"
         steps = f"{plural(breakdown.steps_measured, 'step')} measured, {left_out}"
@@ -188,7 +189,7 @@ class BreakdownView(Page):
             *self._plan_rows(),
             ("shares", f"{shares} and are not added"),
             ("step", f"{step_time(breakdown.step.mean_s)}; {steps}"),
-            ("throughput", f"{rate} tokens/s per {unit}, {total} in all"),
+            ("throughput", f"{rate} tokens/s per {unit}, {total} in total"),
             ("model FLOPs", f"{number(breakdown.model_tflops_per_gpu, '.3g')} TFLOP/s per {unit}, MFU {self._mfu}"),
         ]
         planned = breakdown.planned
@@ -199,13 +200,13 @@ class BreakdownView(Page):
             if value is not None
         ]
         if balance:
-            rows.append(("load balance", f"{', '.join(balance)}; max / mean over ranks, 1.00 is perfect"))
+            rows.append(("load balance", f"{', '.join(balance)}; max / mean over ranks, 1.00 is ideal"))
         memory = breakdown.peak_memory_bytes
         if memory is not None:
             spread = "" if memory.min == memory.max else f" (least {size(memory.min)}, mean {size(memory.mean)})"
-            whole_process = ", Python and torch included" if self.breakdown.device == "cpu" else ""
+            included = ", Python and torch included" if self.breakdown.device == "cpu" else ""
             plan = "" if planned is None else f"; planned {size(planned.memory_bytes)}"
-            rows.append(("peak memory", f"{size(memory.max)} on the fullest {unit}{spread}{whole_process}{plan}"))
+            rows.append(("peak memory", f"{size(memory.max)} on the fullest {unit}{spread}{included}{plan}"))
         rows.append(("batch", f"{batch_factors(breakdown.layout)}, recompute {breakdown.layout.recompute}"))
         return rows
 
@@ -215,12 +216,12 @@ class BreakdownView(Page):
             return []
         source = f"simulated on profile {clean(planned.profile)}"
         if self._comparable:
-            source += f"{', measured on this machine' if planned.calibrated else ''}; error: planned over mean, less 1"
+            source += f"{', measured on this machine' if planned.calibrated else ''}; error: planned / mean - 1"
         if not planned.calibrated:
-            nothing = "" if self._comparable else ", so errors would say nothing"
-            source += f". It was not measured on this machine{nothing}: `canzona calibrate` does that"
+            no_errors = "" if self._comparable else ", so no errors are shown"
+            source += f". The profile was not measured on this machine{no_errors}: `canzona calibrate` measures it"
         elif planned.mismatches:
-            source += f", so errors would say nothing: {clean('; '.join(planned.mismatches))}"
+            source += f"; no errors are shown: {clean('; '.join(planned.mismatches))}"
         return [*([("why", clean(why.text))] if why is not None else []), ("planned", source)]
 
     @property
@@ -234,7 +235,7 @@ class BreakdownView(Page):
 
 
 def _rows(breakdown: Breakdown) -> list[tuple[str, str, PhaseTime | None]]:
-    """(name, label, phase) in the order of the step; phases this version does not know keep their name."""
+    """Returns (name, label, phase) in the order of the step; a phase that `LABELS` lacks is labelled by its name."""
     known = [name for name in LABELS if name != "other"]
     names = [*known, *(name for name in breakdown.phases if name not in LABELS), "other"]
     rows = []
@@ -251,14 +252,14 @@ def _name(phase: str) -> str:
 
 
 def _percent(error: float | None) -> str:
-    """A relative error with its sign, cut off at ten times too long."""
+    """Returns a relative error with its sign; `>+999%` for anything larger."""
     if error is None:
         return MISSING
     return f"{100 * error:+.0f}%" if error < 9.995 else ">+999%"
 
 
 def _slowest_ranks(breakdown: Breakdown) -> dict[str, str]:
-    """Returns the rank that spends most time in each phase."""
+    """Returns the rank that spends the most time in each phase."""
     worst: dict[str, tuple[float, int]] = {}
     for times in breakdown.ranks:
         for name, seconds in times.phases.items():

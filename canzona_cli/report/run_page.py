@@ -1,4 +1,4 @@
-"""The page of `canzona report --html`: everything that can be seen of a run, from whatever it left."""
+"""The page of `canzona report --html`: a run, from those of its files that exist."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -40,12 +40,12 @@ _MOODS: Mapping[str, Mood] = {"done": "good", "failed": "bad", "diverged": "bad"
 
 
 def run_page(summary: RunSummary) -> Document:
-    """Everything that can be seen of a run."""
+    """Returns the page of a run; reads its layout, plan, timelines, environment and settings where they exist."""
     files, config, breakdown = RunFiles(summary.run_dir), summary.config, summary.breakdown
     layout = load_if_sound(files.layout, Layout)
     try:
         plan = read_plan(files.plan) if files.plan.exists() else None
-    except ConfigError:  # the measurement stands without it
+    except ConfigError:  # the page is still useful without the plan
         plan = None
     parts = [
         *_faults(summary),
@@ -72,7 +72,7 @@ def run_page(summary: RunSummary) -> Document:
 
 
 def _tiles(summary: RunSummary) -> Html:
-    """The figures of a run that everybody asks for first."""
+    """Returns the tiles with the main figures of a run."""
     figures = run_figures(summary)
     steps = f"{summary.step:,}" + ("" if summary.steps_planned is None else f" of {summary.steps_planned:,}")
     rows = [("steps", steps), *((head, show(figures[name])) for name, (head, show) in COLUMNS.items())]
@@ -80,8 +80,8 @@ def _tiles(summary: RunSummary) -> Html:
 
 
 def _faults(summary: RunSummary) -> Iterator[RenderableType]:
-    """Errors of ranks, then warnings; nothing where there were none."""
-    yield headed("Faults", ", errors in the order in which they happened, then warnings")
+    """Yields the errors of ranks, then warnings; without either, the section is left out of the page."""
+    yield headed("Faults", ", errors in order of time, then warnings")
     for result in summary.errors:
         if (error := result.error) is not None:
             heading = tag("p", tag("b", f"rank {result.rank}: {error.type}: "), error.message)
@@ -113,15 +113,17 @@ def _curves(summary: RunSummary) -> Iterator[RenderableType]:
 
 
 def _loads(breakdown: Breakdown | None, plan: Plan | None) -> Iterator[RenderableType]:
-    """Seconds of matrix updates of each rank, of the pipeline stage that takes longest."""
+    """Yields load maps of matrix updates, measured and planned, of the pipeline stage with the slowest rank."""
     measured: dict[int, float] = {}
     if breakdown is not None:
         measured = {times.rank: times.phases.get("matrix_update", 0.0) for times in breakdown.ranks}
     layout = None if breakdown is None else breakdown.layout
     hosts, cells = (1, 0) if layout is None else (layout.tp, layout.tp * layout.owners)
     stages = range(0 if layout is None else layout.pp)
-    whole = cells > 0 and len(measured) == len(stages) * cells and any(measured.values())
-    by_stage = {stage: [measured[stage * cells + cell] for cell in range(cells)] for stage in stages} if whole else {}
+    complete = cells > 0 and len(measured) == len(stages) * cells and any(measured.values())
+    by_stage: dict[int, list[float]] = {}
+    if complete:
+        by_stage = {stage: [measured[stage * cells + cell] for cell in range(cells)] for stage in stages}
     if plan is not None:
         hosts, stages = plan.subject.layout.tp, range(plan.subject.layout.pp)
     planned = {stage: plan.loads(stage) for stage in stages} if plan is not None else {}
@@ -134,7 +136,7 @@ def _loads(breakdown: Breakdown | None, plan: Plan | None) -> Iterator[Renderabl
         if loads
     ]
     stage = f", pipeline stage {slowest}" if len(stages) > 1 else ""
-    lead = f", matrix updates of every rank in one step{stage}; colour: a rank's time over the mean"
+    lead = f", matrix update time of every rank in one step{stage}; colour: a rank's time over the mean"
     yield headed("Load map", lead)
     yield LoadMaps(maps=maps, hosts=hosts)
 
@@ -146,7 +148,7 @@ def _memory(
         return
     account = estimate(config, layout) if plan is None else plan_memory(config, layout, plan)
     parts = [(name, float(account.parts[name])) for name in MEMORY if account.parts.get(name)]
-    # Of much more room, everything would be a line at the left end.
+    # With much more capacity than that, the parts would be too narrow to see.
     limit = account.capacity if account.capacity <= 4 * account.total else None
     total = f"{size(account.total)} of {size(account.capacity)}"
     rows = [Bar(label="planned", parts=parts, value=total, limit=limit)]
@@ -154,14 +156,14 @@ def _memory(
     if peak is not None:
         rows.append(Bar(label="measured", parts=[("measured_peak", peak.max)], value=f"{size(peak.max)} at the peak"))
     scale = max(limit or 0.0, *(sum(amount for _, amount in row.parts) for row in rows))
-    yield headed("Memory", f", of the fullest rank; it may use {account.capacity / GIB:.1f} GiB")
+    yield headed("Memory", f", of the fullest rank, which may use {account.capacity / GIB:.1f} GiB")
     yield Bars(rows=rows, scale=scale, inks=MEMORY, show=size, amounts=True)
     if peak is not None and breakdown is not None and breakdown.device == "cpu":
-        yield note("On CPU ranks the measured peak is the whole process, Python and torch included.")
+        yield note("On CPU ranks, the measured peak is that of the process, with Python and torch.")
 
 
 def _timeline(files: RunFiles, layout: Layout | None, planned: Prediction | None) -> Iterator[RenderableType]:
-    """The last step of the first ranks, moment by moment, and the planned one below it."""
+    """Yields the measured timeline of the last step of the first ranks, and the planned timeline below it."""
     try:
         ranks = load_timelines(files)
     except ConfigError as error:
@@ -172,7 +174,7 @@ def _timeline(files: RunFiles, layout: Layout | None, planned: Prediction | None
     if not shown:
         return
     more = f"; {len(ranks) - len(shown)} more ranks are in `canzona report --trace`" if len(ranks) > len(shown) else ""
-    yield headed("Timeline", f", what each rank does when; each axis has its own length{more}")
+    yield headed("Timeline", f", phases of each rank over time; each axis has its own scale{more}")
     yield tag("h3", f"measured, step {shown[0].steps[-1].number}")
     yield _measured_lanes(shown, layout)
     if planned is not None and planned.events:
@@ -196,7 +198,7 @@ def _measured_lanes(ranks: Sequence[RankTimeline], layout: Layout | None) -> Lan
 
 
 def _shifted(intervals: Iterable[Interval], by_s: float) -> list[Interval]:
-    return [Interval(name=one.name, start_s=one.start_s + by_s, end_s=one.end_s + by_s) for one in intervals]
+    return [Interval(name=part.name, start_s=part.start_s + by_s, end_s=part.end_s + by_s) for part in intervals]
 
 
 def _events(events: Sequence[Event]) -> Iterator[RenderableType]:
@@ -216,7 +218,7 @@ def _events(events: Sequence[Event]) -> Iterator[RenderableType]:
 
 
 def _settings(files: RunFiles, config: RunConfig | None) -> Iterator[RenderableType]:
-    yield headed("Settings", ", resolved; `recipe=RUN/config.yaml` repeats the run")
+    yield headed("Settings", ", as resolved; `canzona train recipe=RUN/config.yaml` repeats the run")
     if config is not None:
         flat = dict(leaves(asdict(config)))
         for section, keys in groupby(sorted(flat, key=lambda key: "." in key), key=lambda key: key.rpartition(".")[0]):
@@ -235,7 +237,7 @@ def _setting(value: object) -> str:
 
 
 def _folded_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Html:
-    """A table of text that is shown on request; a row's first cell names it."""
+    """Returns a table that is hidden until the reader opens it; the first cell of a row is its label."""
     table = Table(*heads)
     for row in rows:
         table.add_row(*row)

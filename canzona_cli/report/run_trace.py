@@ -1,11 +1,12 @@
-"""A run's timelines as a Chrome trace, which Perfetto and chrome://tracing open:
-measured and planned, rank by rank.
+"""The measured and planned timelines of a run as a Chrome trace, for Perfetto and chrome://tracing.
 
-A rank is a process. Its `compute` track holds the phases of its steps, one after another; transfers in flight
-have tracks of their own, one more wherever two of a kind overlap. Ranks of one machine share a clock. Between
-machines, steps are laid over each other by their ends, which come after a sum over all ranks (the loss): the
-end of one rank is never earlier than the last rank's contribution, so ends are equal but for the latency of
-that sum. Planned ranks are processes behind the measured ones; their step begins with the first measured one.
+Each rank is a process of the trace. Its `compute` track has the phases of the steps, and transfers in flight have
+tracks by kind, with further tracks where transfers of a kind overlap.
+
+Ranks on the same machine share a clock. The clocks of different machines are aligned at the ends of steps: a step
+ends after an all-reduce of the loss over all ranks, so all ranks end a step at the same time, up to the latency of
+that collective. Planned ranks are processes listed after the measured ones; the planned step starts at the time of
+the first measured step.
 """
 
 import json
@@ -23,12 +24,11 @@ from canzona_cli.run.phases import COMMUNICATION, PHASES, STREAMS, Interval
 from canzona_cli.run.records import RankTimeline, load_timelines
 
 _TIDS = 100
-"""Track numbers that one process may use; they are different in every process,
-as threads of a machine are."""
+"""The number of track ids reserved for a process: ids must be unique across the processes of a trace."""
 
 
 def write_trace(run_dir: Path, target: Path) -> int:
-    """Draw a run's timelines into `target`; returns how many ranks it shows as measured.
+    """Writes a run's timelines to `target` as a trace; returns the number of measured ranks.
 
     Raises:
         ConfigError: the run has no timelines, they are damaged, or `target` cannot be written.
@@ -36,8 +36,8 @@ def write_trace(run_dir: Path, target: Path) -> int:
     files = RunFiles(run_dir)
     ranks = load_timelines(files)
     if not ranks:
-        reason = "there are no timelines in it"
-        fix = "a run writes them when training ends; give the directory of one that got there"
+        reason = "has no timelines"
+        fix = "a run writes its timelines when training ends: give the directory of a run that trained to its end"
         raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=fix))
     try:
         planned = load_prediction(run_dir)
@@ -53,14 +53,19 @@ def write_trace(run_dir: Path, target: Path) -> int:
         write_text_atomic(target, json.dumps(trace) + "\n")
     except OSError as error:
         reason = f"cannot be written: {error.strerror or error}"
-        raise ConfigError(Problem(key="--trace", value=target, reason=reason, fix="name another file")) from None
+        raise ConfigError(Problem(key="--trace", value=target, reason=reason, fix="give another file")) from None
     return len(ranks)
 
 
 def trace_events(
     ranks: Sequence[RankTimeline], planned: Prediction | None, layout: Layout | None
 ) -> Iterator[dict[str, object]]:
-    """The trace's events: names of processes and tracks, then what happened; microseconds."""
+    """Yields the events of the trace: the names of processes and tracks, and the intervals, in microseconds.
+
+    Args:
+        planned: the plan's prediction, shown after the measured ranks; None for none.
+        layout: the layout that the names of ranks show; None if it is unknown.
+    """
     shifts = clock_shifts(ranks)
     origin = min(step.start_s + shifts[rank.clock] for rank in ranks for step in rank.steps)
     for rank in ranks:
@@ -79,12 +84,12 @@ def trace_events(
             yield from process.tracks(name, of_kind, shift, "transfer")
     if planned is None:
         return
-    behind = max(rank.rank for rank in ranks) + 1
+    first_planned = max(rank.rank for rank in ranks) + 1
     for rank_number, streams in groupby(streams_of(planned.events), key=lambda stream: stream[0]):
         process = _Process(
-            number=behind + rank_number + 1,
+            number=first_planned + rank_number + 1,
             name=f"planned: rank {rank_number} ({planned.strategy}, profile {planned.profile})",
-            order=behind + rank_number,
+            order=first_planned + rank_number,
         )
         yield from process.names()
         for _, stream, intervals in streams:
@@ -92,9 +97,9 @@ def trace_events(
 
 
 def lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
-    """Spread intervals over as few tracks as it takes that none overlap on a track."""
+    """Distributes intervals over as few tracks as possible, so that no intervals of a track overlap."""
     rows: list[list[Interval]] = []
-    for interval in sorted(intervals, key=lambda one: (one.start_s, one.end_s)):
+    for interval in sorted(intervals, key=lambda part: (part.start_s, part.end_s)):
         free = next((lane for lane in rows if lane[-1].end_s <= interval.start_s), None)
         if free is None:
             rows.append([interval])
@@ -104,7 +109,7 @@ def lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
 
 
 class _Process:
-    """A process of the trace; its tracks are numbered as they come."""
+    """A process of the trace; its tracks are numbered in the order in which they are added."""
 
     def __init__(self, *, number: int, name: str, order: int) -> None:
         self._number, self._name, self._order, self._tracks = number, name, order, 0
@@ -116,7 +121,7 @@ class _Process:
     def track(
         self, name: str, intervals: Sequence[Interval], shift_s: float, category: str
     ) -> Iterator[dict[str, object]]:
-        """Nothing for a track without intervals."""
+        """Yields the events of one track; nothing if there are no intervals."""
         if not intervals:
             return
         self._tracks += 1
@@ -137,7 +142,7 @@ class _Process:
     def tracks(
         self, name: str, intervals: Iterable[Interval], shift_s: float, category: str
     ) -> Iterator[dict[str, object]]:
-        """Distributes intervals over as many tracks as overlap."""
+        """Yields the events of intervals that may overlap, on as many tracks as needed."""
         for number, lane in enumerate(lanes(intervals), 1):
             yield from self.track(name if number == 1 else f"{name} {number}", lane, shift_s, category)
 
@@ -146,7 +151,10 @@ class _Process:
 
 
 def clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
-    """Seconds to add to each clock so that the ends of steps fall together; nothing for rank 0's."""
+    """Returns the seconds to add to each clock so that the ends of steps coincide; 0 for the first rank's clock.
+
+    A clock that has no step in common with the first rank's also gets 0.
+    """
     ends: dict[str, dict[int, list[float]]] = {}
     for rank in ranks:
         for step in rank.steps:
@@ -164,7 +172,7 @@ def clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
 
 
 def place_of(rank: int, layout: Layout) -> str:
-    """`TP 1, DP 0`: tp innermost, then cp, dp and pp, as Megatron numbers ranks."""
+    """Returns a rank's coordinates, such as `TP 1, DP 0`: TP varies fastest, then CP, DP and PP, as in Megatron."""
     places, rest = [], rank
     for name, size in (("TP", layout.tp), ("CP", layout.cp), ("DP", layout.dp), ("PP", layout.pp)):
         if size > 1:

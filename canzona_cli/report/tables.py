@@ -1,7 +1,7 @@
-"""Tables at a terminal: plain ones, and groups of columns of which as many stand side by side as it has room for.
+"""Tables for terminals: plain tables, and tables of column groups.
 
-Both are rich's, with what pipes and narrow terminals need: no trailing spaces, and columns that do not fit go
-below the others instead of numbers cut off.
+Both build on rich's tables, but lines have no trailing spaces, and groups that do not fit next to the others go below
+them, so that no number is cut off.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -20,11 +20,11 @@ _GAP = 2
 
 _RULED = Box("    \n    \n ── \n    \n ── \n    \n    \n    \n")
 _INTERRUPTED = Box("    \n    \n ─  \n    \n ─  \n    \n    \n    \n")
-"""A rule below the heads and between sections; the second has gaps between columns."""
+"""The rules below the heads and between sections; the second box leaves gaps between columns."""
 
 
 class Table(rich.table.Table):
-    """Ours: two spaces between columns, and no spaces at the ends of lines."""
+    """A rich table with two spaces between columns and no trailing spaces."""
 
     def __init__(self, *names: str) -> None:
         super().__init__(box=_RULED, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
@@ -32,17 +32,17 @@ class Table(rich.table.Table):
         self.add_words(*names)
 
     def add_words(self, *names: str) -> None:
-        """Columns of text, on several lines where there is no room."""
+        """Adds columns of text, which folds onto several lines where there is no room."""
         for name in names:
             self.add_column(Text(name), overflow="fold")
 
     def add_numbers(self, *names: str) -> None:
-        """Columns of numbers: at the right, on one line."""
+        """Adds columns of numbers, right-aligned and on one line."""
         for name in names:
             self.add_column(Text(name), justify="right", no_wrap=True)
 
     def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
-        """Adds a row as rich does, but shows text literally, never as markup."""
+        """Adds a row as rich does, but shows text literally instead of parsing it as markup."""
         super().add_row(*map(_text, cells), style=style, end_section=end_section)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -58,13 +58,13 @@ class Table(rich.table.Table):
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Columns that stay together."""
+    """A group of columns that stay next to one another."""
 
     title: str = ""
     """The line above the heads."""
     heads: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    """A cell for each head; a single cell has the whole width; an empty tuple is an empty row."""
+    """The rows, each with a cell for each head. A single cell spans the group; an empty tuple is an empty row."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -79,13 +79,13 @@ class Columns:
         return max(sum(self.widths) + len(self.widths) - 1, len(self.title), *alone)
 
     def shows(self, text: str) -> bool:
-        """Returns True if one of the cells is `text`."""
+        """Returns True if any cell is `text`."""
         return any(str(cell) == text for row in self.rows for cell in row)
 
     def joined(self, cells: Sequence[Cell]) -> Text:
-        """One row as wide as the group, every cell at the right end of its column.
+        """Joins the cells of a row, each right-aligned in its column, to a text as wide as the group.
 
-        Padded here: to rich, which would put it at the right, spaces in place of a last cell are none.
+        The padding is not left to rich, which strips the spaces of an empty last cell.
         """
         line = Text()
         widths = self.widths if len(cells) > 1 else (0,)
@@ -95,28 +95,28 @@ class Columns:
 
 
 def column(head: str, cells: Sequence[Cell]) -> Columns:
-    """One column without a title."""
+    """Returns a group of one column without a title."""
     return Columns(heads=(head,), rows=tuple((cell,) for cell in cells))
 
 
 def columns(heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> list[Columns]:
-    """Columns of one each, from rows with a cell for each head."""
+    """Returns a group for each column, from rows with a cell for each head."""
     return [column(head, cells) for head, cells in zip(heads, zip(*rows, strict=True), strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedTable:
-    """One table, or several with the same labels in front, none wider than the terminal if possible."""
+    """A table of column groups, split into several tables with the same row labels if it is wider than the terminal."""
 
     labels: Sequence[Cell]
-    """The labels of the rows; each group has as many rows."""
+    """The labels of the rows; every group has the same number of rows."""
     groups: Sequence[Columns]
     head: str = ""
-    """The head of the labels."""
+    """The head of the label column."""
     sections: Collection[int] = ()
-    """Rows before which a rule is drawn."""
+    """The numbers of the rows above which a rule is drawn."""
     styles: Sequence[str] = ()
-    """The styles of the rows."""
+    """The styles of the rows; empty for no styles."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         gutter = max(len(self.head), *(_text(label).cell_len for label in self.labels))
@@ -126,7 +126,7 @@ class GroupedTable:
             yield self._table(groups)
 
     def _side_by_side(self, width: int) -> Iterator[Sequence[Columns]]:
-        """The groups in their order, as many at a time as fit."""
+        """Yields the groups in order, each time as many as fit into `width`, at least one."""
         taken: list[Columns] = []
         for group in self.groups:
             if taken and sum(_GAP + other.width for other in (*taken, group)) > width:
@@ -155,12 +155,12 @@ class GroupedTable:
 def rows_table(
     heads: Sequence[str], rows: Iterable[tuple[Cell, Sequence[Cell]]], *, head: str = "", bold: int | None = None
 ) -> GroupedTable:
-    """A table without groups.
+    """Returns a table without groups.
 
     Args:
-        rows: the label of each, and a cell for each head.
-        head: the head of the labels.
-        bold: the number of the row that stands out.
+        rows: the label of each row, and a cell for each head.
+        head: the head of the label column.
+        bold: the number of the row shown in bold.
     """
     labels, cells = zip(*rows, strict=True)
     styles = ["bold" if number == bold else "" for number in range(len(labels))]

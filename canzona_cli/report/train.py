@@ -1,5 +1,4 @@
-"""A run on its way: on a terminal a frame that redraws itself below what scrolls by,
-in pipes and logs plain lines."""
+"""The live views of a run: in a terminal a frame that is redrawn below the printed lines, in pipes plain lines."""
 
 import math
 import threading
@@ -33,15 +32,15 @@ _SEEN = "tokens seen"
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """Draws a `TrainState`: two columns (curve, figures) from 110 columns on,
-    else six lines with a sparkline.
+    """The drawing of a `TrainState`. The wide form (loss curve and figures side by side) needs 110 columns and 14 rows;
+    otherwise the figures are in a few lines with a sparkline. Before the first step, only the stage is shown.
 
-    No line exceeds the console's width; the wide form also needs 14 rows.
+    No line exceeds the console's width.
     """
 
     state: TrainState
     closed: bool = False
-    """True for the frame that stays."""
+    """True for the last frame, which stays on the screen."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         state, width = self.state, options.max_width
@@ -59,7 +58,7 @@ class Frame:
             yield line
 
     def _waiting(self) -> Text:
-        """The current stage before the first step: `⠹ build model 3 s`."""
+        """Returns the line of the current stage, such as `⠹ build model 3 s`."""
         now = self.state.clock()
         line = Text(f"  {_SPINNER[int(now * 4) % len(_SPINNER)]} ", style="cyan")
         if not self.state.stages:
@@ -84,7 +83,7 @@ class Frame:
         )
 
     def _figures(self) -> dict[str, str]:
-        """Values by label, in the order of the wide form."""
+        """Returns the formatted figures by label, in the order of the wide form."""
         state, last = self.state, self.state.last
         return {
             "loss": number(state.loss, ".4f"),
@@ -99,12 +98,12 @@ class Frame:
         }
 
     def _figure(self, label: str, value: str, label_width: int, value_width: int) -> Text:
-        broken = label == "loss" and self.state.loss is not None and math.isnan(self.state.loss)
-        style = "bold red" if broken else "bold"
+        is_nan = label == "loss" and self.state.loss is not None and math.isnan(self.state.loss)
+        style = "bold red" if is_nan else "bold"
         return Text.assemble((f"{label:<{label_width}}", "dim"), (f"{value:>{value_width}}", style))
 
     def _notes(self) -> list[tuple[str, str]]:
-        """Warnings, with their styles."""
+        """Returns the warnings that apply now, with their styles."""
         notes = []
         if self.state.non_finite:
             notes.append((f"{self.state.non_finite:,} x loss not finite", "bold red"))
@@ -147,7 +146,7 @@ class Frame:
         return [*lines, *self._sets(width)]
 
     def _sets(self, width: int) -> Iterator[Text]:
-        """The newest validation of each set of a blend."""
+        """Yields a line with the newest validation loss of each set of a blend; nothing without a blend."""
         if self.state.sets:
             line = Text.assemble("  ", ("validation of  ", "dim"), set_losses(self.state.sets), no_wrap=True)
             line.truncate(width, overflow="ellipsis")
@@ -168,15 +167,14 @@ _TITLES = f"{'elapsed':>8} {'step':>13} {'loss':>9} {'lr':>9} {'grad norm':>9} {
 
 
 def make_view(config: RunConfig, layout: Layout, console: Console) -> "ConsoleView":
-    """The view that suits the console: live where the cursor can move,
-    plain lines in pipes and dumb terminals."""
+    """Returns the view for the console: live in an interactive terminal, plain lines in pipes and dumb terminals."""
     if console.is_terminal and console.is_interactive and not console.is_dumb_terminal:
         return LiveView(config, layout, console)
     return PlainView(config, layout, console)
 
 
 class ConsoleView(TrainView, ABC):
-    """The run's state and everything printed before it starts, for both views."""
+    """The base of both views: the run's state, and the header printed before training."""
 
     def __init__(self, config: RunConfig, layout: Layout, console: Console, *, clock: Clock = time.monotonic) -> None:
         self.state = TrainState(config=config, layout=layout, clock=clock)
@@ -192,11 +190,11 @@ class ConsoleView(TrainView, ABC):
         plan: Obtained | None = None,
         earlier: Earlier | None = None,
     ) -> None:
-        """Say what is about to run.
+        """Prints the description of the run; for a resumed run also loads the earlier steps into the state.
 
         Args:
-            plan: the plan that the run executes; None for a run that executes none.
-            earlier: the part of the run that is done; None for a run that starts at its first step.
+            plan: the plan that the run executes; None for a run without a plan.
+            earlier: the completed part of the run; None for a run that starts from its first step.
         """
         config, layout = self.state.config, self.state.layout
         rows = header_rows(config, layout, run_dir=run_dir, corpus=corpus, plan=plan, earlier=earlier)
@@ -207,14 +205,15 @@ class ConsoleView(TrainView, ABC):
 
     @abstractmethod
     def _print_header(self, rows: list[tuple[str, str]]) -> None:
-        """Each a label and what it is of."""
+        """Prints the (label, value) rows of the header."""
 
 
 class LiveView(ConsoleView):
-    """Redraws four times a second at any terminal width; the last frame stays.
+    """A view that is redrawn four times a second; the last frame stays on the screen.
 
-    Records arrive on the caller's thread while rich draws on its own: `_lock` guards the state between them.
-    It is never held while printing, because rich's drawing thread takes its own lock first and then this one.
+    Records arrive on the caller's thread, and rich draws in its own thread: `_lock` guards the state that both use.
+    `_lock` must not be held while printing: rich's thread takes rich's lock and then `_lock`, so that the opposite
+    order would deadlock.
     """
 
     def __init__(self, config: RunConfig, layout: Layout, console: Console, *, clock: Clock = time.monotonic) -> None:
@@ -232,9 +231,9 @@ class LiveView(ConsoleView):
     def progress(self, what: str, fraction: float) -> None:
         share = min(1.0, max(0.0, real(fraction) or 0.0))
         with self._lock:
-            ended = share >= 1 and self._preparing is not None
+            finished = share >= 1 and self._preparing is not None
             self._preparing = None if share >= 1 else (what, share)
-        if ended:
+        if finished:
             self._finished(what, "")
         self._begin()
 
@@ -281,7 +280,7 @@ class LiveView(ConsoleView):
                 yield from Frame(state=self.state, closed=self._closed).__rich_console__(console, options)
 
     def _begin(self) -> None:
-        # Started late: what is printed before the first record scrolls by undisturbed.
+        # Started with the first record, so that lines printed before are not redrawn.
         if not self._closed and not self._live.is_started:
             self._live.start(refresh=True)
 
@@ -292,8 +291,7 @@ class LiveView(ConsoleView):
 
 
 class PlainView(ConsoleView):
-    """Prints each logged step, but at most one line in two seconds;
-    every validation and the last step always."""
+    """A view that prints plain lines: steps at most every two seconds, and every validation and the last step."""
 
     _printed_at: float | None = None
     _lines = 0
@@ -314,7 +312,7 @@ class PlainView(ConsoleView):
     def stage(self, event: StageEvent) -> None:
         ended = self.state.add_stage(event)
         stage = self.state.stages[-1]
-        # Of the stages that alternate, only the first: steps and validations speak for themselves.
+        # Of stages that alternate, only the first is printed: steps and validations have lines of their own.
         if stage.name not in REPEATED_STAGES or ended is None or ended.name not in REPEATED_STAGES:
             detail = f": {clean(stage.detail)}" if stage.detail else ""
             self._print(f"{self._time()} {clean(stage.name)}{detail}")
@@ -374,12 +372,12 @@ class PlainView(ConsoleView):
         return f"{_clock(self.state.elapsed):>8}"
 
     def _print(self, line: str) -> None:
-        # soft_wrap: a log keeps its lines whole whatever width the console guesses.
+        # With soft_wrap, the width that the console assumes for a pipe does not break lines.
         self._console.print(Text(line.rstrip()), soft_wrap=True)
 
 
 def closing(state: TrainState, status: RunStatus, message: str) -> str:
-    """Says in one line how the run ended."""
+    """Returns one line that describes how the run ended."""
     elapsed = duration(state.elapsed)
     remarks = (f": {clean(message)}" if message else "") + "".join(f"; {done}" for done in state.guarded)
     if status == "done":
@@ -388,7 +386,7 @@ def closing(state: TrainState, status: RunStatus, message: str) -> str:
 
 
 def _clock(seconds: float | None) -> str:
-    """`2:05`, `3:20:11`: fixed and narrow, for columns."""
+    """Returns a duration as `2:05` or `3:20:11`, for narrow columns."""
     if seconds is None:
         return MISSING
     minutes, secs = divmod(round(seconds), 60)

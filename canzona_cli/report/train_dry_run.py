@@ -1,5 +1,7 @@
-"""The screens of `canzona train --dry-run` and `--prepare-only`: what the run comes to,
-and exactly what starts it."""
+"""The screens of `canzona train --dry-run` and `--prepare-only`: the resolved run and the command that starts it.
+
+Also the JSON of `canzona validate`.
+"""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -40,10 +42,10 @@ VERSION = 1
 
 
 def resolved_json(config: RunConfig, layout: Layout, plan: Obtained | None) -> dict[str, object]:
-    """The stable form: additions keep `version`, anything else raises it.
+    """Returns a resolved run as JSON values; additions keep `version`, any other change raises it.
 
     Args:
-        plan: the plan that the run executes; None for a run that executes none.
+        plan: the plan that the run executes; None for a run without a plan.
     """
     return {
         "version": VERSION,
@@ -57,7 +59,7 @@ def resolved_json(config: RunConfig, layout: Layout, plan: Obtained | None) -> d
 
 
 def refused_json(error: CanzonaError) -> dict[str, object]:
-    """Returns what `canzona validate --json` prints of a run that cannot be."""
+    """Returns the JSON of `canzona validate --json` for a run that is refused, without secrets."""
     problems = [
         {
             "key": problem.key,
@@ -82,29 +84,28 @@ def _plan(obtained: Obtained) -> dict[str, object]:
 
 
 RUN_DIR_TIME = "YYYYmmdd-HHMMSS"
-"""A placeholder for the start time, in the name of a run directory that does not exist yet."""
+"""The placeholder for the start time in the name of a run directory that does not exist yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun(Page):
-    """Configuration and command are never wrapped, so that they can be copied."""
+    """A resolved run. Configuration, environment and command are not wrapped, so that they can be copied."""
 
     config: RunConfig
     config_yaml: str | None
-    """None where nobody asked for it."""
+    """The configuration to show; None to leave it out."""
     layout: Layout
     corpus: PreparedCorpus | None
-    """None for the built-in one, which the first run that needs it prepares."""
+    """The corpus of the run; None if it is not prepared yet, as the built-in one before the first run."""
     plan: Obtained | None
     ahead: Outlook
     memory: MemoryEstimate
     command: LaunchCommand
     prepared: bool = False
-    """True where the run directory exists and only the command is missing."""
+    """True for `--prepare-only`: the run directory is written, and the command is not run."""
 
     def as_json(self) -> dict[str, object]:
-        """The stable form of `canzona train --dry-run --json`; additions keep `version`,
-        anything else raises it."""
+        """Returns the JSON of `canzona train --dry-run`; additions keep `version`, any other change raises it."""
         memory = self.memory
         return {
             **resolved_json(self.config, self.layout, self.plan),
@@ -123,14 +124,14 @@ class DryRun(Page):
         }
 
     def _sets(self) -> list[dict[str, object]]:
-        """Describes the data sets that the run reads, as far as they exist."""
+        """Returns the data sets that the run reads, with their epochs; empty if they are not prepared yet."""
         read, corpus = supply(self.config, self.layout, self.corpus), self.corpus
         if read is None or corpus is None:
             return []
         epochs = {name: each.epochs for name, each in read.sets.items()}
         return [
-            {**asdict(one), "prefix": str(one.prefix), "epochs": epochs.get(one.name, read.epochs)}
-            for one in corpus.sets
+            {**asdict(part), "prefix": str(part.prefix), "epochs": epochs.get(part.name, read.epochs)}
+            for part in corpus.sets
         ]
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
@@ -164,7 +165,7 @@ class DryRun(Page):
     def _memory(self) -> str:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.memory.parts.items() if size)
         cluster = self.config.cluster
-        # `top` shows the whole process; on a GPU the reserve is just room left free.
+        # On CPU ranks the reserve is memory of Python and torch, which `top` counts too; on a GPU it is left free.
         more = f"; Python and torch take about {cluster.reserved_gib:g} GiB more" if cluster.device == "cpu" else ""
         return (
             f"{self.memory.total / GIB:.2f} of {self.memory.capacity / GIB:.2f} GiB on the fullest {self._unit} "
@@ -184,28 +185,28 @@ class DryRun(Page):
     def _notes(self) -> Iterator[str]:
         if node_count(self.config) > 1:
             if "OMP_NUM_THREADS" in self.command.environment:
-                yield "The numbers of threads fit this machine's cores; `canzona train` on the others counts theirs."
+                yield "The thread counts fit this machine's cores; `canzona train` on another machine sets its own."
             last = node_count(self.config) - 1
             if NODE_RANK_PLACEHOLDER in self.command.argv:
-                yield f"{NODE_RANK_PLACEHOLDER} is 0 to {last}, a different number on each machine: cluster.node_rank."
+                yield f"{NODE_RANK_PLACEHOLDER} is cluster.node_rank: 0 to {last}, different on each machine."
             if not self.command.environment.get("GLOO_SOCKET_IFNAME", "lo").startswith("lo"):
-                yield "GLOO_SOCKET_IFNAME is this machine's interface to machine 0; the others find their own."
+                yield "GLOO_SOCKET_IFNAME is this machine's network interface to machine 0; the others detect theirs."
             if ENDPOINT_PLACEHOLDER in self.command.argv:
-                yield "GLOO_SOCKET_IFNAME, the interface that leads to machine 0, is found on each machine."
+                yield "GLOO_SOCKET_IFNAME, the network interface to machine 0, is detected on each machine."
                 yield (
-                    f"{ENDPOINT_PLACEHOLDER} is an address of machine 0 that all others can reach: "
-                    "cluster.rdzv_endpoint."
+                    f"{ENDPOINT_PLACEHOLDER} is cluster.rdzv_endpoint: an address of machine 0 that all others can "
+                    "reach."
                 )
         if self.config.run.dir is None:
-            yield f"{RUN_DIR_TIME} is the start time; run.dir sets the whole name."
+            yield f"{RUN_DIR_TIME} is the start time; run.dir sets the full path instead."
         if self.prepared:
             directory = self.command.argv[-1]
-            yield f"Prepared {directory}; nothing was started. These variables and this command train it to its end."
-            yield f"After an end before that, prepare it again with run.dir={directory}: then it continues."
+            yield f"Prepared {directory}; nothing was started. This environment and this command run the training."
+            yield f"To continue if the run stops early, prepare it again with run.dir={directory}."
         else:
             yield "Nothing was started or written. `canzona train` writes the run directory before it runs the command."
         if self.config_yaml is None:
-            yield "With --config too it prints every setting and its value."
+            yield "Add --config to print every setting and its value."
 
 
 def _assignments(environment: Mapping[str, str]) -> list[str]:

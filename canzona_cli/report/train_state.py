@@ -1,4 +1,4 @@
-"""The state that a view of a run shows: stages, the loss so far, smoothed rates, validations, time left."""
+"""The state of a run that the live views show: stages, losses, rates, validations and time left."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ from canzona_cli.run.words import MISSING, clean, guarded, number, real
 Clock = Callable[[], float]
 
 REPEATED_STAGES = frozenset({"train", "validate"})
-"""Stages that alternate all through a run; the others happen once."""
+"""The stages that alternate during a run; every other stage occurs once."""
 
 _SMOOTHING = 0.1
 _WINDOW = 16
@@ -26,7 +26,7 @@ _MOST_POINTS = 2048
 
 @dataclass
 class History:
-    """(step, value) points of a curve, thinned by averaging neighbours so that a million steps cost no more to draw."""
+    """The (step, value) points of a curve; once there are too many, neighbours are averaged."""
 
     points: list[tuple[float, float]] = field(default_factory=list)
     _stride: int = 1
@@ -53,18 +53,17 @@ def _mean_point(points: list[tuple[float, float]] | tuple[tuple[float, float], .
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One stage of the run or of its start."""
+    """A stage of the run or of its start-up."""
 
     name: str
     detail: str
     started: float
-    """Seconds on the view's clock."""
+    """The start of the stage, in seconds on the view's clock."""
 
 
 @dataclass
 class TrainState:
-    """Everything shown about a run, from the run directory's records;
-    numbers may be missing or not finite."""
+    """The state of a run, built from the records of its run directory; numbers in them may be missing or not finite."""
 
     config: RunConfig
     layout: Layout
@@ -72,19 +71,19 @@ class TrainState:
     history: History = field(default_factory=History)
     stages: list[Stage] = field(default_factory=list)
     last: StepMetrics | None = None
-    """The newest."""
+    """The newest logged step."""
     step: int = 0
     smoothed: float | None = None
-    """Loss, exponentially smoothed and free of start-up bias."""
+    """The exponentially smoothed loss, corrected for start-up bias."""
     non_finite: int = 0
-    """Logged steps whose loss was NaN or infinite."""
+    """The number of logged steps whose loss was missing or not finite."""
     validations: list[tuple[int, float]] = field(default_factory=list)
-    """(step, loss), finite or not."""
+    """The validations as (step, loss); NaN for a loss that was not finite."""
     sets: Mapping[str, float | None] = field(default_factory=dict)
-    """The newest validation's loss on each set of a blend."""
+    """The newest validation loss of each set of a blend."""
     started: float = 0.0
     updated: float | None = None
-    """The time at which the newest step arrived, seconds on `clock`."""
+    """The time at which the newest step arrived, in seconds on `clock`; None before the first step."""
     _weight: float = 0.0
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
@@ -94,7 +93,7 @@ class TrainState:
         self.started = self.clock()
 
     def go_on(self, earlier: Earlier) -> None:
-        """Show a resumed run as the one it goes on: its curve and validations, but not its speed."""
+        """Adds the loss curve, validations and step of the run that is resumed, but not its speed."""
         for metrics in earlier.metrics:
             if (loss := real(metrics.loss)) is not None:
                 self.history.add(metrics.step, loss)
@@ -103,7 +102,7 @@ class TrainState:
         self.step = earlier.step
 
     def add_stage(self, event: StageEvent) -> Stage | None:
-        """Begin a stage; returns the one that ended with it, if any."""
+        """Starts a stage; returns the previous stage, if any."""
         ended = self.stages[-1] if self.stages else None
         stage = Stage(name=event.stage, detail=event.detail, started=self.clock())
         self.stages.append(stage)
@@ -136,7 +135,7 @@ class TrainState:
 
     @property
     def loss(self) -> float | None:
-        """The newest step's loss; NaN when it was not finite (null in the file), None when there is none."""
+        """The newest step's loss; NaN if it was not finite (null in the file), None before the first step."""
         if self.last is None:
             return None
         loss = real(self.last.loss)
@@ -144,7 +143,7 @@ class TrainState:
 
     @property
     def guarded(self) -> list[str]:
-        """Counts what the guards had to do so far; empty in a healthy run."""
+        """Lines that count skipped steps and fallbacks so far; empty if there were none."""
         return [] if self.last is None else guarded(self.last.skipped, self.last.fallbacks)
 
     @property
@@ -162,7 +161,7 @@ class TrainState:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Median of the last logged steps: one slow step (the first, a validation) does not show for long."""
+        """The median over the last logged steps, on which a single slow step has little effect."""
         return statistics.median(self._rates) if self._rates else None
 
     @property
@@ -189,25 +188,25 @@ class TrainState:
 
     @property
     def eta(self) -> float | None:
-        """Seconds left, by wall clock (validations included) once two steps are known;
-        counts down between steps."""
+        """The seconds left, or None if unknown. From the second step on, the pace is by wall clock and so includes
+        validations. Between steps, the value counts down."""
         if self.updated is None:
             return None
         pace = self.step_s
         if len(self._arrivals) > 1:
-            (first, begun), (last, ended) = self._arrivals[0], self._arrivals[-1]
-            if last > first and ended > begun:
-                pace = (ended - begun) / (last - first)
+            (first, start), (last, end) = self._arrivals[0], self._arrivals[-1]
+            if last > first and end > start:
+                pace = (end - start) / (last - first)
         return None if pace is None else max(0.0, (self.total - self.step) * pace - self.idle)
 
     @property
     def stalled(self) -> bool:
-        """True where the next step is far later than the pace so far explains."""
+        """True if no step has arrived for 30 s and for 10 times the step time, before the end of the run."""
         pace = self.step_s
         return pace is not None and self.step < self.total and self.idle > max(30.0, 10 * pace)
 
     def validation_change(self) -> str:
-        """The change from the loss before training to the newest one."""
+        """Returns the change from the first validation loss to the newest; a single loss alone, `-` without any."""
         if not self.validations:
             return MISSING
         (_, first), (_, last) = self.validations[0], self.validations[-1]
@@ -217,17 +216,17 @@ class TrainState:
 
 
 def set_losses(sets: Mapping[str, float | None]) -> str:
-    """`code 1.2345, web 2.3456`; empty where there is no blend."""
+    """Returns the losses of the sets of a blend, such as `code 1.2345, web 2.3456`; empty without a blend."""
     return ", ".join(
         f"{clean(name)} {number(math.nan if loss is None else loss, '.4f')}" for name, loss in sets.items()
     )
 
 
 def loss_change(first: float, last: float) -> str:
-    """`9.7213 → 4.3121 (-55.6%)`."""
+    """Returns a change of loss, such as `9.7213 → 4.3121 (-55.6%)`."""
     return f"{number(first, '.4f')} → {number(last, '.4f')} ({number(relative_change(first, last), '+.1f')}%)"
 
 
 def relative_change(first: float, last: float) -> float:
-    """Returns the per cent by which `last` differs from `first`; NaN when that means nothing."""
+    """Returns the difference of `last` from `first` in per cent; NaN if `first` is 0 or not finite."""
     return 100 * (last - first) / first if first and math.isfinite(first) else math.nan

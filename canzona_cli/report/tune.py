@@ -1,5 +1,4 @@
-"""The screens of `canzona tune`: layouts as measured and as predicted,
-and the errors of predictions, by phase."""
+"""The screen of `canzona tune`: measured and predicted times of layouts, and the prediction errors by phase."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from canzona_cli.run.words import clean, layout_code, milliseconds, number, plur
 
 @dataclass(frozen=True, kw_only=True)
 class TuneView(Page):
-    """The layouts, the fastest by measurement first and in bold; then the errors."""
+    """A table of the layouts, the fastest as measured first and in bold, then the prediction errors."""
 
     result: TuneResult
 
@@ -31,11 +30,11 @@ class TuneView(Page):
         yield Text()
         names = sorted(result.layouts, key=result.slower)
         rows = [(layout_code(result.layouts[name].layout), self._cells(name, result.layouts[name])) for name in names]
-        heads = ("batch", "recompute", "ms a step", "plan", "error", "slower", "")
+        heads = ("batch", "recompute", "ms/step", "plan", "error", "slower", "")
         yield rows_table(heads, rows, bold=names.index(result.best))
         yield note(
-            "batch: micro-batch x accumulation x DP; plan: predicted; error: predicted over measured; slower: per "
-            "sequence, than the fastest measured"
+            "batch: micro-batch x accumulation x DP; ms/step: median [quartiles] of the rounds; plan: predicted ms; "
+            "error: predicted / measured - 1; slower: time per sequence, relative to the fastest measured"
         )
         yield Text()
         yield wrapped(self._verdict())
@@ -55,12 +54,12 @@ class TuneView(Page):
             trust = f"fitted to steps of {clean(result.fitted_on) or 'none'}"
         profile = f"by profile {clean(result.profile)}, "
         yield "predicted", Text.assemble(profile, (trust, "" if result.calibrated else "yellow"))
-        which = "all of them" if result.everything else "the fastest by prediction"
+        which = "all of them" if result.everything else "the fastest as predicted"
         yield (
             "measured",
-            f"{len(result.layouts)} of {plural(result.legal, 'layout')}, {which}, in turns: "
-            f"{plural(result.rounds, 'round')} of {plural(result.steps, 'step')}, after {result.warm_up_steps} to "
-            "warm up",
+            f"{len(result.layouts)} of {plural(result.legal, 'layout')}, {which}, interleaved: "
+            f"{plural(result.rounds, 'round')} of {plural(result.steps, 'step')}, each after "
+            f"{plural(result.warm_up_steps, 'warm-up step')}",
         )
         machine = (f"{clean(result.machine[key])}" for key in ("processor", "cores") if key in result.machine)
         load = number(result.machine.get("load_average"))
@@ -68,19 +67,19 @@ class TuneView(Page):
         if result.overrides:
             yield "settings", " ".join(map(clean, result.overrides))
 
-    def _cells(self, name: str, one: LayoutBench) -> tuple[Cell, ...]:
-        result, layout = self.result, one.layout
+    def _cells(self, name: str, bench: LayoutBench) -> tuple[Cell, ...]:
+        result, layout = self.result, bench.layout
         marks = [
             *(["fastest"] if name == result.best else []),
             *(["simulator's choice"] if name == result.chosen else []),
-            *(["fitted on"] if one.fitted else []),
+            *(["fitted on"] if bench.fitted else []),
         ]
         return (
             f"{layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
             layout.recompute,
-            quartiles(one.iteration_s),
-            milliseconds(one.predicted.iteration_s),
-            error_text(one.median_s, one.predicted.iteration_s),
+            quartiles(bench.iteration_s),
+            milliseconds(bench.predicted.iteration_s),
+            error_text(bench.median_s, bench.predicted.iteration_s),
             "" if name == result.best else percent(result.slower(name)),
             ", ".join(marks),
         )
@@ -91,24 +90,27 @@ class TuneView(Page):
             return "The simulator's choice is the fastest as measured."
         if result.chosen not in result.layouts:
             return "The simulator's choice could not be measured."
-        apart = "" if result.certain else ", which their quartiles do not tell apart"
+        apart = "" if result.certain else "; their quartile ranges overlap"
         best, chosen = (layout_name(result.layouts[name].layout) for name in (result.best, result.chosen))
         slower = percent(result.slower(result.chosen))
-        return f"{best} is the fastest as measured; the simulator's choice, {chosen}, is {slower} slower{apart}."
+        return (
+            f"{best} is the fastest as measured; the simulator's choice, {chosen}, is {slower} slower per "
+            f"sequence{apart}."
+        )
 
 
 def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
-    """Yields the errors of the step and of every phase that matters."""
+    """Yields a table of the prediction errors of the step and of its phases."""
     unseen = accuracy.step.layouts
     which = "" if unseen == layouts else f" {plural(unseen, 'layout')} that the profile was not fitted to"
     yield headed("Errors of the predictions", f":{which or ' all layouts'}")
     rows = {"step": accuracy.step, **{PHASES[name].name: errors for name, errors in accuracy.phases.items()}}
-    heads = ("layouts", "of the step", "MAPE", "mean", "worst", "at")
+    heads = ("layouts", "share of step", "MAPE", "mean", "worst", "at")
     yield rows_table(heads, ((name, _error_cells(errors)) for name, errors in rows.items()), bold=0)
-    yield note(f"phases: of layouts that spend {LEAST_SHARE:.0%} of their step there; mean: with signs")
+    yield note(f"phases: only layouts that spend at least {LEAST_SHARE:.0%} of the step there; mean: mean signed error")
     yield wrapped(
-        f"{plural(accuracy.pairs, 'pair')} of layouts measured more than {APART:.0%} apart, {accuracy.in_order} "
-        "predicted in that order."
+        f"{plural(accuracy.pairs, 'pair')} of layouts differ by more than {APART:.0%} as measured; {accuracy.in_order} "
+        "of them were predicted in the same order."
     )
 
 

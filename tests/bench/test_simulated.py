@@ -173,7 +173,7 @@ def test_preconditioners_gain_most(optimizer: str) -> None:
     assert ratio > 5
     text = shown(SimulationView(simulation))
     assert f"{ratio:.1f}x" in text
-    assert "Megatron offers it for muon only" in text
+    assert "Megatron supports it for muon only" in text
     # On all ranks their state does not even fit.
     assert cell.ratio("sc") is None
 
@@ -259,7 +259,7 @@ def test_the_papers_knobs_are_swept_in_simulation() -> None:
     balances = [study.result("paper").update_balance for one in alphas.values() for study in _studies(one)]
     assert balances[-1] < balances[0]
     text = shown(SimulatedSweepView("alpha", alphas))
-    assert "qwen3-0.6b on 16: TP4 DP4" in text
+    assert "qwen3-0.6b on 16 GPUs: TP4 DP4" in text
     assert line_of(text, "0.75 ").split()[0] == "0.75"
 
     capacities = swept("c_max", 16, settings)

@@ -171,7 +171,7 @@ def test_a_run_that_has_not_been_saved_yet_has_an_empty_list(tmp_path: Path) -> 
     (tmp_path / "config.yaml").write_text("")
     done = canzona("checkpoint", "list", str(tmp_path))
     assert done.returncode == 0
-    assert "there are none yet" in done.stdout
+    assert "no checkpoints yet" in done.stdout
 
 
 def test_neither_torch_nor_numpy_is_imported(run: Path) -> None:

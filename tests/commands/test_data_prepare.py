@@ -222,7 +222,7 @@ def test_what_is_killed_goes_on_after_its_finished_inputs_to_the_same_bytes_as_o
     assert not (tmp_path / "p.idx").exists()
 
     again = subprocess.run([*command[:-1], "1"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert re.search("[12] of 3 inputs were already there", again.stdout), again.stdout
+    assert re.search("[12] of 3 inputs were already prepared", again.stdout), again.stdout
     assert "3: 3 not JSON (a.jsonl:17, a.jsonl:4321, a.jsonl:8999)" in " ".join(again.stdout.split())
 
     whole = canzona(*arguments, "whole", cwd=tmp_path)

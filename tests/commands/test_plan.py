@@ -104,7 +104,7 @@ def test_the_report_fits_its_terminal_and_says_the_essentials(large: dict[str, l
     for words in ("load balance", "lower bound", "padding", "layerwise", "Memory", "Timeline", "Assumptions"):
         assert words in text
     assert "nothing was written" in text
-    assert f"under {len(large['assumptions'])} assumptions: add --assumptions" in short.stdout
+    assert f"under {len(large['assumptions'])} assumptions; add --assumptions" in short.stdout
     assert not any(line[:60] in short.stdout for line in large["assumptions"])
     assert all(line in text for line in large["assumptions"])
 
@@ -117,7 +117,7 @@ def test_a_dry_run_without_a_recipe_shows_every_size_and_how_to_look_at_one(tmp_
     assert "…" not in result.stdout
     sizes = [line.split()[:2] for line in lines if line.startswith("qwen3-")]
     assert [name for name, _ in sizes] == [f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")]
-    assert lines[-1].startswith("Look at one: canzona plan recipe=")
+    assert lines[-1].startswith("Details of one: canzona plan recipe=")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -192,7 +192,7 @@ def test_it_says_what_is_shared_and_what_that_takes() -> None:
     assert all(kind["fragment_s"] == 0 or kind["shared"] for kind in said["updates"])
     text = " ".join(canzona(*sharing).stdout.split())
     assert f"{shared} matrices shared by TP groups" in text
-    assert "each rank" in text
+    assert "per rank" in text
 
 
 def test_compared_forms_are_in_the_json() -> None:
@@ -222,7 +222,7 @@ def test_a_plan_says_how_often_an_optimizer_refreshes_its_factors() -> None:
 def test_more_ranks_than_matrices_are_planned_and_priced() -> None:
     result = canzona("plan", "recipe=tiny", "gpus=64", "cluster.gpus_per_node=64", "--dry-run")
     assert result.returncode == 0, result.stderr
-    assert "more ranks than matrices" in " ".join(result.stdout.split())
+    assert "fewer matrices than ranks" in " ".join(result.stdout.split())
 
 
 def test_own_shapes_are_planned(tmp_path: Path) -> None:

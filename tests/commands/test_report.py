@@ -210,7 +210,7 @@ def test_two_runs_are_shown_side_by_side(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
     assert "all settings are equal" in text
-    assert "step 40 (last of both)" in text
+    assert "step 40 (last in both)" in text
     assert "B: no breakdown" in text
     content = json.loads(canzona("report", "--compare", str(one.root), str(other.root), "--json").stdout)
     assert content["runs"]["b"]["step"] == 40
@@ -251,7 +251,7 @@ def test_a_run_without_timelines_has_no_trace(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run", steps=3)
     done = canzona("report", str(files.root), "--trace", str(tmp_path / "trace.json"))
     assert done.returncode == 2
-    assert "there are no timelines in it" in " ".join(done.stderr.split())
+    assert "has no timelines" in " ".join(done.stderr.split())
     assert not (tmp_path / "trace.json").exists()
 
 

@@ -106,7 +106,7 @@ def test_environment_between_machines_is_set_deliberately_and_shown(
         monkeypatch.delenv(name, raising=False)
     done = canzona("train", "--dry-run", "recipe=qwen3-8b", "gpus=16", cwd=tmp_path)
     assert "export NCCL_SOCKET_IFNAME='^lo,docker," in done.stdout
-    assert "GLOO_SOCKET_IFNAME, the interface that leads to machine 0, is found on each machine." in " ".join(
+    assert "GLOO_SOCKET_IFNAME, the network interface to machine 0, is detected on each machine." in " ".join(
         done.stdout.split()
     )
     together = canzona(

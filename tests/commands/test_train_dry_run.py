@@ -49,7 +49,7 @@ def test_a_dry_run_says_what_the_run_comes_to(large: subprocess.CompletedProcess
     assert 3600 * int(days[1]) + 60 * int(days[2]) == pytest.approx(1e4 * (1 << 20) / (total * 1e3), rel=0.01)
     # 31.2 B elements in matrices with master and momentum, 1.56 B of embedding and output with two moments.
     assert "checkpoints 250 GiB each, 3 kept: 750 GiB" in text
-    assert "saving takes about 7.8 GiB of each machine's own memory" in text, "a 32nd"
+    assert "saving needs about 7.8 GiB of host memory on each machine" in text, "a 32nd"
     assert "epochs about 3,616" in text
 
 
@@ -77,9 +77,9 @@ def test_the_batch_arithmetic_adds_up(large: subprocess.CompletedProcess[str]) -
 def test_what_several_machines_need_is_marked_for_filling_in(large: subprocess.CompletedProcess[str]) -> None:
     text = " ".join(large.stdout.split())
     assert "--node-rank NODE_RANK" in text
-    assert "NODE_RANK is 0 to 31" in text
+    assert "NODE_RANK is cluster.node_rank: 0 to 31" in text
     assert "--rdzv-endpoint HOST:PORT" in text
-    assert "HOST:PORT is an address of machine 0" in text
+    assert "HOST:PORT is cluster.rdzv_endpoint: an address of machine 0" in text
 
 
 def test_the_command_can_be_copied_and_the_environment_is_there(tmp_path: Path) -> None:

@@ -72,11 +72,11 @@ def test_no_speedup_is_printed_where_intervals_overlap() -> None:
     row = line_of(text.partition("Compared")[2], "asc")
     assert row.count("not significant") == 2
     assert "[" not in row
-    assert "not significant: the intervals overlap" in text
+    assert "not significant: the interquartile ranges of the two times overlap" in text
 
 
 def test_nothing_is_said_of_overlaps_where_all_are_apart() -> None:
-    assert "intervals overlap" not in shown(BenchView(bench(("canzona", "sc"))))
+    assert "ranges of the two times overlap" not in shown(BenchView(bench(("canzona", "sc"))))
 
 
 def test_overhead_is_over_adamws_iteration() -> None:

@@ -46,14 +46,14 @@ def test_a_page_draws_every_sweep_measured_beside_predicted(kind: SweepKind) -> 
 
 def test_alpha_shows_balance_steps_and_traffic() -> None:
     text = shown(SweepView("alpha", SWEEPS["alpha"]))
-    for title in ("load balance", "optimizer step, ms", "iteration, ms", "reduction in all, ms"):
+    for title in ("load balance", "optimizer step, ms", "iteration, ms", "total reduction, ms"):
         assert title in text
     assert line_of(text, "0.5 ").split()[1:3] == ["1.04", "1.02"]
 
 
 def test_c_max_shows_the_exchange_and_memory() -> None:
     text = shown(SweepView("c_max", SWEEPS["c_max"]))
-    for title in ("exposed exchange, ms", "exchange in all, ms", "fullest rank, MiB"):
+    for title in ("exposed exchange, ms", "total exchange, ms", "fullest rank, MiB"):
         assert title in text
 
 
@@ -80,7 +80,7 @@ def test_speedups_of_overlapping_intervals_are_not_printed() -> None:
     asc = [line for line in text.splitlines() if line.strip().startswith("asc ")]
     assert asc
     assert all("not significant" in line and "x [" not in line for line in asc)
-    assert "intervals overlap" in text
+    assert "ranges of the two times overlap" in text
 
 
 def test_a_note_on_one_value_names_it() -> None:

@@ -28,7 +28,7 @@ def test_numbers_stand_beside_the_base_profiles(tmp_path: Path, monkeypatch: pyt
     long = number("updates", 0.0468, "muon/standard/5/stacked", 5120, 12288)
     lines = shown(calibration(replace(RECORD, measurements=(*RECORD.measurements, long))), Path("here.yaml"))
     words = [line.split() for line in lines]
-    assert ["memory,", "GB/s", "17", "10%", "10"] in words
+    assert ["memory", "bandwidth,", "GB/s", "17", "10%", "10"] in words
     assert ["bf16", "products", "of", "512,", "TFLOP/s", "0.9", "10%", "1.3"] in words
     assert ["muon/standard/5", "256x768", "2.50", "10%", "3.13"] in words
     assert ["megatron/muon/standard/5", "256x768", "3.50", "10%", "3.74"] in words
@@ -38,7 +38,7 @@ def test_numbers_stand_beside_the_base_profiles(tmp_path: Path, monkeypatch: pyt
 
 
 def test_how_it_ended_is_said() -> None:
-    assert "interrupted: what was measured is kept" in shown(cut_off(), Path("here.yaml"))
+    assert "interrupted: the numbers measured so far are kept" in shown(cut_off(), Path("here.yaml"))
     crash = Outcome(status="failed", exit_code=70, message="rank 1: it broke", log=Path("/logs/1"))
     failed = shown(calibration(replace(RECORD, measurements=()), crash), None)
     assert "failed: rank 1: it broke" in failed

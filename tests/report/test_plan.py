@@ -110,6 +110,6 @@ def test_a_users_own_optimizer_is_called_custom_with_whose_price_it_has() -> Non
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(PlanView(study=study))
     title = console.export_text().splitlines()[0]
-    assert "custom (priced like soap)" in title
+    assert "custom (cost model of soap)" in title
     assert study.as_json()["optimizer"] == "custom"
     assert describe_optimizer(config).startswith("custom own.py:Own (canzona)")

@@ -92,7 +92,7 @@ def test_the_foot_tells_what_was_measured() -> None:
     for part in (
         "muon (layerwise), 4 CPU ranks: TP 2 × DP 2",
         "402 ms; 298 steps measured, 2 of warm-up left out",
-        "5,093 tokens/s per rank, 20,373 in all",
+        "5,093 tokens/s per rank, 20,373 in total",
         "0.224 TFLOP/s per rank, MFU n/a on CPU",
         "matrix update 1.09",
         "812 MiB on the fullest rank",
@@ -226,7 +226,7 @@ def test_no_errors_are_told_of_another_machines_profile(tmp_path: Path) -> None:
     assert row(lines, "phase").split()[-2:] == ["planned", "share"]
     assert row(lines, "forward").split()[4:6] == ["194", "24.1%"]
     text = " ".join(" ".join(lines).split())
-    assert "It was not measured on this machine, so errors would say nothing: `canzona calibrate` does that" in text
+    assert "was not measured on this machine, so no errors are shown: `canzona calibrate` measures it" in text
     assert "error" in " ".join(shown(replace(nobodys, device="cuda"), device="cuda"))
     other = planned_run(
         tmp_path, mismatches=["cluster profile cpu was measured on another machine (cores: 64, here 2)"]
@@ -234,7 +234,7 @@ def test_no_errors_are_told_of_another_machines_profile(tmp_path: Path) -> None:
     lines = shown(load_breakdown(other))
     assert row(lines, "phase").split()[-2:] == ["planned", "share"]
     text = " ".join(" ".join(lines).split())
-    assert "say nothing: cluster profile cpu was measured on another machine (cores: 64, here 2)" in text
+    assert "no errors are shown: cluster profile cpu was measured on another machine (cores: 64, here 2)" in text
 
 
 def test_json_has_the_plan_its_errors_and_why(tmp_path: Path) -> None:

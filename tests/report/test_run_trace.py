@@ -125,7 +125,7 @@ def test_lanes_hold_everything_and_nothing_overlaps_on_one(parts: list[tuple[int
 
 
 def test_a_run_without_timelines_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there are no timelines"):
+    with pytest.raises(ConfigError, match="has no timelines"):
         write_trace(tmp_path, tmp_path / "trace.json")
     assert not (tmp_path / "trace.json").exists()
 
