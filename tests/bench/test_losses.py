@@ -89,5 +89,5 @@ def test_the_error_names_strategy_step_and_both_losses() -> None:
     (problem,) = caught.value.problems
     assert problem.key == "sc, step 3"
     assert problem.value == "loss 10.00000"
-    assert "canzona has a loss of 5.00000 there" in problem.reason
+    assert "canzona has loss 5.00000 at this step" in problem.reason
     check_losses(result_of({"canzona": LOSSES, "sc": LOSSES}))
