@@ -5,10 +5,10 @@
     python scripts/exactness.py OUT.json [muon] [shampoo] [soap] [modes]
 
 Prints a Markdown table and writes JSON. Each cell has two numbers. The first is the largest deviation of any weight
-from the run on one rank, in units of the learning rate. It is due to another order of sums, whose rounding the optimizer
-amplifies; the first row shows the same for a single rank with other micro-batches. The second number is the engine's
-own error: the matrices of the run are compared with those of an ordinary optimizer that updates whole matrices in one
-process with the reduced gradients of the run. "bitwise" means that all 14 matrices are equal to the last bit.
+from the run on one rank, in units of the learning rate. It comes from another order of sums, whose rounding errors the
+optimizer amplifies; the first row shows the same for a single rank with other micro-batches. The second number is the
+engine's own error: the matrices of the run are compared with those of an ordinary optimizer that updates whole matrices
+in one process with the reduced gradients of the run. "bitwise" means that all 14 matrices are equal to the last bit.
 
 `modes` measures the modes of `engine.mode` for Muon in Gram form, in layouts with TP ranks. Shared matrices are summed
 over ranks, so they are not bitwise equal. Their number is the error against an exact update (in fp64) as a multiple of
