@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains random runs on real CPU ranks and compares them with one process (`tests/dist/fuzz.py`); prints a line a seed.
+"""Trains random runs on real CPU ranks and compares each with one process (`tests/dist/fuzz.py`); one line per seed.
 
     make fuzz                                 # 300 seeds: about 15 minutes on two cores
     python scripts/fuzz.py 17                 # one seed, with details

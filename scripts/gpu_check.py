@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Checks canzona on a machine with GPUs, in under ten minutes on one GPU: prints which parts pass, and measured beside
-simulated times.
+"""Checks canzona on a machine with GPUs, in under ten minutes on one GPU: prints which parts pass, and measured next to
+simulated values.
 
     canzona doctor --gpu-check FILE.json                   # everything, also from an installed wheel
     make gpu-check                                         # the same from the sources, into gpu-check.json

@@ -126,21 +126,21 @@ def main() -> None:
                 processor[name].append(time.process_time() - started_cpu)
     if world.rank == 0:
         print(f"{layout.world_size} ranks, {arguments.steps} steps each")
-        kept = {"wall": report("wall", wall), "processor": report("processor", processor)}
+        reported = {"wall": report("wall", wall), "processor": report("processor", processor)}
         if arguments.out is not None:
-            arguments.out.write_text(json.dumps({"ranks": layout.world_size, **kept}, indent=1) + "\n")
+            arguments.out.write_text(json.dumps({"ranks": layout.world_size, **reported}, indent=1) + "\n")
     parallel.shutdown()
 
 
 def report(what: str, seconds: dict[str, list[float]]) -> dict[str, list[float]]:
     """Prints the quartiles of each loop and of their ratio; returns the values, without warm-up steps."""
-    kept = {name: values[WARM_UP:] for name, values in seconds.items()}
-    baseline, measured = kept
-    kept[f"{measured} / {baseline}"] = [m / b for b, m in zip(kept[baseline], kept[measured], strict=True)]
-    for name, values in kept.items():
+    samples = {name: values[WARM_UP:] for name, values in seconds.items()}
+    baseline, measured = samples
+    samples[f"{measured} / {baseline}"] = [m / b for b, m in zip(samples[baseline], samples[measured], strict=True)]
+    for name, values in samples.items():
         spread, unit = Quartiles.of(values), "" if "/" in name else " s"
         print(f"{what:10} {name:15} median {spread.median:.4f}{unit}, quartiles {spread.low:.4f} to {spread.high:.4f}")
-    return kept
+    return samples
 
 
 if __name__ == "__main__":

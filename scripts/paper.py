@@ -78,21 +78,22 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=256)
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("overrides", nargs="*")
-    asked = parser.parse_args()
-    mesh = (f"parallel.tp={asked.tp}", "parallel.pp=1", "parallel.vpp=1")
-    rest = (f"recipe={asked.recipe}", *mesh, *asked.overrides)
-    words = (f"gpus={asked.gpus}", *rest)
+    arguments = parser.parse_args()
+    mesh = (f"parallel.tp={arguments.tp}", "parallel.pp=1", "parallel.vpp=1")
+    rest = (f"recipe={arguments.recipe}", *mesh, *arguments.overrides)
+    words = (f"gpus={arguments.gpus}", *rest)
     points = [
         Point(name=name, standard=studied(*words, *batch, STANDARD), chosen=studied(*words, *batch))
         for name, batch in POINTS.items()
     ]
     others = {name: studied(*words, f"optimizer={name}") for name in ("shampoo", "soap")}
-    fewer = resolved(f"gpus={asked.gpus // 4}", *rest, STANDARD)
+    fewer = resolved(f"gpus={arguments.gpus // 4}", *rest, STANDARD)
     print("\n".join(report(points, others, fewer)))
     print(WHY.rstrip())
 
 
 def studied(*words: str) -> Study:
+    """Simulates all strategies of a run."""
     return study_run(*resolved(*words))
 
 

@@ -97,7 +97,7 @@ def share_good(cells: Sequence[Cell]) -> float:
 def pairs(results: Iterable[BenchResult], of: Time) -> Iterator[Pair]:
     """Yields all pairs of strategies of a bench whose measured medians differ by more than `APART`."""
     for result in results:
-        # Times are relative to the reference in the same sitting, because the machine's speed may change in between.
+        # Times are relative to the reference in the same measurement group: the machine's speed may change in between.
         relative = {
             name: median(strategy.measured, of) / median(result.references[strategy.sitting], of)
             for name, strategy in result.strategies.items()

@@ -59,20 +59,20 @@ def main() -> int:
     parser.add_argument(
         "--gpu-check", type=Path, nargs="+", default=[], help="also print files of `canzona doctor --gpu-check`"
     )
-    asked = parser.parse_args()
-    published = load_published(asked.rows)
+    arguments = parser.parse_args()
+    published = load_published(arguments.rows)
     compared = list(compare(published))
     counted = fitted(compared)
-    left_out = {} if asked.quick else errors_left_out(published, counted)
+    left_out = {} if arguments.quick else errors_left_out(published, counted)
     figures = figures_of(counted, left_out)
     print("\n".join(tables(published, compared, left_out, figures)))
-    for file in asked.gpu_check:
+    for file in arguments.gpu_check:
         print("\n".join(["", *measured_here(json.loads(file.read_text(encoding="utf-8")))]))
-    if asked.html:
-        asked.html.write_text(published_page(compared, figures).text(), encoding="utf-8")
-        print(f"\nPage: {asked.html}")
-    if asked.json:
-        asked.json.write_text(json.dumps(as_json(compared, left_out, figures), indent=2) + "\n", encoding="utf-8")
+    if arguments.html:
+        arguments.html.write_text(published_page(compared, figures).text(), encoding="utf-8")
+        print(f"\nPage: {arguments.html}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(as_json(compared, left_out, figures), indent=2) + "\n", encoding="utf-8")
     missed = [name for name, goal in GOALS.items() if figures.get(name, 0.0) > goal]
     wrong = [f"{a.series.name} and {b.series.name}" for a, b, right in orders(compared) if not right]
     if missed or wrong:
@@ -192,7 +192,8 @@ def tables(
     yield f"Pairs of layouts of a model in the right order: {sum(right for *_, right in pairs)} of {len(pairs)}"
     others = [series for series in published.series if not series.predicted]
     if others:
-        yield f"Not predicted, because canzona does not train in fp8: {sum(len(one.step_s) for one in others)} steps"
+        steps = sum(len(series.step_s) for series in others)
+        yield f"Not predicted, because canzona does not train in fp8: {steps} steps"
     for claim in published.claims:
         yield f"Published without a layout: {claim.name} {claim.figure} ({claim.source})"
 

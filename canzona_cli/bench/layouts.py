@@ -153,7 +153,7 @@ class TuneResult(TurnsResult):
     layouts: Mapping[str, LayoutBench]
     """The measured layouts by `layout_name`, in the order of predicted time; at least one."""
     failed: Mapping[str, str]
-    """The reason of the failure, by name, for each layout that failed; these are not in `layouts`."""
+    """The reason of the failure, by name, for each layout that failed. Failed layouts are not in `layouts`."""
 
     @cached_property
     def best(self) -> str:

@@ -1,9 +1,9 @@
 """The lineup of a bench: which strategies run, and which of them share a process group. No torch.
 
 All strategies have the same layout, batch and schedule. Each has a resolved configuration; canzona, paper and asc
-also have a plan. A sitting is one process group in which strategies take turns. A sitting has as many strategies
-as fit into memory together. If several sittings are needed, the reference strategy runs in each, except in the
-sitting of a strategy that does not fit together with the reference.
+also have a plan. A measurement group (`Sitting`) has as many strategies as fit into memory together, which take turns
+in one process group. If several measurement groups are needed, the reference strategy runs in each of them, except in
+that of a strategy that does not fit together with the reference.
 """
 
 from collections.abc import Sequence
@@ -45,10 +45,10 @@ class Entrant:
     plan: Plan | None
     """The plan that canzona, paper and asc execute; None for other strategies."""
     state_bytes: int
-    """Bytes that stay allocated between steps, on the rank that uses the most. In a sitting every strategy's state
-    is in memory at the same time."""
+    """Bytes that stay allocated between steps, on the rank that uses the most. In a measurement group, all strategies'
+    states are in memory at the same time."""
     transient_bytes: int
-    """Bytes that are allocated only during a step. In a sitting only one strategy at a time runs a step."""
+    """Bytes that are allocated only during a step. In a measurement group, only one strategy at a time runs a step."""
 
     @property
     def strategy(self) -> AnyStrategy:
@@ -154,10 +154,10 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
 
 
 def into_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting, ...]:
-    """Puts each strategy into the first sitting that has enough memory left for it.
+    """Puts each strategy into the first measurement group that has enough memory left for it.
 
-    The reference is the first strategy of every sitting; a strategy that does not fit together with the reference
-    gets its own sitting without it.
+    The reference is the first strategy of every measurement group. A strategy that does not fit together with the
+    reference has its own measurement group without the reference.
 
     Args:
         available_bytes: the machine's free memory, which CPU ranks share; None for GPU ranks.

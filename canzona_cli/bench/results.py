@@ -1,8 +1,9 @@
 """The result of `canzona bench`: measured and predicted values, for the reports and for `--json`. No torch.
 
 Times are seconds. A turn is a few consecutive training steps of one strategy; its first step is not counted.
-A round is one turn of every strategy of a sitting. A sitting is one process group in which strategies take
-turns on the same batches. If not all strategies fit into memory together there are several sittings.
+A round is one turn of every strategy of a measurement group (called `sitting` in code and files), a process group in
+which strategies take turns on the same batches. If not all strategies fit into memory together, there are several
+measurement groups.
 
 Strategies that compute the same update must have the same losses; otherwise their times are not compared. All
 strategies start from the same weights and see the same batches, so the losses of the first step, before any update,
@@ -28,7 +29,7 @@ Machine = Mapping[str, str | int | float]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The measurements of one strategy in one sitting."""
+    """The measurements of one strategy in one measurement group."""
 
     iteration_s: tuple[float, ...]
     """Seconds of a complete training step on the slowest rank, by round; the mean over the measured steps of a
@@ -79,11 +80,11 @@ class StrategyBench:
     measured: Measured
     predicted: Predicted
     sitting: int
-    """The number of the sitting in which the strategy was measured, from 0."""
+    """The number of the measurement group in which the strategy was measured, from 0."""
     arithmetic: str = ""
     """A key of the updates: strategies with the same key compute the same updates, so their losses must agree."""
     alone: bool = False
-    """True where the strategy did not fit into memory together with the reference and ran in its own sitting."""
+    """True where the strategy ran alone, because it did not fit into memory together with the reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,26 +133,26 @@ class BenchResult(TurnsResult):
     """The strategy with which the others are compared: canzona if it ran, otherwise the first."""
     strategies: Mapping[str, StrategyBench]
     references: tuple[Measured, ...]
-    """The measurements of the reference by sitting; those of the first sitting where it did not take part. The first
-    are also in `strategies`."""
+    """The measurements of the reference, by measurement group. A group without the reference has those of the first
+    group, which are also in `strategies`."""
     arithmetic: str = ""
     """A sentence about the forms of the update, where canzona's strategies have a form that Megatron's lack; otherwise
     empty."""
 
     def optimizer_speedup(self, strategy: str) -> Speedup:
-        """Returns the ratio of a strategy's optimizer step to the reference's in the same sitting."""
+        """Returns the ratio of a strategy's optimizer step to the reference's in the same measurement group."""
         bench = self.strategies[strategy]
         return Speedup.of(bench.measured.optimizer_s, self.references[bench.sitting].optimizer_s)
 
     def iteration_speedup(self, strategy: str) -> Speedup:
-        """Returns the ratio of a strategy's complete step to the reference's in the same sitting."""
+        """Returns the ratio of a strategy's complete step to the reference's in the same measurement group."""
         bench = self.strategies[strategy]
         return Speedup.of(bench.measured.iteration_s, self.references[bench.sitting].iteration_s)
 
     def overhead(self, strategy: str) -> Speedup | None:
         """Returns a strategy's iteration as a multiple of AdamW's; None for AdamW and where AdamW was not measured.
 
-        Strategies of different sittings are compared by their ratios to the reference in their own sittings.
+        Strategies of different measurement groups are compared by their ratios to the reference in their own groups.
         """
         if strategy == "adamw" or "adamw" not in self.strategies:
             return None
@@ -216,11 +217,11 @@ def check_losses(result: BenchResult) -> None:
 def disagreements(result: BenchResult) -> list[Problem]:
     """Returns a problem for each strategy whose losses differ from those of its `kin`, at the first step that does.
 
-    The reference is compared with itself across sittings.
+    The reference is compared with itself across measurement groups.
     """
     problems: list[Problem] = []
     for number, reference in enumerate(result.references):
-        name = f"{result.reference} in sitting {number + 1}"
+        name = f"{result.reference} in measurement group {number + 1}"
         problems += _apart(name, reference.losses, result.reference, result.references[0].losses)
     for name, like in kin(result).items():
         mine, theirs = (result.strategies[strategy].measured.losses for strategy in (name, like))

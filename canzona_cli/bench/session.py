@@ -1,5 +1,5 @@
-"""A bench session: checks and resolves the run, launches the ranks of each sitting, and builds the result. Some of its
-functions also serve `canzona tune`.
+"""A bench session: checks and resolves the run, launches the ranks of each measurement group, and builds the result.
+Some of its functions also serve `canzona tune`.
 
 This module runs in the launcher, so it imports no torch.
 """
@@ -101,7 +101,7 @@ def prepare(
 
 
 def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
-    """Runs every sitting; returns the result and the bench directory.
+    """Runs every measurement group; returns the result and the bench directory.
 
     Args:
         say: receives progress lines.
@@ -122,7 +122,7 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
     say(f"{config.name}: {names} on {plural(config.gpus, 'rank')}, {rounds}; writes to {files.root}")
     measurements: list[dict[str, Measured]] = []
     for number, sitting in enumerate(sittings):
-        name = "sitting" if len(sittings) == 1 else f"sitting {number + 1} of {len(sittings)}"
+        name = "bench" if len(sittings) == 1 else f"measurement group {number + 1} of {len(sittings)}"
         turns = Turns(
             names=tuple(strategy.name for strategy in sitting.strategies),
             rounds=WARM_UP_ROUNDS + session.rounds,
@@ -224,7 +224,7 @@ def _notes(sittings: Sequence[Sitting], reference: str) -> Iterator[str]:
     if len(sittings) - len(alone) > 1:
         yield (
             "the strategies do not all fit into memory together, so they ran in "
-            f"{len(sittings) - len(alone)} sittings, each with {reference}"
+            f"{len(sittings) - len(alone)} measurement groups, each with {reference}"
         )
     if alone:
         yield (
@@ -298,7 +298,7 @@ def busy(machine: Machine) -> Iterator[str]:
 
 
 def create(config: RunConfig, entrants: Iterable[Entrant]) -> BenchFiles:
-    """Makes the bench directory and writes the configurations and plans, which the workers of every sitting read.
+    """Makes the bench directory and writes the configurations and plans, which the workers read.
 
     Raises:
         EnvironmentProblem: the directory cannot be written.
@@ -321,14 +321,14 @@ def create(config: RunConfig, entrants: Iterable[Entrant]) -> BenchFiles:
 
 
 def sit(first: Entrant, run_dir: Path, turns: Turns, corpus: PreparedCorpus, *, name: str, say: Say) -> RunFiles:
-    """Launches the ranks of one sitting, waits until they end, and returns their files.
+    """Launches the ranks of one measurement group, waits until they end, and returns their files.
 
     Args:
         first: the entrant whose configuration and layout start the ranks.
-        name: the name of the sitting, for messages.
+        name: the name of the measurement group, for messages.
 
     Raises:
-        KeyboardInterrupt: the user stopped the sitting.
+        KeyboardInterrupt: the user stopped the measurement.
         CanzonaError: a rank failed; the error of that rank.
     """
     config = replace(first.config, run=replace(first.config.run, dir=str(run_dir)))
@@ -348,7 +348,7 @@ class _RoundLines(TrainView):
 
     Args:
         say: receives each line.
-        sitting: the name of the sitting: `sitting 2 of 3`.
+        sitting: the name of the measurement group: `measurement group 2 of 3`.
         turns: the number of turns in a round.
         rounds: the number of rounds, including warm-up rounds.
     """

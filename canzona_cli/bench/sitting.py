@@ -1,4 +1,4 @@
-"""The files through which the launcher and the ranks of a sitting communicate, and the samples of a measurement.
+"""The files through which the launcher and the ranks of a measurement group communicate, and their samples.
 
 The launcher uses this module too, so it imports no torch.
 """
@@ -23,7 +23,7 @@ reached the gathering in the next forward pass. The last rank waits only for the
 
 @dataclass(frozen=True)
 class BenchFiles:
-    """The paths in a bench directory. The folder of each sitting is a run directory."""
+    """The paths in a bench directory. The folder of each measurement group is a run directory."""
 
     root: Path
 
@@ -94,7 +94,7 @@ class StepSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """The raw measurements of one strategy in one sitting."""
+    """The raw measurements of one strategy in one measurement group."""
 
     losses: tuple[float, ...]
     """The loss of each training step."""

@@ -1,4 +1,4 @@
-"""One rank of a sitting: `python -m canzona_cli.bench.worker SITTING_DIR`, started by torchrun.
+"""One rank of a measurement group: `python -m canzona_cli.bench.worker SITTING_DIR`, started by torchrun.
 
 Strategies take their turns in this process. Layouts cannot, because Megatron supports only one layout in a process, so
 each turn of a layout runs in a separate process. On CPUs this is a fork of this process, which has imported everything
@@ -35,7 +35,7 @@ _LOOK_S = 0.5
 
 
 def sitting_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    """Runs one sitting; rank 0 writes the samples."""
+    """Runs one measurement group; rank 0 writes the samples."""
     turns = Turns.read(files)
     if turns.apart:
         return layouts_rank(files, record, rank)
