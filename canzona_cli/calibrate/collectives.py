@@ -37,8 +37,8 @@ _PILOTS = 2
 _GATHERING_BYTES = 64 << 20
 """The bytes of each all-reduce before a row, which takes at least 0.2 ms over NVLink."""
 _HEAD_START = 1.5
-"""How long the devices are kept busy before a row, as a multiple of the host's time to launch the row. Otherwise, for
-collectives of less than 30 us, the host's launches would be measured."""
+"""The time that the devices are kept busy before a row, as a multiple of the host's time to launch the row. Otherwise,
+for collectives of less than 30 us, the host's launches would be measured."""
 _MOST_AHEAD = 16
 _LEAST_S = 1e-6
 _LARGE_S = 1.5

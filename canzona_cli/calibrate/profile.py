@@ -107,7 +107,7 @@ class Measurement:
 
     quantity: Quantity
     key: tuple[str | int, ...] = ()
-    """What exactly was measured. matmul_tflops: (n,); updates: (label, rows, columns); collectives: (kind, ranks,
+    """The row of the quantity's table. matmul_tflops: (n,); updates: (label, rows, columns); collectives: (kind, ranks,
     bytes); forward and backward: (sequences,)."""
     spread: Quartiles
     repetitions: int

@@ -13,7 +13,7 @@ VERSION = 2
 """The version of the JSON file."""
 
 Status = Literal["pass", "short", "not run"]
-"""How a part ended: it passed; it ran and fell short; it did not run, and the summary says why."""
+"""The ending of a part: it passed; it ran and fell short; it did not run, and the summary says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
