@@ -1,7 +1,7 @@
-"""Looks at pages as a person would: `scripts/check_pages.py FOLDER PAGE.html ...`, by hand, with Chromium on PATH.
+"""Checks HTML pages in a browser: `scripts/check_pages.py FOLDER PAGE.html ...`, run by hand, with Chromium on PATH.
 
-Every page is loaded 400 and 1,600 pixels wide, light and dark. A message in the browser's console, a page wider than
-its window, or a picture that does not answer the pointer ends it with 1; screenshots go to FOLDER, to be looked at.
+Every page is loaded 400 and 1,600 pixels wide, in light and in dark mode. Exits 1 if the browser's console has a
+message, a page is wider than its window, or a chart does not respond to the pointer. Screenshots are written to FOLDER.
 """
 
 import json
@@ -28,7 +28,7 @@ window.onload = () => {
     background: getComputedStyle(page.body).backgroundColor});
 };</script>"""
 _SCHEMES = {"dark": "0", "light": "1"}
-"""Chromium's numbers of them."""
+"""Chromium's numbers of the colour schemes."""
 
 
 def _chromium(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +41,7 @@ def _chromium(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def check(page: Path, folder: Path, width: int, scheme: str) -> list[str]:
-    """What is wrong with a page in one width and scheme."""
+    """Returns the problems of a page at one width and colour scheme; writes a screenshot."""
     name = f"{page.stem}-{width}-{scheme}"
     look = f"--blink-settings=preferredColorScheme={_SCHEMES[scheme]}"
     with tempfile.NamedTemporaryFile("w", suffix=".html") as harness:
@@ -49,26 +49,26 @@ def check(page: Path, folder: Path, width: int, scheme: str) -> list[str]:
         harness.flush()
         done = _chromium(look, "--window-size=1700,1000", "--dump-dom", Path(harness.name).as_uri())
     shot = _chromium(look, f"--window-size={width},4000", f"--screenshot={folder / name}.png", page.absolute().as_uri())
-    found = re.search("<pre>(.*?)</pre>", done.stdout)
-    seen = json.loads(unescape(found[1])) if found is not None and found[1] else {}
-    said = [line for line in (done.stderr + shot.stderr).splitlines() if "CONSOLE" in line]
-    problems = [f"the console says: {line.partition('CONSOLE')[2]}" for line in said]
-    if not seen:
-        return [*problems, f"{name}: it was not loaded"]
-    if seen["wide"] > width:
-        problems.append(f"is {seen['wide']} pixels wide")
-    if seen["silent"]:
-        problems.append(f"{seen['silent']} of {seen['plots']} pictures do not answer the pointer")
-    print(f"{name}: {seen['plots']} pictures, background {seen['background']}, {len(problems)} problems")
+    output = re.search("<pre>(.*?)</pre>", done.stdout)
+    state = json.loads(unescape(output[1])) if output is not None and output[1] else {}
+    messages = [line for line in (done.stderr + shot.stderr).splitlines() if "CONSOLE" in line]
+    problems = [f"console message: {line.partition('CONSOLE')[2]}" for line in messages]
+    if not state:
+        return [*problems, f"{name}: the page was not loaded"]
+    if state["wide"] > width:
+        problems.append(f"the page is {state['wide']} pixels wide")
+    if state["silent"]:
+        problems.append(f"{state['silent']} of {state['plots']} charts do not respond to the pointer")
+    print(f"{name}: {state['plots']} charts, background {state['background']}, {len(problems)} problems")
     return [f"{name}: {problem}" for problem in problems]
 
 
 def main(folder: Path, pages: list[Path]) -> int:
-    """Check all of them."""
+    """Checks all pages at all widths and colour schemes; returns the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
-    ways = [(page, width, scheme) for page in pages for width in (400, 1600) for scheme in _SCHEMES]
-    problems = [problem for page, width, scheme in ways for problem in check(page, folder, width, scheme)]
-    print("\n".join(problems) or f"nothing wrong; look at the screenshots in {folder}")
+    variants = [(page, width, scheme) for page in pages for width in (400, 1600) for scheme in _SCHEMES]
+    problems = [problem for page, width, scheme in variants for problem in check(page, folder, width, scheme)]
+    print("\n".join(problems) or f"no problems; look at the screenshots in {folder}")
     return 1 if problems else 0
 
 

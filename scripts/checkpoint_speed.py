@@ -1,10 +1,10 @@
-"""What checkpoints cost: the rate of a save against the disk, steps during a save, resumed starts against cold ones.
+"""Measures the cost of checkpoints: the rate of a save, the slowdown of steps during a save, and resumed starts.
 
     python scripts/checkpoint_speed.py [KEY=VALUE ...] [--out FILE.json]
 
-Everything is measured in one session: steps during a save are compared with the other steps of the same run, each save
-with a plain sequential write and fsync of as many bytes into the same folder right after the run, and cold starts take
-turns with resumed ones. Raw numbers go to FILE.
+Steps during a save are compared with the other steps of the same run. Each save is compared with a sequential write and
+fsync of as many bytes into the same folder, right after the run. Cold and resumed starts are interleaved. Raw numbers
+are written to FILE.json.
 """
 
 import argparse
@@ -28,8 +28,8 @@ STEPS, EVERY, TURNS = 24, 6, 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--out", type=Path, help="write raw numbers here")
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are written: the disk to measure")
+    parser.add_argument("--out", type=Path, help="the file for raw numbers")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="the folder for runs, on the disk to measure")
     given = parser.parse_args()
     overrides = given.overrides or ["recipe=qwen3-mini", "gpus=2", "parallel.tp=2"]
     given.folder.mkdir(exist_ok=True)
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _train(run: Path, *overrides: str) -> float:
-    """Run it; return when it was started."""
+    """Runs `canzona train` to its end; returns the time when it was started."""
     started = time.time()
     command = [sys.executable, "-m", "canzona_cli.app", "train", *overrides, "train.eval_interval=0", f"run.dir={run}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
@@ -61,12 +61,15 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _steps(run: Path, overrides: list[str], *, asynchronous: bool) -> dict[str, object]:
-    """Seconds of each step from the third on, with and without a save under way; and the rate of every save."""
+    """Trains and returns the seconds of steps with and without a save in progress, and the rate of every save.
+
+    The first two steps are not counted.
+    """
     saving = (f"checkpoint.every_steps={EVERY}", f"checkpoint.asynchronous={str(asynchronous).lower()}")
     _train(run, *overrides, f"train.steps={STEPS + 2}", "checkpoint.at_end=false", *saving)
     ends = [line["time"] for line in _lines(run / "metrics.jsonl")]
     saves = [event for event in _lines(run / "events.jsonl") if event["event"] == "checkpoint"]
-    # From the moment training was blocked for the copy.
+    # A save starts when training is blocked for the copy.
     spans = [(s["time"] - s["seconds"] - s["stall_s"], s["time"]) for s in saves]
     beside: list[float] = []
     alone: list[float] = []
@@ -85,6 +88,7 @@ def _steps(run: Path, overrides: list[str], *, asynchronous: bool) -> dict[str, 
 
 
 def _disk(folder: Path, size: int) -> float:
+    """Returns the rate of a sequential write and fsync, in GB/s."""
     block = os.urandom(1 << 24)
     path = folder / "plain"
     started = time.monotonic()
@@ -98,7 +102,7 @@ def _disk(folder: Path, size: int) -> float:
 
 
 def _starts(folder: Path, overrides: list[str]) -> dict[str, list[float]]:
-    """Seconds from the command to its first step's end, cold and resumed in turns."""
+    """Returns the seconds from the command to the end of its first step, for cold and resumed starts."""
     cold: list[float] = []
     resumed: list[float] = []
     for turn in range(TURNS):
@@ -112,20 +116,19 @@ def _starts(folder: Path, overrides: list[str]) -> dict[str, list[float]]:
 
 def _show(raw: dict[str, object]) -> None:
     for name in ("asynchronous", "synchronous"):
-        found = raw[name]
-        assert isinstance(found, dict)
-        beside, alone = statistics.mean(found["beside_s"]), statistics.mean(found["alone_s"])
-        # What a save costs in all, over the steps from one save to the next.
-        saves, steps = len(found["save_gb_per_s"]), len(found["beside_s"])
-        extra = (beside - alone) * steps / saves
-        save, disk = statistics.median(found["save_gb_per_s"]), statistics.median(found["disk_gb_per_s"])
+        steps = raw[name]
+        assert isinstance(steps, dict)
+        beside, alone = statistics.mean(steps["beside_s"]), statistics.mean(steps["alone_s"])
+        # The extra time of all steps during a save.
+        extra = (beside - alone) * len(steps["beside_s"]) / len(steps["save_gb_per_s"])
+        save, disk = statistics.median(steps["save_gb_per_s"]), statistics.median(steps["disk_gb_per_s"])
         print(
-            f"{name}: {found['bytes'] / 2**20:,.0f} MiB; save {save:.2f} GB/s, disk {disk:.2f} GB/s: {save / disk:.0%}"
+            f"{name}: {steps['bytes'] / 2**20:,.0f} MiB; save {save:.2f} GB/s, disk {disk:.2f} GB/s: {save / disk:.0%}"
         )
         print(
-            f"  steps {alone:.3f} s (quartiles {_quartiles(found['alone_s'])}), during a save {beside:.3f} s "
-            f"({_quartiles(found['beside_s'])}): {beside / alone - 1:+.1%}; a save costs {extra:.3f} s in all, "
-            f"training is blocked for {statistics.median(found['stall_s']):.3f} s of it"
+            f"  steps {alone:.3f} s (quartiles {_quartiles(steps['alone_s'])}), during a save {beside:.3f} s "
+            f"({_quartiles(steps['beside_s'])}): {beside / alone - 1:+.1%}; a save costs {extra:.3f} s in total, "
+            f"including {statistics.median(steps['stall_s']):.3f} s in which training is blocked"
         )
     starts = raw["starts"]
     assert isinstance(starts, dict)

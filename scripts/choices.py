@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Which options plans choose: every Qwen3 size on 8 to 1,024 GPUs, and CPU ranks, as Markdown.
+"""Prints which options plans choose, for every Qwen3 size on 8 to 1,024 GPUs and on CPU ranks, as Markdown.
 
     python scripts/choices.py [--gpus 8,64,256,1024] [--sizes qwen3-0.6b,...] [--json FILE] [OVERRIDE ...]
 
 Muon is planned on every GPU profile, SOAP and Shampoo on H100, and Muon on CPU ranks with the built-in profile and with
-a calibrated one. Each run is planned as `canzona plan` plans it, with nothing asked for. The first table shows each
-plan, with its number of buckets, matrices or owners that take an option. The second table counts the plans and the
-buckets, matrices or owners of all plans, and the last line names the options that no plan takes.
+a calibrated one. Each run is planned as by `canzona plan` with default settings. The first table shows, for each plan,
+how many of its buckets, matrices or owners use each option. The second table has the sums over all plans. The last line
+lists the options that no plan uses.
 
-Buffer layouts are never chosen by price. Plans are therefore made in each, and simulated: the last column names the one
-with the shortest iteration, where that is shorter than the default's by more than 0.1%.
+A plan does not choose the buffer layout by cost. Therefore a plan is made and simulated with each layout, and the last
+column of the first table shows the layout with the shortest iteration if it beats the default's by more than 0.1%.
 """
 
 import argparse
@@ -36,7 +36,7 @@ CALIBRATED = Path(__file__).parent / "profiles" / "cpu-calibrated.yaml"
 CPU_SIZES = ("qwen3-tiny", "qwen3-mini")
 CPU_RANKS = (2, 4, 8)
 CLEARLY = 1e-3
-"""Share of an iteration by which another buffer layout has to be faster to be named."""
+"""The share of an iteration by which another buffer layout must beat the default to be shown."""
 
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "gradients": get_args(Reduction),
@@ -50,41 +50,40 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "launches": ("graph", "kernels"),
     "layout": get_args(BufferLayout),
 }
-"""What each choice is between. Of `groups`: the order in which an owner's matrices are cut into micro-groups."""
+"""The options of each choice. For `groups`, they are the order of an owner's matrices when cut into micro-groups."""
 COLUMNS = ("profile", "optimizer", "run", "mesh", *OPTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One plan's choices, or none where the run does not fit."""
+    """The choices of a run's plan."""
 
     profile: str
     optimizer: str
     run: str
     mesh: str
     chosen: Mapping[str, Mapping[str, int]]
-    """By choice: how many of the plan's buckets, matrices or owners take each option."""
+    """The number of the plan's buckets, matrices or owners by choice and option; empty where the run does not fit."""
 
     def cells(self) -> Iterator[str]:
-        """The row of the first table."""
+        """Yields the cells of the first table."""
         yield from (self.profile, self.optimizer, self.run, self.mesh)
         for choice in OPTIONS:
             yield ", ".join(f"{option} {count:,}" for option, count in self.chosen.get(choice, {}).items()) or "-"
 
 
 def chosen(config: RunConfig, layout: Layout, plan: Plan) -> dict[str, Mapping[str, int]]:
-    """What a plan takes of each choice."""
-    moved, how = communication(config, layout, plan), plan.subject.optimizer
-    shapes = kinds(config, plan)
+    """Returns the number of buckets, matrices or owners of a plan that use each option, by choice."""
+    communicated, how = communication(config, layout, plan), plan.subject.optimizer
     forms, updates, products = Counter[str](), Counter[str](), Counter[str]()
-    for kind in shapes:
+    for kind in kinds(config, plan):
         updates["alone" if kind.together == 1 else "stacked"] += kind.matrices
         if kind.form is not None:
             forms[kind.form] += kind.matrices
             products[kind.products] += kind.matrices
     return {
-        "gradients": dict[str, int](moved.reduced_by.items()),
-        "weights": dict[str, int](moved.gathered_by.items()),
+        "gradients": dict[str, int](communicated.reduced_by.items()),
+        "weights": dict[str, int](communicated.gathered_by.items()),
         "mode": dict(Counter(plan.modes)),
         "groups": dict(Counter(_orders(plan))),
         "form": dict(forms),
@@ -97,7 +96,7 @@ def chosen(config: RunConfig, layout: Layout, plan: Plan) -> dict[str, Mapping[s
 
 
 def _orders(plan: Plan) -> Iterator[str]:
-    """By owner: the order in which its matrices were cut into micro-groups."""
+    """Yields, for each owner, the order in which its matrices were cut into micro-groups; nothing without TP."""
     if plan.subject.layout.tp == 1:
         return
     for _, owned in groupby(plan.groups, key=lambda group: (group.stage, group.owner)):
@@ -113,7 +112,7 @@ def _orders(plan: Plan) -> Iterator[str]:
 
 
 def _monotonous(plan: Plan, groups: Sequence[Sequence[int]], *, falling: bool) -> bool:
-    """Tells whether the matrices of every host cost less (or more) from group to group."""
+    """Returns True if the costs of every host's matrices fall (or rise) from group to group."""
     sign = 1 if falling else -1
     last: dict[int, float] = {}
     for group in groups:
@@ -128,7 +127,7 @@ def _monotonous(plan: Plan, groups: Sequence[Sequence[int]], *, falling: bool) -
 
 
 def _fastest_layout(config: RunConfig, layout: Layout, plan: Plan) -> str:
-    """The buffer layout with the shortest simulated iteration."""
+    """Returns the buffer layout with the shortest simulated iteration; the default unless another is clearly faster."""
     default = plan.subject.settings.layout
     best, least = str(default), simulate_plan(with_cores(config), layout, plan).iteration_s * (1 - CLEARLY)
     for other in get_args(BufferLayout):
@@ -146,7 +145,7 @@ def _fastest_layout(config: RunConfig, layout: Layout, plan: Plan) -> str:
 
 
 def rows(gpus: Sequence[int], sizes: Sequence[str], overrides: Sequence[str]) -> Iterator[Row]:
-    """All runs: GPU profiles with Muon, H100 with SOAP and Shampoo, CPU ranks."""
+    """Plans all runs and yields their rows: GPU profiles with Muon, H100 with SOAP and Shampoo, CPU ranks."""
     runs = [(profile, "muon", recipe, count) for profile in GPU_PROFILES for recipe in sizes for count in gpus]
     runs += [("h100-80g", name, recipe, count) for name in ("soap", "shampoo") for recipe in sizes for count in gpus]
     runs += [
@@ -156,25 +155,25 @@ def rows(gpus: Sequence[int], sizes: Sequence[str], overrides: Sequence[str]) ->
         for count in CPU_RANKS
     ]
     for profile, optimizer, recipe, count in runs:
-        found = resolved(recipe, count, [f"cluster={profile}", f"optimizer={optimizer}", *overrides])
-        mesh, taken = "does not fit", dict[str, Mapping[str, int]]()
-        if found is not None:
-            config, layout = found
-            mesh, taken = mesh_label(layout), chosen(config, layout, make_plan(config, layout))
+        fitting = resolved(recipe, count, [f"cluster={profile}", f"optimizer={optimizer}", *overrides])
+        mesh, used = "does not fit", dict[str, Mapping[str, int]]()
+        if fitting is not None:
+            config, layout = fitting
+            mesh, used = mesh_label(layout), chosen(config, layout, make_plan(config, layout))
         run = f"{recipe.removeprefix('qwen3-')} {count:,}"
-        yield Row(profile=Path(profile).stem, optimizer=optimizer, run=run, mesh=mesh, chosen=taken)
+        yield Row(profile=Path(profile).stem, optimizer=optimizer, run=run, mesh=mesh, chosen=used)
 
 
-def totals(found: Sequence[Row]) -> Iterator[tuple[str, str, int, int]]:
-    """(choice, option, plans, buckets or matrices or owners) of every option there is."""
+def totals(planned: Sequence[Row]) -> Iterator[tuple[str, str, int, int]]:
+    """Yields (choice, option, plans, buckets or matrices or owners) for every option."""
     for choice, options in OPTIONS.items():
         for option in options:
-            counts = [row.chosen[choice][option] for row in found if option in row.chosen.get(choice, {})]
+            counts = [row.chosen[choice][option] for row in planned if option in row.chosen.get(choice, {})]
             yield choice, option, len(counts), sum(counts)
 
 
 def line(cells: Sequence[object]) -> str:
-    """A row of a Markdown table."""
+    """Formats a row of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -182,26 +181,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=parse_gpus, default=parse_gpus("8,64,256,1024"))
     parser.add_argument("--sizes", type=lambda text: tuple(text.split(",")), default=SIZES)
-    parser.add_argument("--json", type=Path, help="write all rows there, too")
+    parser.add_argument("--json", type=Path, help="also write all rows to this file")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
     print(line(COLUMNS))
     print(line(["---"] * len(COLUMNS)))
-    found: list[Row] = []
+    planned: list[Row] = []
     for row in rows(given.gpus, given.sizes, given.overrides):
-        found.append(row)
+        planned.append(row)
         print(line(list(row.cells())), flush=True)
-    fitting = sum(bool(row.chosen) for row in found)
-    print(f"\n{fitting} plans; {len(found) - fitting} runs do not fit.\n")
+    fitting = sum(bool(row.chosen) for row in planned)
+    print(f"\n{fitting} plans; {len(planned) - fitting} runs do not fit.\n")
     print(line(["choice", "option", "plans", "buckets, matrices or owners"]))
     print(line(["---", "---", "---:", "---:"]))
-    summary = list(totals(found))
+    summary = list(totals(planned))
     for choice, option, plans, parts in summary:
         print(line([choice, option, plans, f"{parts:,}"]))
     never = [f"{choice} {option}" for choice, option, plans, _ in summary if not plans]
     print(f"\nChosen in no row: {', '.join(never) or 'nothing'}")
     if given.json is not None:
-        given.json.write_text(json.dumps([asdict(row) for row in found], indent=1) + "\n")
+        given.json.write_text(json.dumps([asdict(row) for row in planned], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Makes every simulated table of the README and the bench manual anew, as Markdown.
+"""Prints every simulated table of the README and the bench manual as Markdown, and updates the documents.
 
     python scripts/figures.py [--only TABLE] [--gpus 8,64] [--sizes qwen3-0.6b,...] [--write | --check]
 
-A table stands between `<!-- figures: NAME -->` and `<!-- /figures -->`. `--write` replaces what is there, `--check`
-exits 1 where it is not what would be written. A yardstick that does not fit into memory has a dash.
+In a document, a table is between `<!-- figures: NAME -->` and `<!-- /figures -->`. `--write` replaces the tables,
+`--check` exits 1 if a table is out of date. A dash means that a strategy does not fit into memory.
 """
 
 import argparse
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 README, MANUAL = ROOT / "README.md", ROOT / "canzona_cli" / "bench" / "README.md"
 MODEL = "qwen3-32b"
 PLAIN = ("parallel.pp=1", "optimizer.form=standard")
-"""Without pipeline stages, and with the arithmetic of Megatron's Muon in all strategies."""
+"""The overrides for no pipeline stages and for Megatron's form of Muon in all strategies."""
 PAPERS_LAYOUT = ("parallel.tp=8", "parallel.pp=1")
 PAPERS_GPUS = 256
 PESSIMISTIC = (
@@ -43,15 +43,15 @@ PESSIMISTIC = (
     "cluster.memory_gb_per_s=2700",
     "cluster.graph_launch_us=2.5",
 )
-"""An H100 that falls short of what others measured: products and memory a tenth to a fifth slower than its profile."""
+"""The overrides for a pessimistic H100, with products and memory 10% to 20% slower than in the profile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """One table, or what is asked for of it."""
+    """A table with its caption and, below, an optional summary."""
 
     caption: str
-    """How it is made."""
+    """A sentence that says how the table is made."""
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     summary: str = ""
@@ -70,28 +70,28 @@ def run(recipe: str, gpus: int, overrides: tuple[str, ...]) -> tuple[RunConfig, 
 
 @cache
 def study(recipe: str, gpus: int, *overrides: str) -> Study | None:
-    """All strategies in the layout that canzona chooses."""
+    """Simulates all strategies in the layout that canzona chooses; None where no layout fits."""
     fitting = run(recipe, gpus, overrides)
     return None if fitting is None else study_run(*fitting)
 
 
 @cache
 def best(recipe: str, gpus: int, strategy: AnyStrategy, *overrides: str) -> Tried | None:
-    """AdamW or layerwise in the layout that is fastest for itself; None where one or canzona fits in none."""
-    found = study(recipe, gpus, *overrides)
-    if found is None:
+    """Simulates a strategy in the layout that is fastest for it; None if it, or canzona, fits in no layout."""
+    studied = study(recipe, gpus, *overrides)
+    if studied is None:
         return None
     config = compose_run([f"recipe={recipe}", f"gpus={gpus}", "cluster=h100-80g", *overrides]).config
-    return fastest_with(config, strategy, found.layout)
+    return fastest_with(config, strategy, studied.layout)
 
 
 def words(layout: Layout) -> str:
-    """A layout as the documents write it."""
+    """Formats a layout for the documents."""
     return layout_words(layout, times="×")
 
 
 def over(this: Study | Tried | None, yardstick: Tried | None) -> float | None:
-    """How much longer an iteration is than the yardstick's, per sequence; None where one of them does not fit."""
+    """Returns by what share the time per sequence is longer than the yardstick's; None where one does not fit."""
     if this is None or yardstick is None:
         return None
     iteration_s = this.iteration_s if isinstance(this, Tried) else this.planned.result.iteration_s
@@ -99,19 +99,19 @@ def over(this: Study | Tried | None, yardstick: Tried | None) -> float | None:
 
 
 def plain_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
-    """32B without pipeline stages: all strategies in one layout."""
+    """Makes the table of 32B without pipeline stages, with all strategies in the same layout."""
     rows = []
     for count in gpus:
-        found = study(MODEL, count, *PLAIN)
-        if found is None:
+        studied = study(MODEL, count, *PLAIN)
+        if studied is None:
             rows.append([f"{count:,}", "does not fit", *[MISSING] * 5])
             continue
         names = ("canzona", "asc", "layerwise", "sc")
         steps = [
-            step_time(found.result(name).optimizer_s) if found.strategies[name].fits else MISSING for name in names
+            step_time(studied.result(name).optimizer_s) if studied.strategies[name].fits else MISSING for name in names
         ]
-        shares = ", ".join(overhead(found.overhead(name)) for name in ("canzona", "layerwise", "sc"))
-        rows.append([f"{count:,}", words(found.layout), *steps, shares])
+        shares = ", ".join(overhead(studied.overhead(name)) for name in ("canzona", "layerwise", "sc"))
+        rows.append([f"{count:,}", words(studied.layout), *steps, shares])
     listed = ",".join(map(str, gpus))
     return Table(
         caption=f"By `canzona bench --simulate --gpus {listed} recipe={MODEL} {' '.join(PLAIN)}`:",
@@ -124,18 +124,18 @@ def plain_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
 
 
 def best_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
-    """32B with every strategy in the layout that is fastest for itself."""
+    """Makes the table of 32B with every strategy in the layout that is fastest for it."""
     rows = []
     for count in gpus:
-        found, adamw = study(MODEL, count), best(MODEL, count, "adamw")
+        studied, adamw = study(MODEL, count), best(MODEL, count, "adamw")
         layerwise = best(MODEL, count, "layerwise")
         rows.append([
             f"{count:,}",
-            MISSING if found is None else _described(found.layout, found.planned.result),
+            MISSING if studied is None else _described(studied.layout, studied.planned.result),
             MISSING if adamw is None else f"{words(adamw.layout)}: {step_time(adamw.iteration_s)}",
             MISSING if layerwise is None else _described(layerwise.layout, layerwise),
-            overhead(None if found is None else found.overhead("canzona")),
-            overhead(over(found, adamw)),
+            overhead(None if studied is None else studied.overhead("canzona")),
+            overhead(over(studied, adamw)),
             overhead(over(layerwise, adamw)),
         ])  # fmt: skip
     return Table(
@@ -155,56 +155,59 @@ def _described(layout: Layout, result: StrategyResult | Tried) -> str:
 
 
 def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
-    """Every size: canzona in its layout, AdamW in that one and in its own best, at both rates."""
+    """Makes the table of all sizes: canzona compared with AdamW in canzona's layout and in AdamW's fastest, at the
+    profile's and at the pessimistic rates."""
     rows = []
     overheads: dict[str, list[float]] = {"these": [], "pessimistic": []}
     for recipe in sizes:
         for count in gpus:
             name = [recipe.removeprefix("qwen3-"), f"{count:,}"]
-            found = study(recipe, count)
-            if found is None:
+            studied = study(recipe, count)
+            if studied is None:
                 rows.append([*name, "does not fit", *[MISSING] * 8])
                 continue
-            result = found.planned.result
+            result = studied.planned.result
             pessimistic = study(recipe, count, *PESSIMISTIC)
             ratios = {
-                "these": over(found, best(recipe, count, "adamw")),
+                "these": over(studied, best(recipe, count, "adamw")),
                 "pessimistic": over(pessimistic, best(recipe, count, "adamw", *PESSIMISTIC)),
             }
             for rates, ratio in ratios.items():
                 overheads[rates].extend([] if ratio is None else [ratio])
             rows.append([
                 *name,
-                words(found.layout),
+                words(studied.layout),
                 step_time(result.iteration_s),
                 milliseconds(result.optimizer_s),
-                f"{found.balance.grid:.2f} ({found.balance.lower_bound:.2f})",
+                f"{studied.balance.grid:.2f} ({studied.balance.lower_bound:.2f})",
                 milliseconds(result.phases["exchange"]),
-                overhead(found.overhead("canzona")),
+                overhead(studied.overhead("canzona")),
                 overhead(ratios["these"]),
                 overhead(None if pessimistic is None else pessimistic.overhead("canzona")),
                 overhead(ratios["pessimistic"]),
             ])  # fmt: skip
     rates = ", ".join(f"`{text}`" for text in PESSIMISTIC)
-    said = [
+    summaries = [
         f"{overhead(median(values))} in the median, from {overhead(min(values))} to {overhead(max(values))}"
         for values in overheads.values()
         if values
     ]
     return Table(
-        caption="With `recipe=MODEL gpus=GPUS` and nothing else, which chooses the layout; load balance (the least any "
-        f"plan can reach), and of the exchange what no update hides. The pessimistic rates are {rates}:",
+        caption="With `recipe=MODEL gpus=GPUS`, in the layout that this chooses. Balance is the slowest rank's updates "
+        "over the mean (in brackets: the lowest possible). Exchange is the part that updates do not hide. The "
+        f"pessimistic rates are {rates}:",
         columns=(
             "model", "GPUs", "layout", "iteration", "optimizer step, ms", "balance", "exchange, ms",
             "over AdamW in this layout", "over AdamW at its best", "pessimistic: in this layout", "at its best",
         ),
         rows=rows,
-        summary=f"Over AdamW at its best: {'; at pessimistic rates '.join(said)}." if said else "",
+        summary=f"Over AdamW at its best: {'; at pessimistic rates '.join(summaries)}." if summaries else "",
     )  # fmt: skip
 
 
 def arithmetics_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
-    """32B in the layout of the default, with Megatron's arithmetic, canzona's, and perfect symmetric products."""
+    """Makes the table of 32B in the default layout with three kinds of arithmetic: Megatron's, the default, and the
+    default with perfect kernels for symmetric products."""
     rows = []
     for count in gpus:
         fitting = run(MODEL, count, ())
@@ -225,25 +228,25 @@ def arithmetics_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
             cells.append(f"{milliseconds(result.optimizer_s)} ms, {share}")
         rows.append([f"{count:,}", words(layout), *cells])
     return Table(
-        caption=f"With `recipe={MODEL} gpus=GPUS`, in the layout that the default has: optimizer step, and the "
-        "iteration over AdamW's in that layout:",
+        caption=f"With `recipe={MODEL} gpus=GPUS`, in the default's layout: the optimizer step, and the iteration over "
+        "AdamW's in the same layout:",
         columns=("GPUs", "layout", "`optimizer.form=standard`", "default", "`cluster.symmetric_factor=0.5`"),
         rows=rows,
     )
 
 
 def optimizers_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
-    """32B in the paper's layout with Muon, SOAP and Shampoo."""
+    """Makes the table of 32B in the paper's layout with Muon, SOAP and Shampoo."""
     rows = []
     for optimizer in ("muon", "soap", "shampoo"):
-        found = study(MODEL, PAPERS_GPUS, f"optimizer={optimizer}", *PAPERS_LAYOUT)
-        if found is None:
+        studied = study(MODEL, PAPERS_GPUS, f"optimizer={optimizer}", *PAPERS_LAYOUT)
+        if studied is None:
             rows.append([f"`{optimizer}`", *[MISSING] * 5])
             continue
-        ratios = [found.optimizer_speedup(name) for name in ("asc", "layerwise", "sc")]
+        ratios = [studied.optimizer_speedup(name) for name in ("asc", "layerwise", "sc")]
         times = [MISSING if ratio is None else f"{ratio:.1f}x" for ratio in ratios]
-        step = f"{milliseconds(found.planned.result.optimizer_s)} ms"
-        rows.append([f"`{optimizer}`", step, *times, overhead(found.overhead("canzona"))])
+        step = f"{milliseconds(studied.planned.result.optimizer_s)} ms"
+        rows.append([f"`{optimizer}`", step, *times, overhead(studied.overhead("canzona"))])
     return Table(
         caption=f"With `recipe={MODEL} gpus={PAPERS_GPUS} {' '.join(PAPERS_LAYOUT)} optimizer=NAME`, the other "
         "strategies' optimizer step as multiples of canzona's:",
@@ -260,28 +263,28 @@ TABLES: Mapping[str, tuple[Path, tuple[int, ...], Callable[[Sequence[int], Seque
     "arithmetics": (MANUAL, LARGE, arithmetics_table),
     "optimizers": (MANUAL, (PAPERS_GPUS,), optimizers_table),
 }
-"""By name: where a table stands, on how many GPUs, and what makes it."""
+"""The document, the numbers of GPUs and the function of each table, by name."""
 
 
 def marked(name: str) -> re.Pattern[str]:
-    """Finds a table with its markers, which are its two groups."""
+    """Returns the pattern of a table with its markers, which are groups 1 and 2."""
     return re.compile(rf"(<!-- figures: {name} -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
 def refreshed(text: str, name: str, table: str) -> str:
-    """A document with a table made anew.
+    """Returns a document's text with a table replaced.
 
     Raises:
-        SystemExit: the document has no such markers, or has them twice.
+        SystemExit: the markers of the table are missing or occur more than once.
     """
-    changed, places = marked(name).subn(lambda found: f"{found[1]}{table}\n\n{found[2]}", text)
+    changed, places = marked(name).subn(lambda markers: f"{markers[1]}{table}\n\n{markers[2]}", text)
     if places != 1:
-        raise SystemExit(f"the markers of {name} stand at {places} places, not at one")
+        raise SystemExit(f"the markers of {name} occur {places} times; they must occur once")
     return changed
 
 
 def made(names: Sequence[str], gpus: Sequence[int] | None, sizes: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each table's name and Markdown."""
+    """Makes tables; yields each one's name and Markdown."""
     for name in names:
         _, counts, make = TABLES[name]
         yield name, make(counts if gpus is None else gpus, sizes).markdown()
@@ -289,15 +292,15 @@ def made(names: Sequence[str], gpus: Sequence[int] | None, sizes: Sequence[str])
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=TABLES, help="one table")
-    parser.add_argument("--gpus", type=parse_gpus, help="on other numbers of GPUs than the documents have")
-    parser.add_argument("--sizes", type=lambda text: tuple(text.split(",")), help="of the table of sizes")
+    parser.add_argument("--only", choices=TABLES, help="make only this table")
+    parser.add_argument("--gpus", type=parse_gpus, help="numbers of GPUs, instead of the documents'")
+    parser.add_argument("--sizes", type=lambda text: tuple(text.split(",")), help="recipes in the table `sizes`")
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--write", action="store_true", help="refresh the documents")
-    action.add_argument("--check", action="store_true", help="exit 1 where a document differs")
+    action.add_argument("--write", action="store_true", help="update the documents")
+    action.add_argument("--check", action="store_true", help="exit 1 if a document is out of date")
     given = parser.parse_args()
     if (given.write or given.check) and (given.gpus or given.sizes):
-        parser.error("--write and --check make whole tables: leave --gpus and --sizes out")
+        parser.error("--write and --check need complete tables: remove --gpus and --sizes")
     stale = []
     for name, table in made([given.only] if given.only else list(TABLES), given.gpus, given.sizes or SIZES):
         print(f"## {name}\n\n{table}\n", flush=True)
@@ -310,7 +313,7 @@ def main() -> int:
                 if given.write:
                     path.write_text(after, encoding="utf-8")
     if stale:
-        print(f"{'Refreshed' if given.write else 'Not as made now (make figures)'}: {', '.join(stale)}")
+        print(f"{'Updated' if given.write else 'Out of date (run make figures)'}: {', '.join(stale)}")
     return int(given.check and bool(stale))
 
 

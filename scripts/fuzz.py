@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Random runs on real CPU ranks against one process (`tests/dist/fuzz.py`): a line for each seed.
+"""Trains random runs on real CPU ranks and compares each with one process (`tests/dist/fuzz.py`); one line per seed.
 
-    make fuzz                                 # 300 of them: about 15 minutes on two cores
-    python scripts/fuzz.py 17                 # one, in full
+    make fuzz                                 # 300 seeds: about 15 minutes on two cores
+    python scripts/fuzz.py 17                 # one seed, with details
     python scripts/fuzz.py 100 400            # seeds 100 to 399
 
-Exit 1: a run was refused, a rank failed, or masters ended further from one process' than rounding explains.
+Exits 1 if a run was refused, a rank failed, or masters differ from the single process's by more than rounding explains.
 """
 
 import argparse
@@ -18,37 +18,40 @@ from pathlib import Path
 from tests.dist.fuzz import Case, Judged, draw, judge
 
 BATCH = 20
-"""Cases that share ranks; where one ends the ranks, each of them runs alone."""
+"""The number of cases that run on the same ranks."""
 
 
 def together(cases: Sequence[Case]) -> list[Judged | str]:
-    """Of each case how it went, or what ended its ranks."""
+    """Runs cases on the same ranks; returns each case's judgement, or the error that ended its ranks.
+
+    If a case ends the ranks, all of these cases are run again, each on its own ranks.
+    """
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         try:
             return [*judge(cases, Path(folder))]
         except AssertionError as error:
             if len(cases) == 1:
                 return [str(error)]
-    return [found for case in cases for found in together([case])]
+    return [result for case in cases for result in together([case])]
 
 
 def main(first: int, end: int) -> int:
-    """Exit code."""
+    """Runs the seeds from `first` up to, but not including, `end`; returns the exit code."""
     failed = 0
     for start in range(first, end, BATCH):
         cases = [draw(seed) for seed in range(start, min(start + BATCH, end))]
-        for case, found in zip(cases, together(cases), strict=True):
-            if isinstance(found, str):
-                print(f"{case}\n  FAILED: {found}", flush=True)
-            elif found.wrong or end - first == 1:
-                print("\n  ".join((str(case), *found.wrong)), flush=True)
-            if isinstance(found, Judged):
-                verdict = "FAILED" if found.wrong else "ok"
+        for case, result in zip(cases, together(cases), strict=True):
+            if isinstance(result, str):
+                print(f"{case}\n  FAILED: {result}", flush=True)
+            elif result.wrong or end - first == 1:
+                print("\n  ".join((str(case), *result.wrong)), flush=True)
+            if isinstance(result, Judged):
+                verdict = "FAILED" if result.wrong else "ok"
                 print(
-                    f"{case.seed}: {verdict}, at {found.apart:.2g} of what is allowed (control {found.control:.1e})",
+                    f"{case.seed}: {verdict}, error {result.apart:.2g} of the limit (control {result.control:.1e})",
                     flush=True,
                 )
-            failed += isinstance(found, str) or bool(found.wrong)
+            failed += isinstance(result, str) or bool(result.wrong)
     print(f"{end - first} runs, {failed} failed")
     return 1 if failed else 0
 

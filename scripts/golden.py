@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Record what must not change while the code is rearranged, and compare two records.
+"""Records behaviour that must not change in a refactoring, and compares two records.
 
-    python scripts/golden.py OUT                  # plans, a curve, checkpoints and help texts, into the folder OUT
-    python scripts/golden.py --compare OLD NEW    # exit 1 and every difference where two records differ
+    python scripts/golden.py OUT                  # writes plans, a curve, checkpoint hashes and help texts to OUT
+    python scripts/golden.py --compare OLD NEW    # prints every difference; exits 1 if there are any
 
-Everything is asked of the command line, so one script reads any version of canzona: run it with the Python of each.
-Plans carry their simulated step times. Takes about ten minutes on two cores; exactness is `make exactness`.
+The script uses only canzona's command line, so it works with any version: run it with the Python of each version. Plans
+include their simulated step times. Takes about ten minutes on two cores. `make exactness` checks exactness.
 """
 
 import argparse
@@ -37,11 +37,11 @@ COMMANDS = (
 )
 SMALL = ("recipe=qwen3-tiny", "gpus=4", "parallel.tp=2", "parallel.pp=1", "train.precision=fp32")
 VOLATILE = {"plan_hash", "plan_version", "version", "planning_s", "simulation_s"}
-"""Keys of `plan --json` that identify a record, or time the machine."""
+"""The keys of `plan --json` that differ between versions or runs: versions, hashes and timings."""
 
 
 def canzona(*words: str, check: bool = True) -> str:
-    """The standard output of a command of the canzona that this Python imports."""
+    """Runs a command of the canzona that this Python imports; returns its standard output."""
     environment = {**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [sys.executable, "-m", "canzona_cli", *words], capture_output=True, text=True, env=environment, check=False
@@ -52,7 +52,7 @@ def canzona(*words: str, check: bool = True) -> str:
 
 
 def runs() -> Iterator[tuple[str, ...]]:
-    """The 40 planned runs."""
+    """Yields the overrides of the 40 runs to plan."""
     for size in SIZES:
         yield from ((f"recipe={size}", f"gpus={gpus}") for gpus in GPUS)
     for optimizer in OTHERS:
@@ -63,7 +63,7 @@ def runs() -> Iterator[tuple[str, ...]]:
 
 
 def record(out: Path) -> None:
-    """Write one record."""
+    """Writes a record to a new folder."""
     out.mkdir(parents=True)
     plans = {
         " ".join(run): json.loads(canzona("plan", "--dry-run", "--json", *run, check=False) or "null") for run in runs()
@@ -77,13 +77,13 @@ def record(out: Path) -> None:
 
 
 def _curve(run: Path) -> list[list[float]]:
-    """The loss and gradient norm of every step."""
+    """Returns [step, loss, gradient norm] of every step of a run."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [[line["step"], line["loss"], line["grad_norm"]] for line in lines if "grad_norm" in line]
 
 
 def _checkpoint(kind: str, run: Path) -> dict[str, str]:
-    """The hash of every file of tensors that a ten-step run leaves."""
+    """Trains for ten steps; returns the hash of every file of tensors, by path."""
     canzona("train", *SMALL, f"optimizer={kind}", "train.steps=10", f"run.dir={run}")
     return {
         str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest()
@@ -97,7 +97,7 @@ def _write(path: Path, value: object) -> None:
 
 
 def differences(old: object, new: object, place: str) -> Iterator[str]:
-    """Every place where two records differ."""
+    """Yields a line for every place where two records differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             if key in VOLATILE:
@@ -114,7 +114,7 @@ def differences(old: object, new: object, place: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Record, or compare."""
+    """Writes a record or compares two, and exits 1 if they differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("folders", nargs="+", type=Path)

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""The first hour on a machine with GPUs, in under ten minutes on one of them: what works, what falls short, and what
-was measured beside what canzona simulates.
+"""Checks canzona on a machine with GPUs, in under ten minutes on one GPU: prints which parts pass, and measured next to
+simulated values.
 
     canzona doctor --gpu-check FILE.json                   # everything, also from an installed wheel
     make gpu-check                                         # the same from the sources, into gpu-check.json
-    make gpu-check WHEELS=folder                           # beside the machine's own torch, without network
+    make gpu-check WHEELS=folder                           # with the machine's own torch, without network
     python scripts/gpu_check.py --only step updates --sizes qwen3-8b
-    python scripts/gpu_check.py --device cpu --sizes qwen3-tiny       # every part on CPU ranks: that it works at all
+    python scripts/gpu_check.py --device cpu --sizes qwen3-tiny       # runs every part on CPU ranks, as a smoke test
 
-Parts come in the order of what they are worth, each in a process of its own with a limit, so that neither a crash nor a
-hang costs the others; one that is cut off keeps what it has. The file is written anew after each. Without a GPU that
-torch can use, it ends with code 3. `python scripts/published.py --gpu-check FILE` sets files beside published steps.
+The most important parts come first. Each part runs in its own process with a time limit, so a crash or a hang does not
+stop the other parts; a part that is stopped keeps its results so far. The file is rewritten after each part. Exits 3 if
+torch cannot use a GPU. `python scripts/published.py --gpu-check FILE` prints a file's results below the published ones.
 """
 
 import argparse
@@ -37,19 +37,19 @@ from canzona_cli.report.errors import show_failure
 
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 LEAST_S = 10.0
-"""With less time left, a part is not begun."""
+"""The least remaining seconds with which a part is started."""
 SLOWER = 5
-"""Times that a CPU may take longer than a GPU."""
+"""The factor by which time limits of parts are longer on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One question to the machine."""
+    """A part of the check."""
 
     limit_s: float
     gpus: int = 1
     needs: str | None = None
-    """The part whose runs it continues or compares with."""
+    """The part whose runs this part continues or compares with."""
 
 
 PARTS = {
@@ -76,11 +76,13 @@ PARTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parts = f"and what they need: {', '.join(PARTS)}"
+    parts = f"run only these parts and the parts they need; of {', '.join(PARTS)}"
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=parts)
-    parser.add_argument("--minutes", type=float, help="for all parts; 10 with one GPU, else 20")
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), metavar="RECIPE", help="whose matrices are updated")
-    parser.add_argument("--budget", type=float, default=0.1, help="seconds for the samples of one number")
+    parser.add_argument("--minutes", type=float, help="limit for all parts; default: 10 with one GPU, otherwise 20")
+    parser.add_argument(
+        "--sizes", nargs="+", default=list(SIZES), metavar="RECIPE", help="recipes whose matrix updates are measured"
+    )
+    parser.add_argument("--budget", type=float, default=0.1, help="seconds for the samples of one measurement")
     parser.add_argument("--out", type=Path, default=Path("gpu-check.json"))
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
@@ -106,7 +108,11 @@ def main() -> None:
 
 
 def require(device: Device) -> tuple[GpuInfo, ...]:
-    """The GPUs; on a CPU, two that stand for its ranks."""
+    """Returns the GPUs; for CPU ranks, two stand-ins.
+
+    Raises:
+        EnvironmentProblem: torch cannot use a GPU.
+    """
     if device == "cpu":
         return (GpuInfo(name="cpu", memory_bytes=0),) * 2
     gpus = gpu_inventory()
@@ -115,13 +121,13 @@ def require(device: Device) -> tuple[GpuInfo, ...]:
 
         if torch.cuda.is_available():
             return gpus
-    reason = f"torch cannot use the {gpus[0].name} that is here" if gpus else "no GPU is visible here"
-    fix = "run it where `canzona doctor` finds a GPU; --device cpu runs every part on this machine's CPU"
+    reason = f"torch cannot use this machine's {gpus[0].name}" if gpus else "this machine has no visible GPU"
+    fix = "run this where `canzona doctor` finds a GPU; --device cpu runs every part on this machine's CPU"
     raise EnvironmentProblem(Problem(key="gpu-check", reason=f"{reason}: nothing was checked", fix=fix))
 
 
 def check(setup: Setup, names: Sequence[str], seconds: float, out: Path) -> None:
-    """Runs every part of `names` and those that they need, also after one that failed.
+    """Runs the named parts and the parts that they need, and continues after a failed part.
 
     Raises:
         WorkerCrashed: parts fell short.
@@ -129,10 +135,10 @@ def check(setup: Setup, names: Sequence[str], seconds: float, out: Path) -> None
     setup.save()
     end = time.monotonic() + seconds
     results: list[PartResult] = []
-    asked = set(names)
-    while missing := {need for name in asked if (need := PARTS[name].needs) is not None} - asked:
-        asked |= missing
-    for name in (name for name in PARTS if name in asked):
+    needed = set(names)
+    while missing := {need for name in needed if (need := PARTS[name].needs) is not None} - needed:
+        needed |= missing
+    for name in (name for name in PARTS if name in needed):
         print(f"\n{name}", flush=True)
         begun = time.monotonic()
         patience = 1 if setup.device == "cuda" else SLOWER
@@ -142,11 +148,11 @@ def check(setup: Setup, names: Sequence[str], seconds: float, out: Path) -> None
     print(f"\n{table(results)}\n\nwritten to {out}")
     short = [result for result in results if result.outcome.status == "short"]
     if short:
-        raise WorkerCrashed(*(Problem(key=one.part, reason=f"falls short: {one.outcome.summary}") for one in short))
+        raise WorkerCrashed(*(Problem(key=part.part, reason=f"falls short: {part.outcome.summary}") for part in short))
 
 
 def versions() -> dict[str, str]:
-    """The versions that a measurement depends on."""
+    """Returns the versions of Python and of the packages that results depend on."""
     packages = ("canzona", "torch", "triton", "megatron-core", "emerging-optimizers", "transformer-engine")
     known = {"python": platform.python_version()}
     for package in packages:
@@ -156,25 +162,25 @@ def versions() -> dict[str, str]:
 
 
 def examine(setup: Setup, name: str, limit_s: float) -> Outcome:
-    """Has a process of its own answer; it and all that it started are ended at the limit."""
+    """Runs a part in its own process and returns the outcome; at the limit the process and its children are killed."""
     part = PARTS[name]
     if setup.gpus < part.gpus:
-        return Outcome(status="not run", summary=f"it takes {part.gpus} GPUs, and there is one")
+        return Outcome(status="not run", summary=f"needs {part.gpus} GPUs, but this machine has one")
     if limit_s < LEAST_S:
-        return Outcome(status="not run", summary="the time was up")
+        return Outcome(status="not run", summary="no time was left")
     command = [sys.executable, "-W", "ignore", __file__, "--part", name, "--work", setup.work]
     process = subprocess.Popen([*command, "--minutes", str(limit_s / 60)], start_new_session=True)
     try:
         code = process.wait(limit_s)
         ending = f"its process ended with code {code}; see above" if code else ""
     except subprocess.TimeoutExpired:
-        ending = f"cut off after {limit_s:.0f} s"
+        ending = f"stopped after {limit_s:.0f} s"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if not setup.result(name).is_file():
-        return Outcome(status="short", summary=ending or "its process left no answer")
+        return Outcome(status="short", summary=ending or "its process wrote no outcome")
     outcome = Outcome.read(setup.result(name))
     if ending:
         return replace(outcome, status="short", summary=f"{ending}; so far: {outcome.summary}")
@@ -182,14 +188,14 @@ def examine(setup: Setup, name: str, limit_s: float) -> Outcome:
 
 
 def answer(setup: Setup, name: str, seconds: float) -> None:
-    """Leaves the outcome of a part, in its process, for the one that started it."""
+    """Runs a part in this process and writes its outcome for the process that started this one."""
     from gpu_parts import alone, one_gpu, two_gpus
     from gpu_parts.runs import Failed
 
     def updates(setup: Setup) -> Outcome:
         from gpu_parts.updates import updates
 
-        return updates(setup, 0.8 * seconds)  # the rest is for starting and for the last one
+        return updates(setup, 0.8 * seconds)  # the rest is for start-up and for the last measurement
 
     parts: Mapping[str, Callable[[Setup], Outcome]] = {
         "graphs": alone.graphs,

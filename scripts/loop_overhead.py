@@ -1,13 +1,13 @@
-"""What canzona's loop costs on top of a bare Megatron-core step of the same model, measured side by side.
+"""Measures the overhead of canzona's training loop over a bare Megatron-core step of the same model.
 
     python -m torch.distributed.run --nproc-per-node 2 scripts/loop_overhead.py --steps 40 --out overhead.json \
         recipe=qwen3-tiny gpus=2
 
-Two copies of the model take turns in one process: one in a bare loop (schedule, optimizer step), one in canzona's
-(phase timing, loss reduction, learning-rate schedule, records on disk). With --timing both are canzona's step, one of
-them without its timers: the cost of measuring phases. Prints the quartiles of each loop and of the ratios pair by pair,
-for wall time and for rank 0's processor time (which other programs on a busy machine lengthen less); the raw seconds go
-to --out.
+Two copies of the model are trained in turns in the same process, one with a bare loop (schedule, optimizer step), the
+other with canzona's (phase timing, loss reduction, learning-rate schedule, records on disk). With --timing, both run
+canzona's step, one of them without timers, which shows the cost of timing phases. Prints quartiles of both loops and of
+the ratios of pairs, for wall time and for rank 0's processor time, which depends less on other programs. Raw seconds
+are written to --out.
 """
 
 import argparse
@@ -44,7 +44,7 @@ WARM_UP = 5
 
 
 def bare_step(trainee: Trainee, batches: Iterator[Batch]) -> None:
-    """What any Megatron-core training loop does at least."""
+    """Runs a step as the simplest Megatron-core training loop would."""
 
     def mean(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         loss = (losses.float() * mask).sum() / mask.sum()
@@ -73,7 +73,7 @@ def bare_step(trainee: Trainee, batches: Iterator[Batch]) -> None:
 
 
 def canzona_step(trainee: Trainee, batches: Iterator[Batch], files: RunFiles, journal: Journal, step: int) -> None:
-    """The body of `canzona_cli.training.loop.train`."""
+    """Runs a step as `canzona_cli.training.loop.train` does."""
     started = time.perf_counter()
     progress = Progress(step=step, samples=0, tokens=0)
     result = train_step(trainee, batches, stop_requested=lambda: trainee.world.rank == 0 and files.stop_requested())
@@ -116,7 +116,7 @@ def main() -> None:
                     (baseline, partial(bare_step, plain, plain_batches)),
                     (measured, partial(canzona_step, ours, our_batches, files, journal, step)),
                 ]
-            # Who goes first alternates, so that neither always follows the other's cache state.
+            # The order alternates, so that neither loop always finds the caches as the other left them.
             for name, turn in turns if step % 2 else reversed(turns):
                 torch.distributed.barrier()
                 started, started_cpu = time.perf_counter(), time.process_time()
@@ -126,21 +126,21 @@ def main() -> None:
                 processor[name].append(time.process_time() - started_cpu)
     if world.rank == 0:
         print(f"{layout.world_size} ranks, {arguments.steps} steps each")
-        kept = {"wall": report("wall", wall), "processor": report("processor", processor)}
+        reported = {"wall": report("wall", wall), "processor": report("processor", processor)}
         if arguments.out is not None:
-            arguments.out.write_text(json.dumps({"ranks": layout.world_size, **kept}, indent=1) + "\n")
+            arguments.out.write_text(json.dumps({"ranks": layout.world_size, **reported}, indent=1) + "\n")
     parallel.shutdown()
 
 
 def report(what: str, seconds: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Print quartiles of each loop and of their ratio; the values behind them."""
-    kept = {name: values[WARM_UP:] for name, values in seconds.items()}
-    baseline, measured = kept
-    kept[f"{measured} / {baseline}"] = [m / b for b, m in zip(kept[baseline], kept[measured], strict=True)]
-    for name, values in kept.items():
+    """Prints the quartiles of each loop and of their ratio; returns the values, without warm-up steps."""
+    samples = {name: values[WARM_UP:] for name, values in seconds.items()}
+    baseline, measured = samples
+    samples[f"{measured} / {baseline}"] = [m / b for b, m in zip(samples[baseline], samples[measured], strict=True)]
+    for name, values in samples.items():
         spread, unit = Quartiles.of(values), "" if "/" in name else " s"
         print(f"{what:10} {name:15} median {spread.median:.4f}{unit}, quartiles {spread.low:.4f} to {spread.high:.4f}")
-    return kept
+    return samples
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Times Muon's update of a Qwen3-32B layer's matrices with all sides divided, against other code, on one CPU thread.
+"""Compares Muon's update of a Qwen3-32B layer, at reduced size, with other implementations, on one CPU thread.
 
     python scripts/measure_updates.py OUT.json [--divide 8] [--rounds 15] [--before CHECKOUT]
 
-Rounds are interleaved: each updates every shape once with every contender. OUT.json has all samples; printed are the
-ratios to the first contender's time, weighted by how often a layer has each shape, with quartiles, the singular values'
-distance from 1 on Gaussian gradients, and FLOPs as torch counts them. Without instructions for bf16 all contenders'
-products are made in fp32 (`optimizers/cpu_products.py`).
+All sides of the matrices are divided by --divide. Each round updates every shape once with every implementation. Prints
+each implementation's time as a multiple of the first's, weighted by how often a layer has each shape, with quartiles;
+the distance of singular values from 1 for Gaussian gradients; and FLOPs as counted by torch. OUT.json has all samples.
+On a processor without bf16 instructions, all products are computed in fp32 (`optimizers/cpu_products.py`).
 """
 
 import argparse
@@ -24,17 +24,20 @@ from torch.utils.flop_counter import FlopCounterMode
 from canzona_cli.optimizers import Muon, cpu_products
 
 LAYER = {(8192, 5120): 1, (1024, 5120): 2, (5120, 8192): 1, (25600, 5120): 2, (5120, 25600): 1}
-"""Qwen3-32B's q, k and v, proj, gate and up, down: how many of each shape."""
+"""The number of matrices of each shape in a layer of Qwen3-32B: q; k and v; proj; gate and up; down."""
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def contenders(before: Path | None) -> Mapping[str, Make]:
-    """What is compared, the baseline first: Muon of another checkout, or this one's standard form."""
-    found: dict[str, Make] = {}
+    """Returns the implementations to compare; the first is the baseline.
+
+    The baseline is the Muon of another checkout, if one is given, otherwise this checkout's standard form.
+    """
+    baseline: dict[str, Make] = {}
     if before is not None:
-        found["before"] = _muon_of(before)
+        baseline["before"] = _muon_of(before)
     return {
-        **found,
+        **baseline,
         "standard": lambda p: Muon(p, 0.02),
         "gram": lambda p: Muon(p, 0.02, form="gram"),
         "emerging": lambda p: EmergingMuon(
@@ -45,7 +48,7 @@ def contenders(before: Path | None) -> Mapping[str, Make]:
 
 
 def _muon_of(checkout: Path) -> Make:
-    """Another checkout's Muon, under a name of its own."""
+    """Imports the Muon of another checkout as a module named `before`."""
     folder = checkout / "canzona_cli" / "optimizers"
     spec = importlib.util.spec_from_file_location(
         "before", folder / "__init__.py", submodule_search_locations=[str(folder)]
@@ -59,7 +62,7 @@ def _muon_of(checkout: Path) -> Make:
 
 
 def orthogonality(make: Make, shape: tuple[int, int]) -> float:
-    """Root mean square of an update's singular values' distance from 1."""
+    """Returns the root mean square distance of an update's singular values from 1."""
     p = torch.nn.Parameter(torch.zeros(shape))
     p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     make([p]).step()
@@ -75,7 +78,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    cpu_products.install()  # of everyone
+    cpu_products.install()  # replaces torch's products for all implementations
     makes = contenders(args.before)
     shapes = {(rows // args.divide, cols // args.divide): count for (rows, cols), count in LAYER.items()}
     times: dict[str, dict[str, list[float]]] = {name: {str(shape): [] for shape in shapes} for name in makes}
@@ -87,7 +90,7 @@ def main() -> None:
             p.grad = torch.randn(shape)
             ready[name, shape] = make([p])
             with FlopCounterMode(display=False) as counter:
-                ready[name, shape].step()  # and this warms it up
+                ready[name, shape].step()  # also warms up
             flops[name] += count * counter.get_total_flops()
     for _ in range(args.rounds):
         for shape in shapes:
@@ -98,16 +101,16 @@ def main() -> None:
     errors = {name: {str(s): orthogonality(make, s) for s in shapes} for name, make in makes.items()}
     args.out.write_text(json.dumps({"divide": args.divide, "seconds": times, "orthogonality": errors, "flops": flops}))
     first = next(iter(makes))
-    for name, of in times.items():
+    for name, by_shape in times.items():
         ratios = [
-            sum(count * of[str(s)][turn] for s, count in shapes.items())
+            sum(count * by_shape[str(s)][turn] for s, count in shapes.items())
             / sum(count * times[first][str(s)][turn] for s, count in shapes.items())
             for turn in range(args.rounds)
         ]
         low, middle, high = statistics.quantiles(ratios, n=4)
         off = statistics.mean(errors[name].values())
         spread = f"{middle:.2f} [{low:.2f}, {high:.2f}]"
-        print(f"{name:9} {spread} of {first}'s time, off 1 by {off:.4f}, {flops[name]:.3g} FLOPs")
+        print(f"{name:9} {spread} of {first}'s time, singular values off 1 by {off:.4f}, {flops[name]:.3g} FLOPs")
 
 
 if __name__ == "__main__":

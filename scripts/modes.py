@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""What sharing matrices over TP groups gains: every Qwen3 size on 8 to 1,024 GPUs, and models of scripts/shapes, as
-Markdown.
+"""Prints what sharing matrices over TP groups gains, for every Qwen3 size on 8 to 1,024 GPUs and the models of
+scripts/shapes, as Markdown.
 
     python scripts/modes.py [--gpus 8..1024] [OVERRIDE ...]
 
-Each on the layout that is chosen with hosted matrices (of the shapes: TP 8), planned with matrices hosted in standard
-form, hosted, all shared, and as `engine.mode=auto` chooses; the last two again with symmetric kernels as fast as can be
-(`cluster.symmetric_factor=0.5`). Times are simulated, of the slowest rank. Exits 1 where `auto` is slower than hosted.
+The layout is the one chosen with hosted matrices (TP 8 for scripts/shapes). It is planned with matrices hosted in
+standard form, hosted, all shared, and as `engine.mode=auto` chooses; hosted and auto also with the fastest possible
+kernels for symmetric products (`cluster.symmetric_factor=0.5`). Times are simulated, on the slowest rank. Exits 1 if
+`auto` is slower than hosted in any row.
 """
 
 import argparse
@@ -33,12 +34,12 @@ GOALS = (1.6, 3.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """One plan."""
+class Planned:
+    """The figures of a plan."""
 
     balance: Balance
     update_ms: float
-    """Updates and exchanges."""
+    """The milliseconds of updates and exchanges."""
     optimizer_ms: float
     iteration_s: float
     shared: int
@@ -46,7 +47,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A resolved run."""
+    """A resolved run with the model's shapes, if they are not a recipe's."""
 
     name: str
     config: RunConfig
@@ -55,7 +56,8 @@ class Cell:
 
     def plan(
         self, mode: Literal["auto"] | Mode, form: Literal["auto"] | Form = "auto", symmetric: float = 1.0
-    ) -> Found:
+    ) -> Planned:
+        """Plans and simulates the run in a mode and form, with a factor for symmetric products."""
         assert isinstance(self.config.optimizer, MomentumConfig)
         config = replace(
             self.config,
@@ -65,7 +67,7 @@ class Cell:
         )
         plan = plan_unbounded(config, self.layout, self.shapes)
         result = simulate_plan(config, self.layout, plan)
-        return Found(
+        return Planned(
             balance=balance(plan),
             update_ms=1e3 * (result.phases["matrix_update"] + result.phases["exchange"]),
             optimizer_ms=1e3 * result.optimizer_s,
@@ -75,6 +77,7 @@ class Cell:
 
 
 def cells(gpus: tuple[int, ...], overrides: list[str]) -> Iterator[Cell]:
+    """Yields the runs to plan, in layouts that are chosen with hosted matrices."""
     hosted = ["cluster=h100-80g", "engine.mode=hosted", *overrides]
     for recipe in SIZES:
         for count in gpus:
@@ -94,7 +97,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=parse_gpus, default=parse_gpus("8..1024"))
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
-    print("Balance / bound; ms of updates and exchanges, ms of the optimizer step, overhead over AdamW's iteration.\n")
+    print("Balance / lower bound; ms of updates and exchanges; ms of the optimizer step; overhead over AdamW's step.\n")
     print("| run | layout | hosted, standard | hosted | shared | auto | shared matrices | symmetric: hosted | auto |")
     print("|---|---|---|---|---|---|---|---|---|")
     before: list[float] = []
@@ -104,15 +107,15 @@ def main() -> None:
         mesh = cell.layout
         adamw_s = simulate_strategy(cell.config, mesh, "adamw", ()).iteration_s
 
-        def shown(found: Found, adamw_s: float = adamw_s) -> str:
-            over = 100 * (found.iteration_s / adamw_s - 1)
-            figures = f"{found.update_ms:.1f} ms, {found.optimizer_ms:.1f} ms, {over:+.2f}%"
-            return f"{found.balance.grid:.2f} / {found.balance.lower_bound:.2f}; {figures}"
+        def shown(plan: Planned, adamw_s: float = adamw_s) -> str:
+            over = 100 * (plan.iteration_s / adamw_s - 1)
+            figures = f"{plan.update_ms:.1f} ms, {plan.optimizer_ms:.1f} ms, {over:+.2f}%"
+            return f"{plan.balance.grid:.2f} / {plan.balance.lower_bound:.2f}; {figures}"
 
         standard, hosted = cell.plan("hosted", "standard"), cell.plan("hosted")
         shared, auto = cell.plan("shared"), cell.plan("auto")
         fast = [cell.plan(mode, symmetric=0.5) for mode in ("hosted", "auto")]
-        columns = [shown(one) for one in (standard, hosted, shared, auto)]
+        columns = [shown(plan) for plan in (standard, hosted, shared, auto)]
         name = f"{cell.name} {cell.config.gpus:,}"
         layout = mesh_label(mesh)
         print(f"| {name} | {layout} | {' | '.join([*columns, str(auto.shared), *map(shown, fast)])} |", flush=True)
@@ -121,9 +124,9 @@ def main() -> None:
         slower += auto.iteration_s > hosted.iteration_s * (1 + 1e-9)
     for goal in GOALS:
         numbers = [sum(value <= goal for value in values) for values in (before, after)]
-        print(f"\nBalance at most {goal}: {numbers[0]} hosted, {numbers[1]} auto, of {len(after)}")
+        print(f"\nRuns with a balance of at most {goal}: {numbers[0]} hosted, {numbers[1]} auto, of {len(after)}")
     worse = sum(new > old * 1.001 for old, new in zip(before, after, strict=True))
-    print(f"\nWorse balanced than hosted: {worse}; slower: {slower}")
+    print(f"\nRuns in which auto is worse balanced than hosted: {worse}; in which it is slower: {slower}")
     sys.exit(1 if slower else 0)
 
 

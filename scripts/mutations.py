@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Whether tests notice: tries each wrong edit of scripts/mutations.yaml in a copy of the sources, and says who noticed.
+"""Mutation tests: makes each wrong edit of scripts/mutations.yaml in a copy of the sources and prints which test fails.
 
-    make mutations                                   # all of them: about 40 s each on two busy cores
-    python scripts/mutations.py [NAME ...]           # those whose name has one of the words in it
+    make mutations                                   # all edits: about 40 s each on two busy cores
+    python scripts/mutations.py [WORD ...]           # edits whose names contain one of the words
 
-An edit is noticed when one of its tests fails, of those that `make test` runs, or is still running after ten minutes.
-The tests that noticed one must pass without any, which is seen at the end, of all of them together. Exit 1: nobody
-noticed an edit, it no longer applies, or what noticed it fails anyway. Needs what tests need.
+An edit is noticed if one of its tests (of those that `make test` runs) fails, or still runs after ten minutes. At the
+end, the tests that failed must pass without any edit. Exits 1 if an edit is not noticed or no longer applies, or if
+those tests fail without an edit. Needs the same packages as the tests.
 """
 
 import os
@@ -24,12 +24,12 @@ ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "scripts" / "mutations.yaml"
 PATIENCE_S = 600
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
-"""Names of parametrised tests may have blanks."""
+"""The pattern of a failed test in pytest's summary; names of parametrised tests may contain spaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mutation:
-    """One wrong edit."""
+    """A wrong edit of a source file, with the tests that must notice it."""
 
     name: str
     file: str
@@ -38,31 +38,31 @@ class Mutation:
     tests: tuple[str, ...]
 
     def applied(self, text: str) -> str | None:
-        """The file's text with the edit in it; None where it no longer applies."""
+        """Returns the file's text with the edit; None if the edit no longer applies."""
         return text.replace(self.old, self.new) if text.count(self.old) == 1 else None
 
 
 def mutations() -> list[Mutation]:
-    """The list."""
+    """Reads the edits of scripts/mutations.yaml."""
     import yaml
 
-    return [Mutation(**{**one, "tests": tuple(one["tests"])}) for one in yaml.safe_load(LIST.read_text())]
+    return [Mutation(**{**fields, "tests": tuple(fields["tests"])}) for fields in yaml.safe_load(LIST.read_text())]
 
 
-def stale(found: Sequence[Mutation]) -> list[Mutation]:
-    """Those that no longer apply, or name tests that are not there."""
+def stale(edits: Sequence[Mutation]) -> list[Mutation]:
+    """Returns the edits that no longer apply or whose tests do not exist."""
     return [
-        one
-        for one in found
-        if one.applied((ROOT / one.file).read_text()) is None
-        or not all((ROOT / test.partition("::")[0]).exists() for test in one.tests)
+        edit
+        for edit in edits
+        if edit.applied((ROOT / edit.file).read_text()) is None
+        or not all((ROOT / test.partition("::")[0]).exists() for test in edit.tests)
     ]
 
 
 def noticed(tests: Sequence[str], copy: Path) -> str | None:
-    """The first test that fails in `copy`; None where all pass."""
+    """Runs tests in a copy of the sources; returns the name of the first that fails, or None if all pass."""
     command = [sys.executable, "-m", "pytest", "-xq", "-rfE", "-m", "not sweep and not slurm", *tests]
-    # A compiled module of the text before would be taken for the new one's, of the same second and size.
+    # Without bytecode: Python would take a module compiled before the edit for current if size and second are equal.
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         ran = subprocess.run(
@@ -72,42 +72,43 @@ def noticed(tests: Sequence[str], copy: Path) -> str | None:
         return "still running"
     if ran.returncode == 0:
         return None
-    found = _FAILED.search(ran.stdout)
-    return found[1] if found else f"pytest: exit {ran.returncode}"
+    failed = _FAILED.search(ran.stdout)
+    return failed[1] if failed else f"pytest: exit {ran.returncode}"
 
 
 def main(words: Sequence[str]) -> int:
-    """Exit code."""
-    found = [one for one in mutations() if not words or any(word in one.name for word in words)]
-    gone = stale(found)
-    for one in gone:
-        print(f"no longer applies: {one.name} ({one.file})")
-    by: dict[str, str] = {}
+    """Tries the edits whose names contain one of the words; returns the exit code."""
+    edits = [edit for edit in mutations() if not words or any(word in edit.name for word in words)]
+    gone = stale(edits)
+    for edit in gone:
+        print(f"no longer applies: {edit.name} ({edit.file})")
+    noticed_by: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         copy = Path(folder) / "copy"
         skipped = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "runs", "plans", "shared")
         shutil.copytree(ROOT, copy, ignore=skipped)
         print("| edit | file | noticed by | s |\n|---|---|---|---|", flush=True)
-        for one in found:
-            if one in gone:
+        for edit in edits:
+            if edit in gone:
                 continue
-            target, started = copy / one.file, time.monotonic()
+            target, started = copy / edit.file, time.monotonic()
             text = target.read_text()
-            edited = one.applied(text)
+            edited = edit.applied(text)
             assert edited is not None
             target.write_text(edited)
-            test = noticed(one.tests, copy)
+            test = noticed(edit.tests, copy)
             target.write_text(text)
-            by |= {one.name: test} if test else {}
+            noticed_by |= {edit.name: test} if test else {}
             print(
-                f"| {one.name} | {one.file} | {test or '**nobody**'} | {time.monotonic() - started:.0f} |", flush=True
+                f"| {edit.name} | {edit.file} | {test or '**no test**'} | {time.monotonic() - started:.0f} |",
+                flush=True,
             )
-        tests = sorted({test for test in by.values() if "::" in test})
+        tests = sorted({test for test in noticed_by.values() if "::" in test})
         wrong = noticed(tests, copy) if tests else None
     if wrong:
-        print(f"\nwithout any edit, too: {wrong}")
-    print(f"\n{len(by)} of {len(found)} noticed")
-    return 1 if wrong or len(by) < len(found) else 0
+        print(f"\nfails without any edit: {wrong}")
+    print(f"\n{len(noticed_by)} of {len(edits)} noticed")
+    return 1 if wrong or len(noticed_by) < len(edits) else 0
 
 
 if __name__ == "__main__":

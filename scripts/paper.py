@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The claims of the paper (arXiv 2602.06079) beside what is simulated here, as Markdown.
+"""Prints the claims of the paper (arXiv 2602.06079) next to simulations, as Markdown.
 
     python scripts/paper.py [--recipe qwen3-32b] [--gpus 256] [--tp 8] [OVERRIDE ...]
 
-Strategy `paper` is the paper's engine as `canzona_cli/planner/paper.py` has it. Updates are in the standard form, as in
-Megatron-LM's Muon, but in the rows that say otherwise.
+The strategy `paper` is the paper's engine as implemented in `canzona_cli/planner/paper.py`. Updates are in the standard
+form, as in Megatron-LM's Muon, except in rows that say otherwise.
 """
 
 import argparse
@@ -41,35 +41,35 @@ HEADINGS = (
 WHY = """
 ## Why the figures differ
 
-- **What is known of the paper here**: its abstract and summaries of it. Its curves of alpha and C_max, its batch, its
-  sequence length and its measured baselines' settings were not at hand, so there is nothing beside the curves.
-- **Theirs is measured, ours is simulated** on a profile put together from published figures. No GPU has run it.
-- **Batch**: what an optimizer step saves is spread over an iteration. With the recipe's batch, forward and backward
-  take most of it; a shorter sequence and a smaller batch leave more to gain, and hide less of the gradients' travel,
-  which then counts as part of every optimizer step. So the iteration's ratio grows as the optimizer step's falls,
-  and neither model point matches both claims.
+- **What we know of the paper**: its abstract and summaries of it. Its curves of alpha and C_max, its batch size, its
+  sequence length and the settings of its baselines were not at hand, so the curves below have nothing to compare with.
+- **Theirs is measured, ours is simulated** on a profile made from published figures. No GPU has run it.
+- **Batch**: with the recipe's batch, forward and backward take most of an iteration, so a faster optimizer step changes
+  the iteration little. With a shorter sequence and a smaller batch it changes more, but backward then hides less of the
+  communication of gradients, which counts as part of every strategy's optimizer step. So the ratio of iterations grows
+  while the ratio of optimizer steps falls, and neither model point matches both claims.
 - **The baseline's version**: the authors' code is a fork whose README names release 0.12 of Megatron-core. Here `sc`
   and `layerwise` are those of megatron-core 0.19, which repeats layer-wise updates on every tensor-parallel rank.
-  `sc` repeats every update on every rank, so ratios over it are large; "over 30 times" suits a baseline that avoids
-  some of that.
-- **Layout**: tensor-parallel ranks within a machine, one pipeline stage, no interleaving: assumed, for the paper's
-  was not at hand. How its gradients travel is not known either. Here each owner's range is reduced and broadcast in a
-  chain of its own, for rings are canzona's, and with the smaller batch backward hides less of them than of canzona's or
-  of `asc`'s. Bytes of a bucket's busiest owner stay far above an even share at any alpha, because a bucket has fewer
-  matrices than there are owners.
-- **C_max** matters only where a host has several large matrices; on many GPUs it has one or two.
-- **Rows that do not fit**, marked `!`, are timed as if they did. They are no fair baseline.
+  `sc` repeats every update on every rank, so ratios over it are large; "over 30 times" would fit a baseline that avoids
+  some of these repetitions.
+- **Layout**: we assume tensor-parallel ranks within a node, one pipeline stage and no interleaving, because the paper's
+  layout was not at hand. How the paper communicates gradients is not known either. Here, each owner's range is reduced
+  and broadcast along its own chain, because rings are canzona's addition. With the smaller batch, backward hides less
+  of this communication than of canzona's or of `asc`'s. The busiest owner of a bucket has far more bytes than an even
+  share at any alpha, because a bucket has fewer matrices than there are owners.
+- **C_max** matters only where a host has several large matrices; on many GPUs a host has one or two.
+- **Rows marked `!`** do not fit into memory and are timed as if they did. They are not a fair baseline.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A model on a layout with a batch, compared in both forms."""
+    """A simulated run with one batch size, in the standard form and in the recipe's."""
 
     name: str
     standard: Study
     chosen: Study
-    """With `optimizer.form` as the recipe has it."""
+    """The simulation with the recipe's `optimizer.form`."""
 
 
 def main() -> None:
@@ -78,21 +78,22 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=256)
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("overrides", nargs="*")
-    asked = parser.parse_args()
-    mesh = (f"parallel.tp={asked.tp}", "parallel.pp=1", "parallel.vpp=1")
-    rest = (f"recipe={asked.recipe}", *mesh, *asked.overrides)
-    words = (f"gpus={asked.gpus}", *rest)
+    arguments = parser.parse_args()
+    mesh = (f"parallel.tp={arguments.tp}", "parallel.pp=1", "parallel.vpp=1")
+    rest = (f"recipe={arguments.recipe}", *mesh, *arguments.overrides)
+    words = (f"gpus={arguments.gpus}", *rest)
     points = [
         Point(name=name, standard=studied(*words, *batch, STANDARD), chosen=studied(*words, *batch))
         for name, batch in POINTS.items()
     ]
     others = {name: studied(*words, f"optimizer={name}") for name in ("shampoo", "soap")}
-    fewer = resolved(f"gpus={asked.gpus // 4}", *rest, STANDARD)
+    fewer = resolved(f"gpus={arguments.gpus // 4}", *rest, STANDARD)
     print("\n".join(report(points, others, fewer)))
     print(WHY.rstrip())
 
 
 def studied(*words: str) -> Study:
+    """Simulates all strategies of a run."""
     return study_run(*resolved(*words))
 
 
@@ -101,11 +102,11 @@ def resolved(*words: str) -> tuple[RunConfig, Layout]:
 
 
 def report(points: Sequence[Point], others: Mapping[str, Study], fewer: tuple[RunConfig, Layout]) -> Iterator[str]:
-    """All tables.
+    """Yields the lines of all tables.
 
     Args:
-        others: the same run with other optimizers.
-        fewer: the same run on a quarter of the GPUs.
+        others: the first point with other optimizers, by name.
+        fewer: the first point on a quarter of the GPUs.
     """
     config, layout = points[0].standard.config, points[0].standard.layout
     mesh = " x ".join(f"{axis} {ranks}" for axis, ranks in layout.axes)
@@ -119,7 +120,7 @@ def report(points: Sequence[Point], others: Mapping[str, Study], fewer: tuple[Ru
 
 
 def claims(points: Sequence[Point], others: Mapping[str, Study]) -> Iterator[str]:
-    """Their figures beside ours."""
+    """Yields the table of the paper's figures and ours."""
     ours = [f"{engine}, {of}" for of in ("over layer-wise", "over SC") for engine in ("`paper`", "`canzona`")]
     yield from ("", "## Claims", "")
     yield from heads("claim", "model point", "theirs", *ours)
@@ -136,9 +137,9 @@ def ratios(study: Study, what: str) -> list[str]:
 
 
 def over(study: Study, of: str, strategy: str, what: str) -> str:
-    """How many times longer a strategy takes than another, marked where it does not fit."""
-    whole, part = (getattr(study.strategies[name].result, what) for name in (of, strategy))
-    return f"{whole / part:.2f}x{'' if study.strategies[of].fits else '!'}"
+    """Formats the time of strategy `of` as a multiple of another's, with a `!` if `of` does not fit into memory."""
+    longer, shorter = (getattr(study.strategies[name].result, what) for name in (of, strategy))
+    return f"{longer / shorter:.2f}x{'' if study.strategies[of].fits else '!'}"
 
 
 def strategies(point: Point) -> Iterator[str]:
@@ -166,7 +167,7 @@ def strategy_row(label: str, study: Study, name: str) -> str:
 
 
 def curves(config: RunConfig, layout: Layout, title: Literal["alpha", "C_max"]) -> Iterator[str]:
-    """The paper's engine, and canzona on the paper's order of buffers."""
+    """Yields a table by alpha or C_max: the paper's engine, and canzona with the paper's buffer layout."""
     engines = (replace(config.engine, strategy="paper"), replace(config.engine, layout="contiguous"))
     if title == "alpha":
         runs = {f"{alpha:g}": [replace(engine, alpha=alpha) for engine in engines] for alpha in ALPHAS}
@@ -182,7 +183,7 @@ def curves(config: RunConfig, layout: Layout, title: Literal["alpha", "C_max"]) 
 
 
 def planned(config: RunConfig, layout: Layout) -> Iterator[str]:
-    """The figures of a curve's point."""
+    """Yields the figures of a row in `curves`."""
     plan = plan_unbounded(config, layout)
     result = simulate_plan(config, layout, plan)
     yield f"{1e3 * result.optimizer_s:.1f}"

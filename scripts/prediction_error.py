@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""How accurate the predictions of `canzona bench` were, over several results.
+"""Prints the errors of the predictions in several results of `canzona bench`.
 
     python scripts/prediction_error.py bench/*/bench.json
 
 Prints the error of every strategy, the share of strategies within 20%, and each pair of strategies that measured more
-than 10% apart but was predicted in the wrong order. Exits 1 where that share is below 80% or an order is wrong.
+than 10% apart but was predicted in the wrong order. Exits 1 if, for optimizer steps, the share is below 80% or an order
+is wrong.
 """
 
 import itertools
@@ -28,26 +29,27 @@ from canzona_cli.run.words import clean, milliseconds, plural
 Time = Literal["optimizer", "iteration"]
 TIMES: dict[Time, str] = {"optimizer": "Optimizer step", "iteration": "Iteration"}
 WITHIN = 0.20
-"""An error up to this much is a good prediction."""
+"""The largest error of a good prediction."""
 APART = 0.10
-"""Strategies whose measured medians differ by more must be predicted in that order."""
+"""The relative difference of measured medians above which two strategies must be predicted in the right order."""
 ENOUGH = 0.80
+"""The required share of good predictions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One strategy of one bench."""
+    """The measured and predicted time of a strategy in a bench."""
 
     bench: str
-    """Recipe, optimizer, layout."""
+    """The recipe, optimizer and layout."""
     strategy: str
     measured_s: float
-    """Median over rounds."""
+    """The median over rounds."""
     predicted_s: float
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """The relative error of the prediction; 0.1 means 10% too long."""
         return self.predicted_s / self.measured_s - 1
 
     @property
@@ -57,15 +59,15 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two strategies of one bench that measured apart."""
+    """Two strategies of a bench whose measured times differ by more than `APART`."""
 
     bench: str
     faster: str
     slower: str
     measured: float
-    """How many times as long the slower took."""
+    """The measured time of the slower over that of the faster."""
     predicted: float
-    """The same ratio of the predictions; not above 1 where they have the wrong order."""
+    """The same ratio of the predicted times; at most 1 if the predictions have the wrong order."""
 
     @property
     def right(self) -> bool:
@@ -73,7 +75,7 @@ class Pair:
 
 
 def cells(results: Iterable[BenchResult], of: Time) -> list[Cell]:
-    """A cell for each strategy of each bench."""
+    """Returns a cell for each strategy of each bench."""
     return [
         Cell(
             bench=title(result),
@@ -87,21 +89,21 @@ def cells(results: Iterable[BenchResult], of: Time) -> list[Cell]:
     ]
 
 
-def share_good(found: Sequence[Cell]) -> float:
-    """Of all cells, those within `WITHIN`, 0 to 1; 1 where there are none."""
-    return sum(cell.good for cell in found) / len(found) if found else 1.0
+def share_good(cells: Sequence[Cell]) -> float:
+    """Returns the share of cells whose error is within `WITHIN`; 1 without any cells."""
+    return sum(cell.good for cell in cells) / len(cells) if cells else 1.0
 
 
 def pairs(results: Iterable[BenchResult], of: Time) -> Iterator[Pair]:
-    """All pairs of strategies of one bench whose measured medians differ by more than `APART`."""
+    """Yields all pairs of strategies of a bench whose measured medians differ by more than `APART`."""
     for result in results:
-        # Relative to the reference in each one's own sitting: the machine may have changed between sittings.
+        # Times are relative to the reference in the same measurement group: the machine's speed may change in between.
         relative = {
-            name: median(found.measured, of) / median(result.references[found.sitting], of)
-            for name, found in result.strategies.items()
+            name: median(strategy.measured, of) / median(result.references[strategy.sitting], of)
+            for name, strategy in result.strategies.items()
         }
-        for one, other in itertools.combinations((name for name in STRATEGIES if name in relative), 2):
-            faster, slower = sorted((one, other), key=relative.__getitem__)
+        for names in itertools.combinations((name for name in STRATEGIES if name in relative), 2):
+            faster, slower = sorted(names, key=relative.__getitem__)
             if relative[slower] / relative[faster] - 1 > APART:
                 yield Pair(
                     bench=title(result),
@@ -117,8 +119,8 @@ def median(measured: Measured, of: Time) -> float:
 
 
 def predicted(result: BenchResult, name: str, of: Time) -> float:
-    found = result.strategies[name].predicted
-    return found.optimizer_s if of == "optimizer" else found.iteration_s
+    prediction = result.strategies[name].predicted
+    return prediction.optimizer_s if of == "optimizer" else prediction.iteration_s
 
 
 def title(result: BenchResult) -> str:
@@ -129,14 +131,14 @@ def title(result: BenchResult) -> str:
 
 
 def table(results: Sequence[BenchResult], of: Time) -> Table:
-    found = Table(title=f"{TIMES[of]}, ms", title_justify="left", box=box.SIMPLE_HEAD)
+    shown = Table(title=f"{TIMES[of]}, ms", title_justify="left", box=box.SIMPLE_HEAD)
     for head in ("bench", "strategy"):
-        found.add_column(head)
+        shown.add_column(head)
     for head in ("measured", "predicted", "error"):
-        found.add_column(head, justify="right")
+        shown.add_column(head, justify="right")
     for bench, rows in itertools.groupby(cells(results, of), key=lambda cell: cell.bench):
         for number, cell in enumerate(rows):
-            found.add_row(
+            shown.add_row(
                 bench if number == 0 else "",
                 clean(cell.strategy),
                 milliseconds(cell.measured_s),
@@ -144,29 +146,29 @@ def table(results: Sequence[BenchResult], of: Time) -> Table:
                 f"{cell.error:+.0%}",
                 style="" if cell.good else "yellow",
             )
-        found.add_section()
-    return found
+        shown.add_section()
+    return shown
 
 
 def verdict(results: Sequence[BenchResult], of: Time) -> Iterator[str]:
-    """The share of good predictions, the number of pairs in the right order, and each pair in the wrong one."""
-    found, ranked = cells(results, of), list(pairs(results, of))
-    own = {name: [cell.good for cell in found if cell.strategy == name] for name in STRATEGIES}
-    each = ", ".join(f"{name} {sum(good)}/{len(good)}" for name, good in own.items() if good)
-    good = sum(cell.good for cell in found)
-    yield f"{TIMES[of]}: {good} of {plural(len(found), 'cell')} ({share_good(found):.0%}) within {WITHIN:.0%} ({each})"
+    """Yields the share of good predictions, the number of pairs in the right order, and each pair in the wrong one."""
+    all_cells, ranked = cells(results, of), list(pairs(results, of))
+    by_strategy = {name: [cell.good for cell in all_cells if cell.strategy == name] for name in STRATEGIES}
+    each = ", ".join(f"{name} {sum(good)}/{len(good)}" for name, good in by_strategy.items() if good)
+    good, share = sum(cell.good for cell in all_cells), share_good(all_cells)
+    yield f"{TIMES[of]}: {good} of {plural(len(all_cells), 'result')} ({share:.0%}) within {WITHIN:.0%} ({each})"
     right = sum(pair.right for pair in ranked)
-    yield f"  {plural(len(ranked), 'pair')} measured more than {APART:.0%} apart, {right} predicted in that order"
+    yield f"  {plural(len(ranked), 'pair')} measured more than {APART:.0%} apart, {right} predicted in the right order"
     for pair in ranked:
         if not pair.right:
             yield (
-                f"  wrong: {pair.bench}: {clean(pair.slower)} took {pair.measured:.2f} times as long as "
-                f"{clean(pair.faster)}, predicted {pair.predicted:.2f} times"
+                f"  wrong order: {pair.bench}: {clean(pair.slower)} took {pair.measured:.2f} times as long as "
+                f"{clean(pair.faster)}, but {pair.predicted:.2f} times was predicted"
             )
 
 
 def main(paths: list[Path]) -> int:
-    """Exit code."""
+    """Prints the tables for the given results; returns the exit code."""
     if not paths:
         print(__doc__, file=sys.stderr)
         return 2

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Published step times beside their predictions, as Markdown.
+"""Prints published step times with their predictions, as Markdown.
 
     python scripts/published.py [--rows FILE] [--html FILE] [--json FILE] [--quick] [--gpu-check FILE ...]
 
-Errors are predicted over measured, less 1; a layout's is the mean over its numbers of GPUs. "Left out" is the error of
-a model's layouts where the fitted numbers are fitted to the other models alone. Exits 1 where a goal is missed.
+An error is predicted / measured - 1; the error of a layout is the mean over its numbers of GPUs. "Left out" is the
+error of a layout if the fitted numbers are fitted only to the other models. Exits 1 if a goal is missed, or two layouts
+of a model are predicted in the wrong order.
 """
 
 import argparse
@@ -38,63 +39,68 @@ from canzona_cli.report.tables import Table
 
 GOALS = {"MAPE": 0.04, "worst layout": 0.08, "left out": 0.06, "memory": 0.07}
 STEP = 0.03
-"""Share by which a fitted number is varied for the slope of predictions."""
+"""The relative change of a fitted number by which the slope of predictions is computed."""
 RANGES = {"sustained_tflops": 0.05, "passes": 0.25, "speed_spread": 0.5}
-"""Share of its value within which each fitted number is plausible: what the fit is held to where rows are few."""
+"""The plausible relative change of each fitted number, which regularises the fit because rows are few."""
 _SIDE = 420
-"""Pixels of the scatter."""
+"""The side of the scatter plot, in pixels."""
 _BAND = 0.08
-"""The error that two lines beside the diagonal mark."""
+"""The error that is marked by two lines along the diagonal."""
 _COLOURS = 8
-"""The page's style has classes for as many series."""
+"""The number of classes for colours in the page's style."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", type=Path, default=ROWS, help="a file of rows like canzona_cli/bench/published.yaml")
-    parser.add_argument("--html", type=Path, help="also write the page with the scatter")
+    parser.add_argument("--html", type=Path, help="also write a page with the scatter plot")
     parser.add_argument("--json", type=Path, help="also write the figures")
-    parser.add_argument("--quick", action="store_true", help="no fit without each model")
-    parser.add_argument("--gpu-check", type=Path, nargs="+", default=[], help="files of `canzona doctor --gpu-check`")
-    asked = parser.parse_args()
-    published = load_published(asked.rows)
+    parser.add_argument("--quick", action="store_true", help='skip the fits for "left out"')
+    parser.add_argument(
+        "--gpu-check", type=Path, nargs="+", default=[], help="also print files of `canzona doctor --gpu-check`"
+    )
+    arguments = parser.parse_args()
+    published = load_published(arguments.rows)
     compared = list(compare(published))
     counted = fitted(compared)
-    left_out = {} if asked.quick else errors_left_out(published, counted)
+    left_out = {} if arguments.quick else errors_left_out(published, counted)
     figures = figures_of(counted, left_out)
     print("\n".join(tables(published, compared, left_out, figures)))
-    for file in asked.gpu_check:
+    for file in arguments.gpu_check:
         print("\n".join(["", *measured_here(json.loads(file.read_text(encoding="utf-8")))]))
-    if asked.html:
-        asked.html.write_text(published_page(compared, figures).text(), encoding="utf-8")
-        print(f"\nPage: {asked.html}")
-    if asked.json:
-        asked.json.write_text(json.dumps(as_json(compared, left_out, figures), indent=2) + "\n", encoding="utf-8")
+    if arguments.html:
+        arguments.html.write_text(published_page(compared, figures).text(), encoding="utf-8")
+        print(f"\nPage: {arguments.html}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(as_json(compared, left_out, figures), indent=2) + "\n", encoding="utf-8")
     missed = [name for name, goal in GOALS.items() if figures.get(name, 0.0) > goal]
     wrong = [f"{a.series.name} and {b.series.name}" for a, b, right in orders(compared) if not right]
     if missed or wrong:
-        print(f"\nMissed: {', '.join([*missed, *(f'order of {pair}' for pair in wrong)])}")
+        print(f"\nGoals missed: {', '.join([*missed, *(f'order of {pair}' for pair in wrong)])}")
     return int(bool(missed or wrong))
 
 
 def figures_of(counted: Sequence[PredictedSeries], left_out: dict[str, float]) -> dict[str, float]:
-    """The figures that the goals are about, as shares."""
-    memory = [abs(row.memory_error) for one in counted for row in one.rows if row.memory_error is not None]
+    """Returns the summary figures, as shares, by name; `GOALS` has limits for some of them."""
+    memory = [abs(row.memory_error) for layout in counted for row in layout.rows if row.memory_error is not None]
     return {
         "MAPE": mean_absolute_error(counted),
-        "mean": math.fsum(one.error for one in counted) / len(counted),
-        "worst layout": max(abs(one.error) for one in counted),
-        "worst row": max(abs(row.error) for one in counted for row in one.rows),
+        "mean": math.fsum(layout.error for layout in counted) / len(counted),
+        "worst layout": max(abs(layout.error) for layout in counted),
+        "worst row": max(abs(row.error) for layout in counted for row in layout.rows),
         **({"left out": max(map(abs, left_out.values()))} if left_out else {}),
         **({"memory": max(memory)} if memory else {}),
     }
 
 
 def errors_left_out(published: Published, counted: Sequence[PredictedSeries]) -> dict[str, float]:
-    """By series: its error with the three fitted numbers fitted to the other models' rows, by least squares of the
-    logarithms; predictions are taken to be linear in the logarithms of the numbers, nearby."""
-    names = [one.series.name for one in counted]
-    base = np.log([1 + one.error for one in counted])
+    """Returns each series' error with the three fitted numbers fitted only to the other models, by name.
+
+    The fit is a least-squares fit of log(predicted / measured), with predictions linearised in the logarithms of the
+    fitted numbers.
+    """
+    names = [layout.series.name for layout in counted]
+    base = np.log([1 + layout.error for layout in counted])
     profile = run_of(counted[0].series, published.models[counted[0].series.model], min(counted[0].series.step_s))[
         0
     ].cluster
@@ -105,18 +111,18 @@ def errors_left_out(published: Published, counted: Sequence[PredictedSeries]) ->
         lambda: _with_passes(published, 1 + STEP),
         lambda: compare(published, {"speed_spread": profile.speed_spread * (1 + STEP)}),
     ):
-        there = {one.series.name: one.error for one in varied()}
-        slopes.append((np.log([1 + there[name] for name in names]) - base) / math.log1p(STEP))
+        errors = {layout.series.name: layout.error for layout in varied()}
+        slopes.append((np.log([1 + errors[name] for name in names]) - base) / math.log1p(STEP))
     jacobian = np.stack(slopes, axis=1)
-    held = np.diag([0.02 / spread for spread in RANGES.values()])  # an error of 2% weighs as much as a whole range
-    found: dict[str, float] = {}
-    for model in dict.fromkeys(one.series.model for one in counted):
-        others = np.array([one.series.model != model for one in counted])
-        matrix = np.concatenate([jacobian[others], held])
-        moved = np.linalg.lstsq(matrix, np.concatenate([-base[others], np.zeros(len(held))]), rcond=None)[0]
+    penalty = np.diag([0.02 / spread for spread in RANGES.values()])  # an error of 2% weighs as much as a full range
+    left_out: dict[str, float] = {}
+    for model in dict.fromkeys(layout.series.model for layout in counted):
+        others = np.array([layout.series.model != model for layout in counted])
+        matrix = np.concatenate([jacobian[others], penalty])
+        moved = np.linalg.lstsq(matrix, np.concatenate([-base[others], np.zeros(len(penalty))]), rcond=None)[0]
         for number in np.flatnonzero(~others):
-            found[names[number]] = math.expm1(base[number] + jacobian[number] @ moved)
-    return found
+            left_out[names[number]] = math.expm1(base[number] + jacobian[number] @ moved)
+    return left_out
 
 
 def _with_passes(published: Published, factor: float) -> list[PredictedSeries]:
@@ -126,7 +132,7 @@ def _with_passes(published: Published, factor: float) -> list[PredictedSeries]:
 
 @contextmanager
 def passes_times(factor: float) -> Iterator[None]:
-    """Elementwise work of Transformer Engine's layers takes `factor` times as long."""
+    """Multiplies the predicted time of elementwise work in Transformer Engine's layers inside the block."""
     before = model_time.ELEMENTWISE_PASSES[True]
     caches = (model_time.stage_time, model_time._pieces)
     try:
@@ -156,42 +162,44 @@ def tables(
     ]
     yield f"| {' | '.join(heads)} |"
     yield "| --- " * len(heads) + "|"
-    for one in compared:
-        first, last = one.rows[0], one.rows[-1]
+    for layout in compared:
+        first, last = layout.rows[0], layout.rows[-1]
         span = f"{first.gpus:,}" if first is last else f"{first.gpus:,} to {last.gpus:,}"
         measured, predicted = (
             f"{values[0]:.4g}" if values[0] == values[-1] else f"{values[0]:.4g} to {values[-1]:.4g}"
-            for values in ([row.measured_s for row in one.rows], [row.predicted_s for row in one.rows])
+            for values in ([row.measured_s for row in layout.rows], [row.predicted_s for row in layout.rows])
         )
-        drift = "" if first is last else " / ".join(f"{share:+.1%}" for share in one.drift)
-        memory = ", ".join(f"{row.memory_error:+.1%}" for row in one.rows if row.memory_error is not None)
-        without = f"{left_out[one.series.name]:+.1%}" if one.series.name in left_out else ""
-        name = one.series.name + ("" if one.series.why_not_fitted is None else " *")
+        series = layout.series
+        drift = "" if first is last else " / ".join(f"{share:+.1%}" for share in layout.drift)
+        memory = ", ".join(f"{row.memory_error:+.1%}" for row in layout.rows if row.memory_error is not None)
+        without = f"{left_out[series.name]:+.1%}" if series.name in left_out else ""
+        name = series.name + ("" if series.why_not_fitted is None else " *")
         yield (
-            f"| {name} | {one.series.layout}, sequence {one.series.seq_length:,} | {span} | {measured} | {predicted} "
-            f"| {one.error:+.1%} | {without} | {drift} | {memory} |"
+            f"| {name} | {series.layout}, sequence {series.seq_length:,} | {span} | {measured} | {predicted} "
+            f"| {layout.error:+.1%} | {without} | {drift} | {memory} |"
         )
     yield ""
-    rows = sum(len(one.rows) for one in fitted(compared))
-    said = (
+    rows = sum(len(layout.rows) for layout in fitted(compared))
+    shown = (
         f"{name} {value:{'+' if name == 'mean' else ''}.1%}" + (f" (goal {GOALS[name]:.0%})" if name in GOALS else "")
         for name, value in figures.items()
     )
-    yield f"{rows} steps in {len(fitted(compared))} series. {', '.join(said)}"
-    for one in compared:
-        if one.series.why_not_fitted:
-            yield f"* {one.series.name}, not counted: {one.series.why_not_fitted}"
+    yield f"{rows} steps in {len(fitted(compared))} series. {', '.join(shown)}"
+    for layout in compared:
+        if layout.series.why_not_fitted:
+            yield f"* {layout.series.name}, not counted: {layout.series.why_not_fitted}"
     pairs = list(orders(compared))
-    yield f"Layouts of one model in order: {sum(right for *_, right in pairs)} of {len(pairs)} pairs"
+    yield f"Pairs of layouts of a model in the right order: {sum(right for *_, right in pairs)} of {len(pairs)}"
     others = [series for series in published.series if not series.predicted]
     if others:
-        yield f"Not predicted, for canzona does not train in fp8: {sum(len(one.step_s) for one in others)} steps"
+        steps = sum(len(series.step_s) for series in others)
+        yield f"Not predicted, because canzona does not train in fp8: {steps} steps"
     for claim in published.claims:
         yield f"Published without a layout: {claim.name} {claim.figure} ({claim.source})"
 
 
 def measured_here(check: Mapping[str, Any]) -> Iterator[str]:
-    """The table of a GPU check: what canzona simulated of that machine, and what was measured there."""
+    """Yields a table of the simulated and measured values in a file of `canzona doctor --gpu-check`."""
     yield f"{check['gpus']} x {check['gpu']}, torch {check['torch']}, canzona {check['canzona']}:"
     yield ""
     yield "| | simulated | measured | error |"
@@ -211,51 +219,51 @@ def as_json(
         "left_out": left_out,
         "series": [
             {
-                "name": one.series.name,
-                "layout": one.series.layout,
-                "counted": one.series.why_not_fitted is None,
-                "source": one.series.source,
-                "error": one.error,
-                "rows": [asdict(row) for row in one.rows],
+                "name": layout.series.name,
+                "layout": layout.series.layout,
+                "counted": layout.series.why_not_fitted is None,
+                "source": layout.series.source,
+                "error": layout.error,
+                "rows": [asdict(row) for row in layout.rows],
             }
-            for one in compared
+            for layout in compared
         ],
     }
 
 
 def published_page(compared: Sequence[PredictedSeries], figures: Mapping[str, float]) -> Document:
-    """A scatter and a table of every step.
+    """Makes a page with a scatter plot and a table of all steps.
 
     Args:
-        figures: names and shares, shown above.
+        figures: the summary figures, which are shown above the plot.
     """
     shown = ", ".join(f"{name} {value:.1%}" for name, value in figures.items())
     table = Table("model", "layout", "GPUs", "measured s", "predicted s", "error", "not counted", "source")
-    for one in compared:
-        for row in one.rows:
+    for layout in compared:
+        for row in layout.rows:
             table.add_row(
-                one.series.name,
-                one.series.layout,
+                layout.series.name,
+                layout.series.layout,
                 f"{row.gpus:,}",
                 f"{row.measured_s:.4g}",
                 f"{row.predicted_s:.4g}",
                 f"{row.error:+.1%}",
-                one.series.why_not_fitted or "",
-                f"{one.series.source}, {one.series.date}",
+                layout.series.why_not_fitted or "",
+                f"{layout.series.source}, {layout.series.date}",
             )
     return Document(
         kind="make published",
         title="Published step times",
         sections=[
-            Section(title="Predicted against measured", lead=f"seconds of a step; {shown}", body=scatter(compared)),
+            Section(title="Predicted against measured", lead=f"seconds per step; {shown}", body=scatter(compared)),
             Section(title="Numbers", body=table_html(table)),
         ],
     )
 
 
 def scatter(compared: Sequence[PredictedSeries]) -> Html:
-    """A dot for each step on logarithmic axes, the diagonal, and a band of 8% around it."""
-    values = [value for one in compared for row in one.rows for value in (row.measured_s, row.predicted_s)]
+    """Draws a dot for each step on logarithmic axes, the diagonal, and a band of 8% around the diagonal."""
+    values = [value for layout in compared for row in layout.rows for value in (row.measured_s, row.predicted_s)]
     low, high = math.log(min(values) / 1.2), math.log(max(values) * 1.2)
 
     def place(seconds: float) -> float:
@@ -271,14 +279,14 @@ def scatter(compared: Sequence[PredictedSeries]) -> Html:
             at = round(place(seconds), 1)
             lines.append(tag("text", f"{seconds:g}", x=at, y=_SIDE + 18, class_="tick"))
             lines.append(tag("text", f"{seconds:g}", x=-8, y=round(_SIDE - at, 1), class_="tick value"))
-    for colour, one in enumerate(compared):
+    for colour, layout in enumerate(compared):
         look = f"dot c{colour % _COLOURS}"
-        for row in one.rows:
-            times = f"{row.predicted_s:.4g} s predicted, {row.measured_s:.4g} measured"
-            name = f"{one.series.name}, {row.gpus:,} GPUs: {times}"
+        for row in layout.rows:
+            times = f"{row.predicted_s:.4g} s predicted, {row.measured_s:.4g} s measured"
+            name = f"{layout.series.name}, {row.gpus:,} GPUs: {times}"
             where = {"cx": round(place(row.measured_s), 1), "cy": round(_SIDE - place(row.predicted_s), 1)}
             lines.append(tag("circle", tag("title", name), **where, r=4, class_=look))
-    legend = (key(f"c{colour % _COLOURS}", one.series.name) for colour, one in enumerate(compared))
+    legend = (key(f"c{colour % _COLOURS}", layout.series.name) for colour, layout in enumerate(compared))
     picture = tag(
         "svg",
         *lines,
@@ -286,9 +294,9 @@ def scatter(compared: Sequence[PredictedSeries]) -> Html:
         width=_SIDE,
         height=_SIDE + 26,
         role="img",
-        aria_label="Predicted seconds of a step against measured ones",
+        aria_label="Predicted against measured seconds per step",
     )
-    caption = tag("figcaption", tag("b", "measured across, predicted up; lines: equal, and 8% off"), *legend)
+    caption = tag("figcaption", tag("b", "horizontal: measured; vertical: predicted; lines: equal and 8% off"), *legend)
     return tag("figure", caption, picture, class_="chart")
 
 

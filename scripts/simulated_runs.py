@@ -1,4 +1,4 @@
-"""Runs that scripts plan and simulate: recipes on GPUs, in the layouts that `canzona train` chooses."""
+"""Resolves the runs that scripts plan and simulate: recipes on GPUs, in the layouts that `canzona train` chooses."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from canzona_cli.errors import DoesNotFit
 
 
 def resolved(recipe: str, gpus: int, overrides: Sequence[str]) -> tuple[RunConfig, Layout] | None:
-    """The run and its layout; None where no layout fits in memory."""
+    """Returns the resolved run and its layout; None where no layout fits into memory."""
     try:
         return resolve(compose_run([f"recipe={recipe}", f"gpus={gpus}", *overrides]).config)
     except DoesNotFit:
@@ -17,5 +17,5 @@ def resolved(recipe: str, gpus: int, overrides: Sequence[str]) -> tuple[RunConfi
 
 
 def mesh_label(layout: Layout) -> str:
-    """Names a layout: `TP4 PP2x8 DP128`."""
+    """Formats a layout: `TP4 PP2x8 DP128`."""
     return f"TP{layout.tp} PP{layout.pp}x{layout.vpp} DP{layout.dp}"

@@ -1,9 +1,8 @@
-"""`canzona tune` from its command line to its result: the layouts to measure, their turns, how wrong predictions
-were, and the recipe of the fastest. No torch.
+"""`canzona tune`: chooses layouts, measures them, compares them with the predictions, and writes a recipe with the
+fastest layout. No torch.
 
-Errors are relative to what was measured: predicted / measured - 1. MAPE is the mean of their absolute values.
-Times are seconds of a step of the slowest rank; layouts are compared per sequence, for their batches may
-differ.
+An error is predicted / measured - 1. MAPE is the mean of the absolute errors. Times are seconds of a step on the
+slowest rank. Layouts are compared by time per sequence, because their batch sizes may differ.
 """
 
 import itertools
@@ -33,13 +32,13 @@ from canzona_cli.run.words import clean, duration, layout_code, plural
 from canzona_cli.simulate.predict import with_cores
 
 APART = 0.10
-"""Layouts whose measured times differ by more must be predicted in that order."""
+"""The relative difference of two measured times above which predictions should have the same order."""
 LEAST_SHARE = 0.01
-"""The share of a step below which a phase's error is noise."""
+"""The share of a step below which a phase's error is only noise."""
 
 
 def layout_name(layout: Layout) -> str:
-    """Names a layout for files, each of a run's differently: `tp2-pp1-cp1-dp2-mb4-none`, `tp1-pp2-vpp2-...`."""
+    """Returns a name for file names, unique among a run's layouts: `tp2-pp1-cp1-dp2-mb4-none`, `tp1-pp2-vpp2-...`."""
     chunks = f"vpp{layout.vpp}-" if layout.vpp > 1 else ""
     mesh = f"tp{layout.tp}-pp{layout.pp}-{chunks}cp{layout.cp}-dp{layout.dp}"
     return f"{mesh}-mb{layout.micro_batch_size}-{layout.recompute}"
@@ -47,18 +46,18 @@ def layout_name(layout: Layout) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutBench:
-    """One layout, measured and predicted."""
+    """A layout with its measurements and its prediction."""
 
     layout: Layout
     measured: tuple[Measured, ...]
-    """One entry for each round, with one value of everything it has by round."""
+    """An entry for each round; fields that are tuples over rounds have one element in each entry."""
     predicted: Predicted
     fitted: bool
-    """True where the profile was fitted to steps of these very axes."""
+    """True where the cluster profile was fitted to steps with the same parallel sizes."""
 
     @property
     def iteration_s(self) -> tuple[float, ...]:
-        """The seconds of a step in each round."""
+        """The seconds of a step, by round."""
         return tuple(seconds for turn in self.measured for seconds in turn.iteration_s)
 
     @property
@@ -79,7 +78,7 @@ class LayoutBench:
 
     @cached_property
     def phases(self) -> dict[str, float]:
-        """Measured seconds of each phase of the step: mean over ranks, median over rounds."""
+        """Measured seconds by phase of the step: the mean over ranks, then the median over rounds."""
         return {
             phase: statistics.median(turn.means.get(phase, 0.0) for turn in self.measured)
             for phase in IN_STEP
@@ -87,7 +86,7 @@ class LayoutBench:
         }
 
     def phase_error(self, phase: str) -> float | None:
-        """None where too little of the step is spent there."""
+        """Returns the prediction's error for a phase; None where the phase is less than `LEAST_SHARE` of the step."""
         seconds = self.phases.get(phase, 0.0)
         if seconds < LEAST_SHARE * self.median_s:
             return None
@@ -96,23 +95,23 @@ class LayoutBench:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Errors of the step, or of one phase, over several layouts."""
+    """The errors of predictions for the step, or for one phase, over several layouts."""
 
     layouts: int
-    """The number of layouts that have it."""
+    """The number of layouts that have the phase."""
     mape: float
     mean: float
-    """The mean of the errors with their signs: above 0 where predictions are too long."""
+    """The mean of the signed errors; above 0 where predictions are too long."""
     worst: float
-    """The largest, with its sign."""
+    """The error with the largest absolute value, with its sign."""
     worst_layout: str
     share: float
-    """Its share of the measured steps, mean over these layouts."""
+    """The share of the measured step that the phase takes, mean over these layouts."""
 
     @classmethod
     def of(cls, predictions: Sequence[tuple[LayoutBench, float, float]]) -> "Errors":
-        """Collects each layout's error and its share of the step; at least one layout."""
-        worst, error, _ = max(predictions, key=lambda one: abs(one[1]))
+        """Summarises (layout, error, share of the step) triples, of which there is at least one."""
+        worst, error, _ = max(predictions, key=lambda prediction: abs(prediction[1]))
         return cls(
             layouts=len(predictions),
             mape=statistics.fmean(abs(error) for _, error, _ in predictions),
@@ -125,49 +124,49 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """The accuracy of predictions on layouts that no number of the profile was fitted to."""
+    """The accuracy of predictions for layouts that the cluster profile was not fitted to."""
 
     step: Errors
     phases: Mapping[str, Errors]
     pairs: int
-    """The number of pairs of layouts whose times are more than `APART` apart."""
+    """The number of pairs of layouts whose measured times differ by more than `APART`."""
     in_order: int
     """The number of these pairs that were predicted in the measured order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneResult(TurnsResult):
-    """Layouts of one run that took turns."""
+    """The result of a tuning: layouts of one run that were measured in turns."""
 
     gpus: int
     fitted_on: str
-    """The axes whose steps the profile was fitted to; empty where it was not."""
+    """The layouts whose steps the profile was fitted to; empty where it was not fitted."""
     steps: int
-    """Measured in each turn, after `warm_up_steps`."""
+    """The number of measured steps of each turn, without the warm-up."""
     warm_up_steps: int
     legal: int
-    """The number of layouts that are possible and fit."""
+    """The number of layouts that are possible and fit into memory."""
     everything: bool
-    """All of them were measured."""
+    """True where all possible layouts were to be measured."""
     chosen: str
-    """The layout that a run gets without tuning: the fastest by the simulator."""
+    """The layout that a run gets without tuning, which the simulator predicts to be the fastest."""
     layouts: Mapping[str, LayoutBench]
-    """The layouts by `layout_name`, the fastest by prediction first; at least one."""
+    """The measured layouts by `layout_name`, in the order of predicted time; at least one."""
     failed: Mapping[str, str]
-    """The reason why a turn of a layout ended early, by its name; it is not among `layouts`."""
+    """The reason of the failure, by name, for each layout that failed. Failed layouts are not in `layouts`."""
 
     @cached_property
     def best(self) -> str:
-        """The fastest as measured."""
+        """The name of the layout with the shortest measured time per sequence."""
         return min(self.layouts, key=lambda name: self.layouts[name].per_sequence_s)
 
     def slower(self, name: str) -> float:
-        """Returns by how much a layout is slower than the fastest, as measured; 0.03 is three per cent."""
+        """Returns by what share a layout measured slower than the fastest; 0.03 is 3%."""
         return self.layouts[name].per_sequence_s / self.layouts[self.best].per_sequence_s - 1
 
     @property
     def certain(self) -> bool:
-        """True where the fastest is clearly apart from the simulator's choice, or is that choice."""
+        """True where the fastest layout is the simulator's choice, or their quartiles do not overlap."""
         if self.best == self.chosen or self.chosen not in self.layouts:
             return self.best == self.chosen
         best, chosen = (
@@ -178,18 +177,18 @@ class TuneResult(TurnsResult):
 
     @cached_property
     def accuracy(self) -> Accuracy | None:
-        """None where all layouts were fitted on."""
-        unseen = [one for one in self.layouts.values() if not one.fitted]
+        """The accuracy on layouts that the profile was not fitted to; None without any."""
+        unseen = [layout for layout in self.layouts.values() if not layout.fitted]
         if not unseen:
             return None
         phases = {phase: list(_phase_errors(unseen, phase)) for phase in IN_STEP}
         orders = [
             (slower.predicted_per_sequence_s > faster.predicted_per_sequence_s)
-            for faster, slower in (sorted(two, key=_per_sequence_s) for two in itertools.combinations(unseen, 2))
+            for faster, slower in (sorted(pair, key=_per_sequence_s) for pair in itertools.combinations(unseen, 2))
             if slower.per_sequence_s / faster.per_sequence_s - 1 > APART
         ]
         return Accuracy(
-            step=Errors.of([(one, one.error, 1.0) for one in unseen]),
+            step=Errors.of([(layout, layout.error, 1.0) for layout in unseen]),
             phases={phase: Errors.of(errors) for phase, errors in phases.items() if errors},
             pairs=len(orders),
             in_order=sum(orders),
@@ -197,10 +196,10 @@ class TuneResult(TurnsResult):
 
 
 def content_of(result: TuneResult, recipe: str | None) -> dict[str, object]:
-    """Returns what `--json` prints and tune.json holds: the figures, and under `result` all they come from.
+    """Returns the content of `--json` and of tune.json; `result` holds the data that all figures come from.
 
     Args:
-        recipe: the file that was written.
+        recipe: the file of the tuned recipe; None where none was written.
     """
     return {
         "version": result.VERSION,
@@ -215,18 +214,18 @@ def content_of(result: TuneResult, recipe: str | None) -> dict[str, object]:
         "notes": list(result.notes),
         "layouts": {
             name: {
-                "layout": asdict(one.layout),
-                "measured_s": one.median_s,
-                "predicted_s": one.predicted.iteration_s,
-                "error": one.error,
+                "layout": asdict(bench.layout),
+                "measured_s": bench.median_s,
+                "predicted_s": bench.predicted.iteration_s,
+                "error": bench.error,
                 "slower": result.slower(name),
-                "fitted": one.fitted,
+                "fitted": bench.fitted,
                 "phases": {
-                    phase: {"measured_s": seconds, "predicted_s": one.predicted.phases.get(phase, 0.0)}
-                    for phase, seconds in one.phases.items()
+                    phase: {"measured_s": seconds, "predicted_s": bench.predicted.phases.get(phase, 0.0)}
+                    for phase, seconds in bench.phases.items()
                 },
             }
-            for name, one in result.layouts.items()
+            for name, bench in result.layouts.items()
         },
         "accuracy": None if result.accuracy is None else asdict(result.accuracy),
         "result": asdict(result),
@@ -234,38 +233,39 @@ def content_of(result: TuneResult, recipe: str | None) -> dict[str, object]:
 
 
 def _phase_errors(layouts: Sequence[LayoutBench], phase: str) -> Iterator[tuple[LayoutBench, float, float]]:
-    for one in layouts:
-        error = one.phase_error(phase)
+    """Yields (layout, error, share of the step) for each layout in which the phase is long enough."""
+    for layout in layouts:
+        error = layout.phase_error(phase)
         if error is not None:
-            yield one, error, one.phases[phase] / one.median_s
+            yield layout, error, layout.phases[phase] / layout.median_s
 
 
-def _per_sequence_s(one: LayoutBench) -> float:
-    return one.per_sequence_s
+def _per_sequence_s(layout: LayoutBench) -> float:
+    return layout.per_sequence_s
 
 
 ROOT = "tune"
-"""The folder for the directories of tunings, unless run.root names another."""
+"""The default folder for tune directories; `run.root` overrides it."""
 WARM_UP_STEPS = 2
-"""First steps of a process, which make buffers and optimizer state,
-and gather nothing under their forward."""
+"""The steps at the start of a process that are not measured: they allocate buffers and optimizer state, and have no
+parameter gathering to overlap with their forward pass."""
 SETTLING_STEPS = 4
-"""And as many more at most while Muon's Gram form is not trusted yet: momentum of few gradients has hardly
-any small singular values. Of qwen3-mini with a batch of two sequences 36 of 84 updates took twice as long in
-the first three steps, ten in the fourth."""
+"""The most further warm-up steps that run while updates in Muon's Gram form are still redone in standard form. The
+momentum of few gradients is close to low rank, which makes the Gram form unreliable: with qwen3-mini and a batch of two
+sequences, 36 of 84 updates took twice as long in the first three steps, and ten in the fourth."""
 _START_S = {"cpu": 4.0, "cuda": 40.0}
-"""About what a turn takes before its first step."""
+"""The approximate seconds from the start of a turn to its first step, by device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Layouts that are ready to take turns: nothing has been written or started."""
+    """A tuning that is ready to run; nothing has been written or started yet."""
 
     overrides: tuple[str, ...]
     config: RunConfig
-    """The composed configuration: settings that a layout fills in are null where the recipe leaves them open."""
+    """The composed configuration; layout settings that the user left open are still null."""
     entrants: dict[str, Entrant]
-    """The entrants by name, the fastest by prediction first."""
+    """The layouts to measure, by name, in the order of predicted time."""
     chosen: str
     legal: int
     everything: bool
@@ -276,10 +276,10 @@ class Tuning:
 
     @property
     def seconds(self) -> float:
-        """About how long it will take."""
+        """An estimate of the tuning's duration."""
         start_s = _START_S[self.config.cluster.device]
         steps = WARM_UP_STEPS + self.steps
-        return self.rounds * sum(start_s + steps * one.predicted.iteration_s for one in self.entrants.values())
+        return self.rounds * sum(start_s + steps * layout.predicted.iteration_s for layout in self.entrants.values())
 
 
 def prepare(
@@ -290,17 +290,18 @@ def prepare(
     steps: int,
     recipes_dirs: Sequence[Path] = (),
 ) -> Tuning:
-    """Choose the layouts and check everything that can be known before anything is written.
+    """Chooses the layouts and checks everything that can be checked before anything is written.
 
     Args:
-        count: the number of layouts, the fastest by the simulator; None for every layout that is possible and
-            fits.
-        rounds, steps: turns of each layout, and measured steps of a turn.
+        count: the number of layouts with the shortest predicted times to measure, to which the layout of an untuned
+            run is added; None for every layout that is possible and fits.
+        rounds: the number of turns of each layout.
+        steps: the number of measured steps of a turn.
 
     Raises:
-        ConfigError: settings, options or data are wrong; every problem at once.
-        DoesNotFit: no layout fits.
-        EnvironmentProblem: this machine lacks something.
+        ConfigError: settings, options or data are wrong; with all problems at once.
+        DoesNotFit: no layout fits into memory.
+        EnvironmentProblem: this machine lacks something that the run needs.
     """
     lengths = {"--candidates": count, "--rounds": rounds, "--steps": steps}
     wrong = [
@@ -318,12 +319,12 @@ def prepare(
     fitting = [candidate.layout for candidate in candidates(config) if candidate.fits]
     chosen = fitting
     if count is not None:
-        # On the cores there are, which a run's own choice does not depend on.
+        # `canzona train` ignores this machine's number of cores when it chooses a layout; a prediction does not.
         chosen = [tried.layout for tried in search(with_cores(config), count).best]
         chosen += [layout_of_run] if layout_of_run not in chosen else []
     short = replace(
         config,
-        # The rates of the recipe's own first steps, however short a turn is.
+        # Learning rates are those of the first steps of the recipe's full schedule, however short a turn is.
         schedule=config.schedule.complete(config.train.steps),
         train=replace(config.train, steps=WARM_UP_STEPS + SETTLING_STEPS + steps, eval_interval=0),
     )
@@ -335,11 +336,11 @@ def prepare(
             notes.append(f"without {layout_name(layout)}: {error.problems[0].reason}")
     preflight.check_machine(resolved, layout_of_run)
     check_free(config)
-    entrants.sort(key=lambda one: one.predicted.iteration_s / one.layout.global_batch_size)
+    entrants.sort(key=lambda entry: entry.predicted.iteration_s / entry.layout.global_batch_size)
     return Tuning(
         overrides=tuple(overrides),
         config=config,
-        entrants={one.name: one for one in entrants},
+        entrants={entry.name: entry for entry in entrants},
         chosen=layout_name(layout_of_run),
         legal=len(fitting),
         everything=count is None,
@@ -351,11 +352,11 @@ def prepare(
 
 
 def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
-    """Give every layout its turns; returns the result and the directory with all raw numbers.
+    """Measures every layout; returns the result and the directory with all raw numbers.
 
     Raises:
-        KeyboardInterrupt: somebody stopped it.
-        CanzonaError: files cannot be written, or no layout could be measured.
+        KeyboardInterrupt: the user stopped the tuning.
+        CanzonaError: files cannot be written, or every layout failed.
     """
     config, entrants = tuning.config, tuning.entrants
     machine = machine_now(config)
@@ -372,27 +373,27 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
     )
     say(
         f"{config.name}: {len(entrants)} of {plural(tuning.legal, 'layout')} on {plural(config.gpus, 'rank')}, "
-        f"{plural(tuning.rounds, 'round')} of {plural(tuning.steps, 'step')} after {WARM_UP_STEPS} to warm up; about "
-        f"{duration(tuning.seconds)} if the predictions hold; {files.root}"
+        f"{plural(tuning.rounds, 'round')} of {plural(tuning.steps, 'step')} after {WARM_UP_STEPS} warm-up steps; "
+        f"predicted to take about {duration(tuning.seconds)}; writes to {files.root}"
     )
     left = sit(first, files.sitting(0), turns, corpus, name="layouts", say=say)
     fitted_on = str(config.cluster.measured_on.get("fitted_on", ""))
     reasons = {name: BenchFiles.failure(left, name) for name in entrants}
     failed = {name: clean(path.read_text(encoding="utf-8")) for name, path in reasons.items() if path.exists()}
     if len(failed) == len(entrants):
-        log = f"what the ranks wrote: {left.root}"
+        log = f"see the ranks' logs in {left.root}"
         raise WorkerCrashed(*(Problem(key=name, reason=reason, fix=log) for name, reason in failed.items()))
     layouts = {
         name: LayoutBench(
-            layout=one.layout,
+            layout=entry.layout,
             measured=tuple(
                 last_steps(read_samples(BenchFiles.turn(left, number, name))[name], tuning.steps)
                 for number in range(tuning.rounds)
             ),
-            predicted=one.predicted,
-            fitted=layout_code(one.layout) in fitted_on.split(", "),
+            predicted=entry.predicted,
+            fitted=layout_code(entry.layout) in fitted_on.split(", "),
         )
-        for name, one in entrants.items()
+        for name, entry in entrants.items()
         if name not in failed
     }
     result = TuneResult(
@@ -414,28 +415,28 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
 
 
 def _unsettled(layouts: Mapping[str, LayoutBench], turns: Turns) -> Iterator[str]:
-    """A note on layouts whose updates were replaced for as long as their first steps were looked at."""
+    """Yields a note that names the layouts whose updates were still redone after all warm-up steps."""
     most = turns.steps_per_turn + turns.settling
-    named = [name for name, one in layouts.items() if any(len(turn.losses) == most for turn in one.measured)]
+    named = [name for name, layout in layouts.items() if any(len(turn.losses) == most for turn in layout.measured)]
     if named:
         steps = turns.warm_up_steps + turns.settling - 1
         yield (
-            f"for {steps} steps or more some updates were replaced (Muon's Gram form by its standard form), which "
-            f"takes longer than a plan says: {', '.join(named)}"
+            f"some of Muon's Gram-form updates were redone in standard form for {steps} steps or more, so the measured "
+            f"times are longer than planned: {', '.join(named)}"
         )
 
 
 def tuned_recipe(config: RunConfig, result: TuneResult, *, name: str) -> str:
-    """A recipe of the run in its fastest layout.
+    """Returns the text of a recipe for the run with its fastest measured layout.
 
     Args:
-        config: as composed.
-        name: the recipe's name.
+        config: the composed configuration, before a layout was filled in.
+        name: the name of the recipe.
     """
     best = result.layouts[result.best]
     pinned = fill(config, best.layout)
-    # Only what makes the layout: the rest is still chosen when a run starts.
+    # Pin only the layout: schedule, cluster and run settings are still resolved when the run starts.
     recipe = replace(pinned, name=name, schedule=config.schedule, cluster=config.cluster, run=config.run)
     others = plural(len(result.layouts) - 1, "other layout")
-    measured_s = f"{best.median_s:.4g} s a step, median of {plural(result.rounds, 'round')} in turns with {others}"
+    measured_s = f"{best.median_s:.4g} s per step, median of {plural(result.rounds, 'round')}, compared with {others}"
     return recipe_text(recipe, origin=config.name, notes=(f"Its layout was measured by `canzona tune`: {measured_s}.",))

@@ -1,8 +1,9 @@
 """The lineup of a bench: which strategies run, and which of them share a process group. No torch.
 
-All have the same layout, batch and schedule; each has a resolved configuration and, where it executes one, a
-plan. Strategies take turns in one process group, a sitting. As many share one as fit into memory together;
-where that takes several sittings, the reference takes part in each.
+All strategies have the same layout, batch and schedule. Each has a resolved configuration; canzona, paper and asc
+also have a plan. A measurement group (`Sitting`) has as many strategies as fit into memory together, which take turns
+in one process group. If several measurement groups are needed, the reference strategy runs in each of them, except in
+that of a strategy that does not fit together with the reference.
 """
 
 from collections.abc import Sequence
@@ -28,25 +29,26 @@ from canzona_cli.run.words import plural
 from canzona_cli.simulate.predict import predict
 
 PLANNED_STATE = ("weights", "gradients", "padding", "masters", "matrix_state", "adamw_state")
-"""Parts of a plan's memory that stay from step to step."""
+"""The parts of a plan's memory that stay allocated between steps."""
 SHARE = 0.9
-"""The share of the machine's free memory that CPU ranks may take."""
+"""The share of the machine's free memory that all CPU ranks together may use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entrant:
-    """A strategy, or for `canzona tune` a layout, that is ready to take turns."""
+    """A strategy (for `canzona tune`: a layout) that is ready to run."""
 
     name: str
     config: RunConfig
-    """Resolved."""
+    """The resolved configuration."""
     layout: Layout
     plan: Plan | None
-    """The plan that canzona, paper and asc execute."""
+    """The plan that canzona, paper and asc execute; None for other strategies."""
     state_bytes: int
-    """Bytes that the fullest rank keeps from step to step: every model of a sitting takes this much."""
+    """Bytes that stay allocated between steps, on the rank that uses the most. In a measurement group, all strategies'
+    states are in memory at the same time."""
     transient_bytes: int
-    """Bytes that a step needs on top: only one strategy of a sitting steps at a time."""
+    """Bytes that are allocated only during a step. In a measurement group, only one strategy at a time runs a step."""
 
     @property
     def strategy(self) -> AnyStrategy:
@@ -54,19 +56,19 @@ class Entrant:
 
     @property
     def tensor_bytes(self) -> int | None:
-        """The plan's figure for `Measured.tensor_bytes`; None where there is no plan."""
+        """The planned value of `Measured.tensor_bytes`; None without a plan."""
         return None if self.plan is None else self.state_bytes
 
     @property
     def arithmetic(self) -> str:
-        """Equal for strategies that give the same matrices the same updates."""
+        """A key that is equal for strategies that make the same updates of the same matrices."""
         if self.strategy == "adamw":
             return "adamw"
         return "+".join(f"{rows}x{cols}" for rows, cols in matrix_shapes(self.config))
 
     @cached_property
     def predicted(self) -> Predicted:
-        """The simulator's prediction on this machine."""
+        """The simulator's prediction; CPU ranks share this machine's cores unless the profile says how many."""
         prediction = predict(self.config, self.layout, self.plan)
         return Predicted(
             iteration_s=prediction.iteration_s,
@@ -80,11 +82,11 @@ class Entrant:
 
 @dataclass(frozen=True, kw_only=True)
 class LineUp:
-    """All strategies of a bench; the first is the reference."""
+    """The strategies of a bench, the reference first."""
 
     strategies: tuple[Entrant, ...]
     arithmetic: str
-    """The compared forms of the update, as in `BenchResult.arithmetic`."""
+    """A sentence about the forms of the update that are compared; see `BenchResult.arithmetic`."""
     notes: tuple[str, ...]
 
     @property
@@ -102,19 +104,20 @@ class Sitting:
 
     strategies: tuple[Entrant, ...]
     alone: bool = False
-    """Its only strategy does not fit into memory together with the reference."""
+    """True where the only strategy does not fit into memory together with the reference."""
 
 
 def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, steps: int) -> LineUp:
-    """Resolve one configuration per strategy.
+    """Resolves a configuration for each strategy and makes the plans.
 
     Args:
-        strategies: those that the user named, each of which must be possible; None for all that are possible.
-        steps: the number of training steps each strategy will do.
+        strategies: the strategies that the user named, all of which must be possible; None for every possible
+            strategy.
+        steps: the number of training steps of each strategy.
 
     Raises:
-        ConfigError: the run, or a strategy the user named, is impossible; every problem at once.
-        DoesNotFit: the reference, or a strategy the user named, does not fit into memory.
+        ConfigError: the run, or a strategy that the user named, is impossible; with all problems at once.
+        DoesNotFit: the reference, or a strategy that the user named, does not fit into memory.
     """
     base = composed.config
     if execution_of(base) is Execution.ADAMW:
@@ -125,10 +128,10 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
     names = _possible(base, strategies, notes)
     if "engine.splitting" not in composed.explicit and "engine" not in composed.explicit:
         base = _split_alike(base, names, notes)
-    base, arithmetic = _form_alike(base, names, chosen="optimizer.form" in composed.explicit)
+    base, arithmetic = _with_common_form(base, names, form_set="optimizer.form" in composed.explicit)
     base = replace(
         base,
-        # The rates of the recipe's own first steps, however short the bench is.
+        # Learning rates are those of the first steps of the recipe's full schedule, however short the bench is.
         schedule=base.schedule.complete(base.train.steps),
         train=replace(base.train, steps=steps, eval_interval=0),
     )
@@ -136,8 +139,8 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
     if not {"train", "train.global_batch_size", "train.batch_tokens"} & composed.explicit:
         first, layout = resolve(_small_batch(base, composed.explicit, first, layout))
         notes.append(
-            f"{plural(layout.global_batch_size, 'sequence')} a step, to keep steps short: the optimizer takes a larger "
-            "share of a step than in training; set train.global_batch_size to change this"
+            f"{plural(layout.global_batch_size, 'sequence')} per step, to keep steps short: the optimizer takes a "
+            "larger share of the step than in training; to change this, set train.global_batch_size"
         )
     prepared: list[Entrant] = []
     for name in names:
@@ -151,11 +154,13 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
 
 
 def into_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting, ...]:
-    """Put each strategy into the first sitting that has room for it;
-    the first sitting begins with the reference.
+    """Puts each strategy into the first measurement group that has enough memory left for it.
+
+    The reference is the first strategy of every measurement group. A strategy that does not fit together with the
+    reference has its own measurement group without the reference.
 
     Args:
-        available_bytes: free memory of the machine that CPU ranks share; None where ranks have their own.
+        available_bytes: the machine's free memory, which CPU ranks share; None for GPU ranks.
     """
     reference, *others = line_up.strategies
     ranks = line_up.layout.world_size
@@ -164,7 +169,7 @@ def into_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting
         needed = sum(member.state_bytes for member in members) + max(member.transient_bytes for member in members)
         if needed > capacity(reference.config):
             return False
-        # A CPU rank has Python, torch and megatron-core in memory before its first tensor.
+        # The reserved memory of a CPU rank holds Python, torch and megatron-core.
         each = needed + int(reference.config.cluster.reserved_gib * GIB)
         return available_bytes is None or ranks * each <= SHARE * available_bytes
 
@@ -183,12 +188,16 @@ def into_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting
 
 
 def available_bytes(cluster: ClusterConfig) -> int | None:
-    """Free memory of this machine, where ranks share it."""
+    """Returns this machine's free memory for CPU ranks, which share it; None for GPU ranks."""
     return int(psutil.virtual_memory().available) if cluster.device == "cpu" else None
 
 
 def _possible(config: RunConfig, strategies: Sequence[AnyStrategy] | None, notes: list[str]) -> list[AnyStrategy]:
-    """The strategies to run, in the order of `STRATEGIES`."""
+    """Returns the strategies that can run, in the order of `STRATEGIES`; adds a note for each that cannot.
+
+    Raises:
+        ConfigError: a strategy that the user named cannot run.
+    """
     names = [name for name in STRATEGIES if strategies is None or name in strategies]
     possible: list[AnyStrategy] = []
     problems: list[Problem] = []
@@ -205,43 +214,55 @@ def _possible(config: RunConfig, strategies: Sequence[AnyStrategy] | None, notes
 
 
 def _of_option(problem: Problem, strategy: AnyStrategy) -> Problem:
-    """A problem that comes from a strategy the user named, worded for that option."""
+    """Rewords a problem of a strategy that the user named, so that the fix is about `--strategies`."""
     if problem.key == "engine.strategy":
         return Problem(key="--strategies", value=strategy, reason=problem.reason, fix=f"leave {strategy} out")
     return replace(problem, fix=f"leave {strategy} out of --strategies; or {problem.fix}")
 
 
 def _split_alike(config: RunConfig, names: Sequence[AnyStrategy], notes: list[str]) -> RunConfig:
-    """Split q, k and v but nothing else if one of the strategies splits no further:
-    it would update other matrices."""
+    """Sets engine.splitting=qkv if the strategies would otherwise split weights differently.
+
+    layerwise and sc split only q, k and v. Other strategies may split further, and would then update different
+    matrices.
+    """
     shapes = {matrix_shapes(with_strategy(config, name)) for name in names if name != "adamw"}
     if len(shapes) < 2:
         return config
     limited = [name for name in names if name in ("layerwise", "sc")]
     verb = "splits" if len(limited) == 1 else "split"
-    notes.append(f"engine.splitting=qkv for all: {' and '.join(limited)} {verb} no further")
+    notes.append(f"engine.splitting=qkv for all strategies: {' and '.join(limited)} {verb} only q, k and v")
     return replace(config, engine=replace(config.engine, splitting="qkv"))
 
 
-def _form_alike(config: RunConfig, names: Sequence[AnyStrategy], *, chosen: bool) -> tuple[RunConfig, str]:
-    """The standard form for all if Megatron's own Muon is among them, unless the user chose another; and what
-    to say of it (`BenchResult.arithmetic`)."""
+def _with_common_form(config: RunConfig, names: Sequence[AnyStrategy], *, form_set: bool) -> tuple[RunConfig, str]:
+    """Sets the standard form for all strategies if a strategy of Megatron's takes part, which has no other form.
+
+    Args:
+        form_set: True where the user set `optimizer.form`, which is then left as it is.
+
+    Returns:
+        The configuration and the sentence for `BenchResult.arithmetic`, which is empty where all forms agree anyway.
+    """
     optimizer = config.optimizer
-    theirs = [name for name in names if name != "adamw" and not execution_of(with_strategy(config, name)).ours]
-    if not isinstance(optimizer, MomentumConfig) or optimizer.form == "standard" or not theirs:
+    megatron = [name for name in names if name != "adamw" and not execution_of(with_strategy(config, name)).ours]
+    if not isinstance(optimizer, MomentumConfig) or optimizer.form == "standard" or not megatron:
         return config, ""
-    whose = f"Megatron's own ({' and '.join(theirs)})"
-    if chosen:
-        return config, f"optimizer.form={optimizer.form} in canzona's own strategies, standard in {whose}"
+    listed = " and ".join(megatron)
+    if form_set:
+        return config, f"optimizer.form={optimizer.form} in canzona's strategies, standard in Megatron's ({listed})"
     remark = (
-        f"the standard form in all strategies, for {whose} have no other; optimizer.form=auto compares canzona's own"
+        f"the standard form in all strategies, because Megatron's ({listed}) have no other form; "
+        "optimizer.form=auto lets canzona's strategies use theirs"
     )
     return replace(config, optimizer=replace(optimizer, form="standard")), remark
 
 
 def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, layout: Layout) -> RunConfig:
-    """One micro-batch on every data-parallel rank, or as many as there are pipeline stages; on CPU ranks a
-    micro-batch is one sequence unless the user set another size. The mesh stays as it was chosen."""
+    """Gives every data-parallel rank one micro-batch per pipeline stage, to keep steps short.
+
+    On CPU ranks a micro-batch is one sequence unless the user set its size. The mesh does not change.
+    """
     train = base.train
     micro = 1 if base.cluster.device == "cpu" else layout.micro_batch_size
     if "train.micro_batch_size" in explicit and train.micro_batch_size is not None:
@@ -252,10 +273,10 @@ def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, la
 
 
 def entrant(config: RunConfig, layout: Layout, name: str) -> Entrant:
-    """Prepares a resolved run to take turns, with its plan where it executes one.
+    """Makes the plan of a resolved run, if the strategy executes one, and estimates its memory.
 
     Raises:
-        DoesNotFit: it needs more memory than the profile has.
+        DoesNotFit: the run needs more memory than the profile has.
     """
     obtained = obtain_plan(config, layout)
     if obtained is None:
@@ -272,8 +293,8 @@ def entrant(config: RunConfig, layout: Layout, name: str) -> Entrant:
 
 def _too_large(config: RunConfig, name: str, memory: MemoryEstimate) -> Problem:
     reason = (
-        f"needs {memory.total / GIB:.2f} GiB on {memory.worst_rank} of this layout, and {config.cluster.name} has "
-        f"{memory.capacity / GIB:.2f} GiB to use"
+        f"needs {memory.total / GIB:.2f} GiB on {memory.worst_rank} of this layout, but {config.cluster.name} has "
+        f"only {memory.capacity / GIB:.2f} GiB to use"
     )
     fix = f"leave {name} out, or use more GPUs or tensor-parallel ranks"
     return Problem(key="--strategies", value=name, reason=reason, fix=fix)

@@ -1,4 +1,4 @@
-"""The options of `canzona bench`, apart from the run itself, checked; and the values of a sweep. No torch."""
+"""Checks the options of `canzona bench` and chooses the values of a sweep. No torch."""
 
 import math
 import os
@@ -23,7 +23,7 @@ AFFECTED: Mapping[SweepKind, tuple[AnyStrategy, ...]] = {
     "alpha": ("canzona", "paper"),
     "c_max": ("canzona", "paper"),
 }
-"""The strategies that have the swept setting, where not all do."""
+"""The strategies that the swept setting affects; a sweep that is missing here affects all of them."""
 _KEYS: Mapping[SweepKind, str] = {
     "alpha": "engine.alpha",
     "c_max": "engine.c_max_mib",
@@ -37,7 +37,7 @@ CLASHES = (
     Clash(
         option="--values",
         without="--sweep",
-        reason="are values for --sweep, and there is no --sweep",
+        reason="needs --sweep",
         fix="add --sweep gpus, optimizer, alpha or c_max",
     ),
     Clash(
@@ -49,30 +49,30 @@ CLASHES = (
     Clash(
         option="--sweep",
         beside="--simulate of gpus",
-        reason="has no effect with --simulate, which takes --gpus",
+        reason="has no effect with --simulate, which has --gpus instead",
         fix=f"use --gpus {SIMULATED_GPUS}",
     ),
     Clash(
         option="--html",
         beside="--simulate --sweep",
-        reason="does not draw a simulated sweep",
-        fix="leave out --html, or --sweep",
+        reason="cannot draw a simulated sweep",
+        fix="remove --html or --sweep",
     ),
     Clash(
         option="--strategies",
         beside="--simulate",
-        reason="has no effect: a simulation always has all strategies",
-        fix="leave it out",
+        reason="has no effect with --simulate, which always simulates all strategies",
+        fix="remove --strategies",
     ),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Strategies, length and outputs of a bench; `problems` lists the mistakes among them."""
+    """The checked options of a bench: strategies, length, outputs, sweep; and the problems with them."""
 
     strategies: tuple[AnyStrategy, ...] | None
-    """None: every strategy that the run can have."""
+    """The strategies that the user named; None for every possible strategy."""
     rounds: int
     steps_per_turn: int
     out: Path | None
@@ -80,7 +80,7 @@ class Options:
     sweep: SweepKind | None
     values: tuple[str, ...]
     gpus: tuple[int, ...]
-    """Numbers of GPUs to simulate; empty where a bench is run."""
+    """The numbers of GPUs to simulate; empty without --simulate."""
     problems: tuple[Problem, ...]
 
 
@@ -96,12 +96,13 @@ def read_options(
     simulate: bool = False,
     gpus: str | None = None,
 ) -> Options:
-    """Check the options by themselves; their problems are kept and raised later,
-    together with those of the run.
+    """Checks the options. Problems are returned in `Options.problems`, so that they can be raised together with the
+    problems of the run.
 
     Args:
-        strategies, values: as typed; a word may hold several, separated by commas.
-        gpus: numbers and ranges; None means `SIMULATED_GPUS` where a simulation is asked for.
+        strategies: the typed words, each of which may hold several strategies, separated by commas.
+        values: the typed words, likewise.
+        gpus: numbers and ranges; None means `SIMULATED_GPUS` with --simulate.
     """
     names = _words(strategies)
     typed = {
@@ -122,7 +123,7 @@ def read_options(
             counts = parse_gpus(gpus)
     return Options(
         strategies=tuple(name for name in STRATEGIES if name in names) or None,
-        # The mistakes are reported anyway; valid numbers let the rest of the run be checked.
+        # Wrong numbers are already in `problems`; valid ones here let the rest of the run be checked.
         rounds=max(1, rounds),
         steps_per_turn=max(2, steps_per_turn),
         out=out,
@@ -160,7 +161,7 @@ def _lengths(rounds: int, steps_per_turn: int) -> Iterator[Problem]:
 
 
 def page_problems(html: Path | None) -> Iterator[Problem]:
-    """Yields what is wrong with the place of a page, before anything long is done."""
+    """Yields a problem if the page cannot be written to the path of --html."""
     if html is not None and html.suffix.lower() != ".html":
         yield Problem(key="--html", value=html, reason="must end in .html", fix=f"use --html {html.stem}.html")
     elif html is not None and (reason := _not_writable(html)):
@@ -173,7 +174,7 @@ def _out_problems(out: Path | None) -> Iterator[Problem]:
 
 
 def _not_writable(path: Path) -> str:
-    """Returns why no file can be written there, known before the bench runs; empty when it can."""
+    """Returns the reason why no file can be written to a path; empty if one can."""
     existing = existing_folder(path.absolute())
     if path.is_dir():
         return "is a directory"
@@ -183,17 +184,17 @@ def _not_writable(path: Path) -> str:
 
 
 def without_swept(overrides: Sequence[str], kind: SweepKind) -> list[str]:
-    """Returns the overrides that do not set the swept setting."""
+    """Returns the overrides without those that set the swept setting."""
     return [word for word in overrides if key_of(word) != _KEYS[kind]]
 
 
 def with_value(overrides: Sequence[str], kind: SweepKind, value: str) -> list[str]:
-    """Returns the overrides of the run that takes this value."""
+    """Returns the overrides with the swept setting at this value."""
     return [*without_swept(overrides, kind), f"{_KEYS[kind]}={'null' if value == _AUTO else value}"]
 
 
 def default_values(kind: SweepKind, config: RunConfig) -> tuple[str, ...]:
-    """Chooses the values to sweep where the user names none; of C_max last the one that the planner finds."""
+    """Returns the values to sweep if the user names none; for C_max the last is `auto`, the planner's choice."""
     if kind == "alpha":
         return ("0", "0.25", "0.5", "0.75", "1")
     if kind == "optimizer":
@@ -205,7 +206,7 @@ def default_values(kind: SweepKind, config: RunConfig) -> tuple[str, ...]:
 
 
 def capacities_mib(config: RunConfig) -> tuple[float, ...]:
-    """Returns C_max from groups of one largest matrix to groups of eight."""
+    """Returns C_max in MiB for micro-groups of 1, 2, 4 and 8 matrices of the largest size."""
     largest = max(math.prod(shape) for shape in matrix_shapes(config)) * max(exchange_bytes(config))
     return tuple(times * largest / _MIB for times in (1, 2, 4, 8))
 
@@ -213,11 +214,10 @@ def capacities_mib(config: RunConfig) -> tuple[float, ...]:
 def simulate_sweep(
     overrides: Sequence[str], options: Options, kind: SweepKind, recipes_dirs: Sequence[Path] = ()
 ) -> dict[str, Simulation]:
-    """Simulates the same runs once for each swept value; results by value.
+    """Simulates all sizes and numbers of GPUs for each swept value; returns the simulations by value.
 
     Raises:
-        ConfigError: the options exclude each other, or runs are impossible; with the problems of all values
-        at once.
+        ConfigError: the options exclude each other, or a run is impossible; with the problems of all values at once.
     """
     refuse(options.problems)
     values = options.values

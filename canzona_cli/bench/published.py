@@ -1,6 +1,6 @@
-"""Step times that others have measured and published, and what the simulator says of the same layouts.
+"""Step times that others measured and published, and the simulator's predictions for the same layouts.
 
-The rows are in `published.yaml` beside this file. `make published` prints them with their predictions.
+The published times are in `published.yaml` in this folder. `make published` prints them with the predictions.
 """
 
 import math
@@ -24,7 +24,7 @@ ROWS = Path(__file__).with_name("published.yaml")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A published model, in the words of `recipes/model`."""
+    """The shape of a published model; the fields are settings of `recipes/model`."""
 
     num_layers: int
     hidden_size: int
@@ -39,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One layout of one model, measured on several numbers of GPUs."""
+    """The published step times of a model in one layout, on one or more numbers of GPUs."""
 
     name: str
     model: str
@@ -50,41 +50,43 @@ class Series:
     micro_batch_size: int
     seq_length: int
     batch_per_gpu: float | None = None
-    """Sequences of a step over GPUs; null where `global_batch_size` is given."""
+    """The sequences per step and GPU; null where `global_batch_size` is set."""
     global_batch_size: int | None = None
     precision: Literal["bf16", "fp8"]
     cluster: dict[str, bool | float] = field(default_factory=dict)
-    """Settings of the cluster profile that the run's own description asks for."""
+    """The cluster settings that differ from the profile according to the published description of the run."""
     profile: str = "h100-80g"
     recompute: Literal["none", "selective", "full"] = "none"
     step_s: dict[int, float]
-    """Seconds of a step by number of GPUs."""
+    """The seconds of a step, by number of GPUs."""
     memory_bytes: dict[int, int] = field(default_factory=dict)
-    """Peak of what torch allocated on a GPU, by number of GPUs."""
+    """The peak memory that torch allocated on a GPU, by number of GPUs."""
     why_not_fitted: str | None = None
+    """The reason why the series is not used to fit the profile or to compute errors; null where it is used."""
     source: str
     date: object
-    """Year, month or day of publication."""
+    """The year, month or day of publication."""
 
     @property
     def predicted(self) -> bool:
-        """True where canzona trains in this precision."""
+        """True where canzona can train in this precision, so that a prediction is possible."""
         return self.precision == "bf16"
 
     @property
     def layout(self) -> str:
+        """The layout for tables: `TP 4 PP 4x5 CP 2 MBS 1`; axes of size 1 are left out."""
         stages = f"PP {self.pp}" + (f"x{self.vpp}" if self.vpp > 1 else "")
         sizes = (f"TP {self.tp}", stages, f"CP {self.cp}")
         return " ".join((*(size for size in sizes if not size.endswith(" 1")), f"MBS {self.micro_batch_size}"))
 
     def batch(self, gpus: int) -> int:
-        """Sequences of a step."""
+        """Returns the number of sequences in a step."""
         return self.global_batch_size or round((self.batch_per_gpu or 0.0) * gpus)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A published figure whose layout is unknown."""
+    """A published figure that cannot be predicted, because its layout is unknown."""
 
     name: str
     figure: str
@@ -93,7 +95,7 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """The whole file."""
+    """The content of a file of published step times."""
 
     models: dict[str, Shape]
     series: tuple[Series, ...]
@@ -102,7 +104,7 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measured step and its prediction."""
+    """A measured step time on a number of GPUs, and its prediction."""
 
     gpus: int
     measured_s: float
@@ -112,7 +114,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """The relative error of the predicted time; 0.1 means 10% too long."""
         return self.predicted_s / self.measured_s - 1
 
     @property
@@ -122,33 +124,33 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedSeries:
-    """A series beside its predictions."""
+    """A series and its predictions."""
 
     series: Series
     rows: tuple[Row, ...]
 
     @property
     def error(self) -> float:
-        """The mean over its numbers of GPUs."""
+        """The mean error over the numbers of GPUs."""
         return math.fsum(row.error for row in self.rows) / len(self.rows)
 
     @property
     def drift(self) -> tuple[float, float]:
-        """Returns how much longer a step takes on the most GPUs than on the fewest: measured, predicted."""
+        """The relative growth of the step time from the fewest to the most GPUs: (measured, predicted)."""
         first, last = self.rows[0], self.rows[-1]
         return last.measured_s / first.measured_s - 1, last.predicted_s / first.predicted_s - 1
 
 
 def load_published(path: Path = ROWS) -> Published:
-    """Reads a file of rows.
+    """Reads a file of published step times.
 
     Raises:
-        ConfigError: it cannot be read, or a row is incomplete.
+        ConfigError: the file cannot be read, a series is incomplete, or its model is not in the file.
     """
     try:
         published = parse(Published, parse_yaml(read_plain(path, most=LARGEST_YAML)))
     except (Unreadable, Damaged) as error:
-        raise ConfigError(Problem(key="published", value=str(path), reason=f"{error}", fix="mend the row")) from None
+        raise ConfigError(Problem(key="published", value=str(path), reason=f"{error}", fix="fix the file")) from None
     unknown = sorted({series.model for series in published.series} - published.models.keys())
     if unknown:
         raise ConfigError(
@@ -158,8 +160,8 @@ def load_published(path: Path = ROWS) -> Published:
 
 
 def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
-    """The run that a published step is predicted as: AdamW in its layout,
-    whether or not it fits by our estimate.
+    """Returns the run, with AdamW, that predicts a published step, and its layout, even if it does not fit by our
+    memory estimate.
 
     Raises:
         ConfigError: the layout is impossible.
@@ -190,7 +192,7 @@ def compare(published: Published, profile: Mapping[str, float] | None = None) ->
     """Predicts every series that canzona could run.
 
     Args:
-        profile: numbers to use instead of the cluster profile's own (`ClusterConfig`).
+        profile: values that replace fields of the cluster profile (`ClusterConfig`).
     """
     for series in published.series:
         if series.predicted:
@@ -199,29 +201,28 @@ def compare(published: Published, profile: Mapping[str, float] | None = None) ->
 
 
 def fitted(compared: Sequence[PredictedSeries]) -> list[PredictedSeries]:
-    """The series that the fit and its figures count."""
-    return [one for one in compared if one.series.why_not_fitted is None]
+    """Returns the series that are used to fit the profile and to compute errors."""
+    return [predicted for predicted in compared if predicted.series.why_not_fitted is None]
 
 
 def mean_absolute_error(compared: Sequence[PredictedSeries]) -> float:
-    """The mean absolute error by layout, as a share."""
-    return math.fsum(abs(one.error) for one in compared) / len(compared)
+    """Returns the mean of the absolute errors of all series; 0.1 is 10%."""
+    return math.fsum(abs(predicted.error) for predicted in compared) / len(compared)
 
 
 def orders(compared: Sequence[PredictedSeries]) -> Iterator[tuple[PredictedSeries, PredictedSeries, bool]]:
-    """Pairs of different layouts of one model, and whether the quicker one,
-    per sequence and GPU, is predicted so.
+    """Yields pairs of layouts of one model, and True if the prediction has their order by time per sequence right.
 
-    Only of one publication and only on numbers of GPUs that both were measured on.
+    A pair is yielded for each number of GPUs on which both layouts were measured with the same sequence length.
     """
     for a, b in combinations(compared, 2):
         alike = (a.series.model, a.series.seq_length) == (b.series.model, b.series.seq_length)
         if not alike or a.series.layout == b.series.layout:
             continue
-        there = {row.gpus: row for row in b.rows}
+        by_gpus = {row.gpus: row for row in b.rows}
         for row in a.rows:
-            if row.gpus in there:
-                other = there[row.gpus]
+            if row.gpus in by_gpus:
+                other = by_gpus[row.gpus]
                 batches = a.series.batch(row.gpus), b.series.batch(row.gpus)
                 measured = row.measured_s / batches[0] < other.measured_s / batches[1]
                 predicted = row.predicted_s / batches[0] < other.predicted_s / batches[1]
@@ -242,5 +243,5 @@ def _row(series: Series, shape: Shape, gpus: int, profile: Mapping[str, float]) 
 
 
 def _written(value: object) -> str:
-    """A value as an override has it."""
+    """Returns a value in the syntax of overrides."""
     return str(value).lower() if isinstance(value, bool) else str(value)

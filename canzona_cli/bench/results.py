@@ -1,15 +1,14 @@
-"""The result of `canzona bench`, measured and predicted,
-as values that reports lay out and `--json` writes. No torch.
+"""The result of `canzona bench`: measured and predicted values, for the reports and for `--json`. No torch.
 
 Times are seconds. A turn is a few consecutive training steps of one strategy; its first step is not counted.
-A round is one turn of every strategy of a sitting. A sitting is one process group in which strategies take
-turns on the same batches; where not all fit into memory together there are several, each with the reference
-strategy in it.
+A round is one turn of every strategy of a measurement group (called `sitting` in code and files), a process group in
+which strategies take turns on the same batches. If not all strategies fit into memory together, there are several
+measurement groups.
 
-Strategies that compute the same update must learn the same: a fast wrong answer is not a result. All start
-from the same weights and see the same batches, so the first losses, before any update, agree except for the
-order of sums in the forward pass. After that bf16 runs drift apart slowly: an update that is rounded
-differently changes a weight's last bit, and so the next loss a little.
+Strategies that compute the same update must have the same losses; otherwise their times are not compared. All
+strategies start from the same weights and see the same batches, so the losses of the first step, before any update,
+differ only by the order of sums in the forward pass. After that, bf16 runs drift apart slowly: an update that is
+rounded differently changes the last bit of a weight, and so the next loss slightly.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,68 +29,67 @@ Machine = Mapping[str, str | int | float]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One strategy in one sitting."""
+    """The measurements of one strategy in one measurement group."""
 
     iteration_s: tuple[float, ...]
-    """Seconds of a whole training step by round, on the slowest rank, mean over the turn's measured steps."""
+    """Seconds of a complete training step on the slowest rank, by round; the mean over the measured steps of a
+    turn."""
     optimizer_s: tuple[float, ...]
-    """Seconds by round, from reduced gradients to the next forward. Exchange, matrix update and AdamW's
-    update are those of the slowest rank; norm and clip, and the wait for gathered parameters, those of the
-    rank that reaches them last (the others wait for it there, which is not part of the optimizer step)."""
+    """Seconds from reduced gradients to the next forward pass, by round. Exchange, matrix updates and AdamW's update
+    are those of the slowest rank. Norm and clip, and the wait for gathered parameters, are those of the rank that
+    gets there last, because the other ranks' times include the wait for that rank."""
     processor_s: tuple[float, ...]
-    """Processor seconds by round, all ranks together, in one step;
-    with more ranks than cores it shows the work."""
+    """Processor seconds of one step by round, summed over ranks. With more ranks than cores, this shows the amount of
+    work better than wall time does."""
     phases: Mapping[str, OverRanks]
-    """The in-step phases and `_total`s, by the breakdown's names."""
+    """The phases of a step and their `_total`s, by the names of the breakdown."""
     load_balance: float
-    """Max over mean of the ranks' matrix updates; 1.0 where there are none."""
+    """The longest of the ranks' matrix updates over their mean; 1.0 without matrix updates."""
     losses: tuple[float, ...]
-    """The loss of each training step, warm-up included; every strategy saw the same batches."""
+    """The loss of each training step, including warm-up steps."""
     tensor_bytes: tuple[int, ...]
-    """Bytes of each rank's buffers, masters, optimizer state, messages and scratch; no activations."""
+    """Bytes of buffers, masters, optimizer state, messages and scratch memory, by rank; without activations."""
     update_s: tuple[float, ...] = ()
-    """Seconds of each rank's matrix updates in one step, mean over the measured steps;
-    empty if not recorded."""
+    """Seconds of matrix updates in one step by rank, mean over the measured steps; empty if not recorded."""
 
     @property
     def means(self) -> dict[str, float]:
-        """Seconds by phase, mean over ranks; phases that this strategy does not have are left out."""
+        """Seconds by phase, mean over ranks; without the phases that this strategy does not have."""
         return {name: over_ranks.mean_s for name, over_ranks in self.phases.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """The prediction of the same (`simulate.predict`)."""
+    """The simulator's prediction of the measured quantities (`simulate.predict`)."""
 
     iteration_s: float
     optimizer_s: float
     phases: Mapping[str, float]
-    """Mean over ranks."""
+    """Seconds by phase, mean over ranks."""
     load_balance: float
     tensor_bytes: int | None
-    """Predicted bytes of what `Measured.tensor_bytes` counts, on the fullest rank;
-    None where there is no plan."""
+    """The prediction of `Measured.tensor_bytes` on the rank that uses the most; None without a plan."""
     memory_bytes: int
-    """Predicted bytes of the fullest rank, activations included."""
+    """The memory of the rank that uses the most, including activations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyBench:
-    """One strategy, measured and predicted."""
+    """A strategy with its measurements and its prediction."""
 
     measured: Measured
     predicted: Predicted
     sitting: int
-    """The number of the sitting it was measured in, from 0."""
+    """The number of the measurement group in which the strategy was measured, from 0."""
     arithmetic: str = ""
-    """Strategies with equal values compute the same updates, so their losses must agree."""
+    """A key of the updates: strategies with the same key compute the same updates, so their losses must agree."""
     alone: bool = False
-    """It did not fit into memory together with the reference, so they did not take turns."""
+    """True where the strategy ran alone, because it did not fit into memory together with the reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnsResult:
-    """The facts that results of a bench and of a tuning have in common."""
+    """The fields that the results of a bench and of a tuning have in common."""
 
     VERSION: ClassVar[int] = 1
 
@@ -100,18 +98,19 @@ class TurnsResult:
     optimizer: str
     device: Device
     profile: str
-    """Name of the cluster profile the predictions rest on."""
+    """The name of the cluster profile that the predictions use."""
     calibrated: bool
     machine: Machine
-    """Processor, cores, torch, ranks, and the load average before the bench began."""
+    """The processor, cores, torch version, ranks, and the load average before the measurement started."""
     rounds: int
-    """Measured rounds."""
+    """The number of measured rounds."""
     notes: tuple[str, ...] = ()
-    """Choices made for the user: splitting, sittings, what was left out and why."""
+    """Remarks for the user: settings that were chosen automatically, strategies that were left out and why, a busy
+    machine."""
 
     @staticmethod
     def header(config: RunConfig, overrides: Sequence[str], machine: Machine) -> dict[str, Any]:
-        """Returns the facts that are known before anything is measured, by field."""
+        """Returns the values of the fields that are known before anything is measured."""
         return {
             "recipe": config.name,
             "overrides": tuple(overrides),
@@ -125,35 +124,35 @@ class TurnsResult:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult(TurnsResult):
-    """One recipe and layout, all strategies."""
+    """The result of a bench: all strategies of one recipe on one layout."""
 
     layout: Layout
     steps_per_turn: int
     warm_up_rounds: int
     reference: AnyStrategy
-    """The others are compared with it: canzona where it ran, otherwise the first strategy."""
+    """The strategy with which the others are compared: canzona if it ran, otherwise the first."""
     strategies: Mapping[str, StrategyBench]
     references: tuple[Measured, ...]
-    """The reference, by sitting. `strategies[reference]` is the first."""
+    """The measurements of the reference, by measurement group. A group without the reference has those of the first
+    group, which are also in `strategies`."""
     arithmetic: str = ""
-    """The compared forms of the update, where Megatron's own takes part and canzona has another one."""
+    """A sentence about the forms of the update, where canzona's strategies have a form that Megatron's lack; otherwise
+    empty."""
 
     def optimizer_speedup(self, strategy: str) -> Speedup:
-        """Returns how many times longer the optimizer step of `strategy` is than the reference's in that sitting."""
+        """Returns the ratio of a strategy's optimizer step to the reference's in the same measurement group."""
         bench = self.strategies[strategy]
         return Speedup.of(bench.measured.optimizer_s, self.references[bench.sitting].optimizer_s)
 
     def iteration_speedup(self, strategy: str) -> Speedup:
-        """Returns how many times longer its whole step is."""
+        """Returns the ratio of a strategy's complete step to the reference's in the same measurement group."""
         bench = self.strategies[strategy]
         return Speedup.of(bench.measured.iteration_s, self.references[bench.sitting].iteration_s)
 
     def overhead(self, strategy: str) -> Speedup | None:
-        """Returns its iteration as a multiple of AdamW's;
-        None for AdamW itself and where AdamW was not measured.
+        """Returns a strategy's iteration as a multiple of AdamW's; None for AdamW and where AdamW was not measured.
 
-        Strategies of different sittings are compared through the reference, which takes part in every
-        sitting.
+        Strategies of different measurement groups are compared by their ratios to the reference in their own groups.
         """
         if strategy == "adamw" or "adamw" not in self.strategies:
             return None
@@ -172,67 +171,73 @@ class BenchResult(TurnsResult):
         )
 
     def predicted_overhead(self, strategy: str) -> float | None:
-        """Returns by how much its predicted iteration is longer than AdamW's; 0.01 is one per cent."""
+        """Returns by what share a strategy's predicted iteration is longer than AdamW's; 0.01 is 1%."""
         if strategy == "adamw" or "adamw" not in self.strategies:
             return None
         mine, adamw = self.strategies[strategy], self.strategies["adamw"]
         return mine.predicted.iteration_s / adamw.predicted.iteration_s - 1
 
     def error(self, strategy: str) -> float:
-        """Predicted over measured optimizer step, less 1: 0.1 is a prediction 10% too long."""
+        """Returns the relative error of the predicted optimizer step; 0.1 means 10% too long."""
         bench = self.strategies[strategy]
         return bench.predicted.optimizer_s / Quartiles.of(bench.measured.optimizer_s).median - 1
 
     def iteration_error(self, strategy: str) -> float:
-        """The same for the whole step."""
+        """Returns the relative error of the predicted iteration; 0.1 means 10% too long."""
         bench = self.strategies[strategy]
         return bench.predicted.iteration_s / Quartiles.of(bench.measured.iteration_s).median - 1
 
 
 FIRST_STEP = 1e-3
-"""Largest relative difference of the first losses. Measured: none,
-as all strategies run the same forward pass."""
+"""The largest accepted relative difference of the losses of the first step. Measured differences were 0, because all
+strategies run the same forward pass."""
 LATER = 0.03
-"""The same for later steps. Measured over 21 steps of qwen3-tiny in bf16, one sequence on each data-parallel
-rank: at most 0.002 with Muon, 0.005 with Shampoo, 0.011 with SOAP; a learning rate 10% off led to 0.034
-within 8 steps."""
+"""The largest accepted relative difference of later losses. Measured over 21 steps of qwen3-tiny in bf16, with one
+sequence on each data-parallel rank: at most 0.002 with Muon, 0.005 with Shampoo, 0.011 with SOAP. A learning rate that
+is 10% off leads to 0.034 within 8 steps."""
 COMPARED = 30
-"""The number of compared steps; later even runs that compute the same drift apart by rounding alone."""
+"""The number of steps whose losses are compared; after more steps, rounding alone makes equal runs differ."""
 
 
 class StrategiesDisagree(CanzonaError):
-    """Strategies that compute the same update did not learn the same: their times must not be compared."""
+    """Strategies that compute the same update had different losses, so their times must not be compared."""
 
     headline = "Strategies disagree"
 
 
 def check_losses(result: BenchResult) -> None:
-    """Refuse a result whose strategies have not learnt the same.
+    """Checks that strategies which compute the same update had the same losses.
 
     Raises:
-        StrategiesDisagree: with every strategy whose losses differ from those of its kin.
+        StrategiesDisagree: they had not; with a problem for each strategy that differs.
     """
     refuse(disagreements(result), StrategiesDisagree)
 
 
 def disagreements(result: BenchResult) -> list[Problem]:
-    """One problem for each strategy whose losses differ from those of its kin, naming the first such step."""
+    """Returns a problem for each strategy whose losses differ from those of its `kin`, at the first step that does.
+
+    The reference is compared with itself across measurement groups.
+    """
     problems: list[Problem] = []
     for number, reference in enumerate(result.references):
-        name = f"{result.reference} in sitting {number + 1}"
+        name = f"{result.reference} in measurement group {number + 1}"
         problems += _apart(name, reference.losses, result.reference, result.references[0].losses)
     for name, like in kin(result).items():
-        mine, theirs = (result.strategies[one].measured.losses for one in (name, like))
+        mine, theirs = (result.strategies[strategy].measured.losses for strategy in (name, like))
         problems += _apart(name, mine, like, theirs)
     return problems
 
 
 def kin(result: BenchResult) -> dict[str, str]:
-    """Returns for each strategy the first that computes the same updates,
-    whose losses it must match; or itself."""
+    """Returns, for each strategy, the strategy whose losses it must match.
+
+    This is the reference if both compute the same updates, otherwise the first strategy with the same updates, which
+    may be the strategy itself. AdamW has no other with the same updates.
+    """
     firsts: dict[str, str] = {result.strategies[result.reference].arithmetic: result.reference}
     return {
-        name: name if name == "adamw" else firsts.setdefault(bench.arithmetic, name)  # adamw has another rule
+        name: name if name == "adamw" else firsts.setdefault(bench.arithmetic, name)
         for name, bench in result.strategies.items()
     }
 
@@ -241,13 +246,13 @@ def _apart(name: str, losses: tuple[float, ...], reference: str, expected: tuple
     for step, (mine, theirs) in enumerate(zip(losses[:COMPARED], expected[:COMPARED], strict=True), 1):
         tolerance = FIRST_STEP if step == 1 else LATER
         difference = abs(mine - theirs) / abs(theirs)
-        if not difference <= tolerance:  # also true of a NaN
+        if not difference <= tolerance:  # NaN also fails
             reason = (
-                f"{reference} has a loss of {theirs:.5f} there, with the same initial weights and data: they differ by "
-                f"{difference:.2%}, and rounding explains at most {tolerance:.1%}"
+                f"{reference} has loss {theirs:.5f} at this step, with the same initial weights and data: the losses "
+                f"differ by {difference:.2%}, but rounding explains at most {tolerance:.1%}"
             )
-            fix = "no speed-up is shown for strategies that compute different things; bench.json has the losses of "
-            fix += "every step"
+            fix = "no speed-ups are shown, because the strategies compute different updates; bench.json has the losses "
+            fix += "of every step"
             yield Problem(key=f"{name}, step {step}", value=f"loss {mine:.5f}", reason=reason, fix=fix)
             return
 
@@ -256,9 +261,9 @@ _FIX = "write it again with `canzona bench ... --out FILE.json`"
 
 
 def content_of(result: BenchResult) -> dict[str, object]:
-    """Returns the figures to read, and under `result` everything they are computed from.
+    """Returns the content of bench.json: figures to read, and in `result` the data they are computed from.
 
-    A speed-up that must not be claimed is null; `withheld` gives the reason.
+    A speed-up that is not certain is null; `withheld` has the reason.
     """
     disagreeing = disagreements(result)
     ratios = {name: _claim(speedup, bool(disagreeing)) for name, speedup in _speedups(result)}
@@ -296,7 +301,7 @@ def content_of(result: BenchResult) -> dict[str, object]:
 
 
 def _speedups(result: BenchResult) -> Iterator[tuple[str, Speedup | str]]:
-    """Yields optimizer step and iteration of every other strategy over the reference's, or why it is missing."""
+    """Yields the speed-ups of the reference over every other strategy, or the reason why one is missing."""
     for name in STRATEGIES:
         if name in ("adamw", result.reference):
             continue
@@ -307,11 +312,11 @@ def _speedups(result: BenchResult) -> Iterator[tuple[str, Speedup | str]]:
 
 
 def _claim(speedup: Speedup | str, disagree: bool) -> Quartiles | str:
-    """Returns the ratio, or why it must not be claimed."""
+    """Returns the ratio, or the reason why it must not be shown."""
     if isinstance(speedup, str):
         return speedup
     if disagree:
-        return "strategies disagree in their losses"
+        return "the strategies' losses disagree"
     return speedup.ratio if speedup.distinct else "the interquartile ranges of the two times overlap"
 
 
@@ -336,20 +341,20 @@ def _measured(bench: StrategyBench) -> Mapping[str, object]:
 
 
 def save(result: BenchResult, path: Path) -> None:
-    """Write `content_of`.
+    """Writes a result as bench.json, with folders as needed.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(path, content_of(result))
 
 
 def load(path: Path) -> BenchResult:
-    """Read back what `save` wrote.
+    """Reads a result that `save` wrote.
 
     Raises:
-        ConfigError: it is missing, damaged, or of another version.
+        ConfigError: the file is missing, damaged, or of another version.
     """
     try:
         return codec.load(path, BenchResult, key="bench result", fix=_FIX, inside="result")

@@ -1,7 +1,7 @@
-"""One bench from its command line to its result: check and resolve, launch the ranks of each sitting, put the result
-together; and what `canzona tune` shares of it.
+"""A bench session: checks and resolves the run, launches the ranks of each measurement group, and builds the result.
+Some of its functions also serve `canzona tune`.
 
-This is the launcher's side, so it imports no torch.
+This module runs in the launcher, so it imports no torch.
 """
 
 import os
@@ -36,15 +36,15 @@ from canzona_cli.run.words import plural
 Say = Callable[[str], None]
 WORKER_MODULE = "canzona_cli.bench.worker"
 ROOT = "bench"
-"""The folder for bench directories, unless run.root names another."""
+"""The default folder for bench directories; `run.root` overrides it."""
 WARM_UP_ROUNDS = 1
 _BUSY = 0.5
-"""Load average over cores above which other work disturbs the measurement."""
+"""The load average per core above which other programs disturb the measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """A bench that is ready to run: nothing has been written or started."""
+    """A bench that is ready to run; nothing has been written or started yet."""
 
     overrides: tuple[str, ...]
     line_up: LineUp
@@ -54,7 +54,7 @@ class Session:
 
     @property
     def config(self) -> RunConfig:
-        """The reference's."""
+        """The configuration of the reference."""
         return self.line_up.reference.config
 
 
@@ -68,19 +68,19 @@ def prepare(
     directory: str | None = None,
     problems: Sequence[Problem] = (),
 ) -> Session:
-    """Resolve and check everything that can be known before anything is written.
+    """Resolves the run and checks everything that can be checked before anything is written.
 
     Args:
-        strategies: the strategies to run; None for every strategy that the run can have.
+        strategies: the strategies to run; None for every possible strategy.
         rounds: the number of measured rounds, at least 1.
-        steps_per_turn: at least 2, as the first step of a turn is not counted.
-        directory: the bench directory; None for `run.dir`, else a new one under `run.root`.
-        problems: found on the command line before; raised together with the run's own.
+        steps_per_turn: the number of steps, at least 2, because the first step of a turn is not counted.
+        directory: the bench directory; None for `run.dir`, or without it a new one in `run.root`.
+        problems: problems with the command line, which are raised together with those of the run.
 
     Raises:
-        ConfigError: the settings or the data are wrong; every problem at once.
+        ConfigError: the settings or the data are wrong; with all problems at once.
         DoesNotFit: a strategy needs more memory than the profile has.
-        EnvironmentProblem: this machine lacks something.
+        EnvironmentProblem: this machine lacks something that the run needs.
     """
     wrong = [*problems]
     with gathered(wrong):
@@ -101,16 +101,16 @@ def prepare(
 
 
 def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
-    """Run every sitting; returns the result and the bench directory.
+    """Runs every measurement group; returns the result and the bench directory.
 
     Args:
-        say: receives a line whenever something begins.
+        say: receives progress lines.
 
     Raises:
         ConfigError: the bench directory is not empty.
         EnvironmentProblem: files cannot be written.
-        WorkerCrashed: a rank failed; or the error that it ended with.
-        KeyboardInterrupt: somebody stopped it.
+        CanzonaError: a rank failed; the error of that rank, or WorkerCrashed.
+        KeyboardInterrupt: the user stopped the bench.
     """
     lined_up, config = session.line_up, session.config
     machine = machine_now(config)
@@ -119,10 +119,10 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
     sittings = into_sittings(lined_up, available_bytes(config.cluster))
     names = ", ".join(strategy.name for strategy in lined_up.strategies)
     rounds = f"{plural(session.rounds, 'round')} of {session.steps_per_turn} steps each"
-    say(f"{config.name}: {names} on {plural(config.gpus, 'rank')}, {rounds}; {files.root}")
+    say(f"{config.name}: {names} on {plural(config.gpus, 'rank')}, {rounds}; writes to {files.root}")
     measurements: list[dict[str, Measured]] = []
     for number, sitting in enumerate(sittings):
-        name = "sitting" if len(sittings) == 1 else f"sitting {number + 1} of {len(sittings)}"
+        name = "bench" if len(sittings) == 1 else f"measurement group {number + 1} of {len(sittings)}"
         turns = Turns(
             names=tuple(strategy.name for strategy in sitting.strategies),
             rounds=WARM_UP_ROUNDS + session.rounds,
@@ -134,7 +134,7 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
             for strategy, samples in read_samples(left).items()
         })  # fmt: skip
     result = _result(session, sittings, measurements, machine)
-    # All raw numbers are kept, even if the strategies disagree.
+    # The result is saved even if the strategies' losses disagree.
     save(result, files.result)
     return result, files.root
 
@@ -142,11 +142,11 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
 def prepare_sweep(
     overrides: Sequence[str], options: Options, kind: SweepKind, recipes_dirs: Sequence[Path] = ()
 ) -> dict[str, Session]:
-    """Resolve and check the benches of all values, by value, before the first one runs.
+    """Resolves and checks the benches of all swept values before the first one runs; returns the sessions by value.
 
     Raises:
-        ConfigError: with the problems of all benches at once.
-        EnvironmentProblem, DoesNotFit: as `prepare`.
+        ConfigError: settings are wrong; with the problems of all benches at once.
+        EnvironmentProblem, DoesNotFit: as in `prepare`.
     """
     problems = [*options.problems]
     with gathered(problems):
@@ -169,23 +169,23 @@ def prepare_sweep(
 
 
 def _pointless(kind: SweepKind, layout: Layout) -> Iterator[Problem]:
-    """Yields why the swept setting changes nothing on a layout."""
+    """Yields a problem if the swept setting has no effect on this layout."""
     if kind == "alpha" and layout.owners == 1:
         reason = "alpha balances data-parallel ranks, and this layout has only one"
         yield Problem(key="--sweep", value=kind, reason=reason, fix="use more gpus, or a smaller parallel.tp")
     if kind == "c_max" and layout.tp == 1:
-        reason = "C_max limits exchanges between tensor-parallel ranks, and this layout has none"
+        reason = "C_max limits exchanges between tensor-parallel ranks, and this layout has only one"
         yield Problem(key="--sweep", value=kind, reason=reason, fix="use parallel.tp=2 or more")
 
 
 def _ignored(composed: Composed) -> Iterator[str]:
-    """Yields a warning for each setting that a bench has no use for."""
+    """Yields a warning for each setting of the user that a bench ignores."""
     ignored = {
         "engine.strategy": "--strategies chooses what a bench runs",
-        "train.steps": "--rounds and --steps-per-turn set the length of a bench; only the schedule follows it",
+        "train.steps": "--rounds and --steps-per-turn set the length of a bench; only the schedule uses train.steps",
         "train.eval_interval": "a bench does not validate",
     }
-    yield from (f"{key} is ignored: {why}" for key, why in ignored.items() if key in composed.explicit)
+    yield from (f"{key} is ignored: {reason}" for key, reason in ignored.items() if key in composed.explicit)
 
 
 def _result(
@@ -224,22 +224,22 @@ def _notes(sittings: Sequence[Sitting], reference: str) -> Iterator[str]:
     shared = sum(not sitting.alone for sitting in sittings)
     if shared > 1:
         yield (
-            f"the strategies do not all fit into memory together: measured in {shared} groups, each with {reference} "
-            "in it"
+            "the strategies do not all fit into memory together, so they ran in "
+            f"{shared} measurement groups, each with {reference}"
         )
     if alone:
         yield (
-            f"{' and '.join(alone)} ran alone for lack of memory, not interleaved with {reference}: other load on the "
-            "machine at that time is not cancelled out of the ratio"
+            f"{' and '.join(alone)} ran alone, because memory did not suffice for {reference} as well: other load on "
+            "the machine distorts this comparison"
         )
 
 
 def in_folder(composed: Composed, root: str, directory: str | None = None) -> RunConfig:
-    """Returns the run with a directory of a bench.
+    """Returns the run's configuration with its output in a bench directory and without trackers.
 
     Args:
-        root: where such directories go unless run.root says otherwise.
-        directory: the directory; None for `run.dir`, else a new one under the root.
+        root: the folder for bench directories unless the user set `run.root`.
+        directory: the directory itself; None keeps `run.dir`.
     """
     settings = composed.config.run
     root = settings.root if {"run", "run.root"} & composed.explicit else root
@@ -247,12 +247,13 @@ def in_folder(composed: Composed, root: str, directory: str | None = None) -> Ru
 
 
 def unready(config: RunConfig, what: str, otherwise: str) -> list[Problem]:
-    """Lists why nothing can be measured: more than one machine; missing or damaged data. The built-in corpus
-    is prepared later, when everything else is known to work.
+    """Returns the problems that prevent a measurement: more than one machine, or missing or damaged prepared data.
+
+    The built-in corpus is prepared later, after all checks.
 
     Args:
-        what: measures: `a bench`.
-        otherwise: the way out for more ranks.
+        what: the kind of measurement, for messages: `a bench`.
+        otherwise: a suggestion for runs on several machines.
     """
     problems: list[Problem] = []
     if config.data.source == "prepared":
@@ -261,45 +262,47 @@ def unready(config: RunConfig, what: str, otherwise: str) -> list[Problem]:
     per_node = config.cluster.gpus_per_node
     nodes = config.cluster.nodes or -(-config.gpus // per_node)
     if nodes > 1:
-        reason = f"are on {nodes} machines, but {what} runs on a single one, with {per_node}"
+        reason = f"need {nodes} machines, but {what} runs on a single machine, which has {per_node}"
         problems.append(Problem(key="gpus", value=config.gpus, reason=reason, fix=f"use gpus={per_node}; {otherwise}"))
     return problems
 
 
 def corpus_of(config: RunConfig, say: Say) -> PreparedCorpus:
-    """Prepares the run's data if need be; each part is announced once, when it begins."""
+    """Prepares the run's data if necessary and returns it; announces each stage of the preparation once."""
     announced: set[str] = set()
 
-    def progress(what: str, fraction: float) -> None:
-        if what not in announced:
-            announced.add(what)
-            say(what)
+    def progress(stage: str, fraction: float) -> None:
+        if stage not in announced:
+            announced.add(stage)
+            say(stage)
 
     return ensure_corpus(config, progress)
 
 
 def machine_now(config: RunConfig) -> Machine:
-    """Describes the machine that measures. Includes the load of the last minute:
-    call it before anything of ours runs."""
+    """Returns facts about this machine, the number of ranks and the load average of the last minute.
+
+    Call this before starting any work, which would raise the load.
+    """
     load = round(os.getloadavg()[0], 2)
     return {**machine_facts(config.cluster.device), "ranks": config.gpus, "load_average": load}
 
 
 def busy(machine: Machine) -> Iterator[str]:
-    """Yields a remark where something else ran as well."""
+    """Yields a note if other programs kept the machine busy before the measurement."""
     load = float(machine["load_average"])
     if load > _BUSY * cores():
         yield (
-            f"the machine was busy before it began (load average {load:g} on {plural(cores(), 'core')}): expect "
-            "longer times and wide spreads"
+            f"the machine was busy before the measurement (load average {load:g} on {plural(cores(), 'core')}): expect "
+            "longer times and wider spreads"
         )
 
 
 def create(config: RunConfig, entrants: Iterable[Entrant]) -> BenchFiles:
-    """Make the bench directory, with the configurations and plans that the workers of every sitting read.
+    """Makes the bench directory and writes the configurations and plans, which the workers read.
 
     Raises:
-        EnvironmentProblem: it cannot be written.
+        EnvironmentProblem: the directory cannot be written.
     """
     chosen, root = config.run.dir, Path(config.run.root) / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if chosen is None and root.exists():
@@ -319,15 +322,15 @@ def create(config: RunConfig, entrants: Iterable[Entrant]) -> BenchFiles:
 
 
 def sit(first: Entrant, run_dir: Path, turns: Turns, corpus: PreparedCorpus, *, name: str, say: Say) -> RunFiles:
-    """Launches the ranks of one sitting and waits for their end; returns what they left.
+    """Launches the ranks of one measurement group, waits until they end, and returns their files.
 
     Args:
-        first: takes the first turn.
-        name: the name of the sitting, for messages.
+        first: the entrant whose configuration and layout start the ranks.
+        name: the name of the measurement group, for messages.
 
     Raises:
-        KeyboardInterrupt: somebody stopped it.
-        CanzonaError: a rank failed: the error that it ended with.
+        KeyboardInterrupt: the user stopped the measurement.
+        CanzonaError: a rank failed; the error of that rank.
     """
     config = replace(first.config, run=replace(first.config.run, dir=str(run_dir)))
     return run_ranks(
@@ -342,13 +345,13 @@ def sit(first: Entrant, run_dir: Path, turns: Turns, corpus: PreparedCorpus, *, 
 
 
 class _RoundLines(TrainView):
-    """A line for each round that is over: a live display would take processor time from what is measured.
+    """A view that prints a line after each round. A live display would take processor time from the measurement.
 
     Args:
         say: receives each line.
-        sitting: the name of this sitting: `sitting 2 of 3`.
-        turns: in one round.
-        rounds: in all, warm-up included.
+        sitting: the name of the measurement group: `measurement group 2 of 3`.
+        turns: the number of turns in a round.
+        rounds: the number of rounds, including warm-up rounds.
     """
 
     def __init__(self, say: Say, sitting: str, *, turns: int, rounds: int) -> None:

@@ -1,8 +1,7 @@
-"""`canzona bench --simulate`: predicted times of every size and strategy on more and more GPUs. No torch.
+"""`canzona bench --simulate`: predicted step times of every model size and strategy by number of GPUs. No torch.
 
-Every size gets, for each number of GPUs, the layout that `canzona train` would choose, a plan, and a
-simulated iteration of each strategy on that layout; AdamW and layerwise also one in the layout that is
-fastest for themselves. Nothing here is measured.
+For each size and number of GPUs, this simulates an iteration of every strategy in the layout that `canzona train` would
+choose. AdamW and layerwise are also simulated in the layout that is fastest for each of them. Nothing is measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,29 +23,30 @@ from canzona_cli.simulate.predict import with_cores
 
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 YARDSTICKS: tuple[AnyStrategy, ...] = ("adamw", "layerwise")
-"""Strategies that are also simulated in their own fastest layout:
-the least that canzona has to be compared with."""
+"""The strategies that are also simulated in their own fastest layout, as a fair baseline for canzona."""
 MOST_GPUS = 65_536
-"""More would take minutes to plan, and no profile describes links of such a machine."""
+"""The largest number of GPUs. A plan for more would take minutes, and no profile describes such a network."""
 VERSION = 3
-"""The version of what `--json` prints; additions keep it."""
+"""The version of the `--json` output; additions do not change it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedCell:
-    """One size on one number of GPUs: all strategies on one layout,
-    or the reason why no layout is possible."""
+    """A model size on a number of GPUs: all strategies in one layout, or the reason why no layout is possible."""
 
     recipe: str
     gpus: int
     study: Study | None
     reason: str = ""
-    """The reason why no layout is possible; empty where there is a study."""
+    """The reason why no layout is possible; empty where `study` is set."""
     yardsticks: Mapping[str, Tried | None] = MappingProxyType({})
-    """Each of `YARDSTICKS` in the layout that is fastest for it; None where it fits in none."""
+    """The strategies of `YARDSTICKS`, each in its fastest layout; None for a strategy that fits in no layout."""
 
     def overhead(self, yardstick: str) -> float | None:
-        """Returns by how much canzona's iteration is longer than a yardstick's in its fastest layout, per sequence."""
+        """Returns by what share canzona's time per sequence is longer than a yardstick's in its fastest layout.
+
+        None without a study, or if the yardstick fits in no layout.
+        """
         best = self.yardsticks.get(yardstick)
         if self.study is None or best is None:
             return None
@@ -54,12 +54,11 @@ class SimulatedCell:
         return mine / best.per_sequence_s - 1
 
     def ratio(self, strategy: str) -> float | None:
-        """Returns how many times longer a strategy's optimizer step is than canzona's,
-        if it fits in this layout."""
+        """Returns the ratio of a strategy's optimizer step to canzona's; None if the strategy does not fit."""
         return None if self.study is None else self.study.optimizer_speedup(strategy)
 
     def as_json(self) -> dict[str, object]:
-        """Its part of what `--json` prints."""
+        """Returns this cell's part of the `--json` output."""
         study, strategies, ratios = self.study, {}, {}
         if study is not None:
             balance = {name: compared.result.update_balance for name, compared in study.strategies.items()}
@@ -88,7 +87,7 @@ class SimulatedCell:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """All cells, by recipe, then GPUs."""
+    """The result of `canzona bench --simulate`, with cells ordered by recipe and number of GPUs."""
 
     optimizer: str
     profile: str
@@ -104,11 +103,11 @@ class Simulation:
         return tuple(dict.fromkeys(cell.recipe for cell in self.cells))
 
     def of(self, recipe: str) -> tuple[SimulatedCell, ...]:
-        """Returns a recipe's cells by GPUs, ascending."""
+        """Returns a recipe's cells, in ascending order of GPUs."""
         return tuple(cell for cell in self.cells if cell.recipe == recipe)
 
     def as_json(self) -> dict[str, object]:
-        """The content that `--json` prints."""
+        """Returns the content of `--json`."""
         return {
             "version": VERSION,
             "simulated": True,
@@ -123,10 +122,12 @@ class Simulation:
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
-    """Numbers of GPUs, ascending: `8..1024` doubles from 8 to 1024, `8,64,256` lists them, both may be mixed.
+    """Parses numbers of GPUs and returns them in ascending order.
+
+    `8..1024` doubles from 8 to 1024, `8,64,256` is a list, and a list may contain such ranges.
 
     Raises:
-        ConfigError: something else is written there; every mistake at once.
+        ConfigError: the text is not valid; with all problems at once.
     """
     counts: set[int] = set()
     problems: list[Problem] = []
@@ -148,15 +149,15 @@ def run_simulation(
     sizes: Sequence[str] = SIZES,
     recipes_dirs: Sequence[Path] = (),
 ) -> Simulation:
-    """Simulate every size on every number of GPUs; a second or two each, ten on 1,024 GPUs.
+    """Simulates every size on every number of GPUs. Each takes a second or two, and ten seconds on 1,024 GPUs.
 
     Args:
-        overrides: settings for all of them; `recipe=` there names the one size.
-        gpus: ascending.
-        sizes: recipes to simulate where `overrides` names none.
+        overrides: settings for all runs; a `recipe=` among them selects a single size.
+        gpus: the numbers of GPUs, ascending.
+        sizes: the recipes to simulate if `overrides` has no `recipe=`.
 
     Raises:
-        ConfigError: the settings are impossible for a size whatever the number of GPUs.
+        ConfigError: the settings of a size are wrong for every number of GPUs.
     """
     named = [text.partition("=")[2].strip() for text in overrides if key_of(text) == "recipe"]
     _check(overrides, named)
@@ -173,7 +174,7 @@ def run_simulation(
             except ConfigError as error:
                 refused.append(error)
                 cells.append(_impossible(recipe, count, error))
-        if len(refused) == len(gpus):  # not a matter of how many GPUs: a mistake in the settings
+        if len(refused) == len(gpus):  # refused for every number of GPUs: the settings are wrong
             raise ConfigError(*dict.fromkeys(problem for error in refused for problem in error.problems))
     return Simulation(
         optimizer=configs[0].optimizer.name,
@@ -188,7 +189,7 @@ def run_simulation(
 
 
 def _numbers(text: str) -> Sequence[int] | str:
-    """The numbers of one part of `--gpus`, or what is wrong with it."""
+    """Parses a number or a range of `--gpus`; returns its numbers, or the reason why it is not valid."""
     first, dots, last = text.partition("..")
     ends = [first.strip(), last.strip()] if dots else [first.strip()]
     if not all(end.isascii() and end.isdigit() for end in ends):
@@ -197,7 +198,7 @@ def _numbers(text: str) -> Sequence[int] | str:
     if low < 1:
         return "must be at least 1"
     if high > MOST_GPUS:
-        return f"is more than {MOST_GPUS:,}, the most GPUs that are planned for"
+        return f"is more than {MOST_GPUS:,}, the largest number of GPUs that can be planned"
     if high < low:
         return "ends below its start"
     doubled = [low << power for power in range(high.bit_length()) if low << power <= high]
@@ -207,17 +208,19 @@ def _numbers(text: str) -> Sequence[int] | str:
 
 
 def _check(overrides: Sequence[str], named: Sequence[str]) -> None:
+    """Refuses a gpus= override and more than one recipe= override."""
     counts = [text.partition("=")[2].strip() for text in overrides if key_of(text) == "gpus"]
-    why = "has no effect with --simulate, which takes --gpus"
-    problems = [Problem(key="gpus", value=count, reason=why, fix=f"use --gpus {count}") for count in counts[:1]]
+    reason = "has no effect with --simulate, which has --gpus instead"
+    problems = [Problem(key="gpus", value=count, reason=reason, fix=f"use --gpus {count}") for count in counts[:1]]
     if len(named) > 1:
-        fix = "leave recipe out for all sizes"
+        fix = "to simulate all sizes, remove recipe="
         problems.append(Problem(key="recipe", value=named[-1], reason="is given twice", fix=fix))
     refuse(problems)
 
 
 def _config(recipe: str, gpus: int, overrides: Sequence[str], recipes_dirs: Sequence[Path]) -> RunConfig:
-    """The run on that many GPUs, planned as canzona; CPU ranks share cores as in the predictions of a bench."""
+    """Returns the resolved run on a number of GPUs, with the canzona strategy. CPU ranks share this machine's cores
+    unless the profile says how many."""
     composed = compose_run([f"recipe={recipe}", f"gpus={gpus}", *overrides], recipes_dirs=recipes_dirs, training=False)
     config, _ = plannable(composed.config)
     return with_cores(replace(config, engine=replace(config.engine, strategy="canzona")))

@@ -1,7 +1,6 @@
-"""The files that the launcher and the ranks of one sitting exchange,
-and the samples that figures are computed from.
+"""The files through which the launcher and the ranks of a measurement group communicate, and their samples.
 
-Both sides use this module, so it imports no torch.
+The launcher uses this module too, so it imports no torch.
 """
 
 import json
@@ -15,17 +14,16 @@ from canzona_cli.run.codec import parse
 from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
 from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_phases
 
-_OWN: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update")
-"""Phases of the optimizer step in which a rank works alone or exchanges with its TP group."""
-_TOGETHER: tuple[str, ...] = ("norm_clip", "param_gather")
-"""Phases in which early ranks wait for late ones: until all have finished their backward pass, or have
-reached the point of the next forward pass where the gathering needs them. The last rank waits for the
-transfer only."""
+_UPDATING: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update")
+"""The phases of the optimizer step in which a rank works alone or communicates only with its TP group."""
+_WAITING: tuple[str, ...] = ("norm_clip", "param_gather")
+"""The phases in which early ranks wait for late ones: until all have finished their backward pass, or until all have
+reached the gathering in the next forward pass. The last rank waits only for the communication itself."""
 
 
 @dataclass(frozen=True)
 class BenchFiles:
-    """A bench directory; the folder of each sitting in it is a run directory."""
+    """The paths in a bench directory. The folder of each measurement group is a run directory."""
 
     root: Path
 
@@ -37,7 +35,7 @@ class BenchFiles:
         return self.root / f"config-{strategy}.yaml"
 
     def plan(self, strategy: str) -> Path:
-        """Only canzona, paper and asc execute one."""
+        """Returns the path of a strategy's plan; only canzona, paper and asc have one."""
         return self.root / f"plan-{strategy}.json"
 
     def sitting(self, number: int) -> Path:
@@ -45,34 +43,35 @@ class BenchFiles:
 
     @staticmethod
     def turn(sitting: RunFiles, round_: int, name: str) -> RunFiles:
-        """The file that a turn in processes of its own leaves."""
+        """Returns the folder for the samples of a turn that runs in separate processes."""
         return RunFiles(sitting.root / f"round-{round_}-{name}")
 
     @staticmethod
     def failure(sitting: RunFiles, name: str) -> Path:
-        """The file with the reason why its turn failed, by the first rank that knew."""
+        """Returns the path of the file in which the first failing rank writes why a turn failed."""
         return sitting.root / f"failed-{name}.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """The turns of a sitting: which strategies, or layouts, take them, and how often."""
+    """The turns of a sitting: which strategies (or layouts) run, in which order and how often."""
 
     names: tuple[str, ...]
-    """The names in the order of the first round; each further round starts with the next one."""
+    """The names in the order of the first round. Each round starts one name later than the round before."""
     rounds: int
-    """Warm-up included."""
+    """The number of rounds, including warm-up rounds."""
     steps_per_turn: int
     warm_up_steps: int = 0
-    """The first steps of a turn, which are not measured."""
+    """The number of steps at the start of a turn that are not measured."""
     settling: int = 0
-    """The most often that a turn in processes of its own repeats the last of them, as long as updates of the
-    previous step were replaced (`Muon`'s Gram form by the standard form), which takes longer than the planned
-    update."""
+    """The most extra warm-up steps of a turn. They run as long as the step before had to redo updates (Muon's Gram form
+    in standard form), which takes longer than planned."""
     apart: bool = False
-    """Each turn is a process of its own: for layouts, of which Megatron has one for all of a process's life."""
+    """True where each turn runs in separate processes. Layouts need this, because Megatron supports only one layout in
+    a process."""
 
     def order(self, round_: int) -> Sequence[str]:
+        """Returns the names in the order of a round."""
         shift = round_ % len(self.names)
         return (*self.names[shift:], *self.names[:shift])
 
@@ -86,7 +85,7 @@ class Turns:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSample:
-    """One training step on one rank, seconds."""
+    """The seconds of one training step on one rank."""
 
     step_s: float
     processor_s: float
@@ -95,18 +94,18 @@ class StepSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """One strategy in one sitting."""
+    """The raw measurements of one strategy in one measurement group."""
 
     losses: tuple[float, ...]
     """The loss of each training step."""
     tensor_bytes: tuple[int, ...]
-    """The bytes of each rank."""
+    """The bytes that stay allocated between steps, by rank."""
     ranks: tuple[tuple[StepSample, ...], ...]
-    """Every step of every turn, by rank."""
+    """The samples of all steps of all turns, by rank."""
 
 
 def write_samples(files: RunFiles, samples: Mapping[str, Samples]) -> None:
-    """Writes the samples by strategy; rank 0 does it."""
+    """Writes the samples by strategy. Rank 0 only."""
     write_text_atomic(_samples(files), json.dumps({name: asdict(mine) for name, mine in samples.items()}) + "\n")
 
 
@@ -115,13 +114,12 @@ def read_samples(files: RunFiles) -> dict[str, Samples]:
 
 
 def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int, skipped: int = 1) -> Measured:
-    """Summarise a strategy's steps, without the warm-up and without the first steps of each turn.
+    """Summarises a strategy's samples, without warm-up rounds and without the first steps of each turn.
 
-    The first step of a turn starts with parameters that are already gathered and caches that another strategy
-    filled.
+    In the first step of a turn, parameters are already gathered and the caches hold another strategy's data.
 
     Args:
-        skipped: the number of steps of each turn that do not count.
+        skipped: the number of steps at the start of each turn that are not counted.
     """
     steps = len(samples.losses)
     turns = [
@@ -144,16 +142,16 @@ def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int, skip
 
 
 def last_steps(samples: Samples, count: int) -> Measured:
-    """Summarise a turn in processes of its own by its last `count` steps, however many it took to warm up."""
+    """Summarises the last `count` steps of a turn that ran in separate processes."""
     taken = len(samples.losses)
     return measured(samples, warm_up_rounds=0, steps_per_turn=taken, skipped=taken - count)
 
 
 def _optimizer_s(step: Sequence[StepSample]) -> float:
-    """Sums seconds until the next forward: of the slowest rank in `_OWN` phases,
-    of the last in `_TOGETHER`."""
-    updating_s = max(sum(sample.phases.get(name, 0.0) for name in _OWN) for sample in step)
-    return updating_s + sum(min(sample.phases.get(name, 0.0) for sample in step) for name in _TOGETHER)
+    """Returns the seconds of the optimizer step: the slowest rank's `_UPDATING` phases, and of each of the `_WAITING`
+    phases the shortest time over ranks."""
+    updating_s = max(sum(sample.phases.get(name, 0.0) for name in _UPDATING) for sample in step)
+    return updating_s + sum(min(sample.phases.get(name, 0.0) for sample in step) for name in _WAITING)
 
 
 def _samples(files: RunFiles) -> Path:

@@ -1,4 +1,4 @@
-"""The strategies of one sitting, taking turns on one rank."""
+"""Runs the turns of a measurement group's strategies on one rank."""
 
 import gc
 import math
@@ -21,7 +21,7 @@ from canzona_cli.training.step import train_step
 
 @dataclass(kw_only=True)
 class RunningStrategy:
-    """One strategy on this rank, and what it has done so far."""
+    """A strategy on this rank, with its measurements so far."""
 
     trainee: Trainee
     batches: Iterator[Batch]
@@ -36,17 +36,17 @@ def take_turns(
     stop_requested: Callable[[], bool],
     tell: Callable[[str, float], None],
 ) -> bool:
-    """Run all rounds. Collective.
+    """Runs all rounds. Collective.
 
     Args:
-        stop_requested: True if this rank knows of a request to stop.
-        tell: receives strategy and last loss after every turn, while nothing is measured.
+        stop_requested: returns True if this rank knows of a request to stop.
+        tell: receives the name of the strategy and its last loss after every turn, outside the measured time.
 
     Returns:
-        Whether all rounds were run; False after a request to stop.
+        True after all rounds; False after a request to stop.
 
     Raises:
-        Diverged: a loss or a gradient is not finite; on every rank together.
+        Diverged: a loss or a gradient is not finite; raised on all ranks.
     """
     with no_garbage_collection():
         for number in range(turns.rounds):
@@ -55,13 +55,13 @@ def take_turns(
                 try:
                     if not _take_turn(strategy, turns, stop_requested):
                         return False
-                except Diverged as error:  # an optimizer does not know which strategy it belongs to
+                except Diverged as error:  # the optimizer's error does not name the strategy
                     named = (replace(problem, key=f"{name}, {problem.key}") for problem in error.problems)
                     raise Diverged(*named) from error
                 loss = strategy.losses[-1]
                 if not math.isfinite(loss):
                     key, reason = f"{name}, step {len(strategy.losses)}", "the loss is no longer a finite number"
-                    fix = "lower optimizer.lr: the times of a diverged run mean nothing"
+                    fix = "lower optimizer.lr; the times of a diverged run are meaningless"
                     raise Diverged(Problem(key=key, value=loss, reason=reason, fix=fix))
                 tell(name, loss)
     return True
@@ -69,14 +69,14 @@ def take_turns(
 
 @dataclass(frozen=True, kw_only=True)
 class _Measured:
-    """One rank's measurements of a strategy, as it sends them to the others."""
+    """A rank's measurements of a strategy, as sent to the other ranks."""
 
     steps: tuple[StepSample, ...]
     tensor_bytes: int
 
 
 def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Samples]:
-    """Gathers every rank's measurements on every rank. Collective."""
+    """Gathers the measurements of all ranks on every rank; returns them by strategy. Collective."""
     samples = {}
     for name, strategy in strategies.items():
         mine = tuple(
@@ -93,8 +93,8 @@ def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Sampl
 
 
 def tensor_bytes(trainee: Trainee) -> int:
-    """Bytes that this rank's tensors take from step to step: buffers, masters, optimizer state,
-    messages, scratch."""
+    """Returns the bytes that this rank's tensors keep between steps: buffers, masters, optimizer state, messages and
+    scratch memory."""
     optimizer = trainee.optimizer
     buffers = [buffer for chunk in trainee.chunks for buffer in chunk.buffers]
     tensors = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)]
@@ -109,7 +109,7 @@ def tensor_bytes(trainee: Trainee) -> int:
             tensors += leaf.get_parameters()
             states = [leaf.optimizer.state]
         tensors += [value for state in states for entry in state.values() for value in entry.values()]
-    storages = {  # each counts once, however many tensors view it
+    storages = {  # count each storage once, however many tensors are views of it
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors
         if isinstance(tensor, torch.Tensor)
@@ -118,9 +118,9 @@ def tensor_bytes(trainee: Trainee) -> int:
 
 
 def _take_turn(strategy: RunningStrategy, turns: Turns, stop_requested: Callable[[], bool]) -> bool:
-    """A few training steps between two barriers; False after a request to stop."""
+    """Runs the steps of one turn between two barriers; returns False after a request to stop."""
     trainee = strategy.trainee
-    gc.collect()  # what the turns before have left; what is older is not looked at
+    gc.collect()  # the garbage of earlier turns; older objects are frozen
     torch.distributed.barrier()
     settling, number = turns.settling, 1
     while number <= turns.steps_per_turn:
@@ -134,7 +134,7 @@ def _take_turn(strategy: RunningStrategy, turns: Turns, stop_requested: Callable
             settling -= 1
         else:
             number += 1
-    # Otherwise it would run during the next strategy's steps.
+    # Otherwise gathering would run during the next strategy's steps.
     finish_gathering(trainee.chunks)
     torch.distributed.barrier()
     return True

@@ -1,9 +1,9 @@
-"""One rank of a sitting: `python -m canzona_cli.bench.worker SITTING_DIR`, started by torchrun.
+"""One rank of a measurement group: `python -m canzona_cli.bench.worker SITTING_DIR`, started by torchrun.
 
-Strategies take their turns in this process. Layouts do not: Megatron has one layout for all of a process's life, so
-each turn of a layout is a process of its own: on CPUs a fork of this one, which has imported everything and computed
-nothing; where there are GPUs a new Python, for what imports leave on a device does not survive a fork. A layout that
-fails on one rank is over on all, and has no further turns; the others continue.
+Strategies take their turns in this process. Layouts cannot, because Megatron supports only one layout in a process, so
+each turn of a layout runs in a separate process. On CPUs this is a fork of this process, which has imported everything
+but computed nothing. On GPUs it is a new Python process, because device state does not survive a fork. If a layout
+fails on one rank, its turn ends on all ranks and it has no further turns; the other layouts continue.
 """
 
 import logging
@@ -31,11 +31,11 @@ from canzona_cli.training.records import Journal, RankRecord
 
 SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.bench.turns")
 _LOOK_S = 0.5
-"""Seconds between a rank's looks at whether its turn has failed on another rank."""
+"""The seconds between a rank's checks whether its turn has failed on another rank."""
 
 
 def sitting_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    """Runs one sitting; rank 0 writes the samples."""
+    """Runs one measurement group; rank 0 writes the samples."""
     turns = Turns.read(files)
     if turns.apart:
         return layouts_rank(files, record, rank)
@@ -47,13 +47,14 @@ def sitting_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
 
 def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    """Gives every layout its turns, one after another."""
+    """Runs the turns of all layouts, one after another, each in a separate process."""
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.launch.torchrun import forks_ranks
 
     turns, inputs = Turns.read(files), BenchFiles(files.root.parent)
     forks = forks_ranks(load_resolved(inputs.config(turns.names[0])))
-    # The thread that waits for signals holds nothing that the fork would need.
+    # Python warns of forks in a process with threads. The only other thread here waits for signals; a forked process
+    # needs nothing that it holds.
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded, use of fork")
     start: Callable[..., BaseProcess] = ForkProcess if forks else SpawnProcess
     length = f"{plural(turns.rounds, 'round')} of {plural(len(turns.names), 'layout')}"
@@ -67,7 +68,7 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         process.start()
         while process.is_alive() and not failure.exists():
             process.join(_LOOK_S)
-        process.kill()  # a rank that waits for one that failed may do so for minutes
+        process.kill()  # this rank might wait for the failed rank for minutes
         process.join()
         if process.exitcode == ExitCode.INTERRUPTED:
             return "interrupted"
@@ -77,14 +78,13 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
 
 def _report(failure: Path, reason: str) -> None:
-    """Leaves why a turn failed; what others already reported stays,
-    for one rank's end is why the next one fails."""
+    """Writes why a turn failed, unless another rank already has: the first failure causes the others."""
     with suppress(FileExistsError), failure.open("x", encoding="utf-8") as file:
         file.write(reason)
 
 
 def _turn(files: RunFiles, rank: int, number: int, name: str) -> NoReturn:
-    """Builds the run in one layout and takes its turn."""
+    """Builds the run in one layout, runs one turn of it and exits. The target of a turn's process."""
     record = RankRecord(files, rank)
     if AGENT_VARIABLE in os.environ:
         os.environ[AGENT_VARIABLE] = str(os.getppid())
@@ -100,21 +100,21 @@ def _turn(files: RunFiles, rank: int, number: int, name: str) -> NoReturn:
         logging.getLogger(__name__).exception("rank %d failed in the turn of %s", rank, name)
         reason = f"rank {rank}: {type(error).__name__}: {error}"
         if isinstance(error, CanzonaError):
-            reason = error.problems[0].reason  # which all ranks say alike
+            reason = error.problems[0].reason  # without the rank: it is the same on all ranks
         _report(BenchFiles.failure(files, name), redacted(reason))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # nothing of torch is torn down
+    os._exit(code)  # skips torch's teardown
 
 
 def _take_turns(
     files: RunFiles, left: RunFiles, record: RankRecord, rank: int, turns: Turns, *, turn: str = ""
 ) -> bool:
-    """Builds everything that takes turns, each with its own model, optimizer and batches, and takes them.
+    """Builds every strategy (or the one layout) with its own model, optimizer and batches, and runs all turns.
 
     Args:
-        left: the place for the samples, which rank 0 writes.
-        turn: the name of this turn among those of other processes; empty where this process takes all.
+        left: the folder for the samples, which rank 0 writes.
+        turn: the name of the turn where each turn has its own processes; empty where this process runs all turns.
 
     Returns:
         False after a request to stop.
@@ -143,7 +143,7 @@ def _take_turns(
         plan = read_plan(inputs.plan(name)) if execution_of(config) is Execution.PLANNED else None
         running[name] = RunningStrategy(trainee=assemble(config, world, plan), batches=BatchStream(data, world))
 
-    # As in training: what is timed runs on the kernels that a run would choose here.
+    # As in training, so that the measured kernels are those that a run would choose on this machine.
     ours = next((config for config in configs.values() if execution_of(config).ours), first)
     choose_kernels(ours, world.device, begin=lambda shape: record.heart.progress())
 

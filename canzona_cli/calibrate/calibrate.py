@@ -1,8 +1,8 @@
-"""The launcher's side of `canzona calibrate`: starts the ranks, reads their measurements, writes a profile of them.
+"""The launcher's side of `canzona calibrate`: starts the ranks, reads their measurements and writes a cluster profile.
 
-A loop over one operation has warm caches, memory that was used a moment ago and ranks that arrive together; a training
-step has none of these. So at the end two short benches run on the profile, one with data-parallel ranks and one with
-pairs of tensor-parallel ones. The measured time of each phase over its predicted time becomes a factor of the profile.
+A loop over a single operation has warm caches and ranks that arrive at the same time; a training step does not.
+Therefore two short benches run with the new profile, one with data-parallel ranks and one with pairs of tensor-parallel
+ranks. For each phase, the measured time over the predicted time becomes a factor in the profile.
 """
 
 import itertools
@@ -54,9 +54,9 @@ from canzona_cli.run.words import layout_code
 
 WORKER_MODULE = "canzona_cli.calibrate.worker"
 NOISE = 0.2
-"""A larger spread (interquartile range over median) is reported."""
+"""The relative spread (interquartile range over median) above which a measurement is reported as noisy."""
 VERSION = 1
-"""The version of what `--json` prints; additions keep it."""
+"""The version of the `--json` output; additions do not change it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,18 +65,18 @@ class Calibration:
 
     base: ClusterConfig
     profile: ClusterConfig
-    """The base profile with every measured value in place."""
+    """The base profile with the measured values in it."""
     record: Record
     outcome: Outcome
     seconds: float
     load: float
-    """Load average at the start: runnable processes, over one minute."""
+    """The load average of the minute before the start."""
     logs: Path | None
-    """Kept if the ranks failed."""
+    """The folder with the ranks' logs; None unless the ranks failed."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Lists what makes the numbers less certain."""
+        """The warnings about the quality of the measurements: other load, large spreads, missing parts."""
         warnings = []
         if self.load > cores() / 2:
             warnings.append(
@@ -86,32 +86,35 @@ class Calibration:
         noisy = [m for m in self.record.measurements if m.spread.relative > NOISE]
         if noisy:
             worst = sorted(noisy, key=lambda m: -m.spread.relative)[:3]
-            named = ", ".join(f"{m.name} {m.spread.relative:.0%}" for m in worst)
+            listed = ", ".join(f"{m.name} {m.spread.relative:.0%}" for m in worst)
             more = "" if len(noisy) <= 3 else f" and {len(noisy) - 3} more"
-            warnings.append(f"spread above {NOISE:.0%}: {named}{more}")
+            warnings.append(f"spread above {NOISE:.0%}: {listed}{more}")
         if self.profile.not_measured:
             warnings.append(f"not measured: {', '.join(self.profile.not_measured)}; taken from {self.base.name}")
         return tuple(warnings)
 
 
 def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """The run to calibrate for: on one machine, with a whole model on every rank.
+    """Returns the run to calibrate for and its layout: all ranks data-parallel on one machine, without overlap.
 
     Raises:
-        ConfigError: ranks on several machines, or too few CPU ranks for a collective.
+        ConfigError: the ranks are on several machines, or there are too few CPU ranks for a collective.
     """
     cluster = config.cluster
     if config.gpus > cluster.gpus_per_node or (cluster.nodes or 1) > 1:
-        reason = f"one machine is measured, and profile {cluster.name} has {cluster.gpus_per_node} ranks on each"
+        reason = (
+            f"needs several machines, but a calibration measures one, which has {cluster.gpus_per_node} ranks in "
+            f"profile {cluster.name}"
+        )
         fix = f"gpus={cluster.gpus_per_node}, or fewer"
         raise ConfigError(Problem(key="gpus", value=config.gpus, reason=reason, fix=fix))
     if cluster.device == "cpu" and config.gpus < 2:
-        reason = "collectives cannot be measured among fewer than 2 CPU ranks"
+        reason = "is too few: collectives cannot be measured with fewer than 2 CPU ranks"
         fix = "gpus=4 measures groups of 2 and 4, gpus=8 also those of 8"
         raise ConfigError(Problem(key="gpus", value=config.gpus, reason=reason, fix=fix))
     micro_batch = config.train.micro_batch_size or 1
     if config.train.micro_batch_size is None:
-        with suppress(CanzonaError):  # the recipe's run itself may not be possible here
+        with suppress(CanzonaError):  # the recipe's own run may not be possible on this machine
             micro_batch = resolve(config)[1].micro_batch_size
     layout = Layout(
         tp=1,
@@ -135,16 +138,17 @@ def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
 def calibrate(
     config: RunConfig, layout: Layout, view: TrainView, *, name: str, effort: Effort = FULL, worker: str = WORKER_MODULE
 ) -> Calibration:
-    """Measure this machine. After Ctrl-C or a crash, everything measured until then is kept.
+    """Measures this machine. After Ctrl-C or a crash, all measurements made so far are kept.
 
     Args:
-        config, layout: from `prepared`.
-        name: the profile's name.
-        effort: the time that each measurement gets.
-        worker: the module each rank runs.
+        config: the run, from `prepared`.
+        layout: the layout, from `prepared`.
+        name: the name of the new profile.
+        effort: the time budgets of the measurements.
+        worker: the module that each rank runs.
 
     Raises:
-        EnvironmentProblem: GPUs, memory or packages are missing here.
+        EnvironmentProblem: this machine lacks GPUs, memory or packages.
     """
     preflight.check_machine(shortened(config), layout)
     files = RunFiles(Path(tempfile.mkdtemp(prefix="canzona-calibrate-")))
@@ -155,8 +159,8 @@ def calibrate(
         files.logs.mkdir()
         write_text_atomic(files.config, dump_resolved(config))
         write_json_atomic(files.layout, asdict(layout))
-        # A GPU is no faster while others idle; CPU ranks share caches and cores, so all of them compute as in
-        # a run.
+        # A GPU's speed does not depend on other GPUs, so one measures. CPU ranks share caches and cores, so all of
+        # them measure at the same time, as in a run.
         workers = config.gpus if config.cluster.device == "cpu" else 1
         Orders(effort=effort.on(config.cluster.device), workers=workers).write(files)
         command = torchrun.build(config, files.root, module=worker)
@@ -187,7 +191,7 @@ def calibrate(
 
 
 def content_of(calibration: Calibration, written: Path | None) -> dict[str, object]:
-    """Returns what `--json` prints."""
+    """Returns the content of `--json`."""
     return {
         "version": VERSION,
         "profile_file": None if written is None else str(written),
@@ -202,8 +206,8 @@ def content_of(calibration: Calibration, written: Path | None) -> dict[str, obje
 
 
 _PLACES = ("nodes", "node_rank", "rdzv_endpoint", "rdzv_id")
-"""Settings of one run, not of a machine."""
-_ELSEWHERE = "--out FILE.yaml with a place you may write to"
+"""The cluster settings that belong to a run, not to a machine; a profile does not have them."""
+_ELSEWHERE = "--out FILE.yaml in a folder you may write to"
 
 
 _TABLES: Mapping[str, tuple[Quantity, int]] = {
@@ -211,20 +215,21 @@ _TABLES: Mapping[str, tuple[Quantity, int]] = {
     "measured_updates": ("updates", 3),
     "collectives": ("collectives", 3),
 }
-"""Fields that have a measurement per row, and how many of a row's values say of what."""
+"""The profile fields that are tables with a measurement in each row: the measured quantity, and how many values at the
+start of a row are its key."""
 
 
 def default_path(base: str) -> Path:
-    """Returns the path of a profile for which nobody names a file."""
+    """Returns the path of the new profile if the user names none."""
     return Path(f"{base.removesuffix('-calibrated')}-calibrated.yaml")
 
 
 def check_writable(path: Path, *, force: bool) -> None:
-    """Refuse before anything is measured what could not be written after.
+    """Checks that the profile can be written to a path, before anything is measured. Makes the folder.
 
     Raises:
-        ConfigError: no .yaml file, or it is there already.
-        EnvironmentProblem: its folder cannot be made or written.
+        ConfigError: the path does not end in .yaml, or the file exists and `force` is False.
+        EnvironmentProblem: the folder cannot be made or is not writable.
     """
     check_destination(path, force=force, what="a profile", key="--out")
     try:
@@ -235,7 +240,11 @@ def check_writable(path: Path, *, force: bool) -> None:
 
 
 def write_profile(path: Path, calibration: Calibration) -> None:
-    """Raises EnvironmentProblem when it cannot be written."""
+    """Writes the profile.
+
+    Raises:
+        EnvironmentProblem: the file cannot be written.
+    """
     try:
         write_text_atomic(path, profile_text(calibration))
     except OSError as error:
@@ -243,27 +252,27 @@ def write_profile(path: Path, calibration: Calibration) -> None:
 
 
 def profile_text(calibration: Calibration) -> str:
-    """Returns the text of the file, which composes to the profile."""
+    """Returns the profile as YAML, with comments about the measurements."""
     return "\n".join([*_header(calibration), *_settings(calibration)]) + "\n"
 
 
 def _header(calibration: Calibration) -> Iterator[str]:
     profile, on = calibration.profile, calibration.profile.measured_on
     yield f"# Measured by `canzona calibrate` on {on.get('date', '?')} in {calibration.seconds:.0f} s."
-    yield f"# What it does not measure is of profile {calibration.base.name}."
+    yield f"# Values that are not measured come from profile {calibration.base.name}."
     where = f"{on.get('processor', '?')}, {on.get('cores', '?')} cores, torch {on.get('torch', '?')}"
     gpu = f"{on['gpu']}, " if "gpu" in on else ""
     yield f"# On {gpu}{where}; load average {calibration.load:.1f} at the start."
     workers = on.get("workers")
     if workers is not None:
         yield f"# {on.get('ranks', '?')} ranks, {workers} computing at a time, {on.get('threads', '?')} threads each."
-    yield "# Medians. +- 3% of 40: half the interquartile range, over 40 repetitions on all ranks."
+    yield "# Values are medians. '+- 3% of 40': half the interquartile range is 3%, of 40 repetitions over all ranks."
     for warning in calibration.warnings:
         yield f"# Warning: {warning}"
     for skipped in calibration.record.skipped:
         yield f"# Left to the cost model: {skipped}"
     if profile.not_measured:
-        yield "# CUT OFF: what not_measured names comes from the profile above."
+        yield "# INCOMPLETE: the parts in not_measured come from the profile above."
 
 
 def _settings(calibration: Calibration) -> Iterator[str]:
@@ -285,14 +294,14 @@ def _settings(calibration: Calibration) -> Iterator[str]:
 
 
 def _rows(calibration: Calibration, name: str, table: Iterable[tuple[object, ...]]) -> Iterator[str]:
-    """Yields a row on a line, each with its spread."""
+    """Yields a line for each row of a table, with the spread of its measurement as a comment."""
     quantity, width = _TABLES[name]
     measured: dict[tuple[object, ...], Measurement] = {
         m.key: m for m in calibration.record.measurements if m.quantity == quantity
     }
     for row in table:
         measurement = measured.get(row[:width])
-        source = f"as {calibration.base.name}" if measurement is None else _spread(measurement)
+        source = f"from {calibration.base.name}" if measurement is None else _spread(measurement)
         yield f"  - {_flow(row)} # {source}"
 
 
@@ -301,46 +310,46 @@ def _spread(measurement: Measurement) -> str:
 
 
 def _flow(value: object) -> str:
-    """Writes a value as YAML on one line."""
+    """Formats a value as YAML on one line."""
     plain = list(value) if isinstance(value, tuple) else value
     text: str = yaml.safe_dump([plain], default_flow_style=True, width=100_000, allow_unicode=True)
     return text.strip()[1:-1]
 
 
 BENCHED: tuple[AnyStrategy, ...] = ("canzona", "sc", "adamw")
-"""canzona's engine, Megatron's Muon, Megatron's DistributedOptimizer."""
+"""The strategies of the short benches: canzona's engine, Megatron's Muon, Megatron's DistributedOptimizer."""
 RANKS = 2
 _LAYERS = 2
 _ROUNDS, _STEPS = 3, 2
 _REPLACED = ("gpus", "cluster", "parallel", "optimizer", "engine", "run", "train.steps")
-"""Settings that the benches choose themselves, whatever the user set."""
+"""The settings that the short benches choose themselves and that the user's overrides cannot change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFactors:
-    """Measured over predicted time."""
+    """The ratios of measured to predicted time in complete steps."""
 
     computing: float
-    """The factor of forward and backward, on top of the profile's own numbers."""
+    """The ratio for forward and backward, by which the profile's factors for them are multiplied."""
     phases: Mapping[str, float]
-    """`ClusterConfig.step_factors`."""
+    """The ratios for the other phases, for `ClusterConfig.step_factors`."""
 
 
 class ShortBenches:
-    """Short benches of the recipe's model with few layers.
+    """Short benches of the recipe's model, shortened to a few layers.
 
     Args:
-        overrides: the calibration's overrides.
-        config: the run they compose to.
-        profile: the file of the cluster profile to run on.
+        overrides: the overrides of the calibration.
+        config: the run that they compose to.
+        profile: the file of the cluster profile that the benches use.
     """
 
     def __init__(
         self, overrides: Sequence[str], config: RunConfig, profile: Path, say: Say, recipes_dirs: Sequence[Path] = ()
     ) -> None:
         on_cpu = config.cluster.device == "cpu"
-        # Ranks that take turns on a core find its caches full of each other's data, so a crowd is measured as
-        # one.
+        # CPU ranks that share a core evict each other's data from its caches, so the benches have as many ranks as
+        # the run, but at most two per core.
         most = min(config.gpus, 2 * cores() if on_cpu else RANKS)
         self.ranks = most if most < RANKS else most // RANKS * RANKS
         self.overrides = [
@@ -351,11 +360,11 @@ class ShortBenches:
         self._say, self._recipes_dirs = say, recipes_dirs
 
     def bench(self, ranks: int, tp: int) -> BenchResult:
-        """Run every strategy in `BENCHED` on that many ranks.
+        """Benches the strategies of `BENCHED` on a number of ranks with a tensor-parallel size.
 
         Raises:
-            CanzonaError: as `session.prepare` and `session.run`.
-            KeyboardInterrupt: somebody stopped it.
+            CanzonaError: as in `session.prepare` and `session.run`.
+            KeyboardInterrupt: the user stopped the bench.
         """
         folder = Path(tempfile.mkdtemp(prefix="canzona-calibrate-"))
         try:
@@ -373,11 +382,13 @@ class ShortBenches:
 
 
 def with_steps(calibration: Calibration, benches: ShortBenches, write: Callable[[Calibration], None]) -> Calibration:
-    """Adds the factors of whole steps. Where a bench failed or was stopped, those of the one before it are kept, and
-    the profile is marked as lacking the rest.
+    """Runs the short benches and adds the factors of complete steps to the profile.
+
+    If a bench fails or is stopped, factors come only from the benches before, and "steps" is added to the profile's
+    `not_measured`.
 
     Args:
-        write: writes a calibration to the profile that the benches run on, so that they predict from it.
+        write: called once with the result; writes the profile.
     """
     begun = time.time()
 
@@ -397,7 +408,7 @@ def with_steps(calibration: Calibration, benches: ShortBenches, write: Callable[
                 outcome,
                 status="interrupted" if stopped else "failed",
                 exit_code=ExitCode.INTERRUPTED if stopped else ExitCode.CRASH,
-                message="" if stopped else f"whole steps of TP {tp}: {error}",
+                message="" if stopped else f"bench of complete steps with TP {tp}: {error}",
             )
             profile = replace(profile, not_measured=(*profile.not_measured, "steps"))
             break
@@ -407,11 +418,11 @@ def with_steps(calibration: Calibration, benches: ShortBenches, write: Callable[
 
 
 def _fitted(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterConfig:
-    """Returns the profile with the factors of its benches, at least one."""
+    """Returns the profile with the factors of its benches, of which there is at least one."""
     fitted = factors(results)
     scaled = ("forward_factor", "forward_module_us", "backward_factor", "backward_module_us")
     changes = {name: significant(getattr(profile, name) * fitted.computing) for name in scaled}
-    # Errors of predictions are reported for other layouts than these.
+    # `canzona tune` leaves these layouts out when it reports errors of predictions.
     layouts = ", ".join(dict.fromkeys(layout_code(result.layout) for result in results))
     measured_on = {**profile.measured_on, "fitted_on": layouts}
     changed = replace(profile, step_factors=dict(fitted.phases), measured_on=measured_on, **changes)  # type: ignore[arg-type]
@@ -419,35 +430,34 @@ def _fitted(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterCo
 
 
 def factors(results: Sequence[BenchResult]) -> StepFactors:
-    """Computes factors from the data-parallel bench and, if there were two ranks,
-    the tensor-parallel one after it.
+    """Computes the factors from the data-parallel bench and, if it was run, the tensor-parallel bench after it.
 
-    Forward and backward are the first one's: it has no collectives in them, which have prices of their own.
-    They have one factor together, and with the waits for gradients and parameters, where ranks meet that were
-    given the cores unevenly.
+    The factor of forward and backward comes from the data-parallel bench, where these have no collectives. Both have
+    one factor. It includes the waits for gradients and parameters, because the operating system gives the ranks
+    unequal shares of the cores, and the faster ranks wait there.
     """
     phases: dict[str, float] = {}
     for prefix, (updating, elementwise) in {"": ("canzona", "canzona"), "megatron/": ("sc", "adamw")}.items():
-        of: dict[Phase, str] = {
+        benched: dict[Phase, str] = {
             "matrix_update": updating,
             "exchange": updating,
             "norm_clip": elementwise,
             "adamw_update": elementwise,
         }
-        for phase, strategy in of.items():
-            # Ranks wait for one another in norm and clip; the last one waits least.
+        for phase, strategy in benched.items():
+            # Early ranks wait for late ones in norm and clip, so the shortest time is the one without a wait.
             rank: Literal["min", "mean"] = "min" if phase == "norm_clip" else "mean"
             factor = _factor([result.strategies[strategy] for result in results], (phase,), rank)
             if factor is not None:
                 phases[f"{prefix}{phase}"] = factor
-    met: tuple[Phase, ...] = ("forward", "backward", "grad_reduce", "param_gather")
-    computing = _factor(results[0].strategies.values(), met, "mean")
+    computing_phases: tuple[Phase, ...] = ("forward", "backward", "grad_reduce", "param_gather")
+    computing = _factor(results[0].strategies.values(), computing_phases, "mean")
     assert computing is not None
     return StepFactors(computing=computing, phases=phases)
 
 
 def _factor(benches: Iterable[StrategyBench], phases: Sequence[Phase], rank: Literal["min", "mean"]) -> float | None:
-    """Measured over predicted, all phases and benches together; None where no bench has them."""
+    """Returns measured over predicted time, summed over phases and benches; None where no bench has the phases."""
     measured = predicted = 0.0
     for bench, phase in itertools.product(benches, phases):
         expected, seconds = bench.predicted.phases.get(phase, 0.0), bench.measured.phases.get(phase)

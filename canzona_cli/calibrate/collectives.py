@@ -1,12 +1,12 @@
-"""Seconds of collectives on the real backend, by kind, group size and bytes.
+"""Measures collectives on the real backend by kind, group size and bytes.
 
-On CPU ranks what counts is what a collective adds to ranks that compute between two of them, in all groups of
-a size at the same time. In a loop of nothing but collectives every rank is awake, every cache warm, every
-core free: in steps of four ranks on two cores they took two to six times as long as such a loop had said.
+On CPU ranks, the result is the time that a collective adds to a loop of computation, with all groups of a size at the
+same time. In a loop of collectives alone, every rank is awake, every cache is warm and every core is free: in training
+steps of four ranks on two cores, collectives took two to six times as long as in such a loop.
 
-On GPUs the skew of leaving a barrier and launching would be as long as what is measured: there, several in a
-row are timed between two events on the device, behind a collective that brings all devices together and keeps
-them busy until the rest has been launched.
+On GPUs, the skew between ranks after a barrier and the launch time would be as long as the collective. Therefore a row
+of collectives is timed between two events on the device. Before the row, all-reduces synchronise the devices and keep
+them busy until the host has launched the row.
 """
 
 import math
@@ -27,38 +27,39 @@ from canzona_cli.run.statistics import Quartiles
 
 LEAST, MOST = 5, 200
 ROW = 16
-"""Collectives between two events on a GPU."""
+"""The number of collectives between two events on a GPU."""
 _CALLS = 4
-"""Collectives with work between them that make a sample on CPU ranks; fewer where they take long."""
+"""The most collectives, with computation between them, of a sample on CPU ranks; long collectives have fewer."""
 _SIDE, _TOUCHED = 384, 1 << 20
-"""The work: a product of this side in bf16, and this many bytes read and written; about a millisecond."""
+"""The computation between collectives on CPU ranks: a bf16 product of square matrices of this side, and this many bytes
+read and written. This takes about a millisecond."""
 _PILOTS = 2
 _GATHERING_BYTES = 64 << 20
-"""Bytes of each all-reduce before a row, which takes at least 0.2 ms over NVLink."""
+"""The bytes of each all-reduce before a row, which takes at least 0.2 ms over NVLink."""
 _HEAD_START = 1.5
-"""Times that the host takes to launch a row for which the devices are kept busy before it: else it would be the host's
-launches that are timed where a collective takes less than 30 us."""
+"""The time that the devices are kept busy before a row, as a multiple of the host's time to launch the row. Otherwise,
+for collectives of less than 30 us, the host's launches would be measured."""
 _MOST_AHEAD = 16
 _LEAST_S = 1e-6
 _LARGE_S = 1.5
-"""Limit in seconds for the repetitions of the largest size."""
+"""The limit in seconds for the repetitions of the largest size; a size that would take longer is not measured."""
 
 Transfer = Callable[[], None]
 Make = Callable[[int, "Members"], Transfer]
-"""A function from a number of bytes to the collective, with its buffers allocated."""
+"""A function that allocates buffers of a number of bytes and returns the collective on them."""
 
 
 class Members:
-    """One rank's place in its group of `size` neighbours.
+    """This rank's process group of `size` consecutive ranks.
 
     Args:
-        team: the ranks of one or more whole groups, which measure at the same time.
+        team: the ranks of one or more complete groups, which measure at the same time.
     """
 
     def __init__(self, team: Team, size: int) -> None:
-        """Collective over the whole job."""
+        """Makes the groups. Collective over all ranks of the job."""
         self.team, self.size, self.device = team, size, team.device
-        # NCCL's own groups, or gloo's: what a run's collectives go through.
+        # Groups with the default backend (NCCL or gloo), which a run's collectives use as well.
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, team.size, size)]
         self.groups = len(groups)
         place, self.rank = divmod(team.rank, size)
@@ -69,19 +70,19 @@ class Members:
         return joined(self._group)
 
     def buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer of about `size` bytes, divisible by the number of ranks."""
+        """Returns a buffer of about `size` bytes whose length is divisible by the number of ranks."""
         per_rank = max(1, size // (torch.empty(0, dtype=dtype).element_size() * self.size))
         return torch.ones(per_rank * self.size, dtype=dtype, device=self.device)
 
 
 def group_sizes(ranks: int) -> list[int]:
-    """2, 4, 8 and so on, and all ranks."""
+    """Returns the group sizes to measure: the powers of two from 2, and the number of ranks."""
     sizes = [2**power for power in range(1, ranks.bit_length()) if 2**power <= ranks]
     return sizes if ranks in sizes or ranks == 1 else [*sizes, ranks]
 
 
 def measure_collectives(members: Members, effort: Effort, recorder: Recorder) -> None:
-    """All kinds and sizes in groups of this size. Members only."""
+    """Measures all kinds and sizes of collectives in groups of one size. Members only."""
     for kind, make in KINDS.items():
         if kind == "send" and members.size != 2:
             continue
@@ -96,7 +97,7 @@ def measure_collectives(members: Members, effort: Effort, recorder: Recorder) ->
 
 
 def measure(members: Members, kind: Collective, make: Make, size: int, budget_s: float, recorder: Recorder) -> float:
-    """One kind and size; its median, the same on all members."""
+    """Measures and records a collective of one kind and size; returns its median, the same on all members."""
     run, team = make(size, members), members.team
     if members.device.type == "cpu":
         values, busy = _between_work(members, run, budget_s)
@@ -109,33 +110,37 @@ def measure(members: Members, kind: Collective, make: Make, size: int, budget_s:
 
 
 def _between_work(members: Members, run: Transfer, budget_s: float) -> tuple[list[float], float]:
-    """Seconds that a collective adds to work it lies between, the slowest rank's, and the processor cores
-    that each group's keeps busy meanwhile."""
+    """Measures a collective between computations on CPU ranks.
+
+    Returns:
+        The seconds that a collective adds to the computation on the slowest rank, by repetition; and the number of
+        processor cores that the collective of a group keeps busy.
+    """
     team, side = members.team, torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16)
     product, touched = torch.empty_like(side), torch.ones(_TOUCHED // 4)
 
-    def row(calls: int, *, moving: bool) -> tuple[float, float]:
-        """Wall clock and processor time of one call."""
+    def row(calls: int, *, communicating: bool) -> tuple[float, float]:
+        """Returns wall and processor seconds of one call."""
         team.meet()
         begin, worked = time.perf_counter(), time.process_time()
         for _ in range(calls):
             torch.mm(side, side, out=product)
             touched.neg_()
-            if moving:
+            if communicating:
                 run()
         return (time.perf_counter() - begin) / calls, (time.process_time() - worked) / calls
 
     def pair(calls: int) -> tuple[tuple[float, float], tuple[float, float]]:
-        return row(calls, moving=True), row(calls, moving=False)
+        return row(calls, communicating=True), row(calls, communicating=False)
 
     pilot = team.decide(min(sum(wall for wall, _ in pair(1)) for _ in range(_PILOTS)))
     calls = max(1, min(_CALLS, int(budget_s / LEAST / pilot)))
     pairs = [pair(calls) for _ in range(_repetitions(budget_s, calls * pilot))]
-    both, alone = (_slowest(team, [two[moving][0] for two in pairs]) for moving in (0, 1))
-    # What is lost in the noise of the work takes no time to speak of.
+    both, alone = (_slowest(team, [rows[which][0] for rows in pairs]) for which in (0, 1))
+    # A difference within the noise of the computation counts as a microsecond.
     added = [max(_LEAST_S, with_it - without) for with_it, without in zip(both, alone, strict=True)]
     processor = [statistics.median(with_it[1] - without[1] for with_it, without in pairs)]
-    busy = sum(theirs for (theirs,) in team.gather(processor)) / members.groups / Quartiles.of(added).median
+    busy = sum(of_rank for (of_rank,) in team.gather(processor)) / members.groups / Quartiles.of(added).median
     return added, min(max(busy, 0.0), float(cores()))
 
 
@@ -144,12 +149,12 @@ def _repetitions(budget_s: float, pilot: float) -> int:
 
 
 def _slowest(team: Team, seconds: Sequence[float]) -> list[float]:
-    """A collective ends when the last rank is done."""
+    """Returns the longest time over ranks of each repetition: a collective ends when the last rank is done."""
     return [max(each) for each in zip(*team.gather(seconds), strict=True)]
 
 
 def _in_a_row(members: Members, run: Transfer) -> Callable[[], float]:
-    """Seconds that the device takes for one of `ROW`."""
+    """Prepares the measurement of a row on GPUs; returns a function that measures the seconds of one collective."""
     gathering = _all_reduce(_GATHERING_BYTES, members)
 
     def row() -> None:
@@ -157,12 +162,12 @@ def _in_a_row(members: Members, run: Transfer) -> Callable[[], float]:
             run()
 
     def launching() -> float:
-        """Seconds of the host."""
+        """Returns the seconds that the host takes to launch a row."""
         begin = time.perf_counter()
         row()
         return time.perf_counter() - begin
 
-    row()  # builds what it runs on
+    row()  # the first call makes NCCL's communicator
     busy_s = min(device_seconds(gathering) for _ in range(_PILOTS))
     launch_s = min(launching() for _ in range(_PILOTS))
     needed = members.team.decide(_HEAD_START * launch_s / max(busy_s, 1e-9))
@@ -178,44 +183,44 @@ def _in_a_row(members: Members, run: Transfer) -> Callable[[], float]:
 
 
 def _all_reduce(size: int, members: Members) -> Transfer:
-    data = members.buffer(size, torch.float32).zero_()  # sums of sums would overflow
+    data = members.buffer(size, torch.float32).zero_()  # zeros: repeated sums would overflow
     return lambda: _finish(dist.all_reduce(data, group=members.group, async_op=True))
 
 
 def _reduce(size: int, members: Members) -> Transfer:
-    """Reduces to owners, asynchronously, as gradients travel."""
+    """Prepares asynchronous reductions to owners, which a run uses for gradients."""
     parts = _ranges(members.buffer(size, torch.float32).zero_(), members)
     return lambda: _finish(*reduce_each(parts, members.group))
 
 
 def _broadcast(size: int, members: Members) -> Transfer:
-    """Broadcasts from owners, asynchronously, as weights travel."""
+    """Prepares asynchronous broadcasts from owners, which a run uses for weights."""
     parts = _ranges(members.buffer(size, torch.bfloat16), members)
     return lambda: _finish(*broadcast_each(parts, members.group))
 
 
 def _ranges(data: torch.Tensor, members: Members) -> list[tuple[torch.Tensor, int]]:
-    """Returns a range for each rank on GPUs, because only together do they show what sharing the link and a
-    launch comes to; on CPU ranks one range, for gloo runs them apart, in threads."""
+    """Returns (range, owner) pairs: on GPUs a range for each rank, because in a run they share the link and one launch;
+    on CPU ranks a single range, because gloo runs each collective in its own thread."""
     if members.device.type == "cpu":
         return [(data, 0)]
     return [(part, owner) for owner, part in enumerate(data.chunk(members.size))]
 
 
 def _all_gather(size: int, members: Members) -> Transfer:
-    whole = members.buffer(size, torch.bfloat16)
-    shard = whole.chunk(members.size)[members.rank]
-    return lambda: _finish(dist.all_gather_into_tensor(whole, shard, group=members.group, async_op=True))
+    buffer = members.buffer(size, torch.bfloat16)
+    shard = buffer.chunk(members.size)[members.rank]
+    return lambda: _finish(dist.all_gather_into_tensor(buffer, shard, group=members.group, async_op=True))
 
 
 def _reduce_scatter(size: int, members: Members) -> Transfer:
-    whole = members.buffer(size, torch.float32).zero_()
-    shard = whole.chunk(members.size)[members.rank]
-    return lambda: _finish(dist.reduce_scatter_tensor(shard, whole, group=members.group, async_op=True))
+    buffer = members.buffer(size, torch.float32).zero_()
+    shard = buffer.chunk(members.size)[members.rank]
+    return lambda: _finish(dist.reduce_scatter_tensor(shard, buffer, group=members.group, async_op=True))
 
 
 def _all_to_all(size: int, members: Members) -> Transfer:
-    """Equal parts; `size` goes to the others, one more part stays."""
+    """Prepares an all-to-all of equal parts: `size` bytes go to the other ranks, and another part stays on this."""
     sent = members.buffer(max(1, size * members.size // (members.size - 1)), torch.float32)
     received = torch.empty_like(sent)
     return lambda: _finish(dist.all_to_all_single(received, sent, group=members.group, async_op=True))

@@ -1,8 +1,8 @@
-"""Measurements of what ranks compute alone: products, decompositions, memory, the model's passes, updates of matrices.
+"""Measures work without communication: products, decompositions, memory, forward and backward passes, matrix updates.
 
 An update is timed as the engine runs it, except for the exchange: clip the gradient, step, check that the new weight is
-finite, and write it in the model's precision. Each matrix has its own memory, and there are as many as the model has
-layers, because in training each update finds the caches full of other matrices.
+finite, and write it in the model's precision. As many different matrices as the model has layers are updated in turn,
+because in training each update finds the caches full of other matrices.
 """
 
 import datetime
@@ -32,56 +32,63 @@ Work = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class _Values:
-    """One member's measurements, as it sends them to the others."""
+    """A member's measurements, as sent to the other members."""
 
     values: tuple[float, ...]
 
 
 LEAST, MOST = 3, 400
-"""Repetitions of a measurement; fewer only where three would take four times the budget."""
+"""The fewest and the most repetitions of a measurement; fewer only if `LEAST` would take over four times the budget."""
 _SAMPLE_S = 1e-3
-"""Several calls of anything quicker make one sample."""
+"""The shortest sample in seconds; of quicker work, several calls make a sample."""
 
 
 class Team:
-    """The first `size` ranks of the job; the others wait without using a processor.
+    """The first `size` ranks of the job, which measure while the other ranks sleep.
 
-    They meet over gloo even where the measured collectives are NCCL's: a gloo rank sleeps while it waits.
+    The ranks synchronise over gloo even on GPUs, because a rank that waits in gloo does not use a processor.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        """Collective: every rank of the job calls it."""
+        """Makes the team's gloo group. Collective over all ranks of the job."""
         self.rank, self.size, self.device = rank, size, device
         self.member = rank < size
         self._group = dist.new_group(list(range(size)), backend="gloo", timeout=datetime.timedelta(minutes=10))
 
     def meet(self) -> None:
+        """Waits until all members have called this."""
         if self.size > 1:
             dist.barrier(group=joined(self._group))
 
     def gather(self, values: Sequence[float]) -> list[tuple[float, ...]]:
-        """The values of all members in rank order, on all members."""
-        return [theirs.values for theirs in gather(_Values(values=tuple(values)), group=joined(self._group))]
+        """Gathers the values of all members, in rank order, on all members."""
+        return [member.values for member in gather(_Values(values=tuple(values)), group=joined(self._group))]
 
     def decide(self, value: float) -> float:
-        """The largest of all members' values, so that all make the same choice."""
-        return max(theirs for (theirs,) in self.gather([value]))
+        """Returns the largest of all members' values, so that all members make the same decision."""
+        return max(of_member for (of_member,) in self.gather([value]))
 
     def samples(self, work: Work, budget_s: float) -> list[float]:
-        """Seconds of one call of `work` while all members run it at the same time;
-        the samples of all of them."""
+        """Measures the seconds of one call of `work` while all members run it; returns the samples of all members."""
         self.meet()
         return [sample for of_rank in self.gather(repeat(work, self.device, budget_s)) for sample in of_rank]
 
 
 def joined(group: dist.ProcessGroup | int) -> dist.ProcessGroup:
-    """The result of `new_group` on a rank that is a member; on other ranks it is a number."""
+    """Returns a group made by `new_group`, which is not a group on ranks that are not members.
+
+    Raises:
+        AssertionError: this rank is not a member.
+    """
     assert isinstance(group, dist.ProcessGroup), "not a member"
     return group
 
 
 def repeat(work: Work, device: torch.device, budget_s: float) -> list[float]:
-    """Seconds of one call, as many samples as the budget allows, after one call that does not count."""
+    """Measures the seconds of one call of `work`, with as many samples as the budget allows.
+
+    The first call, and a second one that decides how many calls make a sample, are not counted.
+    """
     first = timed(work, device)
     calls = max(1, round(_SAMPLE_S / max(timed(work, device), 1e-7))) if first < _SAMPLE_S else 1
     samples: list[float] = []
@@ -94,7 +101,7 @@ def repeat(work: Work, device: torch.device, budget_s: float) -> list[float]:
 
 
 def timed(work: Work, device: torch.device, calls: int = 1) -> float:
-    """Seconds of one call, the mean of `calls` in a row, by `clock`."""
+    """Returns the mean seconds of `calls` consecutive calls, by `clock`."""
     wait(device)
     begin = clock(device)
     for _ in range(calls):
@@ -104,24 +111,26 @@ def timed(work: Work, device: torch.device, calls: int = 1) -> float:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds since whenever: the wall clock's, or of a CPU rank's only thread the processor's.
+    """Returns a time in seconds from an arbitrary start: processor time on CPU ranks with one thread, otherwise wall
+    time.
 
-    Of ranks that take turns on a core each sleeps while others run, for longer than most of what is measured
-    takes: its wall clock shows either nothing of that or all. Its processor time is what it takes of a core,
-    with the caches that the others leave it, and without what other programs take.
+    A rank that shares a core sleeps while other ranks run, for longer than most measured operations take, so wall times
+    would either include all of a sleep or none of it. Processor time does not include sleep or other programs, but it
+    includes the effect of the other ranks on the caches.
     """
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    return time.process_time() if alone else time.perf_counter()
+    single_threaded = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time() if single_threaded else time.perf_counter()
 
 
 def wait(device: torch.device) -> None:
+    """Waits for a GPU to finish; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes that are measured; sides of square matrices."""
+    """The sizes to measure, as sides of square matrices unless noted."""
 
     products: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
     """The sides of bf16 products."""
@@ -130,9 +139,9 @@ class Sizes:
     symmetric: int = 1024
     """The side of eigendecompositions."""
     copied_bytes: int = 128 << 20
-    """Bytes of a buffer too large for any cache."""
+    """The bytes of a buffer that is too large for any cache."""
     precisions: tuple[tuple[Quantity, ProductPrecision], ...] = (("fp32_tflops", "fp32"),)
-    """The precisions of fp32 products."""
+    """The precisions in which products of fp32 matrices are measured, with their quantities."""
 
 
 SIZES = {
@@ -148,11 +157,11 @@ SIZES = {
 """The sizes by type of device."""
 _LAUNCHES = 200
 _MODEL_BUDGET = 12
-"""Items' worth of time for forward and backward: every prediction of a step is scaled by these two numbers."""
+"""The budget for forward and backward, in units of `Effort.item_s`: every prediction of a step depends on them."""
 
 
 def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
-    """Team only."""
+    """Measures the rates of matrix products and decompositions, and the time of a launch. Team only."""
     sizes = SIZES[team.device.type]
     for size in sizes.products:
         factors = (torch.randn(size, size, device=team.device).bfloat16() for _ in range(3))
@@ -179,8 +188,10 @@ def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
 
 
 def measure_memory(team: Team, effort: Effort, recorder: Recorder) -> None:
-    """Time a copy between buffers too large for any cache, over the share of the bandwidth that copies reach.
-    Team only."""
+    """Measures memory bandwidth by a copy between buffers that are too large for any cache. Team only.
+
+    The measured rate is divided by `COPY_EFFICIENCY`, the share of the bandwidth that a copy reaches.
+    """
     elements = SIZES[team.device.type].copied_bytes // 4
     source, target = (torch.ones(elements, device=team.device) for _ in range(2))
     moved = 2 * source.nbytes
@@ -190,16 +201,14 @@ def measure_memory(team: Team, effort: Effort, recorder: Recorder) -> None:
 
 
 def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, recorder: Recorder) -> None:
-    """Time micro-batches of random tokens through the recipe's model, shortened to a few layers. Collective.
+    """Measures forward and backward of the recipe's model, shortened to a few layers, with random tokens. Collective.
 
-    On all ranks at once: ranks that take turns on a core find caches, and the processor's own of
-    instructions, full of each other's.
-
-    Of two sizes: what a pass takes however small it is, and what more of it takes, are two numbers. Gradients
-    are added to Megatron's buffers and nothing is sent.
+    All ranks measure at the same time, because ranks that share a core evict each other's data and instructions from
+    its caches. Two sizes of micro-batch separate the fixed time of a pass from the time per token. Gradients are added
+    to Megatron's buffers, without communication.
 
     Args:
-        config: `profile.shortened`.
+        config: the result of `profile.shortened`.
     """
     [wrapped] = wrap_data_parallel(model.build_model(config, world), config, world)
     sizes = (1, max(2, world.layout.micro_batch_size))
@@ -212,8 +221,8 @@ def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, r
 def _passes(
     team: Team, config: RunConfig, wrapped: DistributedDataParallel, size: int, budget_s: float
 ) -> list[tuple[float, float]]:
-    """Seconds of forward and backward of micro-batches of `size` sequences,
-    on all members at the same time."""
+    """Measures (forward, backward) seconds of micro-batches of `size` sequences while all members run them; returns
+    the samples of all members."""
     shape = (size, config.train.seq_length)
     tokens, labels = (torch.randint(config.model.vocab_size, shape, device=team.device) for _ in range(2))
     positions = torch.arange(config.train.seq_length, device=team.device).expand(shape)
@@ -236,7 +245,7 @@ def _passes(
         while len(samples) < LEAST or time.perf_counter() - begin < budget_s:
             samples.append(step())
     forward, backward = (
-        [sample for theirs in team.gather(mine) for sample in theirs] for mine in zip(*samples, strict=True)
+        [sample for of_rank in team.gather(mine) for sample in of_rank] for mine in zip(*samples, strict=True)
     )
     return list(zip(forward, backward, strict=True))
 
@@ -250,6 +259,7 @@ def _rate(
     work: Work,
     *key: int,
 ) -> None:
+    """Measures and records a rate in TFLOP/s."""
     samples = team.samples(work, effort.item_s)
     recorder.add(Measurement.of(quantity, [flops / sample / 1e12 for sample in samples], *key))
 
@@ -259,33 +269,33 @@ def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _discard(_: object) -> None:
-    """Ignore the result."""
+    """Ignores the result of a lambda's call."""
 
 
 SPLITTINGS: tuple[Splitting, ...] = ("qkv", "split")
 ADAMW_ELEMENTS = 4 << 20
 _BYTES_AT_ONCE = {"cpu": 256 << 20, "cuda": 8 << 30}
-"""The most bytes for all matrices of one shape that are updated in turn, with gradients and state."""
+"""The most bytes of all matrices in a `Group`, with gradients and state, by type of device."""
 _CLIP = 0.999
 _NEVER = 1 << 40
-"""Steps between refreshes, so that none happens by itself."""
+"""A number of steps between refreshes that is so large that no refresh happens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One implementation of one algorithm."""
+    """An implementation of an optimizer's algorithm, with the run's configuration for it."""
 
     config: RunConfig
     label: str
 
     @property
     def ours(self) -> bool:
-        """False for Megatron's own."""
+        """True for canzona's implementation; False for Megatron's."""
         return not self.label.startswith("megatron/")
 
 
 def variants(config: RunConfig) -> Iterator[Variant]:
-    """Ours of every measured optimizer, and Megatron's Muon."""
+    """Yields canzona's implementation of every measured optimizer, and Megatron's Muon."""
     for run in measured_runs(config):
         name = label(algorithm(run))
         yield Variant(config=run, label=name)
@@ -294,7 +304,7 @@ def variants(config: RunConfig) -> Iterator[Variant]:
 
 
 def shapes(config: RunConfig) -> list[tuple[int, int]]:
-    """(rows, columns) of the recipe's matrices, smallest first."""
+    """Returns the (rows, columns) of the recipe's matrices in every splitting, smallest first."""
     shapes_of_all = {shape for splitting in SPLITTINGS for shape in layer_shapes(config.model, splitting)}
     return sorted(shapes_of_all, key=lambda shape: (max(shape), shape[0] * shape[1]))
 
@@ -302,10 +312,12 @@ def shapes(config: RunConfig) -> list[tuple[int, int]]:
 def measure_updates(
     team: Team, config: RunConfig, effort: Effort, recorder: Recorder, elapsed: Callable[[], float]
 ) -> None:
-    """Every variant with every shape, quick ones first; slow ones are left to the cost model. Team only.
+    """Measures every variant's update of every shape, quick ones first. Team only.
+
+    Updates that would take too long to measure are left to the cost model and recorded as skipped.
 
     Args:
-        elapsed: seconds since the calibration began.
+        elapsed: returns the seconds since the calibration started.
     """
     items = [(expected(variant, *shape), variant, shape) for variant in variants(config) for shape in shapes(config)]
     for cost_s, variant, (rows, cols) in sorted(items, key=lambda item: item[0]):
@@ -319,8 +331,8 @@ def measure_updates(
 
 
 def measure_adamw(team: Team, config: RunConfig, effort: Effort, recorder: Recorder) -> None:
-    """Nanoseconds of an element: AdamW on a flat fp32 shard,
-    and its copy into the model's weights. Team only."""
+    """Measures AdamW's nanoseconds per element: the update of a flat fp32 shard and the copy into the model's weights.
+    Team only."""
     shard = torch.nn.Parameter(torch.randn(ADAMW_ELEMENTS, device=team.device))
     shard.grad = torch.randn_like(shard)
     weight = torch.empty(ADAMW_ELEMENTS, dtype=_dtype(config), device=team.device)
@@ -335,8 +347,10 @@ def measure_adamw(team: Team, config: RunConfig, effort: Effort, recorder: Recor
 
 
 def expected(variant: Variant, rows: int, cols: int) -> float:
-    """Seconds that measuring it will roughly take, by the cost model: refreshes dominate,
-    including the first one."""
+    """Returns the approximate seconds that the measurement of an update takes, by the cost model.
+
+    For SOAP and Shampoo, this is the time of three steps with a refresh, which take far longer than other steps.
+    """
     how, cluster = algorithm(variant.config), replace(variant.config.cluster, measured_updates=())
     if isinstance(variant.config.optimizer, MomentumConfig):
         return 8 * seconds(how, rows, cols, cluster)
@@ -344,10 +358,10 @@ def expected(variant: Variant, rows: int, cols: int) -> float:
 
 
 def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s: float) -> list[float]:
-    """Seconds of one update of one (rows, columns) matrix, of all members;
-    for SOAP and Shampoo the mean over a period.
+    """Measures the seconds of one update of one (rows, columns) matrix; returns the samples of all members.
 
-    The samples of such a mean are those of plain steps, each weighted with the median of the refreshes.
+    For SOAP and Shampoo a sample is the mean over a refresh period: of one sample of a step without refresh and of the
+    median step with refresh, weighted by how often each occurs.
     """
     group = Group(variant, rows, cols, team.device)
     optimizer = group.optimizer
@@ -364,8 +378,8 @@ def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s:
     mine = [timed(group.update, team.device)]
     if mine[0] < budget_s:
         mine = repeat(group.update, team.device, budget_s)
-    renewed = sorted(sample / group.count for each in team.gather(mine) for sample in each)
-    refresh = renewed[len(renewed) // 2]
+    refreshes = sorted(sample / group.count for of_rank in team.gather(mine) for sample in of_rank)
+    refresh = refreshes[len(refreshes) // 2]
     return [((period - 1) * sample + refresh) / period for sample in plain]
 
 
@@ -412,8 +426,10 @@ class Group:
         write_finite(list(enumerate(self._writes)), self._finite, on_host=self._device.type == "cpu")
 
     def fill_factors(self, optimizer: KroneckerOptimizer) -> None:
-        """Make all eigenvalues distinct: factors of few gradients are mostly zero,
-        and decompose too quickly."""
+        """Makes all eigenvalues of the factors distinct by adding random numbers to the diagonals.
+
+        Factors of few gradients have low rank, and their decomposition would be faster than in training.
+        """
         for master in self._masters:
             for side in SIDES:
                 factor = optimizer.state[master].get(side)
@@ -426,8 +442,8 @@ class Group:
 
 
 def _count(variant: Variant, rows: int, cols: int, device: torch.device) -> int:
-    """Counts the matrices to update: one for each layer, or as many as memory allows;
-    one where each takes long."""
+    """Returns how many matrices to update: one for each layer, at most what `_BYTES_AT_ONCE` allows, and one for large
+    matrices of SOAP and Shampoo, whose updates take long."""
     squares = 0 if isinstance(variant.config.optimizer, MomentumConfig) else rows * rows + cols * cols
     if squares and max(rows, cols) > 1024:
         return 1
@@ -436,7 +452,7 @@ def _count(variant: Variant, rows: int, cols: int, device: torch.device) -> int:
 
 
 def _matrix(layer: int, rows: int, cols: int) -> Matrix:
-    """Returns a matrix of a kind that every layer has."""
+    """Returns the description of a matrix in a layer, without a tensor-parallel dimension."""
     name, parameter = f"layers.{layer}.other", f"decoder.layers.{layer}.weight"
     place = {"index": layer, "layer": layer, "unit": layer, "stage": 0}
     return Matrix(name=name, kind="other", rows=rows, cols=cols, shard_dim=None, parameter=parameter, **place)

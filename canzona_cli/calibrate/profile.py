@@ -1,4 +1,4 @@
-"""The numbers that a calibration's ranks report, and the cluster profile that is made of them. No torch."""
+"""The measurements that the ranks of a calibration report, and the cluster profile made from them. No torch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +30,7 @@ from canzona_cli.run.machine import cores
 from canzona_cli.run.statistics import Quartiles
 
 Part = Literal["arithmetic", "memory", "adamw", "collectives", "model", "updates"]
-"""The parts in the order of measurement. A missing part comes from the profile that the calibration started from."""
+"""The parts of a calibration, in the order of measurement. A part that was not measured comes from the base profile."""
 Quantity = Literal[
     "matmul_tflops",
     "fp32_tflops",
@@ -46,8 +46,8 @@ Quantity = Literal[
     "forward",
     "backward",
 ]
-"""Profile fields in their own units (grouped_collectives: 1 or 0); updates, collectives, forward and backward
-in seconds."""
+"""The measured quantities: fields of the profile in their units (grouped_collectives is 1 or 0), and updates,
+collectives, forward and backward in seconds."""
 
 WHAT: dict[Part, str] = {
     "arithmetic": "matrix products, decompositions, launches",
@@ -61,21 +61,22 @@ WHAT: dict[Part, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """Budgets in seconds: a measurement is repeated until its budget is spent."""
+    """The time budgets of a calibration. A measurement is repeated until its budget is spent."""
 
     item_s: float = 0.3
-    """Seconds for each product, decomposition, size of a collective and shape of an update."""
+    """The budget in seconds for each product, decomposition, size of a collective and shape of an update."""
     largest_item_s: float = 40.0
-    """An update that would take longer than this to measure is left to the cost model."""
+    """The longest expected measurement of an update, in seconds; longer ones are left to the cost model."""
     end_s: float = 70.0
-    """Seconds since the start after which only quick items are measured."""
+    """The seconds since the start by which a measurement of an update must be expected to end, unless it takes less
+    than a second."""
     sizes: tuple[int, ...] = (8, 64 << 10, 1 << 20, 8 << 20)
     """The sizes of collectives, in bytes."""
     large: int | None = 32 << 20
-    """One more size, where it is quick enough."""
+    """A further size of collectives in bytes, which is measured where it is quick enough; None without one."""
 
     def on(self, device: Device) -> "Effort":
-        """The same with sizes of what travels on it: on GPUs up to buckets and gatherings of the largest models."""
+        """Returns the effort with the sizes for a type of device: on GPUs up to the buckets of the largest models."""
         return self if device == "cpu" else replace(self, sizes=GPU_SIZES, large=None)
 
 
@@ -86,11 +87,11 @@ QUICK = Effort(item_s=0.08, largest_item_s=1.5, end_s=30.0, sizes=(8, 64 << 10, 
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """The orders that ranks read in addition to configuration and layout."""
+    """The instructions that ranks read in addition to the configuration and the layout."""
 
     effort: Effort
     workers: int
-    """Ranks that compute at the same time."""
+    """The number of ranks that compute at the same time."""
 
     def write(self, files: RunFiles) -> None:
         write_json_atomic(files.root / "orders.json", asdict(self))
@@ -102,18 +103,17 @@ class Orders:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One number, measured more than once."""
+    """A number that was measured repeatedly."""
 
     quantity: Quantity
     key: tuple[str | int, ...] = ()
-    """matmul_tflops: (n,); updates: (label, rows, columns); collectives: (kind, ranks, bytes);
-    forward and backward:
-    (sequences,)."""
+    """The row of the quantity's table. matmul_tflops: (n,); updates: (label, rows, columns); collectives: (kind, ranks,
+    bytes); forward and backward: (sequences,)."""
     spread: Quartiles
     repetitions: int
-    """The repetitions over all ranks that took part."""
+    """The number of samples, summed over the ranks that measured."""
     busy: float = 0.0
-    """The processor cores that a collective kept busy."""
+    """The number of processor cores that a collective kept busy."""
 
     @classmethod
     def of(cls, quantity: Quantity, values: Sequence[float], *key: str | int, busy: float = 0.0) -> "Measurement":
@@ -121,9 +121,9 @@ class Measurement:
 
     @property
     def name(self) -> str:
-        """The name for people."""
+        """The name for messages."""
         if self.quantity == "collectives":
-            return f"{self.key[0]} of {self.key[2]:,} bytes among {self.key[1]}"
+            return f"{self.key[0]} of {self.key[2]:,} bytes among {self.key[1]} ranks"
         if self.quantity == "updates":
             return f"{self.key[0]} {self.key[1]} x {self.key[2]}"
         return f"bf16 product {self.key[0]}" if self.quantity == "matmul_tflops" else self.quantity
@@ -131,33 +131,33 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts about the run that only its ranks know."""
+    """Facts about the calibration that the ranks report."""
 
     torch: str
     backend: str
     threads: int
-    """The threads of one rank."""
+    """The number of threads of a rank."""
     workers: int
-    """Ranks that computed at the same time."""
+    """The number of ranks that computed at the same time."""
     bf16_in_fp32: bool
-    """A field of the profile."""
+    """The value of the profile's field of this name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Everything the ranks of a calibration have reported so far."""
+    """The reports of a calibration's ranks so far."""
 
     measurements: tuple[Measurement, ...] = ()
     done: tuple[Part, ...] = ()
-    """Parts that are complete."""
+    """The parts that are complete."""
     skipped: tuple[str, ...] = ()
-    """Updates left to the cost model, and why."""
+    """The updates that are left to the cost model, with the reason."""
     facts: Facts | None = None
 
 
 class Recorder:
-    """Writes for rank 0: every number is on disk before the next one is measured.
-    Other ranks write nothing."""
+    """The writer of measurements on a rank. Rank 0 writes every number before the next is measured; other ranks write
+    nothing."""
 
     def __init__(self, files: RunFiles, *, writes: bool) -> None:
         self._path, self._writes = _measured(files), writes
@@ -166,13 +166,13 @@ class Recorder:
         self.report(Record(measurements=(measurement,)))
 
     def report(self, more: Record) -> None:
-        """Adds to the record."""
+        """Appends to the record; does nothing on other ranks than 0."""
         if self._writes:
             append_json_line(self._path, asdict(more))
 
 
 def read_record(files: RunFiles) -> Record:
-    """Reads the record so far; incomplete lines are left out."""
+    """Reads the record that rank 0 wrote so far, without incomplete lines."""
     lines, _ = read_lines(_measured(files), Record)
     return Record(
         measurements=tuple(measurement for line in lines for measurement in line.measurements),
@@ -187,7 +187,7 @@ def _measured(files: RunFiles) -> Path:
 
 
 def parts(ranks: int) -> Iterator[Part]:
-    """Yields the parts of a calibration on that many ranks; a single rank has no collectives."""
+    """Yields the parts of a calibration on a number of ranks; on a single rank there are no collectives."""
     yield from (part for part in get_args(Part) if part != "collectives" or ranks > 1)
 
 
@@ -195,7 +195,8 @@ MODEL_LAYERS = 2
 
 
 def shortened(config: RunConfig) -> RunConfig:
-    """The run that forward and backward are measured on: a few layers, and AdamW's plain buffers."""
+    """Returns the run for the measurement of forward and backward: with a few layers, and with AdamW, whose buffers are
+    Megatron's own."""
     return replace(
         config,
         model=replace(config.model, num_layers=min(MODEL_LAYERS, config.model.num_layers)),
@@ -204,8 +205,10 @@ def shortened(config: RunConfig) -> RunConfig:
 
 
 def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
-    """The run under each optimizer that is measured: Muon, SOAP, Shampoo and the recipe's own, with its
-    settings; what has forms in each of them, and what can be stacked both one by one and stacked."""
+    """Returns the run with each optimizer to measure: Muon, SOAP, Shampoo and the recipe's optimizer with its settings.
+
+    An optimizer with forms comes in each of its forms, with and without stacking of matrices.
+    """
     settings, lr = config.optimizer, config.optimizer.lr
     usual = (MuonConfig(name="muon", lr=lr), SoapConfig(name="soap", lr=lr), ShampooConfig(name="shampoo", lr=lr))
     chosen: dict[str, OptimizerConfig] = {optimizer.name: optimizer for optimizer in usual}
@@ -235,10 +238,9 @@ def profile_of(
     name: str,
     facts: Mapping[str, str | int | float],
 ) -> ClusterConfig:
-    """The base profile of `config` with every measured value in place.
+    """Returns the base profile of `config` with the measured values in it.
 
-    Rows of the base's own tables stay where this calibration has none, provided the base was measured on this
-    machine.
+    A row of a table that was not measured stays from the base if the base was calibrated on this machine.
     """
     base = config.cluster
     known = {m.quantity: m.spread.median for m in record.measurements if not m.key}
@@ -247,12 +249,12 @@ def profile_of(
     )
     here = {} if record.facts is None else asdict(record.facts)
     bf16_in_fp32 = here.pop("bf16_in_fp32", base.bf16_in_fp32)
-    # Each under the name of its field; forward and backward become factors below.
+    # These quantities have the names of their fields. Forward and backward become factors below.
     others = ("forward", "backward", "grouped_collectives")
     measured = {name: significant(value) for name, value in known.items() if name not in others}
-    products = tuple((int(m.key[0]), significant(m.spread.median)) for m in _those(record, "matmul_tflops"))
+    products = tuple((int(m.key[0]), significant(m.spread.median)) for m in _of_quantity(record, "matmul_tflops"))
     if not products or "arithmetic" not in record.done:
-        products = base.matmul_tflops  # large sizes come last: half a table would make products look slow
+        products = base.matmul_tflops  # large sizes are measured last: a partial table would make products look slow
     profile = replace(
         base,
         name=name,
@@ -277,13 +279,11 @@ def profile_of(
 
 
 def with_peak(profile: ClusterConfig) -> ClusterConfig:
-    """A CPU rank's peak as what was measured of it: its fastest product,
-    or what passes come to that were faster.
+    """Returns the profile with a measured peak rate (`bf16_tflops`) for CPU ranks; GPU profiles are not changed.
 
-    No datasheet has the peak of this many threads on this processor, so it is a measurement like those that
-    would be judged by it, each of another moment of a machine that may be faster in the next one. A product
-    of a pass is said to take its factor times as long as by itself: at the peak over the smallest factor no
-    pass is beyond it.
+    No datasheet has the peak of this many threads on this processor. The peak is the rate of the fastest product. If a
+    factor of forward or backward is below 1, passes ran faster than products measured alone, and the peak is divided by
+    the smallest factor, so that no pass exceeds the peak.
     """
     if profile.device != "cpu":
         return profile
@@ -292,13 +292,13 @@ def with_peak(profile: ClusterConfig) -> ClusterConfig:
     return replace(profile, bf16_tflops=significant(fastest / least))
 
 
-def _those(record: Record, quantity: Quantity) -> Iterable[Measurement]:
+def _of_quantity(record: Record, quantity: Quantity) -> Iterable[Measurement]:
     return (m for m in record.measurements if m.quantity == quantity)
 
 
 def _updates(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, int, float], ...]:
     rows = {entry[:3]: entry[3] for entry in base.measured_updates}
-    for m in _those(record, "updates"):
+    for m in _of_quantity(record, "updates"):
         label, height, width = m.key
         rows[str(label), int(height), int(width)] = significant(m.spread.median)
     return tuple((*key, seconds) for key, seconds in sorted(rows.items()))
@@ -306,18 +306,20 @@ def _updates(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, int, 
 
 def _collectives(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, float, float, float], ...]:
     rows = {entry[:3]: entry[3:] for entry in base.collectives}
-    for m in _those(record, "collectives"):
+    for m in _of_quantity(record, "collectives"):
         kind, ranks, size = m.key
         rows[str(kind), int(ranks), float(size)] = (significant(m.spread.median), round(m.busy, 2))
     return tuple((*key, *seconds) for key, seconds in sorted(rows.items()))
 
 
 def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
-    """Latency and bandwidth inside the machine, from all-to-all of two ranks:
-    for sizes and kinds without a row."""
+    """Returns the profile with intra-node latency and bandwidth, measured by an all-to-all of two ranks.
+
+    They are used for sizes and kinds of collectives without a row in the table.
+    """
     pairs = sorted(
         (int(m.key[2]), m.spread.median)
-        for m in _those(record, "collectives")
+        for m in _of_quantity(record, "collectives")
         if (m.key[0], m.key[1]) == ("all_to_all", 2)
     )
     if len(pairs) < 2 or pairs[-1][1] <= pairs[0][1]:
@@ -328,15 +330,18 @@ def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
 
 
 def _with_factors(config: RunConfig, layout: Layout, record: Record) -> ClusterConfig:
-    """Measured forward and backward over what the cost model predicts on this profile, and what it leaves
-    unexplained however many sequences there are."""
+    """Returns the profile of `config` with the factors and fixed times of forward and backward.
+
+    They are the slope and intercept of measured over predicted seconds by size of micro-batch; the intercept is divided
+    by the number of modules.
+    """
     plain = replace(config.cluster, forward_factor=1.0, backward_factor=1.0, forward_module_us=0.0)
-    # What is measured has no schedule around it.
+    # A measured pass has no pipeline schedule, so the cost of a pass in a schedule is left out.
     short = replace(shortened(config), cluster=replace(plain, backward_module_us=0.0, pass_us=0.0))
     changes: dict[str, float] = {}
     for direction in ("forward", "backward"):
         points, modules = [], 1
-        for m in _those(record, direction):
+        for m in _of_quantity(record, direction):
             size = int(m.key[0])
             stage = stage_time(short, replace(layout, micro_batch_size=size, global_batch_size=size * layout.dp), 0)
             points.append((getattr(stage, f"{direction}_s"), m.spread.median))
@@ -349,14 +354,14 @@ def _with_factors(config: RunConfig, layout: Layout, record: Record) -> ClusterC
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(slope, intercept) through the first and the last point; none below zero."""
+    """Returns (slope, intercept) of the line through the first and the last point; neither is negative."""
     (least, quick), (most, slow) = points[0], points[-1]
     slope = (slow - quick) / (most - least) if most > least else 0.0
-    if not 0 < slope <= slow / most:  # noise: without an intercept
+    if not 0 < slope <= slow / most:  # because of noise; use a line through the origin
         slope = slow / most
     return slope, max(0.0, slow - slope * most)
 
 
 def significant(value: float) -> float:
-    """Rounded to four significant digits; more would only look exact."""
+    """Rounds a measured value to four significant digits."""
     return float(f"{value:.4g}")

@@ -16,7 +16,7 @@ SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.calibrate.compute")
 
 
 def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    """Measure everything; rank 0 writes each number as soon as it is known."""
+    """Measures all parts on one rank; rank 0 writes each number as soon as it is known."""
     begun = time.monotonic()
     import torch
 
@@ -43,7 +43,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     recorder = Recorder(files, writes=rank == 0)
     workers = Team(rank, orders.workers, device)
     everybody = Team(rank, ranks, device)
-    # On CPUs all groups of a size at once, for they share the cores.
+    # On CPUs all groups of a size measure at the same time, because they share the cores.
     sizes = {size: ranks // size * size if device.type == "cpu" else size for size in group_sizes(ranks)}
     groups = [Members(Team(rank, members, device), size) for size, members in sizes.items()]
     facts = Facts(
@@ -63,7 +63,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
             stage = {"time": time.time(), "event": "stage", "stage": WHAT[name], "detail": ""}
             append_json_line(files.events, stage)
         yield
-        everybody.meet()  # ranks without work in this part sleep here
+        everybody.meet()  # ranks that do not measure in this part sleep here
         recorder.report(Record(done=(name,)))
 
     with part("arithmetic"):
@@ -84,7 +84,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     with part("model"):
         measure_model(everybody, shortened(config), world, effort, recorder)
     with part("updates"):
-        # The kernels that training would choose here.
+        # Choose the same kernels as training on this machine.
         choose_kernels(config, device, begin=lambda shape: record.heart.progress())
         if workers.member:
             measure_updates(workers, config, effort, recorder, lambda: time.monotonic() - begun)

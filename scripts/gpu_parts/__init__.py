@@ -1,1 +1,1 @@
-"""The parts of `make gpu-check`; `scripts/gpu_check.py` runs them one by one."""
+"""The parts of `make gpu-check`, which `scripts/gpu_check.py` runs one by one."""

@@ -1,5 +1,5 @@
-"""Parts that need no run: graphs of Muon's updates one after another, the ladder of kernels, one large update when the
-GPU is hot."""
+"""The parts without a training run: CUDA graphs of Muon's updates, the choice of kernels, and large updates on a hot
+GPU."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -21,34 +21,37 @@ from gpu_parts.outcome import Comparison, Outcome, Setup
 LARGE: Final = (5120, 25600)
 """The largest matrix of qwen3-32b."""
 SMALL: Final = (256, 512)
-"""Its stand-in on a CPU."""
+"""The size of the matrix that replaces `LARGE` on a CPU."""
 HEATED_S: Final = 20.0
-"""Seconds of products before the update is timed: after one, the power limit has lowered the clocks."""
+"""The seconds of matrix products before an update is timed. The power limit lowers the clocks after about a second."""
 PRODUCT: Final = 8192
 LADDER_SIZES: Final = ("qwen3-0.6b", "qwen3-8b", "qwen3-32b")
 LADDER_S: Final = 20.0
-"""Seconds that the ladder may take for one size, its kernels uncompiled."""
+"""The longest accepted choice of kernels for a model size, in seconds, including their compilation."""
 
 
 def graphs(setup: Setup) -> Outcome:
-    """Two optimizers one after another, the first one gone, each replaying its updates: both update as without."""
+    """Checks that updates replayed from CUDA graphs equal updates without graphs, for two optimizers in succession.
+
+    The first optimizer is freed before the second is made. The current stream must not change.
+    """
     rows, cols = (1024, 4096) if setup.device == "cuda" else SMALL
-    off: list[float] = []
+    distances: list[float] = []
     captures: list[int] = []
     stream = _stream(setup)
     for _ in range(2):
         torch.manual_seed(1)
         replayed, plain = (_weights_after(setup, rows, cols, graph=graph) for graph in (True, False))
-        off.append(max(float((a - b).abs().max()) for a, b in zip(replayed[0], plain[0], strict=True)))
+        distances.append(max(float((a - b).abs().max()) for a, b in zip(replayed[0], plain[0], strict=True)))
         captures.append(replayed[1])
         del replayed, plain
         if setup.device == "cuda":
             torch.cuda.empty_cache()
     same = _stream(setup) == stream
-    fine = same and max(off) == 0 and (setup.device == "cpu" or min(captures) == 1)
-    summary = f"{captures[0]} and {captures[1]} captured, weights {max(off):.2g} apart from updates without"
-    summary += "" if same else "; the current stream is another one afterwards"
-    numbers = {"captures": captures, "apart": off, "stream_restored": same}
+    fine = same and max(distances) == 0 and (setup.device == "cpu" or min(captures) == 1)
+    summary = f"{captures[0]} and {captures[1]} graphs captured, weights differ by {max(distances):.2g} from no graphs"
+    summary += "" if same else "; the current stream has changed"
+    numbers = {"captures": captures, "apart": distances, "stream_restored": same}
     return Outcome(status="pass" if fine else "short", summary=summary, numbers=numbers)
 
 
@@ -57,7 +60,7 @@ def _stream(setup: Setup) -> object:
 
 
 def _weights_after(setup: Setup, rows: int, cols: int, *, graph: bool) -> tuple[list[torch.Tensor], int]:
-    """Weights after six updates of a few matrices, and how many graphs were captured."""
+    """Updates a few matrices six times; returns the weights and the number of captured graphs."""
     torch.manual_seed(0)
     config = _muon(setup, "standard", graph=graph, extra=("model.num_layers=4",))
     group = Group(Variant(config=config, label="muon"), rows, cols, torch.device(setup.device))
@@ -68,7 +71,7 @@ def _weights_after(setup: Setup, rows: int, cols: int, *, graph: bool) -> tuple[
 
 
 def ladder(setup: Setup) -> Outcome:
-    """The choice of kernels for symmetric products, from nothing compiled, and again with the files of the first."""
+    """Measures how long choosing the kernels for symmetric products takes, without and with compiled kernels."""
     numbers: dict[str, object] = {}
     slowest = 0.0
     with _team(setup) as team:
@@ -80,18 +83,19 @@ def ladder(setup: Setup) -> Outcome:
                 choices = choose_kernels(config, team.device).choices
                 times.append(time.perf_counter() - begun)
             slowest = max(slowest, times[0])
-            numbers[size] = {"cold_s": times[0], "warm_s": times[1], "choices": [asdict(one) for one in choices]}
+            numbers[size] = {"cold_s": times[0], "warm_s": times[1], "choices": [asdict(choice) for choice in choices]}
             print_choices(choices)
-            summary = f"{slowest:.1f} s at most for the kernels of one size, nothing compiled before"
+            summary = f"at most {slowest:.1f} s to compile and choose the kernels of a model size"
             outcome = Outcome(status="pass" if slowest <= LADDER_S else "short", summary=summary, numbers=numbers)
             setup.keep("ladder", outcome)
     return outcome
 
 
 def print_choices(choices: Sequence[KernelChoice]) -> None:
+    """Prints the chosen kernel and the rates of all candidates, for each product."""
     for choice in choices:
         side, long = choice.side, choice.long
-        # In full, though a kernel that knows of the symmetry does half of it.
+        # Rates count the FLOPs of the full product, although symmetric kernels compute half of them.
         rates = ", ".join(
             f"{trial.kernel} {trial.refused}"
             if trial.seconds is None
@@ -102,7 +106,7 @@ def print_choices(choices: Sequence[KernelChoice]) -> None:
 
 
 def hot(setup: Setup) -> Outcome:
-    """Large products for a while, then one large update: in both forms, eagerly and replayed."""
+    """Heats the GPU with large products, then measures a large update in both forms, with and without a CUDA graph."""
     rows, cols = LARGE if setup.device == "cuda" else SMALL
     budget = max(1.0, setup.budget_s) if setup.device == "cuda" else setup.budget_s
     comparisons: list[Comparison] = []
@@ -120,14 +124,14 @@ def hot(setup: Setup) -> Outcome:
                 group = Group(Variant(config=config, label=f"muon/{form}"), rows, cols, team.device)
                 for _ in range(3):
                     group.update()
-                times = Quartiles.of([one / group.count for one in team.samples(group.update, budget)])
+                times = Quartiles.of([sample / group.count for sample in team.samples(group.update, budget)])
                 how = algorithm(config)
                 what = f"Muon of {rows} x {cols}, {form}, {'replayed' if graph else 'eager'}"
                 simulated = 1e3 * seconds(how, rows, cols, config.cluster)
                 comparisons.append(Comparison(what=what, unit="ms", simulated=simulated, measured=1e3 * times.median))
                 numbers[what] = {"seconds": asdict(times), "tflops": flops(how, rows, cols) / times.median / 1e12}
                 summary = f"products at {rate:.3g} TFLOP/s; " + ", ".join(
-                    f"{one.what.partition(', ')[2]} {one.measured:.1f} ms" for one in comparisons[1:]
+                    f"{update.what.partition(', ')[2]} {update.measured:.1f} ms" for update in comparisons[1:]
                 )
                 outcome = Outcome(status="pass", summary=summary, numbers=numbers, comparisons=tuple(comparisons))
                 setup.keep("hot", outcome)
@@ -136,7 +140,7 @@ def hot(setup: Setup) -> Outcome:
 
 
 def _heated(team: Team, seconds: float) -> float:
-    """The rate of large bf16 products at the end of so many seconds of them, TFLOP/s."""
+    """Runs large bf16 products for some seconds; returns the last rate in TFLOP/s."""
     side = PRODUCT if team.device.type == "cuda" else 256
     a, b, out = (torch.randn(side, side, device=team.device).bfloat16() for _ in range(3))
     end, rate = time.perf_counter() + seconds, 0.0
@@ -157,7 +161,7 @@ def _muon(setup: Setup, form: str, *, graph: bool, extra: Sequence[str] = ()) ->
 
 @contextmanager
 def _team(setup: Setup) -> Iterator[Team]:
-    """One rank that measures."""
+    """Provides a team of one rank, in a process group of its own."""
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -1,7 +1,7 @@
-"""Ranks that time reductions to owners in three orders against one reduce-scatter: DEVICE RANKS FILE.json.
+"""Times reductions to owners, in three orders of owners, and one reduce-scatter: DEVICE RANKS FILE.json.
 
-NCCL reduces along a chain of ranks, which every reduction fills anew with chunks; reductions that follow one another
-overlap where the next owner is the last one or its successor. A ring's reduce-scatter fills once.
+NCCL reduces along a chain of ranks, which each reduction has to fill with chunks. Consecutive reductions overlap if the
+next owner is the same rank or its successor. A reduce-scatter over a ring fills only once.
 """
 
 import json
@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 REDUCTIONS: Final = 16
 BYTES: Final = 64 << 20
-"""Of each reduction."""
+"""The bytes of each reduction."""
 REPEATS: Final = 9
 
 
 def rank(number: int, ranks: int, device: str, file: Path) -> None:
+    """Measures on one rank; rank 0 writes the times."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCH_DIST_USE_NCCL2="0")  # as the launcher sets them
     if device == "cuda":
         torch.cuda.set_device(number)
@@ -51,7 +52,7 @@ def _reduce(buffers: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
 
 
 def seconds(work: Callable[[], object], device: str) -> float:
-    """The median time of some collectives, the slowest rank's, seconds."""
+    """Measures collectives; returns the median over repetitions of the slowest rank's seconds."""
     times = []
     for _ in range(REPEATS + 2):
         dist.barrier()

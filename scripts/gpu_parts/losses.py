@@ -1,10 +1,10 @@
-"""How far two bf16 runs of the same steps may be apart.
+"""Compares two bf16 runs of the same steps, and computes how far they may be apart.
 
-A run in bf16 is off the same run in fp32 by what it rounded. How much that is, the CPU tells: it computes the very
-steps in both. A GPU rounds as often as the CPU and at other places, so its run lies as far off the fp32 run, in another
-direction: the two bf16 runs are at most twice that apart. Twenty steps are a small sample of a random size, which is
-worth another factor of two. Below half a unit in the last place of bf16, relative to the value, no two of them have to
-agree at all, because logits are rounded to that.
+A bf16 run differs from the same run in fp32 by its rounding errors. Their size is measured on the CPU, which runs the
+steps in both. A GPU rounds as often as the CPU but in other places, so its run differs from the fp32 run by as much, in
+another direction: the two bf16 runs differ by at most twice this distance. Because twenty steps are a small sample,
+another factor of two is allowed. A relative difference below half a unit in the last place of bf16 is always accepted,
+because logits are rounded to bf16.
 """
 
 import math
@@ -14,15 +14,15 @@ from typing import Final
 
 FACTOR: Final = 4.0
 HALF_UNIT: Final = 2.0**-9
-"""bf16 keeps eight bits of the significand."""
+"""Half a unit in the last place, relative to the value: bf16 has eight bits of significand."""
 
 Curve = Mapping[int, float]
-"""A number by step: the loss, or the norm of the gradients."""
+"""The loss or the gradient norm, by step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Apart:
-    """The largest distance of two curves over some steps, and the largest that is allowed."""
+    """The largest distance of two curves, and the largest accepted distance."""
 
     distance: float
     bound: float
@@ -32,21 +32,21 @@ class Apart:
         return self.distance <= self.bound
 
     def __str__(self) -> str:
-        return f"{self.distance:.2g} of {self.bound:.2g} apart"
+        return f"{self.distance:.2g} apart (limit {self.bound:.2g})"
 
 
 def apart(checked: Curve, expected: Curve, exact: Curve, *, steps: int | None = None) -> Apart:
-    """Compares two bf16 curves, over the steps that `checked` has.
+    """Compares two bf16 curves over the steps that `checked` has.
 
     Args:
         checked: the curve of the device.
-        expected: the curve of the CPU.
+        expected: the curve of the CPU in bf16.
         exact: the curve of the CPU in fp32.
-        steps: only the first so many.
+        steps: the number of steps to compare, from the first; None for all.
     """
     compared = sorted(checked)[:steps]
     rounding = max(abs(expected[step] - exact[step]) for step in compared)
     least = HALF_UNIT * max(abs(expected[step]) for step in compared)
     distances = [abs(checked[step] - expected[step]) for step in compared]
-    finite = all(map(math.isfinite, distances))  # max() may well pass over what is no number
+    finite = all(map(math.isfinite, distances))  # max() may skip a NaN
     return Apart(distance=max(distances) if finite else math.inf, bound=max(FACTOR * rounding, least))

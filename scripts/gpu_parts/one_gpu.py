@@ -1,4 +1,4 @@
-"""What one GPU has to do: train beside CPU ranks, agree with them, hand its checkpoint over, stay within its memory."""
+"""The parts on one GPU: training that agrees with CPU ranks, checkpoints exchanged with them, memory, calibration."""
 
 import importlib.util
 from pathlib import Path
@@ -16,12 +16,13 @@ from gpu_parts.traces import read_steps
 
 PROFILED: Final = 7
 HOST_WAITS: Final = 1
-"""The host's waits in a step that the design allows."""
+"""The number of times that the host may wait for the GPU in a step; the engine is designed for this number."""
 MEMORY_OVER: Final = 1.05
-"""The share of planned memory beyond which a plan that fits may not."""
+"""The largest accepted ratio of measured to planned memory."""
 DOUBT_STEPS: Final = 100
 DOUBTED: Final = 0.01
-"""The share of updates in Gram form that may be doubted: each is left out once, and made in standard form after."""
+"""The largest accepted share of updates in Gram form that are doubted. A doubted update is discarded and redone in
+standard form."""
 
 DECAY: Final = "schedule.decay_steps=120"
 _PLAIN: Final = ("train.eval_interval=0", "checkpoint.every_minutes=null")
@@ -30,29 +31,29 @@ _PLAIN: Final = ("train.eval_interval=0", "checkpoint.every_minutes=null")
 def continued(
     setup: Setup, *overrides: str, checkpoint: Path | None = None, steps: int | None = None
 ) -> tuple[str, ...]:
-    """Overrides of a run that continues from a checkpoint, the demo's if none is given, without validation."""
+    """Returns the overrides of a run that continues from a checkpoint (default: the demo's), without validation."""
     origin = setup.folder / "demo" if checkpoint is None else checkpoint
     end = setup.learnt + setup.compared if steps is None else steps
     return (*tiny(setup), DECAY, *_PLAIN, f"checkpoint.resume={origin}", f"train.steps={end}", *overrides)
 
 
 def tiny(setup: Setup) -> tuple[str, ...]:
-    """The demo's recipe; on a CPU, which only shows that parts work, with a quarter of its batch."""
+    """Returns the overrides of the demo's recipe. On a CPU, which is only a smoke test, the batch is smaller."""
     less = () if setup.device == "cuda" else ("train.batch_tokens=1024",)
     return ("recipe=qwen3-tiny", *less)
 
 
 def demo(setup: Setup) -> Outcome:
-    """`make demo`, shorter: four CPU ranks on a machine with a GPU."""
+    """Trains a shorter `make demo` on four CPU ranks of this machine; the loss must fall by a fifth."""
     overrides = (*tiny(setup), DECAY, "gpus=4", "parallel.tp=2", f"train.steps={setup.learnt}")
     losses = train(setup, {"demo": overrides})["demo"].losses
     first, last = losses[1], losses[setup.learnt]
-    summary = f"{setup.learnt} steps on 4 CPU ranks beside it: loss {first:.2f} to {last:.2f}"
+    summary = f"{setup.learnt} steps on 4 CPU ranks of this machine: loss {first:.2f} to {last:.2f}"
     return Outcome(status="pass" if last < 0.8 * first else "short", summary=summary, numbers={"losses": losses})
 
 
 def train_part(setup: Setup) -> Outcome:
-    """The GPU without Transformer Engine, against the CPU from the same weights on the same batches."""
+    """Compares the GPU, without Transformer Engine, with the CPU, from the same weights on the same batches."""
     run(setup, "demo")
     keep = f"checkpoint.every_steps={setup.handed_over}"
     train(
@@ -67,7 +68,7 @@ def train_part(setup: Setup) -> Outcome:
 
 
 def against_cpu(setup: Setup, checked: Run) -> Outcome:
-    """Losses and the norm of gradients, the first step and all of them."""
+    """Compares a run's losses and first gradient norm with the CPU's."""
     cpu, exact = run(setup, "cpu"), run(setup, "cpu-fp32")
     checks = {
         "first loss": apart(checked.losses, cpu.losses, exact.losses, steps=1),
@@ -79,7 +80,7 @@ def against_cpu(setup: Setup, checked: Run) -> Outcome:
 
 
 def fused(setup: Setup) -> Outcome:
-    """With Transformer Engine, where there is one."""
+    """Compares the GPU with Transformer Engine, if it is installed, with the CPU."""
     if setup.device == "cuda" and importlib.util.find_spec("transformer_engine") is None:
         return Outcome(status="not run", summary=f"Transformer Engine is not installed: {install_fused_layers()}")
     run(setup, "cpu")
@@ -87,12 +88,12 @@ def fused(setup: Setup) -> Outcome:
 
 
 def checkpoint(setup: Setup) -> Outcome:
-    """From the checkpoint that the device left in the middle of its run: the device continues it to the same end, and
-    a CPU rank the next two steps."""
+    """Resumes from a checkpoint in the middle of the device's run: on the device to the end of that run, and on a CPU
+    rank for two steps. Both must have the losses of the uninterrupted run."""
     unbroken, between = run(setup, "gpu"), setup.handed_over
     saved = unbroken.files.checkpoints / f"step-{between:08d}"
     if not saved.is_dir():
-        return Outcome(status="short", summary=f"the run on the GPU left no {saved.name}")
+        return Outcome(status="short", summary=f"the run on the GPU wrote no checkpoint {saved.name}")
     runs = train(
         setup,
         {
@@ -102,12 +103,12 @@ def checkpoint(setup: Setup) -> Outcome:
     )
     exact = run(setup, "cpu-fp32").losses
     checks = {name: apart(resumed.losses, unbroken.losses, exact) for name, resumed in runs.items()}
-    summary = f"from step {between}: on the device {checks['resumed-gpu']}, on a CPU rank {checks['resumed']}"
+    summary = f"from step {between}: device {checks['resumed-gpu']}, CPU rank {checks['resumed']}"
     return Outcome(status=verdict(checks), summary=summary, numbers=plain(checks))
 
 
 def doubts(setup: Setup) -> Outcome:
-    """The updates in Gram form that rounding made unreliable, in the first steps of a real run."""
+    """Counts the updates in Gram form that are doubted because of rounding, in the first steps of a real run."""
     steps = DOUBT_STEPS if setup.device == "cuda" else 4
     size = ("recipe=qwen3-0.6b", "train.batch_tokens=16384") if setup.device == "cuda" else tiny(setup)
     form = () if setup.device == "cpu" else ("optimizer.form=gram",)
@@ -123,7 +124,7 @@ def doubts(setup: Setup) -> Outcome:
 
 
 def step(setup: Setup) -> Outcome:
-    """A larger model: kernels and host waits of one step, memory beside the plan's."""
+    """Profiles a step of a larger model, and compares its time and memory with the plan."""
     return profile_of(train(setup, {"step": step_overrides(setup)})["step"])
 
 
@@ -132,14 +133,14 @@ def step_overrides(setup: Setup) -> tuple[str, ...]:
 
 
 def profiled(setup: Setup, *overrides: str) -> tuple[str, ...]:
-    """A run of which torch's profiler records one step."""
+    """Returns the overrides of a run of which torch's profiler records one step."""
     size = ("recipe=qwen3-0.6b", "train.batch_tokens=65536") if setup.device == "cuda" else tiny(setup)
-    one = (f"run.profile_steps=[{PROFILED},{PROFILED}]", f"train.steps={PROFILED + 1}", "checkpoint.at_end=false")
-    return (*size, "data=stdlib-bytes", *_PLAIN, *one, *overrides)
+    steps = (f"run.profile_steps=[{PROFILED},{PROFILED}]", f"train.steps={PROFILED + 1}", "checkpoint.at_end=false")
+    return (*size, "data=stdlib-bytes", *_PLAIN, *steps, *overrides)
 
 
 def profile_of(profiled_run: Run) -> Outcome:
-    """One profiled step beside what the plan predicts of the run."""
+    """Judges a profiled step: the host's waits, and times and memory against the plan's predictions."""
     trace, breakdown = read_steps(profiled_run.trace()), profiled_run.breakdown
     peak, planned = breakdown.peak_memory_bytes, breakdown.planned
     assert peak is not None
@@ -151,9 +152,9 @@ def profile_of(profiled_run: Run) -> Outcome:
         for name, phase in breakdown.phases.items():
             if phase is not None and planned.phases.get(name):
                 comparisons.append(_milliseconds(f"  {name}", planned.phases[name], phase.mean_s))
-    if planned is not None and breakdown.device == "cuda":  # a process on the CPU takes more than its tensors do
+    if planned is not None and breakdown.device == "cuda":  # a CPU process uses more memory than its tensors
         share = peak.max / planned.memory_bytes
-        summary += f", {peak.max / 2**30:.1f} GiB at most, {share:.0%} of planned"
+        summary += f", peak memory {peak.max / 2**30:.1f} GiB, {share:.0%} of planned"
         fine = fine and share <= MEMORY_OVER
         memory = (planned.memory_bytes / 2**30, peak.max / 2**30)
         comparisons.append(Comparison(what="memory", unit="GiB", simulated=memory[0], measured=memory[1]))
@@ -171,7 +172,7 @@ def _milliseconds(what: str, simulated_s: float, measured_s: float) -> Compariso
 
 
 def calibrate(setup: Setup) -> Outcome:
-    """`canzona calibrate --quick` on one GPU (two CPU ranks): the profile is in the numbers."""
+    """Runs `canzona calibrate --quick` on one GPU (or two CPU ranks); the outcome's numbers contain the profile."""
     path = setup.folder / "measured.yaml"
     size = ("recipe=qwen3-0.6b", *on_device(setup)) if setup.device == "cuda" else ("recipe=qwen3-tiny", "gpus=2")
     finish(setup, "calibrate", start(setup, "calibrate", "calibrate", *size, "--quick", "--out", str(path)))

@@ -1,4 +1,4 @@
-"""The outcome of a part of the check, and the setting in which all parts work."""
+"""The outcome of a part of the check, and the setup that all parts share."""
 
 import json
 import os
@@ -10,15 +10,15 @@ from typing import Literal
 from canzona_cli.config.schema import Device
 
 VERSION = 2
-"""Of the JSON file."""
+"""The version of the JSON file."""
 
 Status = Literal["pass", "short", "not run"]
-"""It does what it must; it ran and does not; nothing is known, and the summary says why."""
+"""The ending of a part: it passed; it ran and fell short; it did not run, and the summary says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A quantity that the simulator predicts, measured."""
+    """A quantity that was simulated and measured."""
 
     what: str
     unit: Literal["ms", "GiB", "TFLOP/s", "GB/s", "us"]
@@ -26,6 +26,7 @@ class Comparison:
     measured: float
 
     def row(self) -> tuple[str, ...]:
+        """Returns the cells of the printed table."""
         return (
             self.what,
             f"{self.simulated:.4g} {self.unit}",
@@ -36,7 +37,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A part's line in the table, and its numbers."""
+    """A part's status and summary for the table, its numbers and its comparisons."""
 
     status: Status
     summary: str
@@ -46,12 +47,12 @@ class Outcome:
     @classmethod
     def read(cls, path: Path) -> "Outcome":
         content = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{**content, "comparisons": tuple(Comparison(**one) for one in content["comparisons"])})
+        return cls(**{**content, "comparisons": tuple(Comparison(**fields) for fields in content["comparisons"])})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartResult:
-    """An outcome with the part it belongs to."""
+    """An outcome with the name and the duration of its part."""
 
     part: str
     seconds: float
@@ -60,35 +61,36 @@ class PartResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The machine, and the folder where parts leave what later parts need."""
+    """The machine, and the folder through which parts share their runs."""
 
     device: Device
-    """cpu: every part runs on gloo ranks, which shows that it works and says nothing about a GPU."""
+    """The device to check. With cpu, every part runs on gloo ranks, which is only a smoke test."""
     name: str
     """The name of the GPU."""
     memory_gib: float
-    """Memory of each GPU; 0 where nothing tells."""
+    """The memory of each GPU; 0 where it is unknown."""
     gpus: int
     sizes: tuple[str, ...]
-    """Recipes whose matrices are updated."""
+    """The recipes whose matrix updates are measured."""
     budget_s: float
-    """Seconds for the samples of one number."""
+    """The seconds for the samples of one measurement."""
     work: str
+    """The folder that parts share."""
 
     @property
     def learnt(self) -> int:
-        """Steps of the demo, after which all others begin: the loss of an untrained model hardly depends on what it
-        does. On a CPU, which only shows that parts work, a few."""
+        """The number of steps of the demo, from whose checkpoint other runs start. In an untrained model, errors would
+        hardly change the loss. On a CPU, which is only a smoke test, there are fewer steps."""
         return 60 if self.device == "cuda" else 12
 
     @property
     def compared(self) -> int:
-        """Steps after those, which the CPU and the device both do."""
+        """The number of steps after the demo's that run on both the CPU and the device."""
         return 20 if self.device == "cuda" else 4
 
     @property
     def handed_over(self) -> int:
-        """The step whose checkpoint the device leaves for other runs."""
+        """The step of the device's checkpoint from which other runs resume."""
         return self.learnt + self.compared // 2
 
     @property
@@ -97,22 +99,22 @@ class Setup:
 
     @property
     def profile(self) -> str:
-        """The cluster profile that predictions are made with; an unknown GPU is taken for an H100."""
+        """The cluster profile for predictions; for an unknown GPU the H100's."""
         if self.device == "cpu":
             return "cpu"
         known = {"H200": "h200", "B200": "b200", "A100": "a100-80g"}
         return next((profile for name, profile in known.items() if name in self.name), "h100-80g")
 
     def result(self, part: str) -> Path:
-        """Where the process of a part leaves its outcome, and what it has of it so far."""
+        """Returns the path at which a part's process writes its outcome, also while it runs."""
         return self.folder / f"{part}.result.json"
 
     def keep(self, part: str, outcome: Outcome) -> None:
-        """Leaves an outcome, whole or so far, for whoever started the part."""
+        """Writes a part's outcome, complete or so far, for the process that started the part."""
         path = self.result(part)
-        before = path.with_suffix(".tmp")
-        before.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
-        os.replace(before, path)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+        os.replace(temporary, path)
 
     def save(self) -> None:
         self.file(self.folder).write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -128,18 +130,18 @@ class Setup:
 
 
 def table(results: Sequence[PartResult]) -> str:
-    """One line a part: its name, how it ended, its seconds, and its summary; then all comparisons."""
+    """Formats a line for each part (name, status, seconds, summary), followed by all comparisons."""
     width = max(len(result.part) for result in results)
     lines = [
         f"{result.part:{width}}  {result.outcome.status:7}  {result.seconds:5.0f} s  {result.outcome.summary}"
         for result in results
     ]
-    comparisons = [one for result in results for one in result.outcome.comparisons]
+    comparisons = [comparison for result in results for comparison in result.outcome.comparisons]
     return "\n".join([*lines, "", *_compared(comparisons)] if comparisons else lines)
 
 
 def _compared(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    rows = [("", "simulated", "measured", "measured / simulated"), *(one.row() for one in comparisons)]
+    rows = [("", "simulated", "measured", "measured / simulated"), *(comparison.row() for comparison in comparisons)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     for what, *numbers in rows:
         cells = (f"{number:>{width}}" for number, width in zip(numbers, widths[1:], strict=True))
@@ -147,7 +149,7 @@ def _compared(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 
 def content(setup: Setup, about: Mapping[str, object], results: Sequence[PartResult]) -> str:
-    """The JSON file."""
-    parts = [{"part": one.part, "seconds": round(one.seconds, 1), **asdict(one.outcome)} for one in results]
+    """Returns the content of the JSON file."""
+    parts = [{"part": part.part, "seconds": round(part.seconds, 1), **asdict(part.outcome)} for part in results]
     head = {"version": VERSION, "device": setup.device, "gpu": setup.name, "gpus": setup.gpus, **about}
     return json.dumps({**head, "parts": parts}, indent=1)

@@ -1,4 +1,4 @@
-"""`canzona` as a process of its own, and what its run directory says afterwards."""
+"""Runs `canzona` commands as processes and reads their run directories."""
 
 import json
 import subprocess
@@ -17,12 +17,12 @@ from gpu_parts.traces import Event
 
 
 class Failed(Exception):
-    """A command did not end with 0; the text names it and repeats its last words."""
+    """A command failed; the message has its name, exit code and last lines of output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A finished run."""
+    """A run that has finished."""
 
     files: RunFiles
 
@@ -36,7 +36,7 @@ class Run:
 
     @property
     def fallbacks(self) -> int:
-        """Updates that were doubted, in all."""
+        """The number of updates that were doubted in the run."""
         return self._lines()[-1].fallbacks
 
     @property
@@ -44,7 +44,7 @@ class Run:
         return load_breakdown(self.files.root)
 
     def trace(self, rank: int = 0) -> list[Event]:
-        """The events of torch's profiler."""
+        """Reads the events of torch's profiler."""
         events: list[Event] = json.loads(self.files.rank_profile(rank).read_text(encoding="utf-8"))["traceEvents"]
         return events
 
@@ -53,10 +53,13 @@ class Run:
 
 
 def train(setup: Setup, runs: Mapping[str, tuple[str, ...]]) -> dict[str, Run]:
-    """Runs side by side, by name, each with its overrides.
+    """Trains several runs at the same time; returns them by name.
+
+    Args:
+        runs: the overrides of each run, by name.
 
     Raises:
-        Failed: naming the first that did.
+        Failed: a run failed; names the first.
     """
     started = {
         name: start(setup, name, "train", *overrides, f"run.dir={setup.folder / name}")
@@ -68,19 +71,19 @@ def train(setup: Setup, runs: Mapping[str, tuple[str, ...]]) -> dict[str, Run]:
 
 
 def run(setup: Setup, name: str) -> Run:
-    """A run that an earlier part has finished.
+    """Returns a run of an earlier part.
 
     Raises:
-        Failed: it has not.
+        Failed: the earlier part did not finish the run.
     """
     files = RunFiles(setup.folder / name)
     if not files.metrics.is_file():
-        raise Failed(f"it needs the run `{name}`, which an earlier part did not finish")
+        raise Failed(f"needs the run `{name}`, which an earlier part did not finish")
     return Run(files=files)
 
 
 def start(setup: Setup, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """Starts a command; its output goes into `<name>.log`."""
+    """Starts a command whose output is written to `<name>.log`."""
     print(f"canzona {' '.join(arguments)}", flush=True)
     with _log(setup, name).open("wb") as log:
         command = [sys.executable, "-W", "ignore", "-m", "canzona_cli.app", *arguments]
@@ -88,10 +91,10 @@ def start(setup: Setup, name: str, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def finish(setup: Setup, name: str, process: subprocess.Popen[bytes]) -> None:
-    """Waits for a command.
+    """Waits until a command ends.
 
     Raises:
-        Failed: it did not end with 0.
+        Failed: its exit code is not 0.
     """
     code = process.wait()
     if code:
@@ -104,10 +107,10 @@ def _log(setup: Setup, name: str) -> Path:
 
 
 def on_device(setup: Setup, *, gpus: int = 1, fused: bool = False) -> tuple[str, ...]:
-    """Overrides that put a run on the device that is checked.
+    """Returns the overrides that put a run on the checked device.
 
-    The GPU's memory is its own. On a CPU, micro-batches of one sequence make the run round at other places than one
-    that chooses them itself, as a GPU would.
+    The profile's memory is replaced by the GPU's. On a CPU, micro-batches of one sequence make the run round in other
+    places than the CPU run it is compared with, as a GPU would.
     """
     if setup.device == "cpu":
         return (f"gpus={gpus}", "train.micro_batch_size=1")

@@ -1,7 +1,7 @@
-"""What a trace of torch's profiler says of a step: kernels, waits of the host, and how much communication is hidden.
+"""Reads traces of torch's profiler: kernels, waits of the host, and how much communication is hidden.
 
-Read between the first and the last phase of the breakdown, which the trace has as ranges of the user's: starting and
-stopping the profiler synchronises too, and is no part of a step.
+Only events from the first to the last phase of the breakdown count, which are user annotations in the trace. Starting
+and stopping the profiler also synchronises, but is not part of a step.
 """
 
 from collections import Counter
@@ -13,28 +13,29 @@ Event = Mapping[str, object]
 Span = tuple[float, float]
 
 WAITS: Final = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
-"""Calls in which the host waits for the GPU; `item` and copies to pageable memory end in the first."""
+"""The calls in which the host waits for the GPU; `item` and copies to pageable memory use the first."""
 COLLECTIVES: Final = ("AllReduce", "ReduceScatter", "AllGather", "SendRecv", "Broadcast", "Reduce")
-"""Words in NCCL's names of kernels. The first that is found counts."""
+"""The collectives in the names of NCCL's kernels; the first that the name contains is the kernel's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """Of all steps in the trace together."""
+    """The counts and times of all steps in a trace together."""
 
     kernels: int
-    """All that ran on the GPU, NCCL's as well."""
+    """The number of kernels on the GPU, including NCCL's."""
     waits: Mapping[str, int]
+    """The number of the host's waits, by call."""
     collectives: Mapping[str, int]
-    """NCCL's kernels by what they do."""
+    """The number of NCCL's kernels, by collective."""
     collective_s: float
-    """With an NCCL kernel on the GPU, whatever else is."""
+    """The seconds in which an NCCL kernel runs."""
     hidden: float | None
-    """Share of that time in which another kernel runs as well; None without any."""
+    """The share of `collective_s` in which another kernel runs as well; None without NCCL kernels."""
 
 
 def read_steps(events: Sequence[Event]) -> StepTrace:
-    """What the trace of a few steps holds; nothing where no GPU took part."""
+    """Summarises the trace of one or more steps; all counts are 0 without a GPU."""
     phases = [_span(event) for event in events if event.get("cat") == "user_annotation"]
     first, last = min((begin for begin, _ in phases), default=0.0), max((end for _, end in phases), default=0.0)
     inside = [event for event in events if event.get("ph") == "X" and first <= _span(event)[0] <= last]
@@ -57,7 +58,7 @@ def _kind(kernel: str) -> str:
 
 
 def _span(event: Event) -> Span:
-    """Microseconds."""
+    """Returns the start and the end of an event, in microseconds."""
     begin, lasted = event.get("ts", 0.0), event.get("dur", 0.0)
     assert isinstance(begin, int | float)
     assert isinstance(lasted, int | float)
@@ -65,7 +66,7 @@ def _span(event: Event) -> Span:
 
 
 def _length(spans: Iterable[Span]) -> float:
-    """Of all of them together, counting once where several are."""
+    """Returns the length of the union of spans."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, reached))

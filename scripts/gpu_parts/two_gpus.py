@@ -1,4 +1,4 @@
-"""What two GPUs have to do: agree with one on every axis, group a bucket's reductions, hide communication."""
+"""The parts on two GPUs: agreement with the CPU on every parallel axis, grouped collectives, hidden communication."""
 
 import json
 import os
@@ -13,13 +13,13 @@ from gpu_parts.runs import Run, on_device, run, train
 from gpu_parts.traces import StepTrace, read_steps
 
 UNGROUPED = 1.5
-"""Kernels a bucket beyond which its reductions run one by one."""
+"""The number of NCCL kernels per bucket and direction above which collectives are not grouped."""
 HIDDEN = 0.5
-"""Share of communication under computation that is the least to expect of a step that overlaps both ways."""
+"""The smallest accepted share of communication that is overlapped with computation, with both overlaps on."""
 
 
 def split(setup: Setup, axis: str) -> Outcome:
-    """Two ranks along one axis: tp, dp, cp or pp. From the same weights on the same batches as one."""
+    """Compares two ranks along an axis (tp, dp, cp, pp) with a CPU rank, from the same weights on the same batches."""
     run(setup, "cpu")
     name = f"{axis}2"
     return against_cpu(setup, train(setup, {name: split_overrides(setup, axis)})[name])
@@ -31,7 +31,7 @@ def split_overrides(setup: Setup, axis: str) -> tuple[str, ...]:
 
 
 def overlap(setup: Setup) -> Outcome:
-    """DP 2: launches of a bucket's collectives, and how much of them runs under other kernels."""
+    """Profiles a step with DP 2: whether a bucket's collectives are grouped, and how much of them is overlapped."""
     return overlap_of(train(setup, {"overlap": overlap_overrides(setup)})["overlap"])
 
 
@@ -40,15 +40,19 @@ def overlap_overrides(setup: Setup) -> tuple[str, ...]:
 
 
 def overlap_of(profiled_run: Run) -> Outcome:
-    """Judges one profiled step beside the plan's buckets."""
+    """Judges the profiled step of a run, with the number of buckets in its plan."""
     plan = read_plan(profiled_run.files.plan)
     return judge(read_steps(profiled_run.trace()), buckets=len(plan.buckets))
 
 
 def judge(trace: StepTrace, *, buckets: int) -> Outcome:
-    """Grouping and overlap of one step, `buckets` of which are reduced to owners and gathered again."""
+    """Judges the grouping and the overlap of collectives in a step.
+
+    Args:
+        buckets: the number of buckets, each of which is reduced to owners and gathered again.
+    """
     if trace.hidden is None:
-        return Outcome(status="not run", summary="the trace has no kernels of NCCL, as on a CPU")
+        return Outcome(status="not run", summary="the trace has no NCCL kernels, as on a CPU")
     rooted = trace.collectives.get("Reduce", 0) + trace.collectives.get("Broadcast", 0)
     grouped = rooted <= 2 * UNGROUPED * buckets
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(trace.collectives.items()))
@@ -62,8 +66,8 @@ def judge(trace: StepTrace, *, buckets: int) -> Outcome:
 
 
 def chains(setup: Setup) -> Outcome:
-    """Reductions to owners in each order of owners, against one reduce-scatter of the sum: what filling NCCL's chains
-    costs. Ranks are processes of `gpu_parts.chains`."""
+    """Compares reductions to owners, in several orders of owners, with one reduce-scatter of as many bytes. The
+    difference is the cost of filling NCCL's chains. The ranks are processes of `gpu_parts.chains`."""
     answer = setup.folder / "chains.json"
     command = [sys.executable, "-W", "ignore", "-m", "gpu_parts.chains", setup.device, str(setup.gpus), str(answer)]
     folder = Path(__file__).parents[1]
@@ -74,4 +78,4 @@ def chains(setup: Setup) -> Outcome:
     ring = times["reduce_scatter"]
     summary = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in times.items())
     worst = max(times.values()) / ring
-    return Outcome(status="pass", summary=f"{summary}; chains {worst:.2f} times a ring at most", numbers=times)
+    return Outcome(status="pass", summary=f"{summary}; chains take at most {worst:.2f} times a ring", numbers=times)

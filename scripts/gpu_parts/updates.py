@@ -1,10 +1,11 @@
-"""Every optimizer's update of every matrix of Qwen3, against products of the same card.
+"""Measures every optimizer's update of every matrix shape of Qwen3, and compares it with matrix products on the device.
 
-Updates are timed as `canzona calibrate` times them: one warms up, then samples until a budget is spent; SOAP and
-Shampoo as the mean over a period between refreshes. A rate is the FLOPs that plans count over the median time. Beside
-it stands a product of two squares of the update's mean volume in its precision, measured here too: bf16 for Muon, TF32
-for the others (on a CPU fp32). Launches are counted by torch's profiler: kernels and copies on a GPU, operations on a
-CPU. Quick ones come first; what the time does not suffice for is counted.
+Updates are timed as in `canzona calibrate`: one call warms up, then samples are taken until a budget is spent; for SOAP
+and Shampoo a sample is a mean over a refresh period. An update's rate is the FLOPs that plans count over the median
+time. It is compared with the measured rate of a product of two square matrices that has the mean volume of the update's
+products and the same precision: bf16 for Muon, TF32 for the others (fp32 on a CPU). Launches are counted by torch's
+profiler: kernels and copies on a GPU, operations on a CPU. Quick updates are measured first; those for which no time is
+left are counted.
 """
 
 import statistics
@@ -24,34 +25,35 @@ from canzona_cli.run.statistics import Quartiles
 from gpu_parts.outcome import Outcome, Setup
 
 LARGE: Final = 1024
-"""Shorter side of matrices whose updates have to reach a good share of a product's rate."""
+"""The shorter side from which on a matrix is large, so that its update must reach `SHARE` of a product's rate."""
 SHARE: Final = 0.6
-"""Plans count on 18.5 ms of products in 23.7 ms of updates; less than this is another kind of update."""
+"""The smallest accepted median share of a product's rate. Plans predict 18.5 ms of products in 23.7 ms of updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One algorithm's update of matrices of one shape."""
+    """The measured update of a matrix shape by an algorithm."""
 
     algorithm: str
     rows: int
     cols: int
     size: str
-    """The first of the models that has it."""
+    """The first of the models that has the shape."""
     seconds: Quartiles
     tflops: float
     precision: str
-    """Of its products, and of the product of two (side, side) squares it is measured against."""
+    """The precision of the update's products and of the product it is compared with."""
     side: int
+    """The side of the square matrices in the product that the update is compared with."""
     product_tflops: float
     share: float
-    """Of the product's rate."""
+    """The update's rate over the product's."""
     launches: float
-    """Of one update."""
+    """The number of launches of one update."""
 
 
 def updates(setup: Setup, seconds: float) -> Outcome:
-    """As many as the time suffices for."""
+    """Measures as many updates as there is time for."""
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     team = Team(0, 1, torch.device(setup.device))
@@ -69,7 +71,7 @@ def updates(setup: Setup, seconds: float) -> Outcome:
 
 
 def updates_of(sizes: Sequence[str]) -> list[tuple[Variant, str, tuple[int, int]]]:
-    """Our updates of every optimizer with every shape of the sizes, each once, quick ones first."""
+    """Returns (variant, recipe, shape) of canzona's update for every optimizer and shape, quick ones first."""
     items: dict[tuple[str, int, int], tuple[Variant, str, tuple[int, int]]] = {}
     for size in sizes:
         config = compose_run([f"recipe={size}"]).config
@@ -80,8 +82,8 @@ def updates_of(sizes: Sequence[str]) -> list[tuple[Variant, str, tuple[int, int]
 
 
 def summarised(measured: Sequence[Update], *, left: int) -> Outcome:
-    """Large updates of Muon in one number; the others in the file."""
-    more = f"; the time was up before {left} more" if left else ""
+    """Makes the outcome: the summary is about Muon's updates of large matrices, the numbers have all updates."""
+    more = f"; no time was left for {left} more" if left else ""
     if not measured:
         return Outcome(status="not run", summary=f"nothing was measured{more}")
     muon = [update for update in measured if update.algorithm.startswith("muon")]
@@ -89,13 +91,14 @@ def summarised(measured: Sequence[Update], *, left: int) -> Outcome:
     summary = f"{len(measured)} updates{more}"
     if shares:
         typical = statistics.median(shares)
-        summary += f"; Muon of large matrices at {typical:.0%} of a product's rate, {min(shares):.0%} at least"
+        summary += f"; Muon of large matrices at {typical:.0%} of a product's rate (lowest {min(shares):.0%})"
     fine = not shares or statistics.median(shares) >= SHARE
-    numbers = {"updates": [asdict(one) for one in measured]}
+    numbers = {"updates": [asdict(update) for update in measured]}
     return Outcome(status="pass" if fine else "short", summary=summary, numbers=numbers)
 
 
 def measure(team: Team, variant: Variant, size: str, shape: tuple[int, int], budget_s: float) -> Update:
+    """Measures an update and the product it is compared with."""
     rows, cols = shape
     side, precision = alike(variant, rows, cols, team.device)
     against = product_tflops(team, side, precision, budget_s)
@@ -110,7 +113,7 @@ def measure(team: Team, variant: Variant, size: str, shape: tuple[int, int], bud
 
 
 def launches(work: Callable[[], None], device: torch.device) -> int:
-    """Counts the launches of one call, once it is warm."""
+    """Returns the number of launches of a call, after a call that warms up."""
     work()
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -126,7 +129,7 @@ def launches(work: Callable[[], None], device: torch.device) -> int:
 
 
 def alike(variant: Variant, rows: int, cols: int, device: torch.device) -> tuple[int, str]:
-    """The side and precision of the product of two squares that is like the mean one of an update."""
+    """Returns the side and precision of the square product that is like an update's mean product."""
     how = algorithm(variant.config)
     parts = work(how, rows, cols)[0].products
     volume = sum(n * m * k * p for n, m, k, p in parts) / sum(n for n, *_ in parts)
@@ -136,7 +139,8 @@ def alike(variant: Variant, rows: int, cols: int, device: torch.device) -> tuple
 
 @cache
 def product_tflops(team: Team, side: int, precision: str, budget_s: float) -> float:
-    """Measures products of random numbers: constants take less power, and so leave a higher clock."""
+    """Measures the rate of a square product in TFLOP/s, of random numbers: constants use less power, which would allow
+    higher clocks."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     a, b, out = (torch.randn(side, side, device=team.device).to(dtype) for _ in range(3))
 

@@ -79,7 +79,7 @@ def test_the_reference_must_agree_with_itself_in_every_sitting() -> None:
     result = result_of({"canzona": LOSSES, "sc": LOSSES})
     again = replace(result.references[0], losses=scaled(3, 1.5))
     result = replace(result, references=(*result.references, again))
-    assert [problem.key for problem in disagreements(result)] == ["canzona in sitting 2, step 3"]
+    assert [problem.key for problem in disagreements(result)] == ["canzona in measurement group 2, step 3"]
 
 
 def test_the_error_names_strategy_step_and_both_losses() -> None:
@@ -89,5 +89,5 @@ def test_the_error_names_strategy_step_and_both_losses() -> None:
     (problem,) = caught.value.problems
     assert problem.key == "sc, step 3"
     assert problem.value == "loss 10.00000"
-    assert "canzona has a loss of 5.00000 there" in problem.reason
+    assert "canzona has loss 5.00000 at this step" in problem.reason
     check_losses(result_of({"canzona": LOSSES, "sc": LOSSES}))

@@ -73,13 +73,13 @@ def test_what_the_user_sets_stays() -> None:
 
 def test_arithmetic_is_the_same_where_megatrons_own_takes_part_or_else_it_is_said() -> None:
     cases: list[tuple[str, tuple[AnyStrategy, ...], str]] = [
-        ("auto", ("canzona", "sc"), "optimizer.form=auto in canzona's own strategies, standard in Megatron's own (sc)"),
+        ("auto", ("canzona", "sc"), "optimizer.form=auto in canzona's strategies, standard in Megatron's (sc)"),
         ("gram", ("canzona", "asc"), ""),
         ("standard", ("canzona", "layerwise"), ""),
     ]
     unasked = prepared(strategies=("canzona", "sc")).line_up
     assert {getattr(strategy.config.optimizer, "form", None) for strategy in unasked.strategies} == {"standard"}
-    assert unasked.arithmetic.startswith("the standard form in all strategies, for Megatron's own (sc) have no other")
+    assert unasked.arithmetic.startswith("the standard form in all strategies, because Megatron's (sc) have no other")
     for form, strategies, said in cases:
         line_up = prepared(f"optimizer.form={form}", strategies=strategies).line_up
         forms = {getattr(strategy.config.optimizer, "form", None) for strategy in line_up.strategies}
@@ -127,7 +127,7 @@ def test_mistakes_of_options_run_and_data_are_told_together(tmp_path: Path) -> N
 
 def test_adamw_alone_has_nothing_to_compare_and_a_bench_is_of_one_machine() -> None:
     assert "optimizer=adamw" in problems(*TINY, "optimizer=adamw")
-    assert "are on 2 machines" in problems("recipe=tiny", "gpus=16")
+    assert "need 2 machines" in problems("recipe=tiny", "gpus=16")
 
 
 def sized(line_up: LineUp, place: int, state_gib: float, transient_gib: float = 0.25) -> Entrant:

@@ -40,7 +40,13 @@ def test_each_number_has_its_spread_and_rows_are_short() -> None:
 
 def test_the_top_says_when_where_and_what_to_beware_of() -> None:
     top = "\n".join(line for line in profile_text(cut_off()).splitlines() if line.startswith("#"))
-    for said in ("`canzona calibrate`", "61 s", "profile cpu", "CUT OFF", "not measured: collectives, model, updates"):
+    for said in (
+        "`canzona calibrate`",
+        "61 s",
+        "profile cpu",
+        "INCOMPLETE",
+        "not measured: collectives, model, updates",
+    ):
         assert said in top
     skipped = replace(calibration(), record=replace(RECORD, skipped=("soap of 9 x 9: 99 s",)))
     assert "# Left to the cost model: soap of 9 x 9: 99 s" in profile_text(skipped).splitlines()

@@ -111,7 +111,7 @@ def test_a_bench_that_fails_takes_nothing_from_the_one_before_it() -> None:
     found = with_steps(before, _Benches([PARTS, error]), written.append)
     whole = with_steps(before, _Benches([PARTS, PARTS]), written.append).profile
     assert (found.outcome.status, found.outcome.exit_code) == ("failed", 70)
-    assert found.outcome.message.startswith("whole steps of TP 2: "), "which part it was"
+    assert found.outcome.message.startswith("bench of complete steps with TP 2: "), "which part it was"
     assert found.profile.not_measured == (*before.profile.not_measured, "steps")
     assert replace(found.profile, not_measured=whole.not_measured, measured_on=whole.measured_on) == whole
     assert written[0] == found

@@ -80,7 +80,7 @@ def test_a_document_is_refreshed_between_its_markers_and_checked(
         return figures.main()
 
     assert run("--check") == 1
-    assert "Not as made now (make figures): plain in README.md" in capsys.readouterr().out
+    assert "Out of date (run make figures): plain in README.md" in capsys.readouterr().out
     assert document.read_text(encoding="utf-8") == before
     assert run("--write") == 0
     after = document.read_text(encoding="utf-8")
@@ -92,5 +92,5 @@ def test_a_document_is_refreshed_between_its_markers_and_checked(
     with pytest.raises(SystemExit):
         run("--check", "--gpus", "8")
     document.write_text("No markers.\n", encoding="utf-8")
-    with pytest.raises(SystemExit, match="stand at 0 places"):
+    with pytest.raises(SystemExit, match="occur 0 times"):
         run("--write")

@@ -149,8 +149,8 @@ def test_a_part_that_crashes_hangs_or_falls_short_costs_the_others_nothing(
     assert {parts[name]["status"] for name in alone if name not in short} == {"pass"}
     assert {parts[name]["status"] for name in PARTS if name not in alone} == {"not run"}
     assert "ended with code 1" in str(parts["demo"]["summary"])
-    # What a part had before it was cut off is kept.
-    assert parts["train"]["summary"] == "cut off after 5 s; so far: so so"
+    # What a part had before it was stopped is kept.
+    assert parts["train"]["summary"] == "stopped after 5 s; so far: so so"
     assert parts["train"]["numbers"] == parts["step"]["numbers"] == {"step_s": 0.5}
     assert [problem.key for problem in raised.value.problems] == short
     shown = capfd.readouterr().out
@@ -160,14 +160,14 @@ def test_a_part_that_crashes_hangs_or_falls_short_costs_the_others_nothing(
 
 def test_what_there_is_no_time_for_is_not_begun(setup: Setup) -> None:
     outcome = examine(setup, "demo", 1.0)
-    assert (outcome.status, outcome.summary) == ("not run", "the time was up")
+    assert (outcome.status, outcome.summary) == ("not run", "no time was left")
 
 
 def test_a_run_that_failed_is_named_with_its_last_words(setup: Setup) -> None:
     gpu_check.answer(setup, "checkpoint", 60)
     outcome = Outcome.read(setup.result("checkpoint"))
     assert outcome.status == "short"
-    assert "it needs the run `gpu`" in outcome.summary
+    assert "needs the run `gpu`" in outcome.summary
 
 
 def test_curves_may_be_as_far_apart_as_rounding_puts_them() -> None:

@@ -46,7 +46,7 @@ def test_the_bare_script_and_canzona_slurm_are_the_same_job_and_train_on_both_no
     assert bare.returncode == 0, bare.stderr
     first = slurm.wait_for(bare.stdout.strip())
     forwarded = Path(first["StdOut"]).read_text()
-    assert "the run needs 2 machines, and job" in forwarded, forwarded
+    assert "the run needs 2 nodes with" in forwarded, forwarded
     again = forwarded.rstrip().rpartition(" ")[2]
     by_sbatch = slurm.wait_for(again, "COMPLETED")
 

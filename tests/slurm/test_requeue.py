@@ -65,7 +65,7 @@ def test_a_preempted_job_goes_on_where_it_was_and_ends_with_the_same_weights(
     ended = slurm.wait_for(job_id, "COMPLETED")
     assert ended["Restarts"] == "1"
     log = Path(ended["StdOut"]).read_text()
-    assert "goes back to the queue: time 1 of at most 20" in log, "the log of the first start is kept"
+    assert ": requeueing (1 of 20)" in log, "the log of the first start is kept"
     assert (read_json(files.result) or {})["status"] == "done"
 
     undisturbed = submit(slurm, here, environment, *arguments)
@@ -78,8 +78,8 @@ def test_a_preempted_job_goes_on_where_it_was_and_ends_with_the_same_weights(
 @pytest.mark.parametrize(
     ("code", "requeues", "restarts", "said"),
     [
-        (75, 2, 2, "has been requeued 2 times, as often as it may: it ends here, its checkpoints stay"),
-        (75, 0, 0, "has been requeued 0 times"),
+        (75, 2, 2, "was requeued 2 times, which is the limit; it ends, and its checkpoints are kept"),
+        (75, 0, 0, "was requeued 0 times"),
         (70, 2, 0, "training"),
         (130, 2, 0, "training"),
     ],
@@ -110,7 +110,7 @@ def test_a_job_that_never_gets_the_machines_it_asks_for_ends(slurm: Slurm, here:
     done = slurm.command("sbatch", "--parsable", script, cwd=here, environment=environment)
     ended = slurm.wait_for(done.stdout.strip(), "FAILED")
     assert ended["ExitCode"] == "2:0"
-    assert "the run needs 2 machines" in Path(ended["StdOut"]).read_text()
+    assert "the run needs 2 nodes" in Path(ended["StdOut"]).read_text()
     assert slurm.ask("squeue", "--noheader") == "", "it has not submitted itself again"
 
 
