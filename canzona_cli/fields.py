@@ -30,7 +30,8 @@ class Affects(Flag):
     OPTIMIZER = auto()
     """The saved optimizer state no longer fits: resuming is refused."""
     PLAN = auto()
-    """A plan depends on the value after the layout is resolved: runs with different values do not share plans."""
+    """A plan depends on the value after the layout is resolved: runs with different values do not share
+    plans."""
 
 
 NOTHING = Affects.NOTHING
@@ -46,7 +47,8 @@ PLAN = Affects.PLAN
 class Range:
     """The range of numbers that a setting, an entry of a setting, or a field of a record accepts.
 
-    pydantic checks the range wherever a type is annotated with it, like the grouped bounds of `annotated_types`.
+    pydantic checks the range wherever a type is annotated with it, like the grouped bounds of
+    `annotated_types`.
     """
 
     __is_annotated_types_grouped_metadata__: ClassVar = True
@@ -99,8 +101,8 @@ class Example:
     value: str
 
 
-# No quantity of a run or a machine exceeds these bounds, whatever its unit, and products and quotients of a few
-# of them are still finite.
+# No quantity of a run or a machine exceeds these bounds, whatever its unit, and products and quotients of a
+# few of them are still finite.
 Positive = Annotated[float, Range(at_least=1e-9, at_most=1e9)]
 NotNegative = Annotated[float, Range(at_least=0, at_most=1e9)]
 Share = Annotated[float, Range(at_least=0, below=1)]

@@ -1,8 +1,8 @@
-"""`canzona tune`: chooses layouts, measures them, compares them with the predictions, and writes a recipe with the
-fastest layout. No torch.
+"""`canzona tune`: chooses layouts, measures them, compares them with the predictions, and writes a recipe
+with the fastest layout. No torch.
 
-An error is predicted / measured - 1. MAPE is the mean of the absolute errors. Times are seconds of a step on the
-slowest rank. Layouts are compared by time per sequence, because their batch sizes may differ.
+An error is predicted / measured - 1. MAPE is the mean of the absolute errors. Times are seconds of a step on
+the slowest rank. Layouts are compared by time per sequence, because their batch sizes may differ.
 """
 
 import itertools
@@ -38,7 +38,8 @@ LEAST_SHARE = 0.01
 
 
 def layout_name(layout: Layout) -> str:
-    """Returns a name for file names, unique among a run's layouts: `tp2-pp1-cp1-dp2-mb4-none`, `tp1-pp2-vpp2-...`."""
+    """Returns a name for file names, unique among a run's layouts: `tp2-pp1-cp1-dp2-mb4-none`,
+    `tp1-pp2-vpp2-...`."""
     chunks = f"vpp{layout.vpp}-" if layout.vpp > 1 else ""
     mesh = f"tp{layout.tp}-pp{layout.pp}-{chunks}cp{layout.cp}-dp{layout.dp}"
     return f"{mesh}-mb{layout.micro_batch_size}-{layout.recompute}"
@@ -86,7 +87,8 @@ class LayoutBench:
         }
 
     def phase_error(self, phase: str) -> float | None:
-        """Returns the prediction's error for a phase; None where the phase is less than `LEAST_SHARE` of the step."""
+        """Returns the prediction's error for a phase; None where the phase is less than `LEAST_SHARE` of the
+        step."""
         seconds = self.phases.get(phase, 0.0)
         if seconds < LEAST_SHARE * self.median_s:
             return None
@@ -247,12 +249,13 @@ def _per_sequence_s(layout: LayoutBench) -> float:
 ROOT = "tune"
 """The default folder for tune directories; `run.root` overrides it."""
 WARM_UP_STEPS = 2
-"""The steps at the start of a process that are not measured: they allocate buffers and optimizer state, and have no
-parameter gathering to overlap with their forward pass."""
+"""The steps at the start of a process that are not measured: they allocate buffers and optimizer state, and
+have no parameter gathering to overlap with their forward pass."""
 SETTLING_STEPS = 4
-"""The most further warm-up steps that run while updates in Muon's Gram form are still redone in standard form. The
-momentum of few gradients is close to low rank, which makes the Gram form unreliable: with qwen3-mini and a batch of two
-sequences, 36 of 84 updates took twice as long in the first three steps, and ten in the fourth."""
+"""The most further warm-up steps that run while updates in Muon's Gram form are still redone in standard
+form. The momentum of few gradients is close to low rank, which makes the Gram form unreliable: with
+qwen3-mini and a batch of two sequences, 36 of 84 updates took twice as long in the first three steps, and ten
+in the fourth."""
 _START_S = {"cpu": 4.0, "cuda": 40.0}
 """The approximate seconds from the start of a turn to its first step, by device."""
 
@@ -293,8 +296,8 @@ def prepare(
     """Chooses the layouts and checks everything that can be checked before anything is written.
 
     Args:
-        count: the number of layouts with the shortest predicted times to measure, to which the layout of an untuned
-            run is added; None for every layout that is possible and fits.
+        count: the number of layouts with the shortest predicted times to measure, to which the layout of an
+            untuned run is added; None for every layout that is possible and fits.
         rounds: the number of turns of each layout.
         steps: the number of measured steps of a turn.
 
@@ -319,7 +322,8 @@ def prepare(
     fitting = [candidate.layout for candidate in candidates(config) if candidate.fits]
     chosen = fitting
     if count is not None:
-        # `canzona train` ignores this machine's number of cores when it chooses a layout; a prediction does not.
+        # `canzona train` ignores this machine's number of cores when it chooses a layout; a prediction does
+        # not.
         chosen = [tried.layout for tried in search(with_cores(config), count).best]
         chosen += [layout_of_run] if layout_of_run not in chosen else []
     short = replace(

@@ -1,9 +1,9 @@
 """The lineup of a bench: which strategies run, and which of them share a process group. No torch.
 
-All strategies have the same layout, batch and schedule. Each has a resolved configuration; canzona, paper and asc
-also have a plan. A measurement group (`Sitting`) has as many strategies as fit into memory together, which take turns
-in one process group. If several measurement groups are needed, the reference strategy runs in each of them, except in
-that of a strategy that does not fit together with the reference.
+All strategies have the same layout, batch and schedule. Each has a resolved configuration; canzona, paper and
+asc also have a plan. A measurement group (`Sitting`) has as many strategies as fit into memory together,
+which take turns in one process group. If several measurement groups are needed, the reference strategy runs
+in each of them, except in that of a strategy that does not fit together with the reference.
 """
 
 from collections.abc import Sequence
@@ -45,10 +45,11 @@ class Entrant:
     plan: Plan | None
     """The plan that canzona, paper and asc execute; None for other strategies."""
     state_bytes: int
-    """Bytes that stay allocated between steps, on the rank that uses the most. In a measurement group, all strategies'
-    states are in memory at the same time."""
+    """Bytes that stay allocated between steps, on the rank that uses the most. In a measurement group, all
+    strategies' states are in memory at the same time."""
     transient_bytes: int
-    """Bytes that are allocated only during a step. In a measurement group, only one strategy at a time runs a step."""
+    """Bytes that are allocated only during a step. In a measurement group, only one strategy at a time runs a
+    step."""
 
     @property
     def strategy(self) -> AnyStrategy:
@@ -131,7 +132,8 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
     base, arithmetic = _with_common_form(base, names, form_set="optimizer.form" in composed.explicit)
     base = replace(
         base,
-        # Learning rates are those of the first steps of the recipe's full schedule, however short the bench is.
+        # Learning rates are those of the first steps of the recipe's full schedule, however short the bench
+        # is.
         schedule=base.schedule.complete(base.train.steps),
         train=replace(base.train, steps=steps, eval_interval=0),
     )
@@ -156,8 +158,8 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
 def into_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting, ...]:
     """Puts each strategy into the first measurement group that has enough memory left for it.
 
-    The reference is the first strategy of every measurement group. A strategy that does not fit together with the
-    reference has its own measurement group without the reference.
+    The reference is the first strategy of every measurement group. A strategy that does not fit together with
+    the reference has its own measurement group without the reference.
 
     Args:
         available_bytes: the machine's free memory, which CPU ranks share; None for GPU ranks.
@@ -223,8 +225,8 @@ def _of_option(problem: Problem, strategy: AnyStrategy) -> Problem:
 def _split_alike(config: RunConfig, names: Sequence[AnyStrategy], notes: list[str]) -> RunConfig:
     """Sets engine.splitting=qkv if the strategies would otherwise split weights differently.
 
-    layerwise and sc split only q, k and v. Other strategies may split further, and would then update different
-    matrices.
+    layerwise and sc split only q, k and v. Other strategies may split further, and would then update
+    different matrices.
     """
     shapes = {matrix_shapes(with_strategy(config, name)) for name in names if name != "adamw"}
     if len(shapes) < 2:
@@ -236,13 +238,15 @@ def _split_alike(config: RunConfig, names: Sequence[AnyStrategy], notes: list[st
 
 
 def _with_common_form(config: RunConfig, names: Sequence[AnyStrategy], *, form_set: bool) -> tuple[RunConfig, str]:
-    """Sets the standard form for all strategies if a strategy of Megatron's takes part, which has no other form.
+    """Sets the standard form for all strategies if a strategy of Megatron's takes part, which has no other
+    form.
 
     Args:
         form_set: True where the user set `optimizer.form`, which is then left as it is.
 
     Returns:
-        The configuration and the sentence for `BenchResult.arithmetic`, which is empty where all forms agree anyway.
+        The configuration and the sentence for `BenchResult.arithmetic`, which is empty where all forms agree
+        anyway.
     """
     optimizer = config.optimizer
     megatron = [name for name in names if name != "adamw" and not execution_of(with_strategy(config, name)).ours]

@@ -96,8 +96,8 @@ def read_options(
     simulate: bool = False,
     gpus: str | None = None,
 ) -> Options:
-    """Checks the options. Problems are returned in `Options.problems`, so that they can be raised together with the
-    problems of the run.
+    """Checks the options. Problems are returned in `Options.problems`, so that they can be raised together
+    with the problems of the run.
 
     Args:
         strategies: the typed words, each of which may hold several strategies, separated by commas.
@@ -217,7 +217,8 @@ def simulate_sweep(
     """Simulates all sizes and numbers of GPUs for each swept value; returns the simulations by value.
 
     Raises:
-        ConfigError: the options exclude each other, or a run is impossible; with the problems of all values at once.
+        ConfigError: the options exclude each other, or a run is impossible; with the problems of all values
+            at once.
     """
     refuse(options.problems)
     values = options.values

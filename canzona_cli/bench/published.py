@@ -160,8 +160,8 @@ def load_published(path: Path = ROWS) -> Published:
 
 
 def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
-    """Returns the run, with AdamW, that predicts a published step, and its layout, even if it does not fit by our
-    memory estimate.
+    """Returns the run, with AdamW, that predicts a published step, and its layout, even if it does not fit by
+    our memory estimate.
 
     Raises:
         ConfigError: the layout is impossible.
@@ -211,9 +211,11 @@ def mean_absolute_error(compared: Sequence[PredictedSeries]) -> float:
 
 
 def orders(compared: Sequence[PredictedSeries]) -> Iterator[tuple[PredictedSeries, PredictedSeries, bool]]:
-    """Yields pairs of layouts of one model, and True if the prediction has their order by time per sequence right.
+    """Yields pairs of layouts of one model, and True if the prediction has their order by time per sequence
+    right.
 
-    A pair is yielded for each number of GPUs on which both layouts were measured with the same sequence length.
+    A pair is yielded for each number of GPUs on which both layouts were measured with the same sequence
+    length.
     """
     for a, b in combinations(compared, 2):
         alike = (a.series.model, a.series.seq_length) == (b.series.model, b.series.seq_length)

@@ -1,14 +1,14 @@
 """The result of `canzona bench`: measured and predicted values, for the reports and for `--json`. No torch.
 
 Times are seconds. A turn is a few consecutive training steps of one strategy; its first step is not counted.
-A round is one turn of every strategy of a measurement group (called `sitting` in code and files), a process group in
-which strategies take turns on the same batches. If not all strategies fit into memory together, there are several
-measurement groups.
+A round is one turn of every strategy of a measurement group (called `sitting` in code and files), a process
+group in which strategies take turns on the same batches. If not all strategies fit into memory together,
+there are several measurement groups.
 
 Strategies that compute the same update must have the same losses; otherwise their times are not compared. All
-strategies start from the same weights and see the same batches, so the losses of the first step, before any update,
-differ only by the order of sums in the forward pass. After that, bf16 runs drift apart slowly: an update that is
-rounded differently changes the last bit of a weight, and so the next loss slightly.
+strategies start from the same weights and see the same batches, so the losses of the first step, before any
+update, differ only by the order of sums in the forward pass. After that, bf16 runs drift apart slowly: an
+update that is rounded differently changes the last bit of a weight, and so the next loss slightly.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,15 +32,15 @@ class Measured:
     """The measurements of one strategy in one measurement group."""
 
     iteration_s: tuple[float, ...]
-    """Seconds of a complete training step on the slowest rank, by round; the mean over the measured steps of a
-    turn."""
+    """Seconds of a complete training step on the slowest rank, by round; the mean over the measured steps of
+    a turn."""
     optimizer_s: tuple[float, ...]
-    """Seconds from reduced gradients to the next forward pass, by round. Exchange, matrix updates and AdamW's update
-    are those of the slowest rank. Norm and clip, and the wait for gathered parameters, are those of the rank that
-    gets there last, because the other ranks' times include the wait for that rank."""
+    """Seconds from reduced gradients to the next forward pass, by round. Exchange, matrix updates and AdamW's
+    update are those of the slowest rank. Norm and clip, and the wait for gathered parameters, are those of
+    the rank that gets there last, because the other ranks' times include the wait for that rank."""
     processor_s: tuple[float, ...]
-    """Processor seconds of one step by round, summed over ranks. With more ranks than cores, this shows the amount of
-    work better than wall time does."""
+    """Processor seconds of one step by round, summed over ranks. With more ranks than cores, this shows the
+    amount of work better than wall time does."""
     phases: Mapping[str, OverRanks]
     """The phases of a step and their `_total`s, by the names of the breakdown."""
     load_balance: float
@@ -82,7 +82,8 @@ class StrategyBench:
     sitting: int
     """The number of the measurement group in which the strategy was measured, from 0."""
     arithmetic: str = ""
-    """A key of the updates: strategies with the same key compute the same updates, so their losses must agree."""
+    """A key of the updates: strategies with the same key compute the same updates, so their losses must
+    agree."""
     alone: bool = False
     """True where the strategy ran alone, because it did not fit into memory together with the reference."""
 
@@ -105,8 +106,8 @@ class TurnsResult:
     rounds: int
     """The number of measured rounds."""
     notes: tuple[str, ...] = ()
-    """Remarks for the user: settings that were chosen automatically, strategies that were left out and why, a busy
-    machine."""
+    """Remarks for the user: settings that were chosen automatically, strategies that were left out and why, a
+    busy machine."""
 
     @staticmethod
     def header(config: RunConfig, overrides: Sequence[str], machine: Machine) -> dict[str, Any]:
@@ -133,11 +134,11 @@ class BenchResult(TurnsResult):
     """The strategy with which the others are compared: canzona if it ran, otherwise the first."""
     strategies: Mapping[str, StrategyBench]
     references: tuple[Measured, ...]
-    """The measurements of the reference, by measurement group. A group without the reference has those of the first
-    group, which are also in `strategies`."""
+    """The measurements of the reference, by measurement group. A group without the reference has those of the
+    first group, which are also in `strategies`."""
     arithmetic: str = ""
-    """A sentence about the forms of the update, where canzona's strategies have a form that Megatron's lack; otherwise
-    empty."""
+    """A sentence about the forms of the update, where canzona's strategies have a form that Megatron's lack;
+    otherwise empty."""
 
     def optimizer_speedup(self, strategy: str) -> Speedup:
         """Returns the ratio of a strategy's optimizer step to the reference's in the same measurement group."""
@@ -150,9 +151,11 @@ class BenchResult(TurnsResult):
         return Speedup.of(bench.measured.iteration_s, self.references[bench.sitting].iteration_s)
 
     def overhead(self, strategy: str) -> Speedup | None:
-        """Returns a strategy's iteration as a multiple of AdamW's; None for AdamW and where AdamW was not measured.
+        """Returns a strategy's iteration as a multiple of AdamW's; None for AdamW and where AdamW was not
+        measured.
 
-        Strategies of different measurement groups are compared by their ratios to the reference in their own groups.
+        Strategies of different measurement groups are compared by their ratios to the reference in their own
+        groups.
         """
         if strategy == "adamw" or "adamw" not in self.strategies:
             return None
@@ -189,12 +192,12 @@ class BenchResult(TurnsResult):
 
 
 FIRST_STEP = 1e-3
-"""The largest accepted relative difference of the losses of the first step. Measured differences were 0, because all
-strategies run the same forward pass."""
+"""The largest accepted relative difference of the losses of the first step. Measured differences were 0,
+because all strategies run the same forward pass."""
 LATER = 0.03
-"""The largest accepted relative difference of later losses. Measured over 21 steps of qwen3-tiny in bf16, with one
-sequence on each data-parallel rank: at most 0.002 with Muon, 0.005 with Shampoo, 0.011 with SOAP. A learning rate that
-is 10% off leads to 0.034 within 8 steps."""
+"""The largest accepted relative difference of later losses. Measured over 21 steps of qwen3-tiny in bf16,
+with one sequence on each data-parallel rank: at most 0.002 with Muon, 0.005 with Shampoo, 0.011 with SOAP. A
+learning rate that is 10% off leads to 0.034 within 8 steps."""
 COMPARED = 30
 """The number of steps whose losses are compared; after more steps, rounding alone makes equal runs differ."""
 
@@ -215,7 +218,8 @@ def check_losses(result: BenchResult) -> None:
 
 
 def disagreements(result: BenchResult) -> list[Problem]:
-    """Returns a problem for each strategy whose losses differ from those of its `kin`, at the first step that does.
+    """Returns a problem for each strategy whose losses differ from those of its `kin`, at the first step that
+    does.
 
     The reference is compared with itself across measurement groups.
     """
@@ -232,8 +236,8 @@ def disagreements(result: BenchResult) -> list[Problem]:
 def kin(result: BenchResult) -> dict[str, str]:
     """Returns, for each strategy, the strategy whose losses it must match.
 
-    This is the reference if both compute the same updates, otherwise the first strategy with the same updates, which
-    may be the strategy itself. AdamW has no other with the same updates.
+    This is the reference if both compute the same updates, otherwise the first strategy with the same
+    updates, which may be the strategy itself. AdamW has no other with the same updates.
     """
     firsts: dict[str, str] = {result.strategies[result.reference].arithmetic: result.reference}
     return {

@@ -1,5 +1,5 @@
-"""A bench session: checks and resolves the run, launches the ranks of each measurement group, and builds the result.
-Some of its functions also serve `canzona tune`.
+"""A bench session: checks and resolves the run, launches the ranks of each measurement group, and builds the
+result. Some of its functions also serve `canzona tune`.
 
 This module runs in the launcher, so it imports no torch.
 """
@@ -142,7 +142,8 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
 def prepare_sweep(
     overrides: Sequence[str], options: Options, kind: SweepKind, recipes_dirs: Sequence[Path] = ()
 ) -> dict[str, Session]:
-    """Resolves and checks the benches of all swept values before the first one runs; returns the sessions by value.
+    """Resolves and checks the benches of all swept values before the first one runs; returns the sessions by
+    value.
 
     Raises:
         ConfigError: settings are wrong; with the problems of all benches at once.
@@ -247,7 +248,8 @@ def in_folder(composed: Composed, root: str, directory: str | None = None) -> Ru
 
 
 def unready(config: RunConfig, what: str, otherwise: str) -> list[Problem]:
-    """Returns the problems that prevent a measurement: more than one machine, or missing or damaged prepared data.
+    """Returns the problems that prevent a measurement: more than one machine, or missing or damaged prepared
+    data.
 
     The built-in corpus is prepared later, after all checks.
 
@@ -345,7 +347,8 @@ def sit(first: Entrant, run_dir: Path, turns: Turns, corpus: PreparedCorpus, *, 
 
 
 class _RoundLines(TrainView):
-    """A view that prints a line after each round. A live display would take processor time from the measurement.
+    """A view that prints a line after each round. A live display would take processor time from the
+    measurement.
 
     Args:
         say: receives each line.

@@ -1,7 +1,9 @@
-"""`canzona bench --simulate`: predicted step times of every model size and strategy by number of GPUs. No torch.
+"""`canzona bench --simulate`: predicted step times of every model size and strategy by number of GPUs. No
+torch.
 
-For each size and number of GPUs, this simulates an iteration of every strategy in the layout that `canzona train` would
-choose. AdamW and layerwise are also simulated in the layout that is fastest for each of them. Nothing is measured.
+For each size and number of GPUs, this simulates an iteration of every strategy in the layout that `canzona
+train` would choose. AdamW and layerwise are also simulated in the layout that is fastest for each of them.
+Nothing is measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +34,8 @@ VERSION = 3
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedCell:
-    """A model size on a number of GPUs: all strategies in one layout, or the reason why no layout is possible."""
+    """A model size on a number of GPUs: all strategies in one layout, or the reason why no layout is
+    possible."""
 
     recipe: str
     gpus: int
@@ -43,7 +46,8 @@ class SimulatedCell:
     """The strategies of `YARDSTICKS`, each in its fastest layout; None for a strategy that fits in no layout."""
 
     def overhead(self, yardstick: str) -> float | None:
-        """Returns by what share canzona's time per sequence is longer than a yardstick's in its fastest layout.
+        """Returns by what share canzona's time per sequence is longer than a yardstick's in its fastest
+        layout.
 
         None without a study, or if the yardstick fits in no layout.
         """
@@ -149,7 +153,8 @@ def run_simulation(
     sizes: Sequence[str] = SIZES,
     recipes_dirs: Sequence[Path] = (),
 ) -> Simulation:
-    """Simulates every size on every number of GPUs. Each takes a second or two, and ten seconds on 1,024 GPUs.
+    """Simulates every size on every number of GPUs. Each takes a second or two, and ten seconds on 1,024
+    GPUs.
 
     Args:
         overrides: settings for all runs; a `recipe=` among them selects a single size.
@@ -219,8 +224,8 @@ def _check(overrides: Sequence[str], named: Sequence[str]) -> None:
 
 
 def _config(recipe: str, gpus: int, overrides: Sequence[str], recipes_dirs: Sequence[Path]) -> RunConfig:
-    """Returns the resolved run on a number of GPUs, with the canzona strategy. CPU ranks share this machine's cores
-    unless the profile says how many."""
+    """Returns the resolved run on a number of GPUs, with the canzona strategy. CPU ranks share this machine's
+    cores unless the profile says how many."""
     composed = compose_run([f"recipe={recipe}", f"gpus={gpus}", *overrides], recipes_dirs=recipes_dirs, training=False)
     config, _ = plannable(composed.config)
     return with_cores(replace(config, engine=replace(config.engine, strategy="canzona")))

@@ -17,8 +17,9 @@ from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_p
 _UPDATING: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update")
 """The phases of the optimizer step in which a rank works alone or communicates only with its TP group."""
 _WAITING: tuple[str, ...] = ("norm_clip", "param_gather")
-"""The phases in which early ranks wait for late ones: until all have finished their backward pass, or until all have
-reached the gathering in the next forward pass. The last rank waits only for the communication itself."""
+"""The phases in which early ranks wait for late ones: until all have finished their backward pass, or until
+all have reached the gathering in the next forward pass. The last rank waits only for the communication
+itself."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,11 @@ class Turns:
     warm_up_steps: int = 0
     """The number of steps at the start of a turn that are not measured."""
     settling: int = 0
-    """The most extra warm-up steps of a turn. They run as long as the step before had to redo updates (Muon's Gram form
-    in standard form), which takes longer than planned."""
+    """The most extra warm-up steps of a turn. They run as long as the step before had to redo updates (Muon's
+    Gram form in standard form), which takes longer than planned."""
     apart: bool = False
-    """True where each turn runs in separate processes. Layouts need this, because Megatron supports only one layout in
-    a process."""
+    """True where each turn runs in separate processes. Layouts need this, because Megatron supports only one
+    layout in a process."""
 
     def order(self, round_: int) -> Sequence[str]:
         """Returns the names in the order of a round."""
@@ -148,8 +149,8 @@ def last_steps(samples: Samples, count: int) -> Measured:
 
 
 def _optimizer_s(step: Sequence[StepSample]) -> float:
-    """Returns the seconds of the optimizer step: the slowest rank's `_UPDATING` phases, and of each of the `_WAITING`
-    phases the shortest time over ranks."""
+    """Returns the seconds of the optimizer step: the slowest rank's `_UPDATING` phases, and of each of the
+    `_WAITING` phases the shortest time over ranks."""
     updating_s = max(sum(sample.phases.get(name, 0.0) for name in _UPDATING) for sample in step)
     return updating_s + sum(min(sample.phases.get(name, 0.0) for sample in step) for name in _WAITING)
 

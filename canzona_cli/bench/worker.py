@@ -1,9 +1,10 @@
 """One rank of a measurement group: `python -m canzona_cli.bench.worker SITTING_DIR`, started by torchrun.
 
-Strategies take their turns in this process. Layouts cannot, because Megatron supports only one layout in a process, so
-each turn of a layout runs in a separate process. On CPUs this is a fork of this process, which has imported everything
-but computed nothing. On GPUs it is a new Python process, because device state does not survive a fork. If a layout
-fails on one rank, its turn ends on all ranks and it has no further turns; the other layouts continue.
+Strategies take their turns in this process. Layouts cannot, because Megatron supports only one layout in a
+process, so each turn of a layout runs in a separate process. On CPUs this is a fork of this process, which
+has imported everything but computed nothing. On GPUs it is a new Python process, because device state does
+not survive a fork. If a layout fails on one rank, its turn ends on all ranks and it has no further turns; the
+other layouts continue.
 """
 
 import logging
@@ -53,8 +54,8 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
     turns, inputs = Turns.read(files), BenchFiles(files.root.parent)
     forks = forks_ranks(load_resolved(inputs.config(turns.names[0])))
-    # Python warns of forks in a process with threads. The only other thread here waits for signals; a forked process
-    # needs nothing that it holds.
+    # Python warns of forks in a process with threads. The only other thread here waits for signals; a forked
+    # process needs nothing that it holds.
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded, use of fork")
     start: Callable[..., BaseProcess] = ForkProcess if forks else SpawnProcess
     length = f"{plural(turns.rounds, 'round')} of {plural(len(turns.names), 'layout')}"
@@ -110,11 +111,13 @@ def _turn(files: RunFiles, rank: int, number: int, name: str) -> NoReturn:
 def _take_turns(
     files: RunFiles, left: RunFiles, record: RankRecord, rank: int, turns: Turns, *, turn: str = ""
 ) -> bool:
-    """Builds every strategy (or the one layout) with its own model, optimizer and batches, and runs all turns.
+    """Builds every strategy (or the one layout) with its own model, optimizer and batches, and runs all
+    turns.
 
     Args:
         left: the folder for the samples, which rank 0 writes.
-        turn: the name of the turn where each turn has its own processes; empty where this process runs all turns.
+        turn: the name of the turn where each turn has its own processes; empty where this process runs all
+            turns.
 
     Returns:
         False after a request to stop.

@@ -1,8 +1,10 @@
-"""The launcher's side of `canzona calibrate`: starts the ranks, reads their measurements and writes a cluster profile.
+"""The launcher's side of `canzona calibrate`: starts the ranks, reads their measurements and writes a cluster
+profile.
 
-A loop over a single operation has warm caches and ranks that arrive at the same time; a training step does not.
-Therefore two short benches run with the new profile, one with data-parallel ranks and one with pairs of tensor-parallel
-ranks. For each phase, the measured time over the predicted time becomes a factor in the profile.
+A loop over a single operation has warm caches and ranks that arrive at the same time; a training step does
+not. Therefore two short benches run with the new profile, one with data-parallel ranks and one with pairs of
+tensor-parallel ranks. For each phase, the measured time over the predicted time becomes a factor in the
+profile.
 """
 
 import itertools
@@ -95,7 +97,8 @@ class Calibration:
 
 
 def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """Returns the run to calibrate for and its layout: all ranks data-parallel on one machine, without overlap.
+    """Returns the run to calibrate for and its layout: all ranks data-parallel on one machine, without
+    overlap.
 
     Raises:
         ConfigError: the ranks are on several machines, or there are too few CPU ranks for a collective.
@@ -159,8 +162,8 @@ def calibrate(
         files.logs.mkdir()
         write_text_atomic(files.config, dump_resolved(config))
         write_json_atomic(files.layout, asdict(layout))
-        # A GPU's speed does not depend on other GPUs, so one measures. CPU ranks share caches and cores, so all of
-        # them measure at the same time, as in a run.
+        # A GPU's speed does not depend on other GPUs, so one measures. CPU ranks share caches and cores, so
+        # all of them measure at the same time, as in a run.
         workers = config.gpus if config.cluster.device == "cpu" else 1
         Orders(effort=effort.on(config.cluster.device), workers=workers).write(files)
         command = torchrun.build(config, files.root, module=worker)
@@ -215,8 +218,8 @@ _TABLES: Mapping[str, tuple[Quantity, int]] = {
     "measured_updates": ("updates", 3),
     "collectives": ("collectives", 3),
 }
-"""The profile fields that are tables with a measurement in each row: the measured quantity, and how many values at the
-start of a row are its key."""
+"""The profile fields that are tables with a measurement in each row: the measured quantity, and how many
+values at the start of a row are its key."""
 
 
 def default_path(base: str) -> Path:
@@ -348,8 +351,8 @@ class ShortBenches:
         self, overrides: Sequence[str], config: RunConfig, profile: Path, say: Say, recipes_dirs: Sequence[Path] = ()
     ) -> None:
         on_cpu = config.cluster.device == "cpu"
-        # CPU ranks that share a core evict each other's data from its caches, so the benches have as many ranks as
-        # the run, but at most two per core.
+        # CPU ranks that share a core evict each other's data from its caches, so the benches have as many
+        # ranks as the run, but at most two per core.
         most = min(config.gpus, 2 * cores() if on_cpu else RANKS)
         self.ranks = most if most < RANKS else most // RANKS * RANKS
         self.overrides = [
@@ -384,8 +387,8 @@ class ShortBenches:
 def with_steps(calibration: Calibration, benches: ShortBenches, write: Callable[[Calibration], None]) -> Calibration:
     """Runs the short benches and adds the factors of complete steps to the profile.
 
-    If a bench fails or is stopped, factors come only from the benches before, and "steps" is added to the profile's
-    `not_measured`.
+    If a bench fails or is stopped, factors come only from the benches before, and "steps" is added to the
+    profile's `not_measured`.
 
     Args:
         write: called once with the result; writes the profile.
@@ -430,11 +433,12 @@ def _fitted(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterCo
 
 
 def factors(results: Sequence[BenchResult]) -> StepFactors:
-    """Computes the factors from the data-parallel bench and, if it was run, the tensor-parallel bench after it.
+    """Computes the factors from the data-parallel bench and, if it was run, the tensor-parallel bench after
+    it.
 
-    The factor of forward and backward comes from the data-parallel bench, where these have no collectives. Both have
-    one factor. It includes the waits for gradients and parameters, because the operating system gives the ranks
-    unequal shares of the cores, and the faster ranks wait there.
+    The factor of forward and backward comes from the data-parallel bench, where these have no collectives.
+    Both have one factor. It includes the waits for gradients and parameters, because the operating system
+    gives the ranks unequal shares of the cores, and the faster ranks wait there.
     """
     phases: dict[str, float] = {}
     for prefix, (updating, elementwise) in {"": ("canzona", "canzona"), "megatron/": ("sc", "adamw")}.items():
@@ -457,7 +461,8 @@ def factors(results: Sequence[BenchResult]) -> StepFactors:
 
 
 def _factor(benches: Iterable[StrategyBench], phases: Sequence[Phase], rank: Literal["min", "mean"]) -> float | None:
-    """Returns measured over predicted time, summed over phases and benches; None where no bench has the phases."""
+    """Returns measured over predicted time, summed over phases and benches; None where no bench has the
+    phases."""
     measured = predicted = 0.0
     for bench, phase in itertools.product(benches, phases):
         expected, seconds = bench.predicted.phases.get(phase, 0.0), bench.measured.phases.get(phase)

@@ -1,12 +1,13 @@
 """Measures collectives on the real backend by kind, group size and bytes.
 
-On CPU ranks, the result is the time that a collective adds to a loop of computation, with all groups of a size at the
-same time. In a loop of collectives alone, every rank is awake, every cache is warm and every core is free: in training
-steps of four ranks on two cores, collectives took two to six times as long as in such a loop.
+On CPU ranks, the result is the time that a collective adds to a loop of computation, with all groups of a
+size at the same time. In a loop of collectives alone, every rank is awake, every cache is warm and every core
+is free: in training steps of four ranks on two cores, collectives took two to six times as long as in such a
+loop.
 
-On GPUs, the skew between ranks after a barrier and the launch time would be as long as the collective. Therefore a row
-of collectives is timed between two events on the device. Before the row, all-reduces synchronise the devices and keep
-them busy until the host has launched the row.
+On GPUs, the skew between ranks after a barrier and the launch time would be as long as the collective.
+Therefore a row of collectives is timed between two events on the device. Before the row, all-reduces
+synchronise the devices and keep them busy until the host has launched the row.
 """
 
 import math
@@ -31,18 +32,19 @@ ROW = 16
 _CALLS = 4
 """The most collectives, with computation between them, of a sample on CPU ranks; long collectives have fewer."""
 _SIDE, _TOUCHED = 384, 1 << 20
-"""The computation between collectives on CPU ranks: a bf16 product of square matrices of this side, and this many bytes
-read and written. This takes about a millisecond."""
+"""The computation between collectives on CPU ranks: a bf16 product of square matrices of this side, and this
+many bytes read and written. This takes about a millisecond."""
 _PILOTS = 2
 _GATHERING_BYTES = 64 << 20
 """The bytes of each all-reduce before a row, which takes at least 0.2 ms over NVLink."""
 _HEAD_START = 1.5
-"""The time that the devices are kept busy before a row, as a multiple of the host's time to launch the row. Otherwise,
-for collectives of less than 30 us, the host's launches would be measured."""
+"""The time that the devices are kept busy before a row, as a multiple of the host's time to launch the row.
+Otherwise, for collectives of less than 30 us, the host's launches would be measured."""
 _MOST_AHEAD = 16
 _LEAST_S = 1e-6
 _LARGE_S = 1.5
-"""The limit in seconds for the repetitions of the largest size; a size that would take longer is not measured."""
+"""The limit in seconds for the repetitions of the largest size; a size that would take longer is not
+measured."""
 
 Transfer = Callable[[], None]
 Make = Callable[[int, "Members"], Transfer]
@@ -113,8 +115,8 @@ def _between_work(members: Members, run: Transfer, budget_s: float) -> tuple[lis
     """Measures a collective between computations on CPU ranks.
 
     Returns:
-        The seconds that a collective adds to the computation on the slowest rank, by repetition; and the number of
-        processor cores that the collective of a group keeps busy.
+        The seconds that a collective adds to the computation on the slowest rank, by repetition; and the
+        number of processor cores that the collective of a group keeps busy.
     """
     team, side = members.team, torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16)
     product, touched = torch.empty_like(side), torch.ones(_TOUCHED // 4)
@@ -154,7 +156,8 @@ def _slowest(team: Team, seconds: Sequence[float]) -> list[float]:
 
 
 def _in_a_row(members: Members, run: Transfer) -> Callable[[], float]:
-    """Prepares the measurement of a row on GPUs; returns a function that measures the seconds of one collective."""
+    """Prepares the measurement of a row on GPUs; returns a function that measures the seconds of one
+    collective."""
     gathering = _all_reduce(_GATHERING_BYTES, members)
 
     def row() -> None:
@@ -200,8 +203,8 @@ def _broadcast(size: int, members: Members) -> Transfer:
 
 
 def _ranges(data: torch.Tensor, members: Members) -> list[tuple[torch.Tensor, int]]:
-    """Returns (range, owner) pairs: on GPUs a range for each rank, because in a run they share the link and one launch;
-    on CPU ranks a single range, because gloo runs each collective in its own thread."""
+    """Returns (range, owner) pairs: on GPUs a range for each rank, because in a run they share the link and
+    one launch; on CPU ranks a single range, because gloo runs each collective in its own thread."""
     if members.device.type == "cpu":
         return [(data, 0)]
     return [(part, owner) for owner, part in enumerate(data.chunk(members.size))]
@@ -220,7 +223,8 @@ def _reduce_scatter(size: int, members: Members) -> Transfer:
 
 
 def _all_to_all(size: int, members: Members) -> Transfer:
-    """Prepares an all-to-all of equal parts: `size` bytes go to the other ranks, and another part stays on this."""
+    """Prepares an all-to-all of equal parts: `size` bytes go to the other ranks, and another part stays on
+    this."""
     sent = members.buffer(max(1, size * members.size // (members.size - 1)), torch.float32)
     received = torch.empty_like(sent)
     return lambda: _finish(dist.all_to_all_single(received, sent, group=members.group, async_op=True))

@@ -1,8 +1,9 @@
-"""Measures work without communication: products, decompositions, memory, forward and backward passes, matrix updates.
+"""Measures work without communication: products, decompositions, memory, forward and backward passes, matrix
+updates.
 
-An update is timed as the engine runs it, except for the exchange: clip the gradient, step, check that the new weight is
-finite, and write it in the model's precision. As many different matrices as the model has layers are updated in turn,
-because in training each update finds the caches full of other matrices.
+An update is timed as the engine runs it, except for the exchange: clip the gradient, step, check that the new
+weight is finite, and write it in the model's precision. As many different matrices as the model has layers
+are updated in turn, because in training each update finds the caches full of other matrices.
 """
 
 import datetime
@@ -38,7 +39,8 @@ class _Values:
 
 
 LEAST, MOST = 3, 400
-"""The fewest and the most repetitions of a measurement; fewer only if `LEAST` would take over four times the budget."""
+"""The fewest and the most repetitions of a measurement; fewer only if `LEAST` would take over four times the
+budget."""
 _SAMPLE_S = 1e-3
 """The shortest sample in seconds; of quicker work, several calls make a sample."""
 
@@ -69,7 +71,8 @@ class Team:
         return max(of_member for (of_member,) in self.gather([value]))
 
     def samples(self, work: Work, budget_s: float) -> list[float]:
-        """Measures the seconds of one call of `work` while all members run it; returns the samples of all members."""
+        """Measures the seconds of one call of `work` while all members run it; returns the samples of all
+        members."""
         self.meet()
         return [sample for of_rank in self.gather(repeat(work, self.device, budget_s)) for sample in of_rank]
 
@@ -111,12 +114,12 @@ def timed(work: Work, device: torch.device, calls: int = 1) -> float:
 
 
 def clock(device: torch.device) -> float:
-    """Returns a time in seconds from an arbitrary start: processor time on CPU ranks with one thread, otherwise wall
-    time.
+    """Returns a time in seconds from an arbitrary start: processor time on CPU ranks with one thread,
+    otherwise wall time.
 
-    A rank that shares a core sleeps while other ranks run, for longer than most measured operations take, so wall times
-    would either include all of a sleep or none of it. Processor time does not include sleep or other programs, but it
-    includes the effect of the other ranks on the caches.
+    A rank that shares a core sleeps while other ranks run, for longer than most measured operations take, so
+    wall times would either include all of a sleep or none of it. Processor time does not include sleep or
+    other programs, but it includes the effect of the other ranks on the caches.
     """
     single_threaded = device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time() if single_threaded else time.perf_counter()
@@ -157,7 +160,8 @@ SIZES = {
 """The sizes by type of device."""
 _LAUNCHES = 200
 _MODEL_BUDGET = 12
-"""The budget for forward and backward, in units of `Effort.item_s`: every prediction of a step depends on them."""
+"""The budget for forward and backward, in units of `Effort.item_s`: every prediction of a step depends on
+them."""
 
 
 def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
@@ -201,11 +205,12 @@ def measure_memory(team: Team, effort: Effort, recorder: Recorder) -> None:
 
 
 def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, recorder: Recorder) -> None:
-    """Measures forward and backward of the recipe's model, shortened to a few layers, with random tokens. Collective.
+    """Measures forward and backward of the recipe's model, shortened to a few layers, with random tokens.
+    Collective.
 
-    All ranks measure at the same time, because ranks that share a core evict each other's data and instructions from
-    its caches. Two sizes of micro-batch separate the fixed time of a pass from the time per token. Gradients are added
-    to Megatron's buffers, without communication.
+    All ranks measure at the same time, because ranks that share a core evict each other's data and
+    instructions from its caches. Two sizes of micro-batch separate the fixed time of a pass from the time per
+    token. Gradients are added to Megatron's buffers, without communication.
 
     Args:
         config: the result of `profile.shortened`.
@@ -221,8 +226,8 @@ def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, r
 def _passes(
     team: Team, config: RunConfig, wrapped: DistributedDataParallel, size: int, budget_s: float
 ) -> list[tuple[float, float]]:
-    """Measures (forward, backward) seconds of micro-batches of `size` sequences while all members run them; returns
-    the samples of all members."""
+    """Measures (forward, backward) seconds of micro-batches of `size` sequences while all members run them;
+    returns the samples of all members."""
     shape = (size, config.train.seq_length)
     tokens, labels = (torch.randint(config.model.vocab_size, shape, device=team.device) for _ in range(2))
     positions = torch.arange(config.train.seq_length, device=team.device).expand(shape)
@@ -331,8 +336,8 @@ def measure_updates(
 
 
 def measure_adamw(team: Team, config: RunConfig, effort: Effort, recorder: Recorder) -> None:
-    """Measures AdamW's nanoseconds per element: the update of a flat fp32 shard and the copy into the model's weights.
-    Team only."""
+    """Measures AdamW's nanoseconds per element: the update of a flat fp32 shard and the copy into the model's
+    weights. Team only."""
     shard = torch.nn.Parameter(torch.randn(ADAMW_ELEMENTS, device=team.device))
     shard.grad = torch.randn_like(shard)
     weight = torch.empty(ADAMW_ELEMENTS, dtype=_dtype(config), device=team.device)
@@ -349,7 +354,8 @@ def measure_adamw(team: Team, config: RunConfig, effort: Effort, recorder: Recor
 def expected(variant: Variant, rows: int, cols: int) -> float:
     """Returns the approximate seconds that the measurement of an update takes, by the cost model.
 
-    For SOAP and Shampoo, this is the time of three steps with a refresh, which take far longer than other steps.
+    For SOAP and Shampoo, this is the time of three steps with a refresh, which take far longer than other
+    steps.
     """
     how, cluster = algorithm(variant.config), replace(variant.config.cluster, measured_updates=())
     if isinstance(variant.config.optimizer, MomentumConfig):
@@ -360,8 +366,8 @@ def expected(variant: Variant, rows: int, cols: int) -> float:
 def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s: float) -> list[float]:
     """Measures the seconds of one update of one (rows, columns) matrix; returns the samples of all members.
 
-    For SOAP and Shampoo a sample is the mean over a refresh period: of one sample of a step without refresh and of the
-    median step with refresh, weighted by how often each occurs.
+    For SOAP and Shampoo a sample is the mean over a refresh period: of one sample of a step without refresh
+    and of the median step with refresh, weighted by how often each occurs.
     """
     group = Group(variant, rows, cols, team.device)
     optimizer = group.optimizer
@@ -442,8 +448,8 @@ class Group:
 
 
 def _count(variant: Variant, rows: int, cols: int, device: torch.device) -> int:
-    """Returns how many matrices to update: one for each layer, at most what `_BYTES_AT_ONCE` allows, and one for large
-    matrices of SOAP and Shampoo, whose updates take long."""
+    """Returns how many matrices to update: one for each layer, at most what `_BYTES_AT_ONCE` allows, and one
+    for large matrices of SOAP and Shampoo, whose updates take long."""
     squares = 0 if isinstance(variant.config.optimizer, MomentumConfig) else rows * rows + cols * cols
     if squares and max(rows, cols) > 1024:
         return 1

@@ -30,7 +30,8 @@ from canzona_cli.run.machine import cores
 from canzona_cli.run.statistics import Quartiles
 
 Part = Literal["arithmetic", "memory", "adamw", "collectives", "model", "updates"]
-"""The parts of a calibration, in the order of measurement. A part that was not measured comes from the base profile."""
+"""The parts of a calibration, in the order of measurement. A part that was not measured comes from the base
+profile."""
 Quantity = Literal[
     "matmul_tflops",
     "fp32_tflops",
@@ -68,15 +69,16 @@ class Effort:
     largest_item_s: float = 40.0
     """The longest expected measurement of an update, in seconds; longer ones are left to the cost model."""
     end_s: float = 70.0
-    """The seconds since the start by which a measurement of an update must be expected to end, unless it takes less
-    than a second."""
+    """The seconds since the start by which a measurement of an update must be expected to end, unless it
+    takes less than a second."""
     sizes: tuple[int, ...] = (8, 64 << 10, 1 << 20, 8 << 20)
     """The sizes of collectives, in bytes."""
     large: int | None = 32 << 20
     """A further size of collectives in bytes, which is measured where it is quick enough; None without one."""
 
     def on(self, device: Device) -> "Effort":
-        """Returns the effort with the sizes for a type of device: on GPUs up to the buckets of the largest models."""
+        """Returns the effort with the sizes for a type of device: on GPUs up to the buckets of the largest
+        models."""
         return self if device == "cpu" else replace(self, sizes=GPU_SIZES, large=None)
 
 
@@ -107,8 +109,8 @@ class Measurement:
 
     quantity: Quantity
     key: tuple[str | int, ...] = ()
-    """The row of the quantity's table. matmul_tflops: (n,); updates: (label, rows, columns); collectives: (kind, ranks,
-    bytes); forward and backward: (sequences,)."""
+    """The row of the quantity's table. matmul_tflops: (n,); updates: (label, rows, columns); collectives:
+    (kind, ranks, bytes); forward and backward: (sequences,)."""
     spread: Quartiles
     repetitions: int
     """The number of samples, summed over the ranks that measured."""
@@ -156,8 +158,8 @@ class Record:
 
 
 class Recorder:
-    """The writer of measurements on a rank. Rank 0 writes every number before the next is measured; other ranks write
-    nothing."""
+    """The writer of measurements on a rank. Rank 0 writes every number before the next is measured; other
+    ranks write nothing."""
 
     def __init__(self, files: RunFiles, *, writes: bool) -> None:
         self._path, self._writes = _measured(files), writes
@@ -195,8 +197,8 @@ MODEL_LAYERS = 2
 
 
 def shortened(config: RunConfig) -> RunConfig:
-    """Returns the run for the measurement of forward and backward: with a few layers, and with AdamW, whose buffers are
-    Megatron's own."""
+    """Returns the run for the measurement of forward and backward: with a few layers, and with AdamW, whose
+    buffers are Megatron's own."""
     return replace(
         config,
         model=replace(config.model, num_layers=min(MODEL_LAYERS, config.model.num_layers)),
@@ -205,7 +207,8 @@ def shortened(config: RunConfig) -> RunConfig:
 
 
 def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
-    """Returns the run with each optimizer to measure: Muon, SOAP, Shampoo and the recipe's optimizer with its settings.
+    """Returns the run with each optimizer to measure: Muon, SOAP, Shampoo and the recipe's optimizer with its
+    settings.
 
     An optimizer with forms comes in each of its forms, with and without stacking of matrices.
     """
@@ -279,11 +282,12 @@ def profile_of(
 
 
 def with_peak(profile: ClusterConfig) -> ClusterConfig:
-    """Returns the profile with a measured peak rate (`bf16_tflops`) for CPU ranks; GPU profiles are not changed.
+    """Returns the profile with a measured peak rate (`bf16_tflops`) for CPU ranks; GPU profiles are not
+    changed.
 
-    No datasheet has the peak of this many threads on this processor. The peak is the rate of the fastest product. If a
-    factor of forward or backward is below 1, passes ran faster than products measured alone, and the peak is divided by
-    the smallest factor, so that no pass exceeds the peak.
+    No datasheet has the peak of this many threads on this processor. The peak is the rate of the fastest
+    product. If a factor of forward or backward is below 1, passes ran faster than products measured alone,
+    and the peak is divided by the smallest factor, so that no pass exceeds the peak.
     """
     if profile.device != "cpu":
         return profile
@@ -332,8 +336,8 @@ def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
 def _with_factors(config: RunConfig, layout: Layout, record: Record) -> ClusterConfig:
     """Returns the profile of `config` with the factors and fixed times of forward and backward.
 
-    They are the slope and intercept of measured over predicted seconds by size of micro-batch; the intercept is divided
-    by the number of modules.
+    They are the slope and intercept of measured over predicted seconds by size of micro-batch; the intercept
+    is divided by the number of modules.
     """
     plain = replace(config.cluster, forward_factor=1.0, backward_factor=1.0, forward_module_us=0.0)
     # A measured pass has no pipeline schedule, so the cost of a pass in a schedule is left out.

@@ -80,7 +80,8 @@ def begin(store_root: Path, step: int) -> Path:
 
 
 def write_part(partial: Path, rank: int, shard: Shard) -> None:
-    """Writes one rank's share of a checkpoint, then its part file, which tells rank 0 that the share is complete.
+    """Writes one rank's share of a checkpoint, then its part file, which tells rank 0 that the share is
+    complete.
 
     Every rank calls it, from any thread. If it fails, the part file has the reason; if the disk does not even
     have room for that, an empty marker file is left.
@@ -172,7 +173,8 @@ def finish(
 
 
 def abandon(partial: Path) -> None:
-    """Removes the folder of a checkpoint that will not be finished. Never raises; the next `begin` tries again."""
+    """Removes the folder of a checkpoint that will not be finished. Never raises; the next `begin` tries
+    again."""
     for _ in range(_REMOVALS):
         shutil.rmtree(partial, ignore_errors=True)
         if not partial.exists():
@@ -180,7 +182,8 @@ def abandon(partial: Path) -> None:
 
 
 def bytes_written(partial: Path) -> int:
-    """Returns the total size in bytes of the files in a checkpoint's folder, finished or not; 0 if it is gone."""
+    """Returns the total size in bytes of the files in a checkpoint's folder, finished or not; 0 if it is
+    gone."""
     total = 0
     try:
         with os.scandir(partial) as entries:

@@ -1,4 +1,5 @@
-"""Checks a checkpoint's manifest against its run: the saved settings, and the tensors' names, types and shapes.
+"""Checks a checkpoint's manifest against its run: the saved settings, and the tensors' names, types and
+shapes.
 
 `canzona_cli.checkpoint.verify` makes sure that the files agree with the manifest, so a checkpoint can be
 judged before any of its tensors is read: by the launcher before it starts workers (`saved_run`), by
@@ -191,7 +192,8 @@ def _wrong_scalar(stored: str, value: Scalar, manifest: Manifest) -> str:
 
 
 def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
-    """Reads a checkpoint's manifest and the settings of the run that saved it; checks both without reading tensors.
+    """Reads a checkpoint's manifest and the settings of the run that saved it; checks both without reading
+    tensors.
 
     Raises:
         CheckpointInvalid: a file is missing, a file that was read is damaged, or the tensors listed are not

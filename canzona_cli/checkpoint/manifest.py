@@ -56,7 +56,8 @@ removed: the checkpoint is being deleted, hidden so that nobody sees half of it.
 
 @dataclass(frozen=True, kw_only=True)
 class LossMemory:
-    """The guards' memory of losses, in nats per token, so that a resumed run is judged like an uninterrupted one."""
+    """The guards' memory of losses, in nats per token, so that a resumed run is judged like an uninterrupted
+    one."""
 
     first: Finite | None = None
     """The loss of the first step."""
@@ -138,7 +139,8 @@ class StoredTensor:
         """Returns the name of the whole tensor, `layers.3.q/master`.
 
         Args:
-            stored: the name that this tensor is stored under, which for a piece has its position after an `@`.
+            stored: the name that this tensor is stored under, which for a piece has its position after an
+                `@`.
         """
         return stored if self.piece is None else stored.rpartition("@")[0]
 
@@ -276,7 +278,8 @@ def parse_manifest(text: bytes) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Checks what the types cannot: file names, hashes, that tensors fit their files, that pieces are consistent.
+    """Checks what the types cannot: file names, hashes, that tensors fit their files, that pieces are
+    consistent.
 
     Raises:
         ValueError: a check fails; the message is for the user.

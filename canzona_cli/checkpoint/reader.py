@@ -33,7 +33,8 @@ class Reader:
         """The tensors that contain a block of a unit, by the unit: the tensor's name, and the block."""
         self._fields: dict[str, list[str]] = defaultdict(list)
         self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-        """The stored name and the position of every piece, by the name of the tensor that is stored in pieces."""
+        """The stored name and the position of every piece, by the name of the tensor that is stored in
+        pieces."""
         for stored, tensor in manifest.tensors.items():
             full_name, shape = tensor.whole(stored), tensor.shape
             name, _, field = full_name.rpartition("/")
@@ -58,7 +59,8 @@ class Reader:
         self.unmap()
 
     def unmap(self) -> None:
-        """Unmaps the files, because their pages count as memory of this process. The next read maps them again."""
+        """Unmaps the files, because their pages count as memory of this process. The next read maps them
+        again."""
         self._files.clear()
 
     def fields(self, name: str) -> list[str]:
@@ -150,7 +152,8 @@ class Reader:
         return self._scalars.get(name, {})
 
     def marks(self, units: Iterable[str]) -> dict[str, Scalar]:
-        """Returns the largest `distrusted` value of the tensors that these units are stored in; empty if none has one.
+        """Returns the largest `distrusted` value of the tensors that these units are stored in; empty if none
+        has one.
 
         Raises:
             CheckpointInvalid: a unit is not stored.
@@ -213,7 +216,8 @@ class Reader:
                 data: torch.Tensor = self._open(stored).get_slice(stored)[first - piece.start : last - piece.start]  # type: ignore[no-untyped-call]
                 top, bottom = first // piece.cols, -(-last // piece.cols)
                 target = region[piece.row + top - row : piece.row + bottom - row, piece.col : piece.col + piece.cols]
-                # A piece may start or end within a row, so it is written into a flat copy of all rows it touches.
+                # A piece may start or end within a row, so it is written into a flat copy of all rows it
+                # touches.
                 flat = target.clone(memory_format=torch.contiguous_format).view(-1)
                 flat[first - top * piece.cols : last - top * piece.cols] = data
                 target.copy_(flat.view_as(target))

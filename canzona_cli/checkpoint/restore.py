@@ -1,4 +1,5 @@
-"""Loads a checkpoint into a run of any layout, strategy or plan; each rank reads only the state that it updates.
+"""Loads a checkpoint into a run of any layout, strategy or plan; each rank reads only the state that it
+updates.
 
 The weights are then computed from the masters as after an update: rounded, sent to the tensor-parallel ranks,
 and gathered over the data-parallel ranks.
@@ -215,7 +216,8 @@ def unlike(
 def _from_units(
     matrix: Matrix, reader: Reader, *, weights_only: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
-    """Assembles the master, state and marks of a matrix from units, for a matrix that was saved in another splitting.
+    """Assembles the master, state and marks of a matrix from units, for a matrix that was saved in another
+    splitting.
 
     Returns:
         The tensors (only the master with `weights_only`), and the marks.

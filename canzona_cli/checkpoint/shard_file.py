@@ -1,4 +1,5 @@
-"""Writes and checks safetensors files: 8 bytes for the header's length, a JSON header, the tensors without gaps.
+"""Writes and checks safetensors files: 8 bytes for the header's length, a JSON header, the tensors without
+gaps.
 
 We do not use the library's writer because it needs all tensors in memory, and neither hashes nor fsyncs.
 """
@@ -99,7 +100,8 @@ class _HashedFile:
         self._descriptor, self._hash_thread, self._started = descriptor, hash_thread, 0
 
     def add(self, data: memoryview) -> None:
-        """Writes the data while another thread hashes it; both release the GIL. No reference to the data remains."""
+        """Writes the data while another thread hashes it; both release the GIL. No reference to the data
+        remains."""
         failed = Event()
         hashed = self._hash_thread.submit(_hash, self.hasher, data, failed)
         try:
@@ -115,7 +117,8 @@ class _HashedFile:
             done = os.write(self._descriptor, rest)
             rest, self.bytes = rest[done:], self.bytes + done
         if (new := self.bytes - self._started) >= _CHUNK:
-            # Makes the kernel start to write these pages to the disk now, rather than all of them at the fsync.
+            # Makes the kernel start to write these pages to the disk now, rather than all of them at the
+            # fsync.
             os.posix_fadvise(self._descriptor, self._started, new, os.POSIX_FADV_DONTNEED)
             self._started = self.bytes
 

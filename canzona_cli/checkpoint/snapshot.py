@@ -90,7 +90,8 @@ class Snapshots:
     def take(self) -> Shard:
         """Copies this rank's share of the state to host memory; call it between two steps. Collective.
 
-        It overwrites the memory of the shard that the last call returned, which must have been written by then.
+        It overwrites the memory of the shard that the last call returned, which must have been written by
+        then.
 
         Raises:
             ConfigError: a user's own optimizer keeps state that a checkpoint cannot store.
@@ -128,7 +129,8 @@ class Snapshots:
         return self._writers
 
     def _copy(self, name: str, tensor: torch.Tensor, piece: Piece | None = None) -> Buffer:
-        """Copies a tensor to its host buffer; a copy from a GPU is asynchronous, so synchronise before reading it."""
+        """Copies a tensor to its host buffer; a copy from a GPU is asynchronous, so synchronise before
+        reading it."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = self._buffers[name] = self._new_buffer(tensor)
@@ -187,7 +189,8 @@ def _pieces(trainee: Trainee) -> Iterator[_Contents]:
     """Yields the masters and elementwise state of the pieces of units that this rank updates."""
     model = trainee.config.model
     copied = None if trainee.world.is_first_stage or not model.tied_embeddings else EMBEDDING
-    """The unit that this rank skips: with tied embeddings the last stage has a copy, and the first stage writes it."""
+    """The unit that this rank skips: with tied embeddings the last stage has a copy, and the first stage
+    writes it."""
     for item in held_pieces(trainee):
         piece, shape = item.piece, unit_shape(item.piece.unit, model)
         if piece.unit == copied:
@@ -269,7 +272,8 @@ def share(holdings: Sequence[Holding], model: ModelConfig) -> dict[Part, int]:
     load = [0] * len(holdings)
     """The bytes that each rank writes."""
     writers: dict[Part, int] = {}
-    # Matrices before pieces. Among each, parts with fewer holders first, because the others can even out the load.
+    # Matrices before pieces. Among each, parts with fewer holders first, because the others can even out the
+    # load.
     for part in sorted(holders, key=lambda part: (part.piece is not None, len(holders[part]), str(part))):
         writers[part] = min(holders[part], key=lambda rank: (load[rank], rank))
         load[writers[part]] += sizes[part]

@@ -60,7 +60,8 @@ class CheckpointStore:
         return self._steadily(lambda: next((checkpoint for checkpoint in self._backwards() if checkpoint.sound), None))
 
     def retain(self, keep: int, keep_every: int | None) -> tuple[str, ...]:
-        """Removes all checkpoints older than the newest `keep` usable ones, except at multiples of `keep_every` steps.
+        """Removes all checkpoints older than the newest `keep` usable ones, except at multiples of
+        `keep_every` steps.
 
         Returns:
             The names of the removed checkpoints, newest first.
@@ -145,7 +146,8 @@ class CheckpointStore:
             yield judge(name, path)
 
     def _steadily[T](self, look: Callable[[], T]) -> T:
-        """Calls `look` until no folder changes meanwhile, at most five times: a save may be replacing a checkpoint."""
+        """Calls `look` until no folder changes meanwhile, at most five times: a save may be replacing a
+        checkpoint."""
         for _ in range(_GLANCES):
             before = self._identities()
             seen = look()

@@ -1,4 +1,5 @@
-"""Verifies a checkpoint before its tensors are used: the manifest by its own hash, all other files by the manifest.
+"""Verifies a checkpoint before its tensors are used: the manifest by its own hash, all other files by the
+manifest.
 
 Nothing that a checkpoint contains is executed, no link is followed, and no name can point outside its folder.
 """
@@ -28,7 +29,8 @@ _SHARDS = ".safetensors"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads a checkpoint's manifest, and checks that the files exist with the right sizes, without reading them.
+    """Reads a checkpoint's manifest, and checks that the files exist with the right sizes, without reading
+    them.
 
     Raises:
         CheckpointInvalid: the manifest is not valid, or files are missing or have another size. The first ten
@@ -71,7 +73,8 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
 
 
 def verify_file(folder: Path, name: str, entry: StoredFile, *, on_bytes: OnBytes | None = None) -> Problem | None:
-    """Checks the size and then the hash of one file of a checkpoint; returns the problem, None if it is sound."""
+    """Checks the size and then the hash of one file of a checkpoint; returns the problem, None if it is
+    sound."""
     reason = _size_problem(folder, name, entry)
     if reason is None:
         try:
@@ -113,7 +116,8 @@ def foreign_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
 
 
 def shortened(problems: Sequence[Problem], most: int = _MOST_PROBLEMS, *, key: str = "checkpoint") -> list[Problem]:
-    """Returns the first `most` problems, and if there are more, a last one under `key` with the number of the rest."""
+    """Returns the first `most` problems, and if there are more, a last one under `key` with the number of the
+    rest."""
     shown = list(problems[:most])
     if len(problems) > len(shown):
         shown.append(Problem(key=key, reason=f"and {len(problems) - len(shown)} more"))
@@ -121,7 +125,8 @@ def shortened(problems: Sequence[Problem], most: int = _MOST_PROBLEMS, *, key: s
 
 
 def previous_sound(folder: Path) -> Path | None:
-    """Finds the newest earlier checkpoint in the same store whose manifest and file sizes are right; None if none is.
+    """Finds the newest earlier checkpoint in the same store whose manifest and file sizes are right; None if
+    none is.
 
     If the folder does not have the name of a checkpoint, every checkpoint beside it counts as earlier.
     """
@@ -145,7 +150,8 @@ def way_out(folder: Path, *, by_path: bool = False) -> str:
     """Returns the fix for a checkpoint that cannot be used: resume from the previous one, or start again.
 
     Args:
-        by_path: give the previous checkpoint's path, because a name would mean a checkpoint of the run itself.
+        by_path: give the previous checkpoint's path, because a name would mean a checkpoint of the run
+            itself.
     """
     previous = previous_sound(folder)
     if previous is not None:

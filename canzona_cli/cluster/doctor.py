@@ -1,4 +1,5 @@
-"""The checks of `canzona doctor`: versions, torch, GPUs, memory, disks, network, Slurm and environment variables."""
+"""The checks of `canzona doctor`: versions, torch, GPUs, memory, disks, network, Slurm and environment
+variables."""
 
 import json
 import os
@@ -48,7 +49,8 @@ _PROBE_TIMEOUT_S = 60.0
 _RESOLVE_TIMEOUT_S = 3.0
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The variables that torchrun sets for its workers. Left over in a shell, they mislead programs started there."""
+"""The variables that torchrun sets for its workers. Left over in a shell, they mislead programs started
+there."""
 _WATCHED = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_", "NVTE_", "OMP_", "MKL_", "CUBLAS_", "PYTORCH_", "CANZONA_CACHE")
 """The prefixes of environment variables that change how workers run."""
 
@@ -100,7 +102,8 @@ class Diagnosis:
         return sum(finding.status == status for finding in self.findings)
 
     def as_json(self) -> Mapping[str, object]:
-        """Returns the output of `canzona doctor --json`. New keys keep `version`; any other change increments it."""
+        """Returns the output of `canzona doctor --json`. New keys keep `version`; any other change increments
+        it."""
         return {
             "version": VERSION,
             "ok": self.ok,
@@ -167,7 +170,8 @@ def package(requirement: Requirement) -> Finding:
 
 
 def _probe() -> dict[str, object] | str:
-    """Imports torch in a subprocess and lets two ranks connect over gloo; returns the results, or the error message."""
+    """Imports torch in a subprocess and lets two ranks connect over gloo; returns the results, or the error
+    message."""
     # The same interface as in a run on one machine.
     environment = {name: value for name, value in os.environ.items() if name not in _TORCHRUN}
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -266,7 +270,8 @@ def _machine() -> Iterator[Finding]:
 
 
 def _storage(run_root: Path, on_gpus: bool) -> Iterator[Finding]:
-    """Checks space and permissions for runs, prepared data and temporary files, and the size of shared memory."""
+    """Checks space and permissions for runs, prepared data and temporary files, and the size of shared
+    memory."""
     cache = Path(os.environ.get("CANZONA_CACHE") or "~/.cache/canzona").expanduser()
     yield _place("runs", run_root, "run directories go here", "run.root")
     yield _place("cache", cache, "prepared corpora go here", "CANZONA_CACHE")

@@ -32,7 +32,8 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
     Resolving the result again changes nothing.
 
     Raises:
-        ConfigError: the settings are impossible, or leave a matrix optimizer no matrix; carries every problem.
+        ConfigError: the settings are impossible, or leave a matrix optimizer no matrix; carries every
+            problem.
         DoesNotFit: no possible layout fits the profile's memory; carries changes that would make one fit.
     """
     routing(config)
@@ -46,7 +47,8 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
 def choose(config: RunConfig) -> Candidate | None:
     """Returns the layout with the shortest simulated time per sequence; None if no layout fits.
 
-    If every layout setting is given, or no plan fits, it returns the layout that needs the least memory instead.
+    If every layout setting is given, or no plan fits, it returns the layout that needs the least memory
+    instead.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -87,8 +89,8 @@ def _does_not_fit(config: RunConfig) -> Problem:
 def suggestions(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     """Yields single changes that make `config` fit, each as overrides and as the changed configuration.
 
-    The change that alters the job least comes first. Of GPU counts and of sequence lengths only the nearest that
-    fits is yielded.
+    The change that alters the job least comes first. Of GPU counts and of sequence lengths only the nearest
+    that fits is yielded.
     """
     for ladder in _changes(config):
         for override, changed in ladder:
@@ -183,7 +185,8 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
 def _with_scaled_minimum(
     combination: Combination, recipe_of: Callable[[tuple[str, ...]], OptimizerConfig]
 ) -> Combination:
-    """Keeps the recipe's ratio of minimum to peak for swept learning rates, so that all schedules have the same shape.
+    """Keeps the recipe's ratio of minimum to peak for swept learning rates, so that all schedules have the
+    same shape.
 
     The ratio is added as an override, so that the printed overrides repeat the run.
     """
@@ -198,7 +201,8 @@ def _with_scaled_minimum(
 
 
 def _merged(same: Sequence[tuple[Problem, str]], runs: int) -> Problem:
-    """Returns a problem that several runs share, with the first run's values unless all `runs` have the problem."""
+    """Returns a problem that several runs share, with the first run's values unless all `runs` have the
+    problem."""
     (problem, words), *more = same
     if len(same) == runs:
         return problem

@@ -1,6 +1,8 @@
-"""The GPUs of this machine, and what a plan asks about them. Imports only fast modules, because plans load it.
+"""The GPUs of this machine, and what a plan asks about them. Imports only fast modules, because plans load
+it.
 
-GPUs come from nvidia-smi, which is part of the driver, otherwise from /proc. CUDA_VISIBLE_DEVICES is applied as CUDA
+GPUs come from nvidia-smi, which is part of the driver, otherwise from /proc. CUDA_VISIBLE_DEVICES is applied
+as CUDA
 does: the first entry that names no device hides all entries after it.
 """
 
@@ -19,7 +21,8 @@ _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def with_layers_here(cluster: ClusterConfig) -> ClusterConfig:
-    """Fills in `transformer_engine` if it is null: True if the profile has fused layers and they are installed here.
+    """Fills in `transformer_engine` if it is null: True if the profile has fused layers and they are
+    installed here.
 
     A machine without GPUs can only plan for other machines, which are assumed to have Transformer Engine.
     """
@@ -66,9 +69,9 @@ def installed_gpus() -> tuple[GpuInfo, ...]:
 def select(gpus: tuple[GpuInfo, ...], visible: str | None) -> tuple[GpuInfo, ...]:
     """Returns the GPUs that a value of CUDA_VISIBLE_DEVICES makes visible.
 
-    None shows all GPUs, an empty value none. An entry is an index, or the start of a UUID that fits exactly one GPU.
-    Any other entry, such as -1, ends the list, and a GPU named twice makes CUDA show none. A MIG entry counts as a
-    device of the size of its GPU.
+    None shows all GPUs, an empty value none. An entry is an index, or the start of a UUID that fits exactly
+    one GPU. Any other entry, such as -1, ends the list, and a GPU named twice makes CUDA show none. A MIG
+    entry counts as a device of the size of its GPU.
     """
     if visible is None:
         return gpus

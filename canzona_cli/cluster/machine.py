@@ -1,5 +1,5 @@
-"""Facts about this machine, collected without torch: its processor, the requirements of GPU ranks, and differences
-from the machine on which a profile was measured."""
+"""Facts about this machine, collected without torch: its processor, the requirements of GPU ranks, and
+differences from the machine on which a profile was measured."""
 
 import ctypes
 import importlib.util
@@ -34,7 +34,8 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 def machine_facts(device: Device) -> dict[str, str | int | float]:
-    """Returns processor, cores, memory, torch, and for a GPU profile the GPU; nothing that identifies the machine."""
+    """Returns processor, cores, memory, torch, and for a GPU profile the GPU; nothing that identifies the
+    machine."""
     facts: dict[str, str | int | float] = {
         "device": device,
         "processor": processor_name(),
@@ -48,8 +49,8 @@ def machine_facts(device: Device) -> dict[str, str | int | float]:
 
 
 def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
-    """Returns a warning if a profile was measured on a different machine; empty if not, or if the profile was not
-    measured."""
+    """Returns a warning if a profile was measured on a different machine; empty if not, or if the profile was
+    not measured."""
     here: dict[str, str | int] = {"processor": processor_name(), "cores": cores(), "torch": torch_version()}
     if cluster.device == "cuda":
         # Times depend on the GPU, so a different host processor is not a mismatch.
@@ -95,8 +96,8 @@ def installed_version(package: str) -> str | None:
 
 
 def requirement(package: str) -> Requirement | None:
-    """Returns canzona's requirement for a package, required or optional; None without one, or if canzona is not
-    installed as a package."""
+    """Returns canzona's requirement for a package, required or optional; None without one, or if canzona is
+    not installed as a package."""
     try:
         requirements = map(Requirement, metadata.requires("canzona") or ())
     except metadata.PackageNotFoundError:
@@ -105,13 +106,14 @@ def requirement(package: str) -> Requirement | None:
 
 
 def admits(requirement: Requirement, version: str) -> bool:
-    """Returns True if a version satisfies a requirement; a pre-release counts as its release (2.10.0a0 as 2.10.0)."""
+    """Returns True if a version satisfies a requirement; a pre-release counts as its release (2.10.0a0 as
+    2.10.0)."""
     return requirement.specifier.contains(Version(version).base_version)
 
 
 def loopback_problem(ranks: int) -> str | None:
-    """Returns the error if this many ranks cannot each open a port and connect on the loopback interface; None if they
-    can."""
+    """Returns the error if this many ranks cannot each open a port and connect on the loopback interface;
+    None if they can."""
     try:
         with ExitStack() as sockets:
             for _ in range(ranks + 1):  # one more for torchrun's store
@@ -128,7 +130,8 @@ https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.ht
 _GET_TORCH = "install a torch that is built for it (pytorch.org/get-started)"
 
 _COVERS_COALESCED = Version("2.15")
-"""The first torch whose nccl2 backend waits for all collectives of a coalesced group (its `ProcessGroupNCCL.hpp`)."""
+"""The first torch whose nccl2 backend waits for all collectives of a coalesced group (its
+`ProcessGroupNCCL.hpp`)."""
 
 Release = tuple[int, int]
 """A release of CUDA, such as (13, 2)."""
@@ -171,8 +174,8 @@ def driver_cuda() -> Release | None:
 
 
 def torch_cuda() -> Release | None:
-    """Returns the CUDA release that the installed torch is built for; (0, 0) for a build without CUDA, None if
-    unknown."""
+    """Returns the CUDA release that the installed torch is built for; (0, 0) for a build without CUDA, None
+    if unknown."""
     spec = importlib.util.find_spec("torch")
     try:
         text = Path(spec.origin).with_name("version.py").read_text("utf-8") if spec and spec.origin else ""
@@ -199,10 +202,11 @@ def torch_lacks() -> list[str]:
 
 
 def backend_problem(chosen: str | None) -> Problem | None:
-    """Returns the problem of a TORCH_DIST_USE_NCCL2 that selects a backend which may use gradients before they arrive.
+    """Returns the problem of a TORCH_DIST_USE_NCCL2 that selects a backend which may use gradients before
+    they arrive.
 
-    Before torch 2.15 the end of a coalesced group in that backend waits for sends and receives, but is not documented
-    to wait for reductions.
+    Before torch 2.15 the end of a coalesced group in that backend waits for sends and receives, but is not
+    documented to wait for reductions.
     """
     version = installed_version("torch")
     if chosen in (None, "0") or version is None or Version(version) >= _COVERS_COALESCED:
@@ -227,7 +231,8 @@ def fused_layers_problem() -> Problem | None:
 def install_fused_layers() -> str:
     """Returns the command that installs Transformer Engine, with a note of what the command needs.
 
-    The PyTorch extension comes as source, and an isolated build would not find torch (NVIDIA's installation guide).
+    The PyTorch extension comes as source, and an isolated build would not find torch (NVIDIA's installation
+    guide).
     """
     needed = requirement("transformer-engine")
     name = f"transformer-engine[core_cu13,pytorch]{'' if needed is None else _sorted(needed)}"
@@ -240,10 +245,12 @@ def _sorted(requirement: Requirement) -> str:
 
 
 def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:
-    """Returns the problem of an NCCL_SOCKET_IFNAME that matches no usable network interface; None if one matches.
+    """Returns the problem of an NCCL_SOCKET_IFNAME that matches no usable network interface; None if one
+    matches.
 
     Args:
-        chosen: the value: prefixes of names; full names after a leading `=`; all but those after a leading `^`.
+        chosen: the value: prefixes of names; full names after a leading `=`; all but those after a leading
+            `^`.
         alone: True if the run uses this machine only, so that the loopback interface is usable.
     """
     if not chosen:
@@ -293,8 +300,8 @@ def _dotted(release: Release) -> str:
 def compiling_lacks() -> str | None:
     """Returns what torch.compile lacks on this machine; None if nothing is missing.
 
-    torch.compile generates Triton kernels. Triton builds the C code that launches them once on every machine, with
-    $CC, gcc or clang and Python's headers (`triton.runtime.build`).
+    torch.compile generates Triton kernels. Triton builds the C code that launches them once on every machine,
+    with $CC, gcc or clang and Python's headers (`triton.runtime.build`).
     """
     if importlib.util.find_spec("triton") is None:
         return "Triton"

@@ -1,8 +1,8 @@
 """The possible layouts of a run, and the search for the fastest.
 
-Every layout that keeps the user's settings gets a quick estimate. Layouts are then simulated in the order of their
-estimates, until the estimates of all remaining layouts are longer than the shortest simulated steps. So all layouts
-are compared, but only a few are simulated.
+Every layout that keeps the user's settings gets a quick estimate. Layouts are then simulated in the order of
+their estimates, until the estimates of all remaining layouts are longer than the shortest simulated steps. So
+all layouts are compared, but only a few are simulated.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ from canzona_cli.simulate.predict import Spent, estimated_step_seconds, simulate
 from canzona_cli.simulate.step import StrategyResult
 
 BATCH_TOLERANCE = 0.125
-"""The largest relative difference between a chosen batch and `train.batch_tokens`, so that the number of GPUs does not
-silently change the training job."""
+"""The largest relative difference between a chosen batch and `train.batch_tokens`, so that the number of GPUs
+does not silently change the training job."""
 MICRO_BATCHES = (8, 4, 2, 1)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -131,7 +131,8 @@ def _least_batch(pp: int, vpp: int, dp: int, micro: int) -> int:
 
 
 def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yields every (tp, pp, vpp, cp, dp) for the number of GPUs; tp * cp exceeds a node only if the user sets it so."""
+    """Yields every (tp, pp, vpp, cp, dp) for the number of GPUs; tp * cp exceeds a node only if the user sets
+    it so."""
     parallel, model, sequence = config.parallel, config.model, config.train.seq_length
     per_node = min(config.cluster.gpus_per_node, config.gpus)
     tps = tuple(tp for tp in possible_tp(model) if tp <= per_node) if parallel.tp is None else (parallel.tp,)
@@ -157,7 +158,8 @@ def _model_chunks(config: RunConfig, pp: int) -> tuple[int, ...]:
 
 
 def _global_batch(config: RunConfig, step: int) -> int | None:
-    """Returns the sequences of an optimizer step, a multiple of `step`; None if no multiple matches the settings."""
+    """Returns the sequences of an optimizer step, a multiple of `step`; None if no multiple matches the
+    settings."""
     train = config.train
     if train.global_batch_size is not None:
         return train.global_batch_size if train.global_batch_size % step == 0 else None
@@ -167,7 +169,8 @@ def _global_batch(config: RunConfig, step: int) -> int | None:
 
 
 def _no_batch(config: RunConfig) -> Problem:
-    """Returns the problem of a run without any layout: nothing divides the GPUs, or no layout divides the batch.
+    """Returns the problem of a run without any layout: nothing divides the GPUs, or no layout divides the
+    batch.
 
     All other problems have been refused before (`layout_problems`).
     """
@@ -195,13 +198,13 @@ ALIKE = 1e-5
 """The relative difference up to which two step times count as equal."""
 
 MARGIN = 1.005
-"""The factor over the slowest of the best simulated steps up to which estimated layouts are simulated; estimates hardly
-ever exceed the simulation by more."""
+"""The factor over the slowest of the best simulated steps up to which estimated layouts are simulated;
+estimates hardly ever exceed the simulation by more."""
 EXHAUSTIVE_RANKS = 1024
 """The largest number of ranks for which every layout within `MARGIN` is simulated."""
 MOST_BEYOND = 10
-"""The largest number of simulations with more ranks, where a simulation takes a second; more if more layouts are asked
-for."""
+"""The largest number of simulations with more ranks, where a simulation takes a second; more if more layouts
+are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,8 +230,8 @@ class LayoutSearch:
     """The result of a search."""
 
     best: tuple[Tried, ...]
-    """The fastest layouts, the fastest first, as many as asked for. Of layouts with equal times only the simplest is
-    listed. Empty if no plan fits."""
+    """The fastest layouts, the fastest first, as many as asked for. Of layouts with equal times only the
+    simplest is listed. Empty if no plan fits."""
     legal: int
     """The number of layouts that fit and were compared."""
     simulated: int
@@ -236,7 +239,8 @@ class LayoutSearch:
 
 
 def search(config: RunConfig, count: int = 1) -> LayoutSearch:
-    """Returns the `count` fastest possible layouts that fit, by simulation. Results are kept in the cache folder.
+    """Returns the `count` fastest possible layouts that fit, by simulation. Results are kept in the cache
+    folder.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -268,16 +272,17 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
     best: dict[float, _Simulated] = {}
     known: set[tuple[Layout, float, float]] = set()
     repeating: dict[Layout, float] = {}
-    """The seconds per sequence of simulated layouts, by layout without recomputation. The same layout with more
-    recomputation is never faster, so it can be skipped."""
+    """The seconds per sequence of simulated layouts, by layout without recomputation. The same layout with
+    more recomputation is never faster, so it can be skipped."""
     simulated = 0
     for estimated_s, layout in waiting:
         slowest = max(sorted(best)[:count]) * (1 + ALIKE) if len(best) >= count else math.inf
         enough = config.gpus > EXHAUSTIVE_RANKS and best and simulated >= max(count, MOST_BEYOND)
         if estimated_s > MARGIN * slowest or enough:
             break
-        # k times as many slices of sequences with k times the micro-batch leave tokens, messages and owners the same.
-        # If the estimate is the same, too, attention takes as long, and a simulation would give the same result.
+        # k times as many slices of sequences with k times the micro-batch leave tokens, messages and owners
+        # the same. If the estimate is the same, too, attention takes as long, and a simulation would give the
+        # same result.
         unsliced = replace(layout, cp=1, dp=layout.owners, micro_batch_size=1)
         same = (unsliced, layout.micro_batch_size / layout.cp, estimated_s)
         plain = replace(layout, recompute="none")
@@ -355,7 +360,8 @@ def _holds(config: RunConfig, remembered: LayoutSearch) -> bool:
 
 
 def _cache_file(config: RunConfig, count: int) -> Path:
-    """Returns the file for the result of one search, named by a hash of everything that the result depends on."""
+    """Returns the file for the result of one search, named by a hash of everything that the result depends
+    on."""
     parts = asdict(config)
     key = json.dumps([_code(), count, {name: parts[name] for name in ASKED}], sort_keys=True, default=str)
     return cache_root(config) / "layouts" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"

@@ -166,7 +166,8 @@ def _conclude(
 ) -> None:
     """Writes a result, checks its losses, and shows it.
 
-    If the losses of strategies differ, `check_losses` raises after the JSON was written, so no speed-up is shown.
+    If the losses of strategies differ, `check_losses` raises after the JSON was written, so no speed-up is
+    shown.
 
     Args:
         kind: the command, as the title of the HTML page.

@@ -29,8 +29,9 @@ def calibrate(
 ) -> None:
     """Measure this machine and write a cluster profile.
 
-    Measures matrix products, memory, updates of the recipe's matrices, collectives and training steps, in one to
-    three minutes. Any command uses the profile with `cluster=./FILE.yaml`. Ctrl-C keeps what was measured so far.
+    Measures matrix products, memory, updates of the recipe's matrices, collectives and training steps, in one
+    to three minutes. Any command uses the profile with `cluster=./FILE.yaml`. Ctrl-C keeps what was measured
+    so far.
     """
     from functools import partial
 

@@ -45,8 +45,8 @@ def list_(where: Where = None, as_json: AsJson = False) -> None:
 def verify(where: Where = None, as_json: AsJson = False) -> None:
     """Compare every byte of checkpoints with their hashes.
 
-    Verifies one checkpoint, or all checkpoints of a run. Reports each missing, truncated or damaged file; the exit
-    code is 5 if there is one.
+    Verifies one checkpoint, or all checkpoints of a run. Reports each missing, truncated or damaged file; the
+    exit code is 5 if there is one.
     """
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.checkpoint.verify import shortened

@@ -1,4 +1,5 @@
-"""`canzona data prepare`: converts text, JSONL, Parquet or the standard library's sources to Megatron's .bin/.idx."""
+"""`canzona data prepare`: converts text, JSONL, Parquet or the standard library's sources to Megatron's
+.bin/.idx."""
 
 from typing import Annotated, Literal
 
@@ -70,8 +71,9 @@ def prepare(
 ) -> None:
     """Tokenise text for `canzona train data=prepared data.path=PREFIX`.
 
-    An existing PREFIX is replaced only when the new one is complete. After a failure or a kill, the same command
-    resumes after the last finished input file, and writes exactly the same bytes as an uninterrupted run.
+    An existing PREFIX is replaced only when the new one is complete. After a failure or a kill, the same
+    command resumes after the last finished input file, and writes exactly the same bytes as an uninterrupted
+    run.
     """
     import signal
 

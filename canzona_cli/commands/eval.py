@@ -39,7 +39,8 @@ def eval(
 ) -> None:
     """Compute loss, perplexity and bits per byte of a checkpoint.
 
-    The checkpoint is not changed, and any layout that fits can be used. Without settings it repeats the run's own
+    The checkpoint is not changed, and any layout that fits can be used. Without settings it repeats the run's
+    own
     validation: same samples, layout and arithmetic, and therefore the same loss.
     """
     from canzona_cli.checkpoint.store import choose

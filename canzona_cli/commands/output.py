@@ -53,8 +53,8 @@ def warn_about(composed: "Composed", *notes: str, training: bool = True) -> None
 def checked_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | None":
     """Checks the data of a run without training, warns about problems with the data, and returns the corpus.
 
-    The corpus is None for the standard library's sources with a built-in tokenizer, which need no check. A note
-    says that custom optimizer code is not tested here.
+    The corpus is None for the standard library's sources with a built-in tokenizer, which need no check. A
+    note says that custom optimizer code is not tested here.
 
     Raises:
         ConfigError: as `canzona_cli.data.corpus.look_at_data`.
@@ -75,8 +75,8 @@ def checked_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | N
 
 
 def tell_batch(asked: "RunConfig", layout: "Layout") -> None:
-    """Prints a note if the global batch differs from `train.batch_tokens`, because it must be a multiple of DP x
-    micro-batch.
+    """Prints a note if the global batch differs from `train.batch_tokens`, because it must be a multiple of
+    DP x micro-batch.
 
     Args:
         asked: the configuration as composed, before its nulls are resolved.

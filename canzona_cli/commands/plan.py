@@ -66,8 +66,9 @@ def plan(
 ) -> None:
     """Plan which rank updates which matrix.
 
-    Shows load balance and its bound, traffic, memory and simulated step times. Except in a dry run, the plan is
-    written to plans/, where `canzona train` looks for it. A dry run without a recipe shows every built-in size.
+    Shows load balance and its bound, traffic, memory and simulated step times. Except in a dry run, the plan
+    is written to plans/, where `canzona train` looks for it. A dry run without a recipe shows every built-in
+    size.
     """
     if dry_run and not {out, html, compare, shapes} - {None} and not _names_recipe(overrides or ()):
         from canzona_cli.report.layouts import overview

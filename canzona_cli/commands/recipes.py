@@ -1,4 +1,5 @@
-"""`canzona recipes`: lists, shows and copies recipes, derives them from Hugging Face, and shows their layouts."""
+"""`canzona recipes`: lists, shows and copies recipes, derives them from Hugging Face, and shows their
+layouts."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -114,8 +115,8 @@ def from_hf(
 ) -> None:
     """Write a recipe for a Hugging Face model.
 
-    Shape and tokenizer are those of the folder; the rest comes from recipe=NAME, or from the built-in recipe that
-    is closest in size.
+    Shape and tokenizer are those of the folder; the rest comes from recipe=NAME, or from the built-in recipe
+    that is closest in size.
     """
     from dataclasses import replace
 
@@ -142,7 +143,8 @@ def layouts(
 ) -> None:
     """Show the layout of each size on 1 to 1024 GPUs.
 
-    Also shows the batch and the memory of the fullest GPU or, if the model does not fit, what would make it fit.
+    Also shows the batch and the memory of the fullest GPU or, if the model does not fit, what would make it
+    fit.
     """
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.tree import list_recipes

@@ -95,8 +95,8 @@ def run(
 
 
 def _composed(overrides: list[str], recipes_dirs: list[Path]) -> Composed:
-    """Composes the run. If weights come from a Hugging Face folder and no recipe is given, derives the recipe from
-    the folder."""
+    """Composes the run. If weights come from a Hugging Face folder and no recipe is given, derives the recipe
+    from the folder."""
     asked = parse_overrides(overrides)
     folder = Path(str(asked.values.get("checkpoint.weights_from") or "")).expanduser()
     if "recipe" in asked.groups or not is_hugging_face(folder):
@@ -232,8 +232,8 @@ def _launch(
             warn(() if restarts.done else data_warnings(config, layout, corpus))
         view.header(run_dir=run.path, corpus=corpus, plan=job.plan, earlier=run.earlier)
         requests.raising = False
-        # On a terminal, the console of the view prints above the live frame. On a pipe it may be invisible, so use
-        # standard error.
+        # On a terminal, the console of the view prints above the live frame. On a pipe it may be invisible,
+        # so use standard error.
         say = console.print if console.is_terminal else tell
         trackers, start = () if node_rank else config.run.trackers, 0 if run.earlier is None else run.earlier.step
         with tracked(run.files, trackers, start=start, environment=command.environment, say=say):
@@ -265,7 +265,8 @@ def _check(job: _Job) -> None:
 
 @contextmanager
 def _progress_of(view: TrainView, requests: Requests) -> Iterator[Callable[[str, float], None]]:
-    """Shows the progress of the preparation before the launch, and restores the terminal before an error is shown."""
+    """Shows the progress of the preparation before the launch, and restores the terminal before an error is
+    shown."""
     shown = False
 
     def on_progress(what: str, fraction: float) -> None:
@@ -288,8 +289,8 @@ def _progress_of(view: TrainView, requests: Requests) -> Iterator[Callable[[str,
 
 
 def _claim(job: _Job) -> RunDirectory:
-    """Returns the run directory. Node 0 creates it or resumes in it; the other nodes wait there later for node 0's
-    address."""
+    """Returns the run directory. Node 0 creates it or resumes in it; the other nodes wait there later for
+    node 0's address."""
     if job.node_rank == 0:
         return RunDirectory.create(job.config, resumes=True)
     return RunDirectory(RunFiles(Path(job.config.run.dir or "").absolute()))
@@ -313,7 +314,8 @@ def _bring_in(config: RunConfig, run: RunDirectory) -> None:
 
 
 def _meet(run: RunDirectory, job: _Job, corpus: PreparedCorpus, *, restarts: int) -> tuple[Machines, LaunchCommand]:
-    """Prepares an attempt: node 0 decides what to resume from; the other nodes wait for the rendezvous address.
+    """Prepares an attempt: node 0 decides what to resume from; the other nodes wait for the rendezvous
+    address.
 
     Returns:
         The link to the other nodes, and the command that starts the ranks of this node.

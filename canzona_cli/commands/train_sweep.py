@@ -67,7 +67,8 @@ def sweep(
 
 
 def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], requests: Requests) -> int:
-    """Trains the runs one after another, also after failures, until the sweep is stopped; returns the exit code.
+    """Trains the runs one after another, also after failures, until the sweep is stopped; returns the exit
+    code.
 
     Runs that finished earlier are skipped.
     """
@@ -87,7 +88,8 @@ def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], r
 def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests) -> int:
     """Trains one run and returns its exit code.
 
-    A stop request that arrived too late to affect the run stops the sweep: the exit code is then that of the stop.
+    A stop request that arrived too late to affect the run stops the sweep: the exit code is then that of the
+    stop.
     """
     code = int(ExitCode.OK)
     try:
@@ -107,8 +109,8 @@ def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests) -
 
 
 def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
-    """Shows a row for each run with a directory, the runs that were not started, and commands to resume and to
-    report."""
+    """Shows a row for each run with a directory, the runs that were not started, and commands to resume and
+    to report."""
     left = [root / run.combination.name for run in runs if holds_run(RunFiles(root / run.combination.name))]
     typer.echo()
     if left:
@@ -123,8 +125,8 @@ def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
 
 
 def _root(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:
-    """Returns the parent directory of the runs: run.dir, or a new name with the Slurm job's id, which a requeue keeps,
-    or the time."""
+    """Returns the parent directory of the runs: run.dir, or a new name with the Slurm job's id, which a
+    requeue keeps, or the time."""
     settings = runs[0].config.run
     if settings.dir is not None:
         return Path(settings.dir).absolute()

@@ -89,7 +89,8 @@ def _impossible(differing: Mapping[str, tuple[object, object]], step: int) -> It
 
 
 def _same_class(previous: object, value: object) -> bool:
-    """Returns True if two sources name the same class, even in different files: a user may have moved the class."""
+    """Returns True if two sources name the same class, even in different files: a user may have moved the
+    class."""
     return str(previous).rpartition(":")[2] == str(value).rpartition(":")[2]
 
 

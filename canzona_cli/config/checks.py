@@ -30,7 +30,8 @@ BYTE_TOKENIZER_IDS = 257
 def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem]:
     """Returns a problem for each combination of valid values that cannot work; empty if all is well.
 
-    Without `training`, checks of what only a run needs are skipped: planning works before training is possible.
+    Without `training`, checks of what only a run needs are skipped: planning works before training is
+    possible.
     """
     problems = [
         *_values(config),
@@ -47,10 +48,12 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
 
 
 def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool = True) -> Iterator[str]:
-    """Yields a warning for each typed setting that is ignored, and for each value that will probably work badly.
+    """Yields a warning for each typed setting that is ignored, and for each value that will probably work
+    badly.
 
-    These do not change what is trained; settings that would are refused (`unused_problems`). Without `training`,
-    a plan is made whatever strategy the run has, so the settings of plans are not reported as ignored.
+    These do not change what is trained; settings that would are refused (`unused_problems`). Without
+    `training`, a plan is made whatever strategy the run has, so the settings of plans are not reported as
+    ignored.
     """
     execution, strategy = execution_of(config), config.engine.strategy
     if execution is Execution.ADAMW and explicit & {"engine", "engine.strategy"}:
@@ -267,7 +270,8 @@ def _measurements(config: RunConfig) -> Iterator[Problem]:
 
 
 def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> list[Problem]:
-    """Lists typed settings that the run would ignore, so that it would train something else than was asked for.
+    """Lists typed settings that the run would ignore, so that it would train something else than was asked
+    for.
 
     Args:
         explicit: dotted keys, and groups, that the command line sets.
@@ -388,7 +392,8 @@ def source_problem(place: str, name: str) -> str | None:
 
 
 def _located(module: str) -> ModuleSpec | str:
-    """Returns the spec of a module, without importing its parent packages; else a message saying what is missing."""
+    """Returns the spec of a module, without importing its parent packages; else a message saying what is
+    missing."""
     first, *rest = module.split(".")
     try:
         spec = find_spec(first)

@@ -72,8 +72,8 @@ def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, st
         current: COMP_CWORD, the index of the word at the cursor.
 
     Returns:
-        The joined words, the index of the cursor's word among them, and the prefix of that word that bash keeps:
-        bash inserts a completion after this prefix.
+        The joined words, the index of the cursor's word among them, and the prefix of that word that bash
+        keeps: bash inserts a completion after this prefix.
     """
     joined: list[str] = []
     place, already = len(words), ""
@@ -90,7 +90,8 @@ def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, st
 
 
 def prepare_completion_options(arguments: list[str]) -> None:
-    """Makes Typer's --install-completion and --show-completion write `BASH_SCRIPT`, and accept a shell's name.
+    """Makes Typer's --install-completion and --show-completion write `BASH_SCRIPT`, and accept a shell's
+    name.
 
     Without a name, Typer detects the shell from the parent processes; in a script or a container there may be
     none.

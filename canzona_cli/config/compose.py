@@ -33,7 +33,8 @@ from canzona_cli.errors import ConfigError, Problem, refuse
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """A checked configuration and the files it came from. `canzona_cli.cluster.fit` resolves its null values later."""
+    """A checked configuration and the files it came from. `canzona_cli.cluster.fit` resolves its null values
+    later."""
 
     config: RunConfig
     explicit: frozenset[str]
@@ -48,8 +49,8 @@ def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), 
     """Composes and checks the run that `overrides` (`KEY=VALUE`, one of them `recipe=...`) ask for.
 
     Recipes and the options of other groups are searched in `recipes_dirs`, then in $CANZONA_RECIPES_DIR, then
-    among the built-in ones. A bad value does not hide other problems: the remaining values are checked with the
-    recipe's value in its place. Without `training`, checks of what only a run needs are skipped.
+    among the built-in ones. A bad value does not hide other problems: the remaining values are checked with
+    the recipe's value in its place. Without `training`, checks of what only a run needs are skipped.
 
     Raises:
         ConfigError: every problem at once, of the recipe, of single overrides, of types, and of combinations.
@@ -63,7 +64,8 @@ def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), 
 
 
 def load_resolved(path: Path) -> RunConfig:
-    """Reads the config.yaml of a run directory, also of older versions. Raises ConfigError with every problem."""
+    """Reads the config.yaml of a run directory, also of older versions. Raises ConfigError with every
+    problem."""
     tree = read_yaml(path)
     if (
         isinstance(run := tree.get("run"), dict) and "tensorboard" in run
@@ -78,7 +80,8 @@ def load_resolved(path: Path) -> RunConfig:
 
 
 def dump_resolved(config: RunConfig) -> str:
-    """Returns the configuration as YAML; `load_resolved` and `recipe=FILE` read an equal configuration from it."""
+    """Returns the configuration as YAML; `load_resolved` and `recipe=FILE` read an equal configuration from
+    it."""
     import yaml
 
     text: str = yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=120)
@@ -199,8 +202,8 @@ def _with_rates(config: RunConfig, asked: Overrides) -> RunConfig:
 def _choices(asked: Overrides, dirs: Sequence[Path], problems: list[Problem]) -> tuple[dict[str, str], dict[str, Path]]:
     """Returns the chosen options by group, under their full names, and the files given instead of options.
 
-    Options and files that do not exist are added to `problems`. A misspelt recipe is replaced by the closest one,
-    so that the other values can still be checked.
+    Options and files that do not exist are added to `problems`. A misspelt recipe is replaced by the closest
+    one, so that the other values can still be checked.
     """
     options: dict[str, str] = {}
     given: dict[str, Path] = {}
@@ -227,7 +230,8 @@ def _choices(asked: Overrides, dirs: Sequence[Path], problems: list[Problem]) ->
 
 
 def _stand_in(base: Mapping[str, object], asked: Overrides, bad: Collection[str]) -> RunConfig | None:
-    """Returns the run with the recipe's values in place of bad ones, so that the others can be checked together.
+    """Returns the run with the recipe's values in place of bad ones, so that the others can be checked
+    together.
 
     If the recipe's values are bad as well, the defaults replace them; None if that does not make a valid run.
     """
@@ -257,7 +261,8 @@ def _checked_alone(asked: Overrides) -> list[Problem]:
 
 
 def _among(key: str, keys: Collection[str]) -> bool:
-    """Returns True if a key is one of `keys`, or if the key and one of `keys` are a mapping and an entry of it."""
+    """Returns True if a key is one of `keys`, or if the key and one of `keys` are a mapping and an entry of
+    it."""
     return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in keys)
 
 

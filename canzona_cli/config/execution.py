@@ -11,24 +11,24 @@ AnyStrategy = Strategy | Literal["adamw"]
 PLANNED: tuple[Strategy, ...] = ("canzona", "paper", "asc")
 """The strategies that execute a plan."""
 IN_ORDER: tuple[Strategy, ...] = ("paper", "asc")
-"""The strategies that keep Megatron's order of buckets, whatever `engine.layout`, and update every matrix on its
-host."""
+"""The strategies that keep Megatron's order of buckets, whatever `engine.layout`, and update every matrix on
+its host."""
 
 
 class Execution(Enum):
     """The way a run's updates are executed: which ranks update each weight, and with which code."""
 
     PLANNED = "planned"
-    """The strategies in `PLANNED`: a plan gives each matrix an owner and a host, and canzona's engine executes
-    the plan."""
+    """The strategies in `PLANNED`: a plan gives each matrix an owner and a host, and canzona's engine
+    executes the plan."""
     REDUNDANT = "redundant"
     """Strategy sc with canzona's engine, for optimizers that Megatron does not have: every rank updates every
     matrix."""
     MEGATRON_SC = "megatron_sc"
     """Strategy sc with Megatron's own Muon: every rank updates every matrix."""
     LAYERWISE = "layerwise"
-    """Megatron's `LayerWiseDistributedOptimizer`: each matrix has an owner among the data-parallel ranks, and every
-    TP rank of the owner repeats its update."""
+    """Megatron's `LayerWiseDistributedOptimizer`: each matrix has an owner among the data-parallel ranks, and
+    every TP rank of the owner repeats its update."""
     ADAMW = "adamw"
     """Megatron's `DistributedOptimizer` updates every parameter element by element."""
 
@@ -88,8 +88,8 @@ def overlaps_param_gather(config: RunConfig) -> bool:
 def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
     """Returns True if the parameters of an entire model chunk are gathered together.
 
-    Megatron-LM does so with interleaved pipelines (`align_param_gather`, on by default); otherwise it gathers one
-    bucket ahead of its use. Runs that execute a plan follow the plan's order instead.
+    Megatron-LM does so with interleaved pipelines (`align_param_gather`, on by default); otherwise it gathers
+    one bucket ahead of its use. Runs that execute a plan follow the plan's order instead.
     """
     planned = execution_of(config) is Execution.PLANNED
     return overlaps_param_gather(config) and layout.vpp > 1 and not planned
@@ -98,8 +98,8 @@ def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
 def with_strategy(config: RunConfig, strategy: AnyStrategy) -> RunConfig:
     """Returns the run with another strategy.
 
-    adamw keeps the learning rates, weight decay, clipping and AdamW settings of the run's optimizer. A plan file
-    is dropped for every strategy except canzona.
+    adamw keeps the learning rates, weight decay, clipping and AdamW settings of the run's optimizer. A plan
+    file is dropped for every strategy except canzona.
     """
     if strategy == "adamw":
         optimizer = config.optimizer

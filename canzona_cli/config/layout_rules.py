@@ -2,8 +2,8 @@
 
 Null values are not checked here; `canzona_cli.cluster.fit` chooses them later by the same rules. Sources:
 `TransformerConfig.__post_init__` (heads and query groups over tp), `get_num_layers_to_build` (even pipeline
-stages), `WrappedTorchNorm` (no sequence parallelism), `get_batch_on_this_cp_rank` (2 * cp slices of a sequence),
-`forward_backward_pipelining_with_interleaving` (micro-batches in groups of pp).
+stages), `WrappedTorchNorm` (no sequence parallelism), `get_batch_on_this_cp_rank` (2 * cp slices of a
+sequence), `forward_backward_pipelining_with_interleaving` (micro-batches in groups of pp).
 """
 
 import math
@@ -50,7 +50,8 @@ def pipeline_problems(layers: int, pp: int, vpp: int) -> Iterator[Problem]:
 
 
 def layout_problems(config: RunConfig) -> list[Problem]:
-    """Returns the problems with the parallelism, the nodes and the batch of a run; empty if the layout can work."""
+    """Returns the problems with the parallelism, the nodes and the batch of a run; empty if the layout can
+    work."""
     return with_own_values(config, [*_parallelism(config), *_machines(config), *_batch(config)])
 
 

@@ -43,7 +43,8 @@ class Overrides:
     """The values as they were typed, by dotted key."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...] = ()
-    """The warnings about settings that were typed more than once with different values; the last value counts."""
+    """The warnings about settings that were typed more than once with different values; the last value
+    counts."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> Overrides:
@@ -117,7 +118,8 @@ def text_value(text: str) -> str:
 
 
 def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
-    """Returns the problem for a key that is not a setting, with the setting that was probably meant as its fix."""
+    """Returns the problem for a key that is not a setting, with the setting that was probably meant as its
+    fix."""
     if (removed := removed_setting_problem(key, text, where=where)) is not None:
         return removed
     names = sections().get(key)

@@ -29,7 +29,8 @@ LARGEST_INTEGER: Final = 1 << 63
 
 
 class Unreadable(ValueError):
-    """A file cannot be read or exceeds a limit. The message is a predicate of the file: `is not a regular file`."""
+    """A file cannot be read or exceeds a limit. The message is a predicate of the file: `is not a regular
+    file`."""
 
 
 class Absent(Unreadable, FileNotFoundError):
@@ -44,7 +45,8 @@ def read_plain(path: Path, *, most: int | None = LARGEST, follow: bool = True) -
         follow: True if the path may be a symbolic link.
 
     Raises:
-        Unreadable: the file does not exist (`Absent`), is not a regular file, is too large, or cannot be read.
+        Unreadable: the file does not exist (`Absent`), is not a regular file, is too large, or cannot be
+            read.
     """
     try:
         facts = path.stat(follow_symlinks=follow)
@@ -62,7 +64,8 @@ def parse_json(text: bytes) -> object:
     """Parses a JSON text.
 
     Raises:
-        Unreadable: the text is not JSON, is nested too deeply, or has a number that is not finite or too large.
+        Unreadable: the text is not JSON, is nested too deeply, or has a number that is not finite or too
+            large.
     """
     try:
         value: object = json.loads(text, parse_constant=_no_number)
@@ -77,10 +80,12 @@ def parse_json(text: bytes) -> object:
 
 
 def parse_yaml(text: bytes) -> object:
-    """Parses a YAML text by OmegaConf's rules: duplicate keys are errors, `1e3` is a number, a date is a text.
+    """Parses a YAML text by OmegaConf's rules: duplicate keys are errors, `1e3` is a number, a date is a
+    text.
 
     Raises:
-        Unreadable: the text is not valid, is nested too deeply, expands to too many values, or refers to itself.
+        Unreadable: the text is not valid, is nested too deeply, expands to too many values, or refers to
+            itself.
     """
     from yaml import MarkedYAMLError, YAMLError, load
 
@@ -113,10 +118,12 @@ def _no_number(name: str) -> object:
 
 
 def _check(value: object, *, finite: bool) -> None:
-    """Raises Unreadable if a value is nested too deeply, or contains anything but texts, numbers, booleans and nulls.
+    """Raises Unreadable if a value is nested too deeply, or contains anything but texts, numbers, booleans
+    and nulls.
 
     Args:
-        finite: True to refuse infinities and NaN too. In YAML they are accepted here; the range of a setting decides.
+        finite: True to refuse infinities and NaN too. In YAML they are accepted here; the range of a setting
+            decides.
     """
     level: Sequence[object] = [value]
     for _ in range(DEEPEST + 1):
@@ -141,7 +148,8 @@ def _check(value: object, *, finite: bool) -> None:
 
 
 def _check_expansion(text: str) -> None:
-    """Raises Unreadable if aliases expand to too many values or to themselves, before any value is constructed."""
+    """Raises Unreadable if aliases expand to too many values or to themselves, before any value is
+    constructed."""
     import yaml
 
     expanded: dict[str | None, int] = {}

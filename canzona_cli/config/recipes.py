@@ -20,7 +20,8 @@ FROM_FILES = ("recipe", "cluster")
 
 
 def builtin_recipes_dir() -> Path:
-    """Returns the folder of built-in recipes: inside the package in a wheel, next to it in an editable install."""
+    """Returns the folder of built-in recipes: inside the package in a wheel, next to it in an editable
+    install."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "_recipes", package.parent / "recipes"):
         if (folder / "config.yaml").is_file():
@@ -31,7 +32,8 @@ def builtin_recipes_dir() -> Path:
 
 
 def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
-    """Returns the user's recipe folders as absolute paths: those of `--recipes-dir`, then $CANZONA_RECIPES_DIR.
+    """Returns the user's recipe folders as absolute paths: those of `--recipes-dir`, then
+    $CANZONA_RECIPES_DIR.
 
     Raises ConfigError with every folder that does not exist.
     """
@@ -48,7 +50,8 @@ def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
 
 
 def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
-    """Returns the files of a group's options, sorted by name; of equal names, the first folder takes precedence.
+    """Returns the files of a group's options, sorted by name; of equal names, the first folder takes
+    precedence.
 
     A folder without group folders contains recipes.
     """
@@ -61,12 +64,14 @@ def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
 
 
 def lies_flat(recipe: Path) -> bool:
-    """Returns True if a recipe is not in a `recipe/` group folder; Hydra then treats it like a file given by path."""
+    """Returns True if a recipe is not in a `recipe/` group folder; Hydra then treats it like a file given by
+    path."""
     return recipe.parent.name != "recipe"
 
 
 def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | None:
-    """Returns the option with this name, or with this name after `qwen3-` (`8b`, `tiny`), ignoring case; else None."""
+    """Returns the option with this name, or with this name after `qwen3-` (`8b`, `tiny`), ignoring case; else
+    None."""
     lowered = {name.lower(): name for name in options}
     for candidate in (option.lower(), f"qwen3-{option.lower()}"):
         if candidate in lowered:
@@ -75,7 +80,8 @@ def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | No
 
 
 def shown(path: Path) -> str:
-    """Returns a path for messages: relative to the current folder if it is inside that folder, else unchanged."""
+    """Returns a path for messages: relative to the current folder if it is inside that folder, else
+    unchanged."""
     try:
         return f"./{path.resolve().relative_to(Path.cwd())}"
     except (ValueError, RuntimeError):  # RuntimeError: a symbolic link to itself
@@ -207,7 +213,8 @@ def recipe_text(config: "RunConfig", *, origin: str, notes: Sequence[str] = ()) 
 
 
 def write_recipe(destination: Path, text: str, *, force: bool, what: str = "a recipe") -> None:
-    """Writes a recipe or profile. Raises ConfigError if `check_destination` refuses the path, or if writing fails."""
+    """Writes a recipe or profile. Raises ConfigError if `check_destination` refuses the path, or if writing
+    fails."""
     check_destination(destination, force=force, what=what)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,8 @@ def removed_setting_problem(key: str, value: object, *, where: str = "") -> Prob
 
 
 def bring_up_to_date(tree: dict[str, object]) -> None:
-    """Updates a stored configuration in place: drops removed settings without effect, and replaces removed values.
+    """Updates a stored configuration in place: drops removed settings without effect, and replaces removed
+    values.
 
     A removed setting with a value that has an effect stays, and is later refused like any unknown key.
 

@@ -44,14 +44,14 @@ _DIRECTORIES = ("PWD", "OLDPWD")
 """Variables of the shell with the current and the previous directory. They are not passwords, although named
 `PWD`, and many paths start with them."""
 _SHORTEST = 8
-"""The shortest value of an environment variable that counts as a secret, in characters. Shorter values would also
-match ordinary words."""
+"""The shortest value of an environment variable that counts as a secret, in characters. Shorter values would
+also match ordinary words."""
 
 REFERENCE = re.compile(r"\$\{\s*([\w.\[\]]+)\s*\}")
 """A reference to another setting, by its name."""
 _ARGUMENTS = ("run.dir", "cluster.rdzv_endpoint")
-"""Settings that become arguments of torchrun, entirely or with their last path component. A leading dash would
-make them options."""
+"""Settings that become arguments of torchrun, entirely or with their last path component. A leading dash
+would make them options."""
 _OWN_RULES = ("name", "cluster.rdzv_id")
 """Settings that `canzona_cli.config.checks` checks more strictly."""
 _PROSE = ("description",)
@@ -167,8 +167,8 @@ def target_problem(key: str, where: str) -> Problem:
 def resolver_problem(key: str, value: str) -> Problem | None:
     """Returns a problem if a value contains any interpolation except `${section.setting}`; else None.
 
-    The results of resolvers, secrets included, would be written to the run directory. Everything that is not a
-    plain reference is refused, because the name of a resolver can be assembled: `${oc.${name}:HOME}`.
+    The results of resolvers, secrets included, would be written to the run directory. Everything that is not
+    a plain reference is refused, because the name of a resolver can be assembled: `${oc.${name}:HOME}`.
     """
     if "${" not in REFERENCE.sub("", value):
         return None
@@ -210,10 +210,12 @@ def _hide_named(match: re.Match[str]) -> str:
 
 
 def _texts(value: object, key: str = "", name: str = "", *, names: bool = False) -> Iterator[tuple[str, str, str]]:
-    """Yields (dotted key, name, text) for every text in a tree. Entries of a list have the key and name of the list.
+    """Yields (dotted key, name, text) for every text in a tree. Entries of a list have the key and name of
+    the list.
 
     Args:
-        names: True to yield the names in mappings as texts too; a user may choose the names of optimizer options.
+        names: True to yield the names in mappings as texts too; a user may choose the names of optimizer
+            options.
     """
     if isinstance(value, Mapping):
         for inner_key, inner in value.items():

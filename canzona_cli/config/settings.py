@@ -163,7 +163,8 @@ def closest_key(key: str) -> str | None:
     """Returns the setting that the user probably meant by `key`; None if none is similar enough.
 
     `tp` means `parallel.tp`, `train.lr` means `optimizer.lr`: the bare name counts more than the section.
-    Omitted words cost little: `num_heads` means `num_attention_heads`, although it looks more like `num_layers`.
+    Omitted words cost little: `num_heads` means `num_attention_heads`, although it looks more like
+    `num_layers`.
     """
     flat = key.strip("/").replace("/", ".").replace("-", "_").lower()
     last = flat.rpartition(".")[2]
@@ -217,7 +218,8 @@ def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
 
 
 def _kind(hint: object) -> tuple[Kind, tuple[str, ...], bool, tuple[object, ...]]:
-    """Returns what a type hint says: the kind of value, the choices, True if None is allowed, and all annotations."""
+    """Returns what a type hint says: the kind of value, the choices, True if None is allowed, and all
+    annotations."""
     if get_origin(hint) is Annotated:
         inner, *marks = get_args(hint)
         kind, choices, optional, inner_marks = _kind(inner)

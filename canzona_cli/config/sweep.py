@@ -72,7 +72,8 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
 
 
 def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
-    """Returns the overrides that a sweep expands to; empty if the argument is not a sweep or cannot be expanded."""
+    """Returns the overrides that a sweep expands to; empty if the argument is not a sweep or cannot be
+    expanded."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -106,7 +107,8 @@ def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
 
 
 def _name(values: Mapping[str, str]) -> str:
-    """Returns the directory name of a run: `lr=0.001_seed=2`, with the full key where bare names are ambiguous."""
+    """Returns the directory name of a run: `lr=0.001_seed=2`, with the full key where bare names are
+    ambiguous."""
     last = Counter(key.rpartition(".")[2] for key in values)
     short = {key: bare if last[bare := key.rpartition(".")[2]] == 1 else key for key in values}
     name = "_".join(f"{short[key]}={value.strip('\'"')}" for key, value in values.items())

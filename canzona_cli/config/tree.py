@@ -31,8 +31,8 @@ _LONGEST = 10_000
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 _MISSING = "???"
 _PRIMARY = "_canzona_"
-# The option name of a recipe or profile given as a file. With a separate name, a recipe may build on a built-in
-# recipe that has the same name.
+# The option name of a recipe or profile given as a file. With a separate name, a recipe may build on a
+# built-in recipe that has the same name.
 _GIVEN = "_given_"
 # A section with this setting is complete; a section without it only adjusts the file of its group.
 _COMPLETE = {"model": "name", "optimizer": "name", "engine": "strategy", "cluster": "name", "data": "source"}
@@ -115,8 +115,8 @@ def composed(
     where = shown(recipe)
     folders = ",".join(text_value(f"{SCHEME}://{folder}") for folder in dirs)
     overrides = [f"{group}='{name}'" for group, name in {**options, **dict.fromkeys(given, _GIVEN)}.items()]
-    # Hydra resolves `defaults:` lists while composing, before the content can be checked, so they must not be able
-    # to read environment variables.
+    # Hydra resolves `defaults:` lists while composing, before the content can be checked, so they must not be
+    # able to read environment variables.
     OmegaConf.clear_resolver("oc.env")
     read = _folder_source()
     read.clear()
@@ -133,8 +133,8 @@ def composed(
     assert isinstance(container, dict)
     tree = {str(key): value for key, value in container.items()}
     refuse(content_problems(tree, where))
-    # Hydra reads a recipe before the recipes that it builds on, but applies it after them. Files of the other groups
-    # are applied before recipes.
+    # Hydra reads a recipe before the recipes that it builds on, but applies it after them. Files of the other
+    # groups are applied before recipes.
     files = {group: [path for path in reversed(read) if path.parent.name == group] for group in GROUPS}
     for group, path in given.items():
         files[group].append(path)
@@ -215,15 +215,16 @@ def _stored(options: Mapping[str, str], given: Mapping[str, Path]) -> Iterator[N
 
 
 def _clear_run_dir(content: Mapping[str, object], path: Path) -> None:
-    """Sets `run.dir` to null in the config.yaml of a run directory, so that as a recipe it does not reuse that
-    directory."""
+    """Sets `run.dir` to null in the config.yaml of a run directory, so that as a recipe it does not reuse
+    that directory."""
     run = content.get("run")
     if isinstance(run, dict) and path.name == "config.yaml" and Path(str(run.get("dir"))).name == path.parent.name:
         run["dir"] = None
 
 
 def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object]:
-    """Turns the content of a recipe file into an option of the recipe group, by completing its `defaults:` list.
+    """Turns the content of a recipe file into an option of the recipe group, by completing its `defaults:`
+    list.
 
     A complete section (from a run's config.yaml or a copied recipe) replaces the file of its group. If the
     command line chooses an option of that group, the section is removed instead.
@@ -248,7 +249,8 @@ def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object
 
 
 def _composition_problem(error: Exception, where: str) -> Problem:
-    """Returns Hydra's error about a recipe's files as a problem, without the search path and Hydra's own hints."""
+    """Returns Hydra's error about a recipe's files as a problem, without the search path and Hydra's own
+    hints."""
     lines = [line.strip() for line in str(error).splitlines()]
     meant = [
         line
@@ -302,7 +304,8 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
 
 
 def _stands_for(name: str, texts: Mapping[str, str], within: tuple[str, ...]) -> int:
-    """Returns the length of a setting or section with references resolved, or more than `_LONGEST` for a cycle.
+    """Returns the length of a setting or section with references resolved, or more than `_LONGEST` for a
+    cycle.
 
     Only texts with references, and the texts they refer to, are counted.
 

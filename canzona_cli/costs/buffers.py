@@ -1,5 +1,5 @@
-"""Counts what a rank holds, in bytes and elements: Megatron's buffers, activations, logits, and the scratch of
-updates. None of it needs a plan.
+"""Counts what a rank holds, in bytes and elements: Megatron's buffers, activations, logits, and the scratch
+of updates. None of it needs a plan.
 
 Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), rewritten for SwiGLU, grouped-query
 attention, QK-norm and no dropout (see `layer_activations`). (t, p, c, D) are tp, pp, cp and dp.
@@ -21,16 +21,18 @@ from canzona_cli.optimizers.muon_facts import BLOCK
 from canzona_cli.optimizers.shampoo_facts import STACKED_SQUARES, factored_sides
 
 BATCH_BYTES = 256 << 20
-"""The most bytes of fp32 gradients that an owner copies at once if tp = 1, unless one matrix alone needs more."""
+"""The most bytes of fp32 gradients that an owner copies at once if tp = 1, unless one matrix alone needs
+more."""
 FP32 = 4
 """The bytes of an element of masters, optimizer state and scratch."""
 ALIGNMENT = 64
 """The number of elements to whose multiples parameters' starts are aligned (Megatron's `pad_param_start`)."""
 _SHARD_ALIGNMENT = 128
-"""The number of elements to whose multiples, and those of the ranks, Megatron pads the end of a layer-wise bucket."""
+"""The number of elements to whose multiples, and those of the ranks, Megatron pads the end of a layer-wise
+bucket."""
 _PADDING_FLOOR = 0.9
-"""The factor of the least size of a closed layer-wise bucket: this times its number of shards times its largest
-parameter."""
+"""The factor of the least size of a closed layer-wise bucket: this times its number of shards times its
+largest parameter."""
 
 
 def element_bytes(config: RunConfig) -> tuple[int, int]:
@@ -45,8 +47,8 @@ def default_bucket_elements(owners: int) -> int:
 
 
 def bucket_elements(config: RunConfig, layout: Layout) -> int | None:
-    """Returns the elements at which Megatron closes a bucket of the first stage; None if gradient reduction does not
-    overlap with the backward pass, so that every buffer is one bucket."""
+    """Returns the elements at which Megatron closes a bucket of the first stage; None if gradient reduction
+    does not overlap with the backward pass, so that every buffer is one bucket."""
     if not config.parallel.overlap_grad_reduce:
         return None
     return config.parallel.bucket_elements or default_bucket_elements(layout.owners)
@@ -77,12 +79,13 @@ class PaddedBucket:
 
 
 def lay_out(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[PaddedBucket]:
-    """Yields the buckets of `LayerWiseDistributedOptimizer._compute_per_buffer_param_layout`, megatron-core 0.19.
+    """Yields the buckets of `LayerWiseDistributedOptimizer._compute_per_buffer_param_layout`, megatron-core
+    0.19.
 
     Parameters are walked in reverse order of creation. A bucket is closed once it holds at least `bucket`
-    elements and also at least `_PADDING_FLOOR` * shards * its largest parameter, so that a large parameter does
-    not leave the other shards mostly padding. The parameters of a bucket go into shards largest first, each into
-    the least loaded, and every shard is padded to the length of the fullest.
+    elements and also at least `_PADDING_FLOOR` * shards * its largest parameter, so that a large parameter
+    does not leave the other shards mostly padding. The parameters of a bucket go into shards largest first,
+    each into the least loaded, and every shard is padded to the length of the fullest.
 
     Args:
         sizes: the elements of each parameter, in order of creation.
@@ -120,8 +123,8 @@ def _largest_first(sizes: Sequence[int], chunk: Sequence[int], shards: int) -> P
 
 
 def shard_elements(fullest: int, shards: int) -> int:
-    """Returns the length of equal shards of which the fullest holds `fullest` elements, padded so that shards start
-    aligned and their bucket ends on Megatron's alignment."""
+    """Returns the length of equal shards of which the fullest holds `fullest` elements, padded so that shards
+    start aligned and their bucket ends on Megatron's alignment."""
     return align(fullest, math.lcm(ALIGNMENT, math.lcm(shards, _SHARD_ALIGNMENT) // shards))
 
 
@@ -144,7 +147,8 @@ def workspace_bytes(
 
     Each part is as large as the largest matrix (or stack of matrices) needs it.
 
-    - Muon, in the type of its products: two iterates and two squares of the short side (four in Gram form), for
+    - Muon, in the type of its products: two iterates and two squares of the short side (four in Gram form),
+        for
       all stacked matrices of one shape. In fp32: an update direction with Nesterov momentum or NorMuon,
       otherwise, on GPUs in bf16, for matrices that are updated alone in Gram form; and on CPUs one block.
     - Shampoo and SOAP, in fp32: one square, one matrix, and one matrix for each preconditioned side.
@@ -186,8 +190,9 @@ def _muon(
     beside: Iterable[tuple[int, int]],
 ) -> int:
     """Counts the bytes of scratch of Muon's updates, see `workspace_bytes`."""
-    # Elements: of iterates and squares (the first of two interleaved shared matrices', then the second's), of further
-    # squares in Gram form, of the fp32 direction, of an fp32 copy in Gram form, and of a block on CPUs.
+    # Elements: of iterates and squares (the first of two interleaved shared matrices', then the second's), of
+    # further squares in Gram form, of the fp32 direction, of an fp32 copy in Gram form, and of a block on
+    # CPUs.
     iterate = square = gram_square = direction = gram_copy = block = second_iterate = second_square = 0
     half = config.cluster.device == "cuda" and element_bytes(config)[0] < FP32
     how = algorithm(config)
@@ -217,13 +222,13 @@ def _muon(
 
 
 def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:
-    """Counts the bytes that the update of the largest of `shapes` needs in addition to state and `workspace_bytes`, and
-    frees when it is done.
+    """Counts the bytes that the update of the largest of `shapes` needs in addition to state and
+    `workspace_bytes`, and frees when it is done.
 
-    With a workspace (canzona's optimizers): nothing for Muon; for a refresh of Shampoo or SOAP, five squares of
-    the longest preconditioned side and one matrix, in fp32. Without: for Muon, the fp32 update, its gathered copy
-    and three iterates of the largest matrix, and two Gram matrices of its short side; for Shampoo and SOAP four
-    such squares and three matrices in fp32; for AdamW three matrices in fp32.
+    With a workspace (canzona's optimizers): nothing for Muon; for a refresh of Shampoo or SOAP, five squares
+    of the longest preconditioned side and one matrix, in fp32. Without: for Muon, the fp32 update, its
+    gathered copy and three iterates of the largest matrix, and two Gram matrices of its short side; for
+    Shampoo and SOAP four such squares and three matrices in fp32; for AdamW three matrices in fp32.
     """
     how, width = algorithm(config), element_bytes(config)[0]
     rows, cols = max(shapes, key=math.prod)
@@ -255,8 +260,8 @@ class StageWeights:
 
 
 def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights:
-    """Counts the elements that a TP rank of `stage` stores. With pp > 1 a tied output layer is a second copy of the
-    embedding."""
+    """Counts the elements that a TP rank of `stage` stores. With pp > 1 a tied output layer is a second copy
+    of the embedding."""
     return _stage_weights(config.model, layout.tp, layout.pp, stage)
 
 
@@ -287,10 +292,10 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
     - the family's activations (`Family.activations`): T / x tokens of the residual stream, T / t of
       everything else;
     - core attention by torch (no Transformer Engine) with c > 1 and no recomputation: the k and v of the full
-      sequence, 2 T c g d / t, instead of the rotated k, and on GPUs the context once more, T a d / t, because its
-      two chunks are joined.
-    On CPU SwiGLU is not fused. Recomputation `selective` recomputes core attention; `full` keeps only the layer's
-    input.
+      sequence, 2 T c g d / t, instead of the rotated k, and on GPUs the context once more, T a d / t, because
+      its two chunks are joined.
+    On CPU SwiGLU is not fused. Recomputation `selective` recomputes core attention; `full` keeps only the
+    layer's input.
     """
     model, t, width = config.model, layout.tp, element_bytes(config)[0]
     tokens, stream = micro_batch_tokens(config, layout), stream_elements(config, layout)
@@ -309,7 +314,8 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Transient:
-    """The bytes that a rank needs in addition to its state, during micro-batches and during the optimizer step."""
+    """The bytes that a rank needs in addition to its state, during micro-batches and during the optimizer
+    step."""
 
     activations: int
     logits: int
@@ -321,13 +327,13 @@ class Transient:
     """The bytes that AdamW's update needs if it runs before the matrices' update, otherwise 0."""
 
     def parts(self, *, reduction: int = 0, gathering: int = 0) -> dict[str, int]:
-        """Returns the bytes by part. Memory that is never needed at the same time counts once: `workspace` is only what
-        is needed beyond the memory freed before.
+        """Returns the bytes by part. Memory that is never needed at the same time counts once: `workspace` is
+        only what is needed beyond the memory freed before.
 
         Args:
             reduction: the bytes of scratch for reductions during the backward pass.
-            gathering: the bytes of scratch for gatherings during the forward pass. They may be needed until the
-                last layers, together with all activations but without logits.
+            gathering: the bytes of scratch for gatherings during the forward pass. They may be needed until
+                the last layers, together with all activations but without logits.
         """
         freed = self.activations + self.logits
         working = max(self.working + reduction, gathering) - self.logits
@@ -362,8 +368,8 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
         # Per vocabulary entry and token: the logits, their softmax in fp32 (in place if logits are fp32), and
         # their gradient.
         logits = (2 * width + FP32 if width < FP32 else 2 * FP32) * tokens * model.vocab_size // t
-    # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient of
-    # the largest weight before it is added to the buffer, and the activations that recomputation restores.
+    # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient
+    # of the largest weight before it is added to the buffer, and the activations that recomputation restores.
     largest = family_of(model).activations(model, True).largest * tokens // t
     working = width * (largest + 2 * tokens * model.hidden_size + weights.largest)
     working += layer_activations(config, layout, "none") - layer
@@ -382,7 +388,8 @@ def _scratch(config: RunConfig, layout: Layout, weights: StageWeights) -> tuple[
     share = FP32 * (elements if execution.everywhere else math.ceil(elements / layout.owners))
     # Gradients that are reduced in bf16 are copied to fp32 for the masters, until the step is over.
     copies = share if element_bytes(config)[1] < FP32 else 0
-    # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary per updated element.
+    # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary per updated
+    # element.
     adamw = copies if config.cluster.fused_layers else copies + share
     if execution is Execution.ADAMW:
         return adamw, 0

@@ -1,19 +1,20 @@
 """The time of a transfer on a cluster profile: latency plus bytes over the bandwidth of the busiest link.
 
 Every GPU has two links: one to its peers in the same node and one to other nodes. From the geometry of its
-group (`Group`) a collective becomes a `Transfer`: a latency, which nothing else delays, and a time on one link
-at full rate, which grows if transfers share the link (`simulate.timeline`).
+group (`Group`) a collective becomes a `Transfer`: a latency, which nothing else delays, and a time on one
+link at full rate, which grows if transfers share the link (`simulate.timeline`).
 
 Rings (Patarasuk and Yuan 2009): all-gather and reduce-scatter move (n-1)/n of the buffer through every rank.
 Over several nodes NCCL runs as many rings as the group has members on a node, each leaving the node through
-another network port. A group with k members a node therefore has the bandwidth of k ports, but at most that of
-the intra-node link.
+another network port. A group with k members a node therefore has the bandwidth of k ports, but at most that
+of the intra-node link.
 
 Chains: a reduction or broadcast passes through the same ring, but starts at one rank. A rank forwards a chunk
-once it has received it, so a chain of n ranks first has to be filled: n - 1 hops, each with its latency and the
-time of a chunk.
+once it has received it, so a chain of n ranks first has to be filled: n - 1 hops, each with its latency and
+the time of a chunk.
 
-If the profile has measurements of a collective within a node (`ClusterConfig.collectives`), they are used instead.
+If the profile has measurements of a collective within a node (`ClusterConfig.collectives`), they are used
+instead.
 """
 
 import math
@@ -28,14 +29,14 @@ from canzona_cli.model.family import Copies
 Link = Literal["machine", "network"]
 
 EFFICIENCY: dict[Link, float] = {"machine": 0.8, "network": 0.9}
-"""The share of a link's nominal bandwidth that large NCCL collectives without in-network reduction reach: 360 of
-NVLink 4's 450 GB/s, 45 of the 50 GB/s of a 400 Gb/s port."""
+"""The share of a link's nominal bandwidth that large NCCL collectives without in-network reduction reach: 360
+of NVLink 4's 450 GB/s, 45 of the 50 GB/s of a 400 Gb/s port."""
 
 
 CHUNK = 512 << 10
-"""The bytes that a rank of a chain forwards at a time through each channel: one of the eight steps into which NCCL
-divides a channel's buffer of 4 MiB (NCCL_BUFFSIZE; NCCL_STEPS, REDUCE_CHUNKSTEPS and BROADCAST_CHUNKSTEPS in its
-sources)."""
+"""The bytes that a rank of a chain forwards at a time through each channel: one of the eight steps into which
+NCCL divides a channel's buffer of 4 MiB (NCCL_BUFFSIZE; NCCL_STEPS, REDUCE_CHUNKSTEPS and
+BROADCAST_CHUNKSTEPS in its sources)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +48,11 @@ class Transfer:
     link_s: float = 0.0
     """The seconds on `link` if nothing else uses it."""
     fill_s: float = 0.0
-    """The part of `latency_s` in which a chain of ranks fills. The first ranks of the chain are done this long before
-    its end, and can start the next chain."""
+    """The part of `latency_s` in which a chain of ranks fills. The first ranks of the chain are done this
+    long before its end, and can start the next chain."""
     cores: float = 0.0
-    """The processor cores that the transfer keeps busy, summed over the group's ranks; 0 if devices move the data."""
+    """The processor cores that the transfer keeps busy, summed over the group's ranks; 0 if devices move the
+    data."""
 
     @property
     def seconds(self) -> float:
@@ -69,8 +71,8 @@ class Transfer:
         return replace(self, latency_s=self.latency_s + seconds) if seconds else self
 
     def then(self, other: "Transfer") -> "Transfer":
-        """Returns this transfer followed by `other`. If they use two links, the time on the less busy link counts as
-        latency."""
+        """Returns this transfer followed by `other`. If they use two links, the time on the less busy link
+        counts as latency."""
         longer = max(self, other, key=lambda transfer: transfer.link_s)
         shared = self.link == other.link or not self.link_s * other.link_s
         link_s = self.link_s + other.link_s if shared else longer.link_s
@@ -127,8 +129,8 @@ class Groups:
 
 
 def strided(stride: int, size: int, ranks: int, per_machine: int) -> Group:
-    """Returns a group of `size` ranks, every `stride`-th of the job's `ranks`. A group that does not tile nodes evenly
-    counts as if every member had its own node."""
+    """Returns a group of `size` ranks, every `stride`-th of the job's `ranks`. A group that does not tile
+    nodes evenly counts as if every member had its own node."""
     if ranks <= per_machine or per_machine % (stride * size) == 0:
         together = size
     elif per_machine % stride == 0 and stride * size % per_machine == 0:
@@ -144,7 +146,8 @@ GLOO_THREADS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The links of a cluster profile and the time of collectives on them. Sizes are bytes per rank, before sharding."""
+    """The links of a cluster profile and the time of collectives on them. Sizes are bytes per rank, before
+    sharding."""
 
     cluster: ClusterConfig
 
@@ -177,8 +180,8 @@ class Links:
         return measured or self.through(size * (group.size - 1) / group.size, group)
 
     def all_reduce(self, size: float, group: Group) -> Transfer:
-        """Returns an all-reduce of `size` bytes: a reduce-scatter and an all-gather in a ring, with the latency of a
-        tree if the tree's is lower."""
+        """Returns an all-reduce of `size` bytes: a reduce-scatter and an all-gather in a ring, with the
+        latency of a tree if the tree's is lower."""
         measured = self._measured("all_reduce", size, group)
         if measured is not None:
             return measured
@@ -189,12 +192,13 @@ class Links:
     def rooted(
         self, kind: Literal["reduce", "broadcast"], sizes: Sequence[float], group: Group, *, collectives: int
     ) -> Transfer:
-        """Returns reductions to (broadcasts from) several owners, of `sizes` bytes each, that are started together.
+        """Returns reductions to (broadcasts from) several owners, of `sizes` bytes each, that are started
+        together.
 
-        Each owner's share passes through a chain that ends at (starts from) the owner. A rank therefore sends every
-        share except its own, and the rank with the smallest share sends most. On GPUs all shares use the same link one
-        after another, and latencies overlap only if the collectives are issued as one NCCL group. Otherwise each
-        of the `collectives` adds its latency.
+        Each owner's share passes through a chain that ends at (starts from) the owner. A rank therefore sends
+        every share except its own, and the rank with the smallest share sends most. On GPUs all shares use
+        the same link one after another, and latencies overlap only if the collectives are issued as one NCCL
+        group. Otherwise each of the `collectives` adds its latency.
         """
         on_gpu = self.cluster.device == "cuda"
         chains = collectives if on_gpu and not self.cluster.grouped_collectives else 1
@@ -213,8 +217,8 @@ class Links:
         return Transfer(link_s=seconds, cores=at_once * max(transfer.cores for transfer in measured))
 
     def chains(self, size: float, group: Group, launches: int = 1) -> Transfer:
-        """Returns reductions or broadcasts that move `size` bytes through every rank, in `launches` equal launches one
-        after another.
+        """Returns reductions or broadcasts that move `size` bytes through every rank, in `launches` equal
+        launches one after another.
 
         NCCL distributes the chains of one launch over its channels, so that they fill at the same time.
         """
@@ -225,7 +229,8 @@ class Links:
         return replace(ring, latency_s=launches * fill_s, fill_s=fill_s)
 
     def _chunk(self, size: float, group: Group) -> float:
-        """Returns the seconds in which every channel of a chain forwards one chunk; at most `size` bytes in all."""
+        """Returns the seconds in which every channel of a chain forwards one chunk; at most `size` bytes in
+        all."""
         cluster = self.cluster
         channels = cluster.intra_node_channels
         if group.machines > 1:
@@ -273,10 +278,12 @@ class Links:
         return Transfer(latency_s=self.latency(link), link=link, link_s=size / self.bandwidth(link))
 
     def _measured_exchange(self, sent: Sequence[float], busiest: float, group: Group) -> Transfer | None:
-        """Interpolates measured all-to-alls, in which every rank sends the same number of bytes; None without them.
+        """Interpolates measured all-to-alls, in which every rank sends the same number of bytes; None without
+        them.
 
-        If the group has more ranks than there are cores, the cores move all bytes one after another, so the mean
-        of the ranks' bytes counts. Otherwise the busiest rank counts, and the others use their cores less.
+        If the group has more ranks than there are cores, the cores move all bytes one after another, so the
+        mean of the ranks' bytes counts. Otherwise the busiest rank counts, and the others use their cores
+        less.
         """
         mean = sum(sent) / group.size
         cores = self.cluster.cores
@@ -286,7 +293,8 @@ class Links:
         return measured and replace(measured, cores=measured.cores * mean / busiest)
 
     def _measured(self, kind: Collective, size: float, group: Group) -> Transfer | None:
-        """Interpolates the profile's measurements of a collective within a node; None if there are none for it.
+        """Interpolates the profile's measurements of a collective within a node; None if there are none for
+        it.
 
         Times are linear in bytes between two rows, and extrapolated beyond the last row from the last two.
         """
@@ -315,8 +323,8 @@ class Links:
 def _rows(
     table: tuple[tuple[str, int, float, float, float], ...], kind: Collective, ranks: int
 ) -> tuple[tuple[float, float, float], ...]:
-    """Lists the measured (bytes, seconds, cores) of a collective, ascending, for the smallest measured group of at
-    least `ranks`, or else for the largest measured group."""
+    """Lists the measured (bytes, seconds, cores) of a collective, ascending, for the smallest measured group
+    of at least `ranks`, or else for the largest measured group."""
     sizes = sorted({row[1] for row in table if row[0] == kind})
     if not sizes:
         return ()

@@ -1,9 +1,10 @@
 """The memory of a run's fullest GPU: lasting state, memory needed during computation, and the GPU's capacity.
 
-`estimate` needs no plan and estimates memory from shapes alone. It is used to rank layouts, and for strategies
-without a plan. `planner.memory.plan_memory` knows every rank's matrices, micro-groups and buckets. Both add up
-the same parts. They differ in which matrices a rank keeps (`placement`, or the plan) and in the size of the
-engine's buffers (`least_step_bytes`, or `step_buffers`). State is counted as Megatron-core 0.19 keeps it.
+`estimate` needs no plan and estimates memory from shapes alone. It is used to rank layouts, and for
+strategies without a plan. `planner.memory.plan_memory` knows every rank's matrices, micro-groups and buckets.
+Both add up the same parts. They differ in which matrices a rank keeps (`placement`, or the plan) and in the
+size of the engine's buffers (`least_step_bytes`, or `step_buffers`). State is counted as Megatron-core 0.19
+keeps it.
 
 Buffers of the communication library are not tensors; they are included in the profile's `reserved_gib`.
 
@@ -65,9 +66,10 @@ class MemoryEstimate(Memory):
     """The memory of the rank that needs most, estimated without a plan."""
 
     parts: Mapping[str, int]
-    """The bytes of weights, gradients, optimizer, activations, logits, workspace and exchange. Memory that is never
-    needed at the same time counts once: `workspace` is only what is needed beyond the logits and activations
-    freed before. `exchange` is the least that the engine's buffers and its optimizers' scratch need under any plan."""
+    """The bytes of weights, gradients, optimizer, activations, logits, workspace and exchange. Memory that is
+    never needed at the same time counts once: `workspace` is only what is needed beyond the logits and
+    activations freed before. `exchange` is the least that the engine's buffers and its optimizers' scratch
+    need under any plan."""
     worst_rank: str
     """The rank that needs most: `every rank`, or a stage such as `pp stage 0`."""
 
@@ -78,7 +80,8 @@ class MemoryEstimate(Memory):
 
     @property
     def state(self) -> int:
-        """The bytes kept from step to step: weights, gradient buffers, optimizer state and the engine's buffers."""
+        """The bytes kept from step to step: weights, gradient buffers, optimizer state and the engine's
+        buffers."""
         return sum(self.parts[part] for part in ("weights", "gradients", "optimizer", "exchange"))
 
 
@@ -89,9 +92,11 @@ class Placement:
     worst: int
     """The elements of the matrices on the fullest rank."""
     worst_shapes: Mapping[Shape, int]
-    """The number of matrices of each (rows, columns) on the fullest rank; empty for Megatron's layer-wise optimizer."""
+    """The number of matrices of each (rows, columns) on the fullest rank; empty for Megatron's layer-wise
+    optimizer."""
     padded: int
-    """The elements of the padded buffer that stores all matrices, on each rank; 0 if the buffer is not padded."""
+    """The elements of the padded buffer that stores all matrices, on each rank; 0 if the buffer is not
+    padded."""
 
 
 def capacity(config: RunConfig) -> int:
@@ -124,8 +129,8 @@ def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int
 def _lasting(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int, int, int]:
     """Counts the bytes of weights, gradients, optimizer and exchange."""
     weights, held = stage_weights(config, layout, stage), placement(config, layout, stage)
-    # Megatron pads its layer-wise buffers so that undivided parameters fit equal shards. Every rank stores the
-    # padding.
+    # Megatron pads its layer-wise buffers so that undivided parameters fit equal shards. Every rank stores
+    # the padding.
     stored = weights.others + (weights.matrices if held is None else max(weights.matrices, held.padded))
     width, grad = element_bytes(config)
     state = sum(_bounded_state(config, layout, weights, held).values())
@@ -190,11 +195,11 @@ def layerwise_placement(sizes: tuple[int, ...], layers: int, shards: int, bucket
 
 @lru_cache(maxsize=4096)
 def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in_order: bool) -> Placement:
-    """Returns the placement of the matrices of `layers` layers over `cells`: largest first onto the least loaded cell,
-    or, with `in_order`, cut evenly in natural order.
+    """Returns the placement of the matrices of `layers` layers over `cells`: largest first onto the least
+    loaded cell, or, with `in_order`, cut evenly in natural order.
 
-    In natural order a matrix belongs to the cell in whose even share it starts, so the fullest cell has up to one
-    matrix more than the mean.
+    In natural order a matrix belongs to the cell in whose even share it starts, so the fullest cell has up to
+    one matrix more than the mean.
     """
     matrices = [shape for _ in range(layers) for shape in shapes]
     held: list[Counter[Shape]] = [Counter() for _ in range(cells)]
@@ -222,15 +227,16 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in
 def optimizer_state(config: RunConfig, layout: Layout, others: int, whole: int, factors: int) -> dict[str, int]:
     """Counts the bytes of masters, matrix_state and adamw_state on a rank.
 
-    AdamW keeps an fp32 master and two moments, 12 bytes a parameter (8 with fp32 weights, which need no masters),
-    sharded over D * c by `DistributedOptimizer`. A matrix optimizer keeps a master, 4 bytes an element (0 with
-    fp32 weights), its moments and its factors, see `moment_bytes` and `factor_bytes`:
+    AdamW keeps an fp32 master and two moments, 12 bytes a parameter (8 with fp32 weights, which need no
+    masters), sharded over D * c by `DistributedOptimizer`. A matrix optimizer keeps a master, 4 bytes an
+    element (0 with fp32 weights), its moments and its factors, see `moment_bytes` and `factor_bytes`:
     - sc: nothing is sharded, neither for matrices nor for AdamW's parameters
       (`Float16OptimizerWithFloat16Params`). If canzona's engine runs it, every rank keeps whole matrices, and
       masters with fp32 weights too;
-    - layerwise, asc, paper, canzona: the state of each matrix (layerwise: of each TP fragment) is on one rank, and
-      AdamW's parameters are sharded. asc, paper and canzona keep masters with fp32 weights too, because no other
-      tensor holds the whole matrix.
+    - layerwise, asc, paper, canzona: the state of each matrix (layerwise: of each TP fragment) is on one
+        rank, and
+      AdamW's parameters are sharded. asc, paper and canzona keep masters with fp32 weights too, because no
+      other tensor holds the whole matrix.
 
     Args:
         others: elements that AdamW updates among those that a TP rank of the stage stores.
@@ -250,7 +256,8 @@ def optimizer_state(config: RunConfig, layout: Layout, others: int, whole: int, 
 def moment_bytes(algorithm: Algorithm) -> int:
     """Returns the bytes of fp32 moments per element of a matrix.
 
-    Muon: the momentum. Shampoo: the momentum, and with Adam grafting a second moment. SOAP and AdamW: two moments.
+    Muon: the momentum. Shampoo: the momentum, and with Adam grafting a second moment. SOAP and AdamW: two
+        moments.
     """
     return FP32 * (RULES[algorithm.name].moments + (algorithm.grafting == "adam"))
 
@@ -268,8 +275,8 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Counts the bytes of a checkpoint's tensors, which do not depend on the layout: fp32 masters and state, each once.
-    Weights are not stored."""
+    """Counts the bytes of a checkpoint's tensors, which do not depend on the layout: fp32 masters and state,
+    each once. Weights are not stored."""
     how, count = algorithm(config), parameter_count(config.model)
     adamw = 3 * FP32
     if execution_of(config) is Execution.ADAMW:
@@ -280,8 +287,8 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
-    """Estimates the bytes of `step_buffers` that every plan of a stage needs: those of micro-groups with one matrix a
-    host, or, with tp = 1, those of the only possible grouping."""
+    """Estimates the bytes of `step_buffers` that every plan of a stage needs: those of micro-groups with one
+    matrix a host, or, with tp = 1, those of the only possible grouping."""
     return _least_workspace(config) + _least_buffers(config, layout, stage)
 
 
@@ -314,11 +321,11 @@ def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def _gathered_elements(config: RunConfig, layout: Layout) -> int:
-    """Counts the elements of the engine's buffers under strategy sc, which gathers one matrix at a time: the rank's
-    fragment, all ranks' fragments, and the assembled matrix.
+    """Counts the elements of the engine's buffers under strategy sc, which gathers one matrix at a time: the
+    rank's fragment, all ranks' fragments, and the assembled matrix.
 
-    With tp = 1 a gradient is copied only if it is not contiguous and in fp32 in the gradient buffer: every matrix's
-    if gradients are reduced in bf16, otherwise those of q, k and v if they are separate matrices.
+    With tp = 1 a gradient is copied only if it is not contiguous and in fp32 in the gradient buffer: every
+    matrix's if gradients are reduced in bf16, otherwise those of q, k and v if they are separate matrices.
     """
     largest = max(math.prod(shape) for shape in matrix_shapes(config))
     if layout.tp > 1:

@@ -1,10 +1,11 @@
-"""The time of a pipeline stage's forward and backward passes, module by module, from shapes and the profile's rates.
+"""The time of a pipeline stage's forward and backward passes, module by module, from shapes and the profile's
+rates.
 
-A module is the work around one Megatron weight. The time is counted by module, because between any two modules
-a bucket of gradients may become complete, or a bucket of weights may be needed. Matrix products run at the
-profile's achieved rate for their size, core attention at a share of the peak, and elementwise work at memory
-bandwidth. Tensor- and context-parallel collectives are kept separate, because they use a link, and because on
-CPU ranks that share a node's cores they keep other cores busy than computing does.
+A module is the work around one Megatron weight. The time is counted by module, because between any two
+modules a bucket of gradients may become complete, or a bucket of weights may be needed. Matrix products run
+at the profile's achieved rate for their size, core attention at a share of the peak, and elementwise work at
+memory bandwidth. Tensor- and context-parallel collectives are kept separate, because they use a link, and
+because on CPU ranks that share a node's cores they keep other cores busy than computing does.
 """
 
 from dataclasses import dataclass, replace
@@ -27,28 +28,31 @@ from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Attention, Part, Work
 
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.55, 0.45
-"""The shares of the bf16 peak that a causal flash kernel reaches with heads of 128 at 4k tokens on Hopper: Shah et
-al. 2024 (FlashAttention-3, arXiv 2407.08608, figures 5 and 6)."""
+"""The shares of the bf16 peak that a causal flash kernel reaches with heads of 128 at 4k tokens on Hopper:
+Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608, figures 5 and 6)."""
 TORCH_ATTENTION = 1.6
-"""The time of torch's kernel, FlashAttention-2, over the time of Transformer Engine's on Hopper: 1.5 to 2 forward, 1.5
-to 1.75 backward (the same paper)."""
+"""The time of torch's kernel, FlashAttention-2, over the time of Transformer Engine's on Hopper: 1.5 to 2
+forward, 1.5 to 1.75 backward (the same paper)."""
 CPU_ATTENTION = 0.4
-"""The share of a core's fp32 rate that torch's kernel reaches on CPU, in bf16 too and in both directions: measured
-0.25 to 0.8 with 256 to 2,048 tokens and heads of 32 to 128, the least with the fewest tokens."""
+"""The share of a core's fp32 rate that torch's kernel reaches on CPU, in bf16 too and in both directions:
+measured 0.25 to 0.8 with 256 to 2,048 tokens and heads of 32 to 128, the least with the fewest tokens."""
 CUT_STARTS = 0.58
 """The additional operations of a layer without Transformer Engine whose sequence is cut, in modules' worth of
-operations: keys and values are put in order. Counted on CPU ranks with 256 tokens, whose queries are two blocks with
-or without the cut: 157 operations instead of 138 forward, 241 instead of 209 backward, for four modules."""
+operations: keys and values are put in order. Counted on CPU ranks with 256 tokens, whose queries are two
+blocks with or without the cut: 157 operations instead of 138 forward, 241 instead of 209 backward, for four
+modules."""
 ELEMENTWISE_PASSES = {True: 1.2, False: 3.0}
-"""The memory traffic of elementwise work over that of fully fused kernels. With Transformer Engine (True), queries,
-keys and values are split and joined and gradients are added up (fitted to published step times, bench/published.yaml).
+"""The memory traffic of elementwise work over that of fully fused kernels. With Transformer Engine (True),
+queries, keys and values are split and joined and gradients are added up (fitted to published step times,
+bench/published.yaml).
 """
 QK_NORM_PASSES = 5.8
-"""The time of a norm of rows of 128 elements (QK-norm) over the time of a norm of full rows with as many elements in
+"""The time of a norm of rows of 128 elements (QK-norm) over the time of a norm of full rows with as many
+elements in
 total: 345 us over 60 us (B200, https://github.com/flashinfer-ai/flashinfer/issues/2396, 2026-01)."""
 LOSS_FORWARD_BYTES, LOSS_BACKWARD_BYTES = 18, 8
-"""The memory traffic of the vocabulary-parallel cross-entropy in bytes per logit: forward to fp32, maximum, exponential
-and sum; backward the gradient."""
+"""The memory traffic of the vocabulary-parallel cross-entropy in bytes per logit: forward to fp32, maximum,
+exponential and sum; backward the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +70,8 @@ class Module:
     weights: int
     """The elements of the module's weight on this rank; 0 for a tied output layer on the embedding's stage."""
     moves: tuple[Transfer, Transfer]
-    """The tensor- and context-parallel collectives of the forward pass, and of the backward pass with recomputation.
-    `cores` counts the cores of all groups that one owner's ranks are in."""
+    """The tensor- and context-parallel collectives of the forward pass, and of the backward pass with
+    recomputation. `cores` counts the cores of all groups that one owner's ranks are in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +141,13 @@ class StageTime:
 def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     """Returns the times of the modules of `stage`.
 
-    With T = micro-batch * s / c tokens, h hidden size, a heads and g groups of d, f the MLP's width, t = tp, x = t
-    with sequence parallelism, else 1, per micro-batch and rank:
-    - qkv: product T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal); norm 2 T h/x, QK-norm and
-      rotary embedding 4 T (a+g)d/t elements through memory. With c > 1, keys and values are all-gathered before
-      core attention, 2 T c gd/t elements. Transformer Engine passes them around a ring instead, of which only the
-      time counts that a slice's transfer takes longer than its attention;
+    With T = micro-batch * s / c tokens, h hidden size, a heads and g groups of d, f the MLP's width, t = tp,
+    x = t with sequence parallelism, else 1, per micro-batch and rank:
+    - qkv: product T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal); norm 2 T h/x, QK-norm
+        and
+      rotary embedding 4 T (a+g)d/t elements through memory. With c > 1, keys and values are all-gathered
+      before core attention, 2 T c gd/t elements. Transformer Engine passes them around a ring instead, of
+      which only the time counts that a slice's transfer takes longer than its attention;
     - proj: product T x ad/t x h, residual 3 T h/x;
     - fc1: product T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: product T x f/t x h, residual 3 T h/x;
     - the backward pass computes two products for each product and 2.5 times core attention, moves twice the
@@ -168,8 +173,8 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
 
 
 def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]:
-    """Returns the forward and backward seconds of one micro-batch, by stage and model chunk: `StageTime.passes` of all
-    stages, without making lists of modules."""
+    """Returns the forward and backward seconds of one micro-batch, by stage and model chunk:
+    `StageTime.passes` of all stages, without making lists of modules."""
     shared = replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
     layer, first, last = _pieces(config, shared)
     layers, pass_s = config.model.num_layers // (layout.pp * layout.vpp), _pass_s(config)
@@ -183,7 +188,8 @@ def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]
 def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...]:
     """Returns the forward and backward seconds of a layer, of the embedding and of the output layer.
 
-    Cached for a layout without pp and dp, which do not matter here. Tying does not change the output layer's time.
+    Cached for a layout without pp and dp, which do not matter here. Tying does not change the output layer's
+    time.
     """
     pieces = (_layer(config, layout), (_embedding(config, layout),), (_output(config, layout, tied=False),))
     times = (StageTime(chunks=(modules,), hop=Transfer(), pass_s=0.0) for modules in pieces)
@@ -233,8 +239,8 @@ def _heads(attention: Attention, layout: Layout) -> int:
 def _core_attention(
     config: RunConfig, layout: Layout, attention: Attention
 ) -> tuple[float, float, tuple[Transfer, Transfer]]:
-    """Returns the forward and backward seconds of one layer's core attention, and the context-parallel transfers of
-    both passes."""
+    """Returns the forward and backward seconds of one layer's core attention, and the context-parallel
+    transfers of both passes."""
     cluster, t = config.cluster, layout.tp
     tokens, unit = micro_batch_tokens(config, layout), config.train.precision
     operations = 2.0 * tokens * config.train.seq_length * attention.queries / t
@@ -251,7 +257,8 @@ def _core_attention(
     links, group = Links(cluster=cluster), Groups.of(layout, cluster).cp
     slice_bytes = 2.0 * tokens * attention.keys / t * element_bytes(config)[0]
     if cluster.fused_layers:
-        # A slice's attention is computed while the next slice is sent. In the backward pass its gradient is sent too.
+        # A slice's attention is computed while the next slice is sent. In the backward pass its gradient is
+        # sent too.
         hop_s = links.point_to_point(slice_bytes, crosses=group.machines > 1).seconds
         exposed, exposed_back = (max(0.0, n * hop_s - s / layout.cp) for n, s in ((1, forward), (2, backward)))
         ring = Transfer(latency_s=(layout.cp - 1) * exposed), Transfer(latency_s=(layout.cp - 1) * exposed_back)
@@ -306,17 +313,18 @@ def _output(config: RunConfig, layout: Layout, *, tied: bool) -> Module:
 
 @lru_cache(maxsize=256)
 def slowest(cluster: ClusterConfig, ranks: int) -> float:
-    """Returns the expected time of the slowest of `ranks` GPUs over the mean GPU's, if speeds are normally distributed
-    with `cluster.speed_spread` (Blom 1958, the expected largest of n)."""
+    """Returns the expected time of the slowest of `ranks` GPUs over the mean GPU's, if speeds are normally
+    distributed with `cluster.speed_spread` (Blom 1958, the expected largest of n)."""
     return 1.0 + cluster.speed_spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def _exposed(cluster: ClusterConfig, layout: Layout, collective: Transfer, product_s: float) -> Transfer:
-    """Returns the part of a tensor-parallel collective that does not overlap with its product of `product_s` seconds.
+    """Returns the part of a tensor-parallel collective that does not overlap with its product of `product_s`
+    seconds.
 
-    With `cluster.tp_overlap` both are cut into as many pieces as the group has ranks. A piece is multiplied while
-    the next piece is communicated, so one piece does not overlap, and the others slow the product down by
-    `collective_units` of their time.
+    With `cluster.tp_overlap` both are cut into as many pieces as the group has ranks. A piece is multiplied
+    while the next piece is communicated, so one piece does not overlap, and the others slow the product down
+    by `collective_units` of their time.
     """
     if not cluster.tp_overlap or layout.tp == 1:
         return collective
@@ -381,8 +389,8 @@ def _exchange(config: RunConfig, layout: Layout) -> Transfer:
 
 
 def _loss_sums(config: RunConfig, layout: Layout) -> Transfer:
-    """Returns the three all-reduces of the vocabulary-parallel cross-entropy: the maximum, the target's logit and the
-    sum, an fp32 number a token each."""
+    """Returns the three all-reduces of the vocabulary-parallel cross-entropy: the maximum, the target's logit
+    and the sum, an fp32 number a token each."""
     if layout.tp == 1:
         return Transfer()
     links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
@@ -424,7 +432,8 @@ class NormClip:
         )
 
     def seconds(self, elements: float, clipped: float) -> float:
-        """Returns the seconds from a rank's reduced gradients to its clipped ones, without waiting for other ranks.
+        """Returns the seconds from a rank's reduced gradients to its clipped ones, without waiting for other
+        ranks.
 
         Args:
             elements: the gradient elements that were reduced to the rank.
@@ -434,7 +443,8 @@ class NormClip:
 
 
 def least_before_updates(config: RunConfig, layout: Layout) -> float:
-    """Returns the seconds of norm, clip and AdamW on a mean owner's ranks in the middle stage, which has least work."""
+    """Returns the seconds of norm, clip and AdamW on a mean owner's ranks in the middle stage, which has
+    least work."""
     weights, implemented = stage_weights(config, layout, layout.pp // 2), implementation(config)
     others = weights.others / layout.owners
     update_s = step_factor(config.cluster, "adamw_update", implemented) * adamw_seconds(others, config.cluster)

@@ -1,8 +1,9 @@
-"""The cost of a shared matrix's update, in which every TP rank of the owner works on its fragment of the matrix.
+"""The cost of a shared matrix's update, in which every TP rank of the owner works on its fragment of the
+matrix.
 
-Only optimizers with a shared form (`optimizers.shared_muon`) can do this. The Gram form of Newton-Schulz is divided
-between the ranks: every rank computes its rows of each square of the short side, without the gain of symmetric
-kernels, and the rows are gathered between products.
+Only optimizers with a shared form (`optimizers.shared_muon`) can do this. The Gram form of Newton-Schulz is
+divided between the ranks: every rank computes its rows of each square of the short side, without the gain of
+symmetric kernels, and the rows are gathered between products.
 """
 
 from collections import Counter
@@ -32,8 +33,8 @@ class Share:
     """The cost of a shared matrix's update."""
 
     fragment: tuple[Seconds, ...]
-    """The seconds of each part of the update, on every rank of the owner's TP group; exchanges come between parts
-    (`sharing.shared_exchanges`)."""
+    """The seconds of each part of the update, on every rank of the owner's TP group; exchanges come between
+    parts (`sharing.shared_exchanges`)."""
 
     @property
     def each(self) -> float:
@@ -48,9 +49,10 @@ HOSTED: Mapping[int, Share] = MappingProxyType({})
 def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
     """Returns the costs of all matrices that can be shared, by index.
 
-    No matrix can be shared with tp = 1, strategy paper or asc, an optimizer without a shared form, or if the Gram form
-    is excluded (by `optimizer.form` or `gram_holds`). Otherwise a matrix can be shared if TP cuts its long side, tp
-    divides its short side, and the short side is at least `GRAM_MIN_SIDE` or `optimizer.form` is gram.
+    No matrix can be shared with tp = 1, strategy paper or asc, an optimizer without a shared form, or if the
+    Gram form is excluded (by `optimizer.form` or `gram_holds`). Otherwise a matrix can be shared if TP cuts
+    its long side, tp divides its short side, and the short side is at least `GRAM_MIN_SIDE` or
+    `optimizer.form` is gram.
     """
     how, asked = algorithm(config), config.engine
     if (
@@ -120,8 +122,8 @@ class Behind(NamedTuple):
 
 
 def shared_exchanges(steps: int) -> tuple[Behind, ...]:
-    """Lists the exchanges after each part of a shared update except the last: norms and flags, Gram matrices, and the
-    rows of products (`optimizers.shared_rows`). Each product of squares is a part."""
+    """Lists the exchanges after each part of a shared update except the last: norms and flags, Gram matrices,
+    and the rows of products (`optimizers.shared_rows`). Each product of squares is a part."""
     flags, summed = Behind(("all_reduce",)), Behind(("all_reduce", "all_to_all"))
     gathered, hidden = Behind(("all_gather",)), Behind(("all_gather",), 1)
     exchanges = [flags]
@@ -139,8 +141,8 @@ def shared_collectives(steps: int) -> Mapping[Exchange, int]:
 
 
 def shared_bytes(matrix: Matrix, tp: int, steps: int, width: int) -> int:
-    """Counts the bytes of squares that every rank sends, and also receives, in one matrix's shared update, of `width`
-    bytes an element."""
+    """Counts the bytes of squares that every rank sends, and also receives, in one matrix's shared update, of
+    `width` bytes an element."""
     collectives = shared_collectives(steps)
     return (collectives["all_to_all"] + collectives["all_gather"]) * width * min(matrix.shape) ** 2 * (tp - 1) // tp
 
@@ -178,8 +180,8 @@ class _Around(NamedTuple):
 
 
 def _around(m: int, n: int, tp: int, *, width: int) -> _Around:
-    """Returns the work of a rank on its fragment of an m x n matrix. Memory traffic before and after the iteration is
-    that of a hosted Muon update (`muon_facts`)."""
+    """Returns the work of a rank on its fragment of an m x n matrix. Memory traffic before and after the
+    iteration is that of a hosted Muon update (`muon_facts`)."""
     fragment = m * n // tp
     return _Around(
         before=Work(traffic=(32 + width) * fragment, launches=_AROUND[0]),

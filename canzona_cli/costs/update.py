@@ -1,8 +1,8 @@
 """The cost of updating one matrix: the seconds on a hardware profile of the work that its rule does (see the
 optimizers' facts).
 
-An update runs on one stream, so its operations do not overlap. If the profile has a measurement of exactly this
-update, the measurement is used instead.
+An update runs on one stream, so its operations do not overlap. If the profile has a measurement of exactly
+this update, the measurement is used instead.
 """
 
 import math
@@ -41,34 +41,38 @@ Unit = Literal["bf16", "tf32", "fp32"]
 COPY_EFFICIENCY = 0.9
 """The share of the memory bandwidth that a plain copy reaches: 3.0 of an H100's 3.35 TB/s."""
 MEMORY_EFFICIENCY: Mapping[Device, float] = MappingProxyType({"cpu": COPY_EFFICIENCY, "cuda": 0.72})
-"""The share of the memory bandwidth that elementwise kernels of several operands and types reach: 2.4 TB/s on an
-H100. This is an estimate between a copy's 3.0 and the 2.0 to 2.3 of norms by torch.compile and Liger (QuACK,
-Dao-AILab, 2025-07)."""
+"""The share of the memory bandwidth that elementwise kernels of several operands and types reach: 2.4 TB/s on
+an H100. This is an estimate between a copy's 3.0 and the 2.0 to 2.3 of norms by torch.compile and Liger
+(QuACK, Dao-AILab, 2025-07)."""
 MEGATRON_HOST_S = 1.3e-3
 """The seconds of host time of one update of Megatron's Muon on GPUs, which issues operations one by one. From
-Megatron-core's test goldens for a model of 12 layers on 8 H100: 195.8 ms a step with layer-wise Muon and 158.6 with
-Adam, for about 29 matrices a rank (gpt3_moe_mcore_te_ep8, 2026)."""
+Megatron-core's test goldens for a model of 12 layers on 8 H100: 195.8 ms a step with layer-wise Muon and
+158.6 with Adam, for about 29 matrices a rank (gpt3_moe_mcore_te_ep8, 2026)."""
 ADAMW_BYTES = {True: 30, False: 86}
-"""The bytes of AdamW's memory traffic per element. Fused (True, Transformer Engine): gradient 4 read, master and both
-moments 4 read and 4 written each, bf16 weight 2 written. torch's foreach passes (False): decay 8, first moment 12,
-second 8 + 12, root 8, correction 8, eps 8, weight 16, and 6 to copy the weight."""
+"""The bytes of AdamW's memory traffic per element. Fused (True, Transformer Engine): gradient 4 read, master
+and both moments 4 read and 4 written each, bf16 weight 2 written. torch's foreach passes (False): decay 8,
+first moment 12, second 8 + 12, root 8, correction 8, eps 8, weight 16, and 6 to copy the weight."""
 MEGATRON_BYTES = {"bf16": 28, "fp32": 12}
-"""The bytes of memory traffic per element by which Megatron's Muon (emerging-optimizers 0.3) exceeds canzona's. Its
-passes: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice 16, weight 12, its copy 4 + w; casts to
-and from bf16 6 each."""
+"""The bytes of memory traffic per element by which Megatron's Muon (emerging-optimizers 0.3) exceeds
+canzona's. Its
+passes: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice 16, weight 12, its copy 4 + w;
+casts to and from bf16 6 each."""
 GRAM_GAIN, GRAM_MIN_SIDE = 0.98, 128
-"""The conditions of form auto for the Gram form: its time is at most this share of the standard form's, and the short
-side is at least this long, because rounding errors average out over fewer elements in smaller matrices."""
+"""The conditions of form auto for the Gram form: its time is at most this share of the standard form's, and
+the short side is at least this long, because rounding errors average out over fewer elements in smaller
+matrices."""
 STACK_GAIN = 0.95
 """The relative time per matrix, stacked over alone, at or below which matrices are stacked by default."""
 STACK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
-"""The most bytes of stacked matrices' iterates and squares. With `optimizer.stack=true` two matrices may take more."""
+"""The most bytes of stacked matrices' iterates and squares. With `optimizer.stack=true` two matrices may take
+more."""
 PRICED_STACK = 4
 """The most matrices in a stack for the cost model, because a host may have fewer of a shape than would fit."""
 
 
 COST_DIGITS = 9
-"""The significant digits of a cost. Logarithms differ in the last bit between processors, but plans must not differ."""
+"""The significant digits of a cost. Logarithms differ in the last bit between processors, but plans must not
+differ."""
 ROUNDING = 1e-9
 """The relative difference by which sums of the same numbers in another order may differ."""
 
@@ -85,8 +89,8 @@ def algorithm(config: RunConfig) -> Algorithm:
 
 
 def _roots(chosen: Literal["auto"] | RootMethod, how: Algorithm, cluster: ClusterConfig) -> RootMethod:
-    """Returns the run's root method; for `auto`, the method with the faster refresh on this device for sides of 1024,
-    since the order of methods hardly depends on the side."""
+    """Returns the run's root method; for `auto`, the method with the faster refresh on this device for sides
+    of 1024, since the order of methods hardly depends on the side."""
     if chosen != "auto":
         return chosen
     side = min(1024, how.max_preconditioner_dim)
@@ -123,10 +127,10 @@ def implementation(config: RunConfig) -> Implementation:
 def stack_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
     """Returns the most (rows, cols) matrices that a host updates together in batched products; 1: one by one.
 
-    Like `form_of`, it depends only on the algorithm, the shape and the profile. With `optimizer.stack` not set,
-    matrices are stacked if this is faster by enough (`STACK_GAIN`) in the profile's measurements or, on GPUs
-    without both measurements, in the model. CPUs without both never stack: batched products are not always
-    faster there, but strips of large products (`optimizers.symmetric`) always are.
+    Like `form_of`, it depends only on the algorithm, the shape and the profile. With `optimizer.stack` not
+    set, matrices are stacked if this is faster by enough (`STACK_GAIN`) in the profile's measurements or, on
+    GPUs without both measurements, in the model. CPUs without both never stack: batched products are not
+    always faster there, but strips of large products (`optimizers.symmetric`) always are.
     """
     if not RULES[a.name].orthogonal or a.custom or a.stack is False:
         return 1
@@ -150,8 +154,8 @@ def _fitting(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
 
 
 def label(a: Algorithm) -> str:
-    """Returns the name of an algorithm's measurements in a profile: muon/gram/5, muon/standard/5/stacked, soap,
-    shampoo, shampoo/newton, custom."""
+    """Returns the name of an algorithm's measurements in a profile: muon/gram/5, muon/standard/5/stacked,
+    soap, shampoo, shampoo/newton, custom."""
     if a.custom:
         return "custom"
     if not RULES[a.name].orthogonal:
@@ -181,8 +185,8 @@ def seconds(
 
 @lru_cache(maxsize=1024)
 def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
-    """Returns the form in which a (rows, cols) matrix is orthogonalised: the run's, or for `auto` the faster on this
-    device, if `gram_holds` and `GRAM_MIN_SIDE` allow the Gram form.
+    """Returns the form in which a (rows, cols) matrix is orthogonalised: the run's, or for `auto` the faster
+    on this device, if `gram_holds` and `GRAM_MIN_SIDE` allow the Gram form.
 
     It depends only on the algorithm, the shape and the profile, so a matrix has the same form on every rank.
     """
@@ -196,19 +200,20 @@ def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
 
 
 def gram_holds(a: Algorithm, cluster: ClusterConfig) -> bool:
-    """Returns True if the Gram form is accurate enough for the momentum of real training, on this device and in this
-    precision.
+    """Returns True if the Gram form is accurate enough for the momentum of real training, on this device and
+    in this precision.
 
     It is not if products are in bf16, as in bf16 runs on CPUs with bf16 instructions: of qwen3-tiny's 28
-    momenta, it rejected all in the first thirty steps and half after 300, and rejected matrices are computed in
-    standard form anyway. GPUs in bf16 runs use fp16 products, and CPUs without bf16 instructions do as well
-    (`optimizers.gram_form.products_type`); there it rejected none.
+    momenta, it rejected all in the first thirty steps and half after 300, and rejected matrices are computed
+    in standard form anyway. GPUs in bf16 runs use fp16 products, and CPUs without bf16 instructions do as
+    well (`optimizers.gram_form.products_type`); there it rejected none.
     """
     return a.precision != "bf16" or cluster.device == "cuda" or cluster.bf16_in_fp32
 
 
 def gram_scale(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Returns the seconds of a hosted Gram-form update, measured if the profile has it, over the modelled seconds."""
+    """Returns the seconds of a hosted Gram-form update, measured if the profile has it, over the modelled
+    seconds."""
     a = replace(a, form="gram", stack=False)
     return _seconds(a, rows, cols, cluster) / _modelled(a, rows, cols, cluster)[0]
 
@@ -231,27 +236,27 @@ def update_costs(
 
 
 def peak_seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Returns the seconds of an update in the step in which it refreshes: the mean seconds, measured or modelled, times
-    the model's ratio of peak to mean."""
+    """Returns the seconds of an update in the step in which it refreshes: the mean seconds, measured or
+    modelled, times the model's ratio of peak to mean."""
     a = _as_run(a, rows, cols, cluster)
     mean, peak = _modelled(a, rows, cols, cluster)
     return _seconds(a, rows, cols, cluster) * (peak / mean)
 
 
 def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
-    """Returns the seconds in which AdamW updates `elements` elements on one device: measured, or else from memory
-    traffic alone."""
+    """Returns the seconds in which AdamW updates `elements` elements on one device: measured, or else from
+    memory traffic alone."""
     if cluster.adamw_ns is not None:
         return elements * cluster.adamw_ns * 1e-9
     return elements * ADAMW_BYTES[cluster.fused_layers] / memory_rate(cluster)
 
 
 def step_factor(cluster: ClusterConfig, phase: Phase, implementation: Implementation) -> float:
-    """Returns the measured time of a phase in whole training steps over that of its parts in isolation; 1 if the
-    profile has no measurement.
+    """Returns the measured time of a phase in whole training steps over that of its parts in isolation; 1 if
+    the profile has no measurement.
 
-    Within a step caches are cold, memory is newly allocated and ranks arrive at different times, which a loop over
-    one operation does not show.
+    Within a step caches are cold, memory is newly allocated and ranks arrive at different times, which a loop
+    over one operation does not show.
     """
     factors = cluster.step_factors
     of_megatron = factors.get(f"megatron/{phase}") if implementation == "megatron" else None
@@ -266,9 +271,9 @@ def memory_rate(cluster: ClusterConfig) -> float:
 def matmul_rate(cluster: ClusterConfig, size: float, unit: Unit) -> float:
     """Returns the FLOP/s that a product of (size, size) matrices reaches.
 
-    bf16: from the profile's table. The rate is linear in log(size) between two sizes, proportional to the size below
-    the smallest (a small product leaves units idle), constant above the largest, and limited by the sustained
-    rate under the power limit. fp32 and TF32 have one rate for all sizes.
+    bf16: from the profile's table. The rate is linear in log(size) between two sizes, proportional to the
+    size below the smallest (a small product leaves units idle), constant above the largest, and limited by
+    the sustained rate under the power limit. fp32 and TF32 have one rate for all sizes.
     """
     if unit != "bf16":
         fp32 = cluster.fp32_tflops or cluster.bf16_tflops / 16
@@ -289,7 +294,8 @@ def _interpolated(table: tuple[tuple[int, float], ...], size: float) -> float:
 
 
 def matmul_seconds(cluster: ClusterConfig, m: float, k: float, n: float, unit: Unit) -> float:
-    """Returns the seconds of one (m, k) by (k, n) product, at the rate of a square product of the same volume."""
+    """Returns the seconds of one (m, k) by (k, n) product, at the rate of a square product of the same
+    volume."""
     volume = m * k * n
     return 2.0 * volume / matmul_rate(cluster, volume ** (1 / 3), unit)
 
@@ -301,8 +307,8 @@ def _as_run(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Algor
 
 
 def _seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Returns the mean seconds of one update in the algorithm's form and stacking: measured, else scaled by the model
-    from the other form's measurement, else modelled."""
+    """Returns the mean seconds of one update in the algorithm's form and stacking: measured, else scaled by
+    the model from the other form's measurement, else modelled."""
     measured, modelled = _measured(a, rows, cols, cluster), _modelled(a, rows, cols, cluster)[0]
     if measured is not None:
         return measured
@@ -350,8 +356,8 @@ def _unit(a: Algorithm) -> Unit:
 def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) -> float:
     """Returns the seconds of the work on one of `together` stacked matrices.
 
-    A batched product runs at the rate of one product of its volume and has one launch. Symmetric kernels are used
-    only in bf16 and for matrices that are not stacked.
+    A batched product runs at the rate of one product of its volume and has one launch. Symmetric kernels are
+    used only in bf16 and for matrices that are not stacked.
     """
 
     def product(m: int, k: int, n: int) -> float:
@@ -374,8 +380,8 @@ def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) 
 
 
 def _guessed(peak: float) -> tuple[tuple[int, float], ...]:
-    """Returns a table of (size, TFLOP/s) for a profile without one: a third of the peak at 1024, two thirds from 4096
-    on."""
+    """Returns a table of (size, TFLOP/s) for a profile without one: a third of the peak at 1024, two thirds
+    from 4096 on."""
     return (1024, peak / 3), (4096, peak * 2 / 3)
 
 
@@ -389,12 +395,13 @@ def work(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def flops(a: Algorithm, rows: int, cols: int) -> float:
-    """Returns the mean FLOPs of one update of a (rows, cols) matrix; a multiply-add counts as two, and a refresh is
-    divided by its period.
+    """Returns the mean FLOPs of one update of a (rows, cols) matrix; a multiply-add counts as two, and a
+    refresh is divided by its period.
 
     With m = min(rows, cols), n = max(rows, cols), r = rows, c = cols:
     - muon, normuon, Newton-Schulz (Jordan et al. 2024), s steps: standard s (4 m^2 n + 2 m^3) for X X', A A
-      and B X; Gram form, see `muon_facts`: 8 m^2 n + 28 m^3 for s = 5. Form auto counts the form with fewer FLOPs;
+      and B X; Gram form, see `muon_facts`: 8 m^2 n + 28 m^3 for s = 5. Form auto counts the form with fewer
+      FLOPs;
     - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh is per side an
       eigendecomposition and a product, 9 n^3 + 2 n^3, or the products of a Newton iteration, 62 n^3 (58 n^3
       where only one side has a root);
@@ -404,8 +411,8 @@ def flops(a: Algorithm, rows: int, cols: int) -> float:
     - kl-shampoo: statistics 2 r^2 c + 2 r c^2, whitening and turning 6 r^2 c + 6 r c^2 + 2 m^2 n; a
       refresh is per side a product and a QR, 2 n^3 + 8/3 n^3;
     - soap-muon: soap and muon;
-    - adamw: 15 per element.
-    A side longer than `max_preconditioner_dim` is not preconditioned, and the terms of its preconditioner are 0.
+    - adamw: 15 per element. A side longer than `max_preconditioner_dim` is not preconditioned, and the terms
+    of its preconditioner are 0.
     """
     return min(step.flops + refresh.flops / a.refresh_period for step, refresh in _works(a, rows, cols))
 

@@ -1,4 +1,5 @@
-"""Builds one pair: reads sources, tokenises them, writes `<prefix>.bin`, `.idx`, `.json` and the tokenizer used.
+"""Builds one pair: reads sources, tokenises them, writes `<prefix>.bin`, `.idx`, `.json` and the tokenizer
+used.
 
 The files are written under temporary names while the prefix is locked, and renamed at the end, so an
 interrupted or failed build leaves an older pair untouched. With much input, an interrupted build keeps the
@@ -47,8 +48,8 @@ from canzona_cli.run.machine import cores
 Stage = Literal["read input", "learn vocabulary", "tokenise", "write"]
 
 LARGE = 16 << 20
-"""The least input, in bytes, after which a build records its progress on the disk. With twice as much input left, a
-build uses a pool of processes."""
+"""The least input, in bytes, after which a build records its progress on the disk. With twice as much input
+left, a build uses a pool of processes."""
 _MOST_NOTES = 64
 _MOST_BAD_SHOWN = 5
 _MOST_INPUTS = 1000
@@ -86,8 +87,8 @@ class BuildSettings:
     max_bad: int = 0
     """The largest number of lines without a text that are skipped; with more, the build fails."""
     workers: int | None = None
-    """The number of processes or, if there is too little input for several, of threads of the tokenizer; None for one
-    per core."""
+    """The number of processes or, if there is too little input for several, of threads of the tokenizer; None
+    for one per core."""
 
     @property
     def bpe_entries(self) -> int:
@@ -120,11 +121,13 @@ def pair_files(prefix: Path) -> tuple[Path, ...]:
 
 
 def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings, on_progress: OnProgress) -> Built:
-    """Builds the pair `prefix` from `sources`, replacing an existing pair. The caller must hold the prefix's lock.
+    """Builds the pair `prefix` from `sources`, replacing an existing pair. The caller must hold the prefix's
+    lock.
 
     Raises:
         ConfigError: an input or the tokenizer is not valid, or there is no text at all.
-        EnvironmentProblem: the disk is full or cannot be written, a process died, or a package is not installed.
+        EnvironmentProblem: the disk is full or cannot be written, a process died, or a package is not
+            installed.
     """
     if settings.workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(settings.workers)  # read when the tokenizer's thread pool starts
@@ -205,7 +208,8 @@ def _tokenise(
 ) -> Tally:
     """Tokenises and writes all documents that are not finished yet; returns the counts of all inputs.
 
-    It records the finished inputs on the disk whenever at least `LARGE` bytes have been read since the last record.
+    It records the finished inputs on the disk whenever at least `LARGE` bytes have been read since the last
+    record.
     """
     tally, inputs = (Tally(), 0) if done is None else (done.tally, done.inputs)
     writer.keep = done is not None
@@ -257,8 +261,8 @@ def _make_tokenizer(
     total = _total(sources) or 0
     reader = Reader(settings=read)
     # Each piece is sampled with the probability that fills the sample; a fixed seed makes the vocabulary
-    # reproducible. Compressed inputs contain more text than their size suggests, so the sample is also cut off
-    # at SAMPLE_BYTES.
+    # reproducible. Compressed inputs contain more text than their size suggests, so the sample is also cut
+    # off at SAMPLE_BYTES.
     chance, choose = min(1.0, SAMPLE_BYTES / max(total, 1)), random.Random(0)
     taken, left_out = 0, False
 

@@ -42,7 +42,8 @@ _CONFIG_KEYS = {
 
 
 def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) -> PreparedCorpus:
-    """Returns the corpus of `config.data` after checking it; prepares and caches the built-in corpus if necessary.
+    """Returns the corpus of `config.data` after checking it; prepares and caches the built-in corpus if
+    necessary.
 
     Args:
         config: the run; the model's vocabulary and the sequence length are checked against the data.
@@ -96,7 +97,8 @@ def tokenizer_of(corpus: PreparedCorpus) -> Tokenizer:
     """Returns the tokenizer that made the tokens of a corpus.
 
     Raises:
-        ConfigError: the tokenizer is not known, because another tool prepared the corpus or its file was removed.
+        ConfigError: the tokenizer is not known, because another tool prepared the corpus or its file was
+            removed.
     """
     from tokenizers import Tokenizer as RustTokenizer
 
@@ -117,7 +119,8 @@ class TokenBytes:
     values: npt.NDArray[np.float64]
     """The bytes of each token, shape [vocab_size]. If counted, special tokens have 0 bytes."""
     counted: bool
-    """True if the bytes were counted for each token; False if each value is the corpus's mean bytes per token."""
+    """True if the bytes were counted for each token; False if each value is the corpus's mean bytes per
+    token."""
 
 
 def token_bytes(corpus: PreparedCorpus) -> TokenBytes | None:
@@ -163,7 +166,8 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 
 def _disagreements(pairs: Sequence[tuple[PairInfo, Sidecar | None]]) -> Iterator[Problem]:
-    """Yields a problem for every set whose tokenizer differs from the first set's, so that ids mean different text."""
+    """Yields a problem for every set whose tokenizer differs from the first set's, so that ids mean different
+    text."""
     (first, first_sidecar), *others = pairs
     for pair, sidecar in others:
         if _identity(sidecar) == _identity(first_sidecar):
@@ -186,8 +190,8 @@ def _identity(sidecar: Sidecar | None) -> tuple[str | None, int, int] | None:
 def look_at_data(config: RunConfig, on_progress: ReportProgress | None = None) -> PreparedCorpus | None:
     """Checks a run's data as far as possible without preparing the built-in corpus.
 
-    Prepared data are checked completely. Of the built-in corpus only the tokenizer file is checked, because the
-    first run that needs the corpus prepares it.
+    Prepared data are checked completely. Of the built-in corpus only the tokenizer file is checked, because
+    the first run that needs the corpus prepares it.
 
     Returns:
         The corpus; None for the built-in corpus.
@@ -230,7 +234,8 @@ def _cached_stdlib(config: RunConfig, report: ReportProgress) -> tuple[PairInfo,
 
 
 def _cache_prefix(config: RunConfig, content: str) -> Path:
-    """Returns the prefix of the cached corpus: a readable name, and a hash of everything that the tokens depend on."""
+    """Returns the prefix of the cached corpus: a readable name, and a hash of everything that the tokens
+    depend on."""
     kind, size, tokenizer = config.data.tokenizer, 0, ""
     if kind == "bpe":
         size = config.data.tokenizer_vocab_size
@@ -282,7 +287,8 @@ def _in_config_words(problem: Problem) -> Problem:
 
 
 def _scanned_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> int:
-    """Returns the largest id in a pair without a sidecar. The result is cached, because the scan may take minutes."""
+    """Returns the largest id in a pair without a sidecar. The result is cached, because the scan may take
+    minutes."""
     status = bin_path(pair.prefix).stat()
     key = f"{bin_path(pair.prefix)}\0{status.st_size}\0{status.st_mtime_ns}\0{pair.dtype}"
     memo = cache_root(config) / "scans" / hashlib.sha256(key.encode()).hexdigest()[:24]
@@ -354,7 +360,8 @@ def _sample_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Prob
 
 
 def usable_fraction(pair: PairInfo, needed: int, *, at_least: float = 0.01) -> float | None:
-    """Returns the smallest validation share, in steps of 0.01 up to 0.5, that gives both splits `needed` tokens.
+    """Returns the smallest validation share, in steps of 0.01 up to 0.5, that gives both splits `needed`
+    tokens.
 
     None if there is no such share.
     """

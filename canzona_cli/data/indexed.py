@@ -62,16 +62,16 @@ class Written:
 class PairWriter:
     """A writer of one pair: it streams documents into temporary files, which `publish` renames.
 
-    The caller must hold the prefix's lock. Unless `keep` is set, leaving the `with` block removes the temporary
-    files that are left. The parts of the index are also written to the disk, so memory does not depend on the
-    number of documents.
+    The caller must hold the prefix's lock. Unless `keep` is set, leaving the `with` block removes the
+    temporary files that are left. The parts of the index are also written to the disk, so memory does not
+    depend on the number of documents.
 
     Args:
         prefix: the pair's path without extension; its folder must exist.
         vocab_size: the vocabulary size, which decides the type of the ids.
         eod: the id written after every document.
-        after: the size at which to continue the temporary files that an earlier writer left with `keep`; None to
-            start new files.
+        after: the size at which to continue the temporary files that an earlier writer left with `keep`; None
+            to start new files.
     """
 
     def __init__(self, prefix: Path, *, vocab_size: int, eod: int, after: Written | None = None) -> None:
@@ -170,7 +170,8 @@ class PairWriter:
             _sync(index)
 
     def publish(self, *companions: tuple[Path, str]) -> None:
-        """Renames the finished files to their names, the .idx last, so that it exists only beside a complete .bin.
+        """Renames the finished files to their names, the .idx last, so that it exists only beside a complete
+        .bin.
 
         If a rename fails, all files of the pair are removed.
 
@@ -230,8 +231,8 @@ class PairInfo:
     tokens: int
     documents: int
     sequences: int
-    """The number of sequences, which are the units that Megatron's GPTDataset splits and shuffles. A long document may
-    have several sequences."""
+    """The number of sequences, which are the units that Megatron's GPTDataset splits and shuffles. A long
+    document may have several sequences."""
     dtype: str
     lengths: npt.NDArray[np.int32] = field(repr=False, compare=False)
     """The number of tokens of each sequence, shape [sequences]."""
@@ -272,7 +273,8 @@ class PairInfo:
 
 
 def inspect_pair(prefix: Path) -> PairInfo:
-    """Reads the index of a pair and checks that both files are complete and belong together. Does not read tokens.
+    """Reads the index of a pair and checks that both files are complete and belong together. Does not read
+    tokens.
 
     Raises:
         ConfigError: files are missing or damaged; the problems' key is `data.path`.

@@ -1,9 +1,9 @@
 """Reads text: plain, JSONL or Parquet, compressed or not.
 
-`Reader` reads a source in batches of about 2 MiB, and `pieces` turns a batch into pieces, in any process. A piece
-is a document, or a part of a long document that is cut at a line end. Pieces become Megatron's sequences, which
-it holds out and shuffles. If each document were one sequence, a single large file could not be split, shuffled or
-held in memory.
+`Reader` reads a source in batches of about 2 MiB, and `pieces` turns a batch into pieces, in any process. A
+piece is a document, or a part of a long document that is cut at a line end. Pieces become Megatron's
+sequences, which it holds out and shuffles. If each document were one sequence, a single large file could not
+be split, shuffled or held in memory.
 """
 
 import bz2
@@ -45,15 +45,16 @@ _UNREAD = {b"PAR1": "Parquet", b"PK\x03\x04": "a zip archive"}
 _UTF8_BOM = b"\xef\xbb\xbf"
 _SNIFF = 8192
 _BATCH_BYTES: Final = 2 << 20
-"""The bytes of text that are tokenised in one call: enough for all cores, and so few that Ctrl-C acts at once."""
+"""The bytes of text that are tokenised in one call: enough for all cores, and so few that Ctrl-C acts at
+once."""
 _BATCH_ITEMS: Final = 8192
 _PARQUET_ROWS: Final = 128
 
 _POLL_S = 0.2
 """The time after which a read of a pipe checks for signals, in seconds."""
 LONGEST_LINE = 128 << 20
-"""The longest line that is read, in bytes. A longer line is skipped as a bad line, because parsing it would need
-several times as much memory."""
+"""The longest line that is read, in bytes. A longer line is skipped as a bad line, because parsing it would
+need several times as much memory."""
 
 MIN_PIECE, MAX_PIECE, STREAM_PIECE = 4 << 10, 1 << 20, 64 << 10
 
@@ -94,7 +95,8 @@ class Batch:
 
 
 def piece_bytes(sources: Sequence[Source]) -> int:
-    """Returns the longest piece for these inputs, in bytes: about 1/256 of all, so that 1% of them can be held out."""
+    """Returns the longest piece for these inputs, in bytes: about 1/256 of all, so that 1% of them can be
+    held out."""
     if any(source.size is None for source in sources):
         return STREAM_PIECE
     return min(MAX_PIECE, max(MIN_PIECE, sum(source.size or 0 for source in sources) // 256))
@@ -109,7 +111,8 @@ class Reader:
     """The bytes read so far, as they are on disk, so that the progress of compressed files is right."""
 
     def read(self, source: Source) -> Iterator[Batch | Tally]:
-        """Reads one source: yields its batches in order, then a tally with its hash and what was skipped in reading.
+        """Reads one source: yields its batches in order, then a tally with its hash and what was skipped in
+        reading.
 
         Raises:
             ConfigError: the input is unreadable, damaged or binary.
@@ -169,7 +172,8 @@ class Reader:
         self.bytes_read = before + size
 
     def _rows(self, path: Path) -> Iterator[bytes | None]:
-        """Yields the texts of a Parquet column as bytes, because they may not be valid UTF-8; None for a null.
+        """Yields the texts of a Parquet column as bytes, because they may not be valid UTF-8; None for a
+        null.
 
         Raises:
             ConfigError: there is no such column, or it is not a column of text.
@@ -241,7 +245,8 @@ def _document(item: bytes | None, form: str, text_key: str, tally: Tally) -> byt
 
 
 def _decompressed(stream: io.BufferedReader) -> io.BufferedReader:
-    """Returns the decompressed stream; the stream itself if its first bytes are not those of a compressed format."""
+    """Returns the decompressed stream; the stream itself if its first bytes are not those of a compressed
+    format."""
     head = stream.peek(_SNIFF)
     opener = next((opener for magic, opener in _OPENERS.items() if head.startswith(magic)), None)
     return stream if opener is None else _buffered(opener(stream))
@@ -293,8 +298,8 @@ def open_source(source: Source) -> io.BufferedReader:
 class _Pipe(io.FileIO):
     """A pipe whose reads can be interrupted by Ctrl-C.
 
-    Python checks for signals before and after a system call. A signal that arrives just before a read of an empty pipe
-    would not interrupt the read, so this class waits in short intervals.
+    Python checks for signals before and after a system call. A signal that arrives just before a read of an
+    empty pipe would not interrupt the read, so this class waits in short intervals.
     """
 
     def readinto(self, buffer: object) -> int:
@@ -321,7 +326,8 @@ class _Counted(io.RawIOBase):
 
     def readinto(self, buffer: object) -> int:
         view = memoryview(buffer)  # type: ignore[arg-type]
-        # readinto1 returns what a pipe has at the moment, so the progress is up to date even with a slow producer.
+        # readinto1 returns what a pipe has at the moment, so the progress is up to date even with a slow
+        # producer.
         size = self._raw.readinto1(view)
         self.digest.update(view[:size])
         self.count += size

@@ -107,8 +107,8 @@ class Sidecar:
     replaced: int
     """The number of invalid characters that were replaced."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """The numbers of empty documents, bad lines and binary files in folders that were skipped, by reason. Nothing else
-    is skipped; duplicate documents are kept."""
+    """The numbers of empty documents, bad lines and binary files in folders that were skipped, by reason.
+    Nothing else is skipped; duplicate documents are kept."""
     bad_lines: tuple[BadLine, ...] = ()
     """The first hundred bad lines."""
     inputs_sha256: str

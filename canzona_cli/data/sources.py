@@ -1,8 +1,8 @@
 """Finds the inputs that INPUT arguments name: files, globs, folders, standard input, the standard library.
 
 The standard library is the default corpus: the source code of the running Python, about 11 MB of real text on
-every machine. Its tests are not included, because they are half of the bytes and many distributions omit them.
-Installed packages and generated configuration are not included, because they differ between machines.
+every machine. Its tests are not included, because they are half of the bytes and many distributions omit
+them. Installed packages and generated configuration are not included, because they differ between machines.
 """
 
 import hashlib
@@ -124,7 +124,8 @@ def _nearby(path: Path) -> str:
 
 
 def stdlib_sources() -> list[Source]:
-    """Returns the source file of every module of the standard library, in the order of the hashes of their names.
+    """Returns the source file of every module of the standard library, in the order of the hashes of their
+    names.
 
     Validation data are held out from the end of a corpus. In the order of names, they would be only `xml*` to
     `zip*`. Ordered by hashes, they are a fair sample, and the order is always the same.

@@ -1,8 +1,8 @@
 """Converts text to token ids: raw bytes, a byte-pair encoding trained on the text, or a local tokenizer.json.
 
-All tokenizers take bytes, as files have them: the byte tokenizer then needs no decoding, and the others count the
-invalid characters that they replace. Text never produces a special token. `<|endoftext|>` in a document is
-ordinary text; only the writer of a pair adds the end-of-document token.
+All tokenizers take bytes, as files have them: the byte tokenizer then needs no decoding, and the others count
+the invalid characters that they replace. Text never produces a special token. `<|endoftext|>` in a document
+is ordinary text; only the writer of a pair adds the end-of-document token.
 """
 
 import hashlib
@@ -50,8 +50,8 @@ EOD_CANDIDATES = (
 BYTE_VALUES = 256
 REPLACEMENT = "\ufffd"
 _MOST_IDS = 1 << 24
-"""The limit of ids in a tokenizer.json. A file may give a token any 32-bit id, and tables have an entry for each id
-up to the largest."""
+"""The limit of ids in a tokenizer.json. A file may give a token any 32-bit id, and tables have an entry for
+each id up to the largest."""
 _FORM = "give the tokenizer.json of a fast tokenizer (not tokenizer.model or tokenizer_config.json)"
 
 
@@ -168,7 +168,8 @@ class TokenizerSettings:
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 SAMPLE_BYTES = 64 << 20
-"""The bytes of text that a vocabulary is trained on. More hardly changes the merges, but costs time and memory."""
+"""The bytes of text that a vocabulary is trained on. More hardly changes the merges, but costs time and
+memory."""
 MIN_VOCAB_SIZE = BYTE_VALUES + 1
 """The smallest vocabulary: all bytes and the end of a document."""
 
@@ -182,8 +183,8 @@ SPLIT_PATTERN = (
 def train_bpe(sample: Iterable[bytes], vocab_size: int, *, workers: int | None = None) -> JsonTokenizer:
     """Trains a byte-level byte-pair encoding on `sample`; the same texts always give the same tokenizer.
 
-    Training is one long call into Rust, during which Python cannot handle signals. So it runs in a separate process,
-    which can be killed at once.
+    Training is one long call into Rust, during which Python cannot handle signals. So it runs in a separate
+    process, which can be killed at once.
 
     Args:
         sample: UTF-8 texts, preferably of at most `SAMPLE_BYTES` in total.
@@ -240,7 +241,8 @@ def _train(connection: Connection, vocab_size: int, workers: int | None) -> None
 
 
 def begin_child(threads: int | None) -> None:
-    """Prepares a child process: it ignores Ctrl-C, which only its parent handles, and exits when its parent ends.
+    """Prepares a child process: it ignores Ctrl-C, which only its parent handles, and exits when its parent
+    ends.
 
     Args:
         threads: the number of threads of the child's tokenizer; None for one per core.
@@ -300,8 +302,8 @@ def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
 
     Args:
         spec: the path of the file, or of its folder.
-        eod: the token that ends a document; None for the eos_token of tokenizer_config.json, otherwise the first of
-            `EOD_CANDIDATES` that the tokenizer has.
+        eod: the token that ends a document; None for the eos_token of tokenizer_config.json, otherwise the
+            first of `EOD_CANDIDATES` that the tokenizer has.
 
     Raises:
         ConfigError: there is no such file, it is not a tokenizer, or it has no end-of-document token.
@@ -336,7 +338,8 @@ def read_backend(path: Path) -> "RustTokenizer":
 
 
 def _refused(error: BaseException, value: str, what: str) -> ConfigError:
-    """Returns a ConfigError for an error of the tokenizers library; raises any other error, such as Ctrl-C, again."""
+    """Returns a ConfigError for an error of the tokenizers library; raises any other error, such as Ctrl-C,
+    again."""
     # The library raises bare Exception, or after a panic in Rust a PanicException, which is a BaseException.
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
@@ -359,7 +362,8 @@ def _configured(backend: "RustTokenizer", path: Path) -> str | None:
         return None
     fix = "repair or remove it; without it the end-of-document token is found by its usual names, or named by --eod"
     try:
-        # canzona's parse_json is not used, because model_max_length may be an integer of 31 digits ("no limit").
+        # canzona's parse_json is not used, because model_max_length may be an integer of 31 digits ("no
+        # limit").
         config = parse(TokenizerSettings, read_plain(path))
     except (Unreadable, Damaged) as error:
         raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=str(error), fix=fix)) from None
@@ -408,8 +412,8 @@ def _offer(special: Sequence[str]) -> str:
 def bytes_by_id(tokenizer: Tokenizer) -> npt.NDArray[np.float64] | None:
     """Returns the bytes of text that each token id stands for, shape [vocab_size]; special tokens have 0.
 
-    None unless the tokenizer is byte-level, as GPT-2's and most later ones are: its vocabulary has one character for
-    each byte.
+    None unless the tokenizer is byte-level, as GPT-2's and most later ones are: its vocabulary has one
+    character for each byte.
     """
     if isinstance(tokenizer, ByteTokenizer):
         values = np.ones(tokenizer.vocab_size)

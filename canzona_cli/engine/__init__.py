@@ -1,9 +1,9 @@
-"""Executes a `Plan`: gradient fragments are sent to the hosts of their matrices, which update whole matrices and send
-fragments of the new weights back.
+"""Executes a `Plan`: gradient fragments are sent to the hosts of their matrices, which update whole matrices
+and send fragments of the new weights back.
 
 The ranks of a pipeline stage are a grid. Along a row, tensor-parallel (TP) ranks store different fragments of
-every matrix; down a column, data-parallel ranks store the same fragments. The plan assigns each matrix to a cell of
-the grid:
+every matrix; down a column, data-parallel ranks store the same fragments. The plan assigns each matrix to a
+cell of the grid:
 
                      TP 0         TP 1         TP 2         TP 3
                  +------------+------------+------------+------------+
@@ -26,11 +26,12 @@ The path of one matrix, `u0`, through a step:
       5. gather      down each column, from row 1 to the parameters of every owner
           (megatron/owner_bucket_group)
 
-A shared matrix does not have a host: its fragments stay on the ranks of its owner's row. After the micro-groups, every
-rank of the row updates its fragment, and squares of the matrix's short side are gathered between products (`shared`).
+A shared matrix does not have a host: its fragments stay on the ranks of its owner's row. After the
+micro-groups, every rank of the row updates its fragment, and squares of the matrix's short side are gathered
+between products (`shared`).
 
-Steps 2 to 4 are a pipeline over micro-groups (`planned`): while group i is updated, gradients of group i + 1 are
-received and weights of group i - 1 are sent. Megatron's AdamW updates all other parameters (`canzona_optimizer` chains
-the two). Strategy sc does not have a plan: every rank updates every matrix of its stage (`redundant`). `build` puts the
-parts together.
+Steps 2 to 4 are a pipeline over micro-groups (`planned`): while group i is updated, gradients of group i + 1
+are received and weights of group i - 1 are sent. Megatron's AdamW updates all other parameters
+(`canzona_optimizer` chains the two). Strategy sc does not have a plan: every rank updates every matrix of its
+stage (`redundant`). `build` puts the parts together.
 """

@@ -1,5 +1,5 @@
-"""Checks before the engine is built: all ranks have the same plan, the plan is for this model and these ranks, and a
-user's own optimizer works."""
+"""Checks before the engine is built: all ranks have the same plan, the plan is for this model and these
+ranks, and a user's own optimizer works."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +21,12 @@ class PlanRefused(ConfigError):
 
 
 def agree_on_plan(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: World) -> Plan:
-    """Returns this rank's plan, after checking that every rank has the same plan and that it fits. Collective.
+    """Returns this rank's plan, after checking that every rank has the same plan and that it fits.
+    Collective.
 
     Raises:
-        PlanRefused: on all ranks together, with the first problem of each rank that has one, or with the first
-            difference between two ranks' plans.
+        PlanRefused: on all ranks together, with the first problem of each rank that has one, or with the
+            first difference between two ranks' plans.
     """
     everyone = gather(
         _RankCheck(digest=None if plan is None else plan.hash, problem=_plan_problem(plan, chunks, world))
@@ -47,7 +48,8 @@ class OptimizerRefused(ConfigError):
 
 
 def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: World) -> T:
-    """Returns the result of `make`, after checking that `make` worked on every rank. Collective if `source` is given.
+    """Returns the result of `make`, after checking that `make` worked on every rank. Collective if `source`
+    is given.
 
     Args:
         source: the path of a user's class, whose file may be missing on some nodes; None for an optimizer of
@@ -116,7 +118,8 @@ def _plan_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: W
 
 
 def _disagreement(plan: Plan | None, everyone: "list[_RankCheck]") -> list[Problem]:
-    """Describes the first difference between rank 0's plan and the first plan that differs from it. Collective."""
+    """Describes the first difference between rank 0's plan and the first plan that differs from it.
+    Collective."""
     other = next(rank for rank, answer in enumerate(everyone) if answer.digest != everyone[0].digest)
     assert plan is not None
     plans = gather(_Content(plan=plan.content()))

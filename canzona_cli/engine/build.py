@@ -1,4 +1,5 @@
-"""Builds the engine of one rank: from a plan, or, for strategy sc, with all matrices of the stage on every rank."""
+"""Builds the engine of one rank: from a plan, or, for strategy sc, with all matrices of the stage on every
+rank."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -58,7 +59,8 @@ def build_engine(
             matrices of its stage.
 
     Raises:
-        OptimizerRefused: on all ranks together, if a user's own class cannot update 2-D parameters by `step()` alone.
+        OptimizerRefused: on all ranks together, if a user's own class cannot update 2-D parameters by
+            `step()` alone.
     """
     if plan is not None:
         mine, ranks = updated_matrices(plan, world), by_rank(plan.matrices, plan.assignment.cells)
@@ -81,7 +83,8 @@ def build_engine(
         )
         for matrix in mine
     }
-    # All TP ranks take the same fallbacks for a shared matrix; only the rank in its cell of the plan counts them.
+    # All TP ranks take the same fallbacks for a shared matrix; only the rank in its cell of the plan counts
+    # them.
     fallbacks = Fallbacks((m for m in mine if m.index not in shared or cells[m.index].host == world.tp_rank), masters)
     source = config.optimizer.source if isinstance(config.optimizer, CustomConfig) else None
     wiring = Wiring(
@@ -105,8 +108,8 @@ def build_engine(
         build_adamw(chunks, world, adamw_settings(config)),
         updater,
         chunks,
-        # With a plan, every gradient element is reduced to one rank. Without a plan, data-parallel ranks have equal
-        # gradients, which count once.
+        # With a plan, every gradient element is reduced to one rank. Without a plan, data-parallel ranks have
+        # equal gradients, which count once.
         stats_group=world.groups.intra_dist_opt if plan is not None else world.groups.mp,
         timer=timer,
         non_finite=config.train.non_finite,
@@ -115,8 +118,8 @@ def build_engine(
 
 
 def updated_matrices(plan: Plan, world: World) -> list[Matrix]:
-    """Returns the matrices for which this rank keeps an fp32 master and optimizer state: whole matrices that it hosts,
-    and shared matrices of its owner, of which it keeps a fragment."""
+    """Returns the matrices for which this rank keeps an fp32 master and optimizer state: whole matrices that
+    it hosts, and shared matrices of its owner, of which it keeps a fragment."""
     return [
         matrix
         for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
@@ -133,8 +136,8 @@ def _micro_groups(plan: Plan, world: World) -> list[tuple[Matrix, ...]]:
 
 
 def _hosting(config: RunConfig, plan: Plan, world: World, wiring: Wiring) -> Hosting:
-    """Allocates messages, scratch and optimizers for the hosted matrices of this rank's owner, and fills the masters.
-    Collective over the TP ranks."""
+    """Allocates messages, scratch and optimizers for the hosted matrices of this rank's owner, and fills the
+    masters. Collective over the TP ranks."""
     tp, rank, device = world.layout.tp, wiring.rank, wiring.device
     hosts = {matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)}
     batches = _micro_groups(plan, world)
@@ -185,8 +188,8 @@ def _hosting(config: RunConfig, plan: Plan, world: World, wiring: Wiring) -> Hos
 
 
 def _sharing(plan: Plan, world: World, wiring: Wiring) -> Sharing | None:
-    """Makes the optimizer of this rank's fragments of shared matrices, with masters copied from the model's weights.
-    None if the owner does not have shared matrices."""
+    """Makes the optimizer of this rank's fragments of shared matrices, with masters copied from the model's
+    weights. None if the owner does not have shared matrices."""
     shares = plan.assignment.shares
     matrices = [matrix for batch in _micro_groups(plan, world) for matrix in batch if matrix.index in shares]
     if not matrices:

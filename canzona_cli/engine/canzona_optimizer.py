@@ -38,20 +38,21 @@ class _Culprits:
 
 
 class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
-    """The optimizer of a run. A step computes the gradient norm and checks that it is finite, clips, runs AdamW, and
-    updates the matrices; gathering AdamW's parameters overlaps with the matrix updates.
+    """The optimizer of a run. A step computes the gradient norm and checks that it is finite, clips, runs
+    AdamW, and updates the matrices; gathering AdamW's parameters overlaps with the matrix updates.
 
-    Gradients of the first micro-groups are sent to their hosts before the norm is known. If the norm is not finite,
-    they are discarded. AdamW runs before the matrices, so that its parameters, which the next forward pass needs
-    first, are gathered while matrices are updated. Reading the norm is the only host synchronisation of a step, before
-    any state changes. The number of failed updates of the previous step is read together with it.
+    Gradients of the first micro-groups are sent to their hosts before the norm is known. If the norm is not
+    finite, they are discarded. AdamW runs before the matrices, so that its parameters, which the next forward
+    pass needs first, are gathered while matrices are updated. Reading the norm is the only host
+    synchronisation of a step, before any state changes. The number of failed updates of the previous step is
+    read together with it.
 
     Args:
         adamw: Megatron's AdamW for all other parameters.
-        matrices: the optimizer of the matrices: by the plan (`PlannedOptimizer`), or all matrices of a stage on every
-            rank (`RedundantOptimizer`).
-        stats_group: the ranks over which every gradient element counts once: all ranks, or, if data-parallel ranks
-            have equal gradients, the ranks of one model replica.
+        matrices: the optimizer of the matrices: by the plan (`PlannedOptimizer`), or all matrices of a stage
+            on every rank (`RedundantOptimizer`).
+        stats_group: the ranks over which every gradient element counts once: all ranks, or, if data-parallel
+            ranks have equal gradients, the ranks of one model replica.
         non_finite: "stop" to raise, "skip" to leave the step out, if the norm is not finite.
         clip: the parameters whose gradients are clipped.
     """
@@ -82,8 +83,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         """Updates all parameters of this rank once. Collective.
 
         Returns:
-            True if weights were updated, False if the step was skipped; the global gradient norm before clipping; and
-            None in place of Megatron's count of zeros.
+            True if weights were updated, False if the step was skipped; the global gradient norm before
+            clipping; and None in place of Megatron's count of zeros.
 
         Raises:
             NonFiniteGradients: on every rank together, with non_finite="stop".
@@ -124,8 +125,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def settle(self) -> int:
-        """Counts and repairs the failed updates of the last step now rather than in the next step. Collective; the host
-        waits for the device.
+        """Counts and repairs the failed updates of the last step now rather than in the next step.
+        Collective; the host waits for the device.
 
         Returns:
             The number of updates of the last step that were not finite or needed a fallback, on all ranks.
@@ -139,12 +140,12 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """Computes the global norm of the reduced gradients before clipping, and sets `fallbacks` and `captures`.
-        Collective; the host waits for the device."""
+        """Computes the global norm of the reduced gradients before clipping, and sets `fallbacks` and
+        `captures`. Collective; the host waits for the device."""
         counted = self._adamw.get_grads_for_grad_norm()
         squares = self._squares([*counted, *self.matrices.gradients_for_norm()])
-        # Gradients of which tensor-parallel ranks have equal copies count on one rank. The other copies are added with
-        # factor 0, so that a copy that is not finite makes the norm not finite.
+        # Gradients of which tensor-parallel ranks have equal copies count on one rank. The other copies are
+        # added with factor 0, so that a copy that is not finite makes the norm not finite.
         seen = {gradient.data_ptr() for gradient in counted}
         copies = [param.grad for param in self._adamw.get_parameters() if param.grad is not None]
         squares += 0.0 * self._squares([gradient for gradient in copies if gradient.data_ptr() not in seen])
@@ -161,8 +162,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         return torch.stack(list(torch._foreach_norm(gradients, 2, torch.float32))).square().sum()
 
     def _culprits(self) -> list[Problem]:
-        """Returns the problem that names the parameters with non-finite gradients on any rank, the same on every rank.
-        Collective."""
+        """Returns the problem that names the parameters with non-finite gradients on any rank, the same on
+        every rank. Collective."""
         gradients = (
             (name, getattr(parameter, "main_grad", None)) for name, parameter in global_parameters(self._chunks)
         )

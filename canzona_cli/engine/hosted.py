@@ -1,5 +1,5 @@
-"""The update of one micro-group on one TP rank: its part of the two all-to-alls, and the update of the matrices that
-this rank hosts."""
+"""The update of one micro-group on one TP rank: its part of the two all-to-alls, and the update of the
+matrices that this rank hosts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,18 +19,18 @@ class HostedGroup:
     """A micro-group on one TP rank. Call, in the pipeline's order: send_gradients, receive_gradients, step,
     send_weights, receive_weights.
 
-    All views of buffers are made at set-up; a step only copies data and does not allocate memory. Assembling gradients
-    and updating matrices run on the current stream. Packing messages and writing the weights that arrive run on
-    `wiring.aside`, which the caller joins.
+    All views of buffers are made at set-up; a step only copies data and does not allocate memory. Assembling
+    gradients and updating matrices run on the current stream. Packing messages and writing the weights that
+    arrive run on `wiring.aside`, which the caller joins.
 
     Args:
         hosted: the matrices of the micro-group that this rank hosts, in the plan's order.
         gradients: the exchange of gradient fragments, from all ranks to the hosts of their matrices.
         weights: the exchange of new weight fragments, from the hosts back to all ranks.
-        scratch: fp32, flat, of at least `scratch_elements(hosted)` elements, for the gradients of the group that is
-            being updated; all groups share it.
-        finite: (hosted,), receives for each hosted matrix the sum of its new master, which is NaN or infinite if the
-            update was not finite.
+        scratch: fp32, flat, of at least `scratch_elements(hosted)` elements, for the gradients of the group
+            that is being updated; all groups share it.
+        finite: (hosted,), receives for each hosted matrix the sum of its new master, which is NaN or infinite
+            if the update was not finite.
     """
 
     def __init__(
@@ -100,7 +100,8 @@ class HostedGroup:
                 self._grad_unpack.append(Copy(fragments.in_whole(matrix, whole, rank), fragments.gradient(matrix)))
 
     def _bind_arriving_weights(self) -> None:
-        """Makes the writes of fragments whose matrices other ranks host, each with the place of the matrix's flag."""
+        """Makes the writes of fragments whose matrices other ranks host, each with the place of the matrix's
+        flag."""
         fragments, weights = self._wiring.fragments, self._weights
         arriving = weights.route.receive_flags
         places = {matrix.index: number for number, (matrix, _) in enumerate(arriving)}
@@ -135,10 +136,11 @@ class HostedGroup:
             self._start(self._gradients)
 
     def receive_gradients(self, scale: float) -> None:
-        """Waits for the gradient fragments and assembles the hosted matrices' gradients, multiplied by `scale`
-        (clipping)."""
+        """Waits for the gradient fragments and assembles the hosted matrices' gradients, multiplied by
+        `scale` (clipping)."""
         with self._wiring.timer.phase(self._moving):
-            # A rank that does not receive anything only has to wait before it packs the next message in this buffer.
+            # A rank that does not receive anything only has to wait before it packs the next message in this
+            # buffer.
             with nullcontext() if self._grad_unpack else self._wiring.aside.work():
                 self._finish(self._gradients)
             for copy in self._grad_unpack:
@@ -162,7 +164,8 @@ class HostedGroup:
             self.optimizer.step()
             for place, master in enumerate(self._masters):
                 master.grad = None
-                # A sum is finite only if all elements are; weights are far too small for their sum to overflow.
+                # A sum is finite only if all elements are; weights are far too small for their sum to
+                # overflow.
                 torch.sum(master.detach(), dim=(0, 1), out=self._finite[place])
 
     def send_weights(self) -> None:
@@ -177,7 +180,8 @@ class HostedGroup:
             write_finite(self._own_weights, self._finite, on_host=self._on_host)
 
     def receive_weights(self) -> None:
-        """Waits for the new weight fragments and writes them; weights whose update was not finite stay unchanged."""
+        """Waits for the new weight fragments and writes them; weights whose update was not finite stay
+        unchanged."""
         with self._wiring.timer.phase(self._moving), self._wiring.aside.work():
             self._finish(self._weights)
             if self._weight_unpack:
@@ -221,8 +225,8 @@ class Hosting:
 
 @torch.no_grad()
 def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[Matrix]) -> None:
-    """Copies the model's weights into the masters of the matrices' hosts. Collective over the TP ranks: all of
-    them pass the same matrices."""
+    """Copies the model's weights into the masters of the matrices' hosts. Collective over the TP ranks: all
+    of them pass the same matrices."""
     fragments, masters, rank, tp = wiring.fragments, wiring.masters, wiring.rank, wiring.fragments.tp
     # In batches, because this allocates messages in addition to the pipeline's.
     for batch in runs(matrices, BATCH_BYTES // 4):
@@ -245,8 +249,8 @@ def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[
 def runs(
     matrices: Sequence[Matrix], limit: int, size: Callable[[Matrix], int] = lambda matrix: matrix.elements
 ) -> list[list[Matrix]]:
-    """Splits matrices into runs of consecutive ones whose sizes add up to at most `limit`. A matrix that alone exceeds
-    `limit` is a run of its own."""
+    """Splits matrices into runs of consecutive ones whose sizes add up to at most `limit`. A matrix that
+    alone exceeds `limit` is a run of its own."""
     batches: list[list[Matrix]] = []
     filled = 0
     for matrix in matrices:
@@ -259,14 +263,14 @@ def runs(
 
 
 def scratch_elements(wiring: Wiring, hosted: Iterable[Matrix]) -> int:
-    """Returns the fp32 elements of scratch that the gradients of the hosted matrices need in addition to Megatron's
-    buffer."""
+    """Returns the fp32 elements of scratch that the gradients of the hosted matrices need in addition to
+    Megatron's buffer."""
     return sum(matrix.elements for matrix in hosted if not lies_whole(wiring, matrix))
 
 
 def lies_whole(wiring: Wiring, matrix: Matrix) -> bool:
-    """Returns True if the whole reduced gradient is in this rank's Megatron buffer, contiguous and in fp32, so that an
-    optimizer can use it without a copy."""
+    """Returns True if the whole reduced gradient is in this rank's Megatron buffer, contiguous and in fp32,
+    so that an optimizer can use it without a copy."""
     if senders(matrix, wiring.rank, wiring.fragments.tp) != range(wiring.rank, wiring.rank + 1):
         return False
     gradient = wiring.fragments.gradient(matrix)
@@ -276,7 +280,8 @@ def lies_whole(wiring: Wiring, matrix: Matrix) -> bool:
 def _local_write(fragments: Fragments, matrix: Matrix, source: torch.Tensor) -> Write:
     """Returns the write of this rank's fragment of a new weight."""
     weight = fragments.weight(matrix)
-    # When the weight is written, its reduced gradient is not needed any more, so its memory holds the rounded weight.
+    # When the weight is written, its reduced gradient is not needed any more, so its memory holds the rounded
+    # weight.
     same = weight.dtype is source.dtype
     room = weight if same else fragments.gradient(matrix).view(weight.dtype)[..., : weight.shape[-1]]
     return Write(target=weight, source=source, rounded=room)

@@ -1,13 +1,15 @@
-"""Chooses the kernel of products with symmetric results when a run starts, by measurements on the run's own shapes.
+"""Chooses the kernel of products with symmetric results when a run starts, by measurements on the run's own
+shapes.
 
-Before it is timed, every kernel is compared with cuBLAS in exactly the calls that updates make. A kernel is not used if
-a rank cannot use it, if it is wrong on any rank, or if it gains too little. All ranks use the same kernels, because
-strategy sc relies on equal updates on all ranks.
+Before it is timed, every kernel is compared with cuBLAS in exactly the calls that updates make. A kernel is
+not used if a rank cannot use it, if it is wrong on any rank, or if it gains too little. All ranks use the
+same kernels, because strategy sc relies on equal updates on all ranks.
 
-Shapes that are multiplied in batches use cuBLAS, so nothing is compiled for them. The time to compile a kernel has to
-pay off: QuACK compiles for dtypes and strides, not for shapes, and caches the result on the node's disk, where one rank
-compiles and the others wait for its files. emerging-optimizers' Triton kernel is not tried: it compiles 24 tilings for
-every shape, factor and stride (1.5 to 2.5 minutes for a 0.6B model, which does not gain by it), and supports bf16 only.
+Shapes that are multiplied in batches use cuBLAS, so nothing is compiled for them. The time to compile a
+kernel has to pay off: QuACK compiles for dtypes and strides, not for shapes, and caches the result on the
+node's disk, where one rank compiles and the others wait for its files. emerging-optimizers' Triton kernel is
+not tried: it compiles 24 tilings for every shape, factor and stride (1.5 to 2.5 minutes for a 0.6B model,
+which does not gain by it), and supports bf16 only.
 """
 
 import statistics
@@ -29,14 +31,14 @@ from canzona_cli.optimizers.symmetric import Kernel, Shape
 from canzona_cli.run.records import PLAIN, STRIPS, KernelChoice, Kernels, KernelTrial
 
 Call = Literal["wide", "tall", "square"]
-"""The operand A of a product: X with contiguous rows (wide) or contiguous columns (tall), or a polynomial of a
-symmetric matrix (square)."""
+"""The operand A of a product: X with contiguous rows (wide) or contiguous columns (tall), or a polynomial of
+a symmetric matrix (square)."""
 Seconds = Callable[[Callable[[], None]], float]
 """A function that measures the seconds that an operation takes."""
 
 LEAST_SIDE = 512
-"""The smallest side for which kernels are tried. Smaller products do not fill a GPU even in full, and each shape takes
-seconds to compile."""
+"""The smallest side for which kernels are tried. Smaller products do not fill a GPU even in full, and each
+shape takes seconds to compile."""
 GAIN = 0.97
 """The largest ratio to cuBLAS's time at which a kernel is used; a smaller gain is within the spread of a few
 samples."""
@@ -45,8 +47,9 @@ _NAMES: Mapping[torch.dtype, Literal["bf16", "fp16"]] = {torch.bfloat16: "bf16",
 
 
 def product_shapes(config: RunConfig, device: torch.device) -> dict[Shape, frozenset[Call]]:
-    """Returns the shapes of the run's products that have symmetric results and are not batched, smallest first, each in
-    the dtype that its form uses on `device`, with the calls that are made of it. Empty if the run does not have such
+    """Returns the shapes of the run's products that have symmetric results and are not batched, smallest
+    first, each in the dtype that its form uses on `device`, with the calls that are made of it. Empty if the
+    run does not have such
     products: its optimizer does not orthogonalise, is not canzona's, or does not run in bf16."""
     how = algorithm(config)
     if not RULES[how.name].orthogonal or how.custom or how.precision != "bf16" or not execution_of(config).ours:
@@ -77,9 +80,9 @@ def choose_kernels(
     seconds: Seconds = device_seconds,
     begin: Callable[[str], None] = lambda shape: None,
 ) -> Kernels:
-    """Chooses the kernel of each product, installs the kernels for all further updates, and returns the choices,
-    the same on every rank. Also tests if updates can be replayed as CUDA graphs. Collective on CUDA; on a CPU it
-    only reports which products are computed in strips.
+    """Chooses the kernel of each product, installs the kernels for all further updates, and returns the
+    choices, the same on every rank. Also tests if updates can be replayed as CUDA graphs. Collective on CUDA;
+    on a CPU it only reports which products are computed in strips.
 
     Args:
         ladder: the loaders of kernels by name.
@@ -138,8 +141,8 @@ def _tried(
 
 
 def _agreed(of_each_rank: Sequence[KernelChoice]) -> KernelChoice:
-    """Merges all ranks' trials of one shape and chooses its kernel. A kernel's time is that of the slowest rank, and a
-    kernel that one rank refuses is refused."""
+    """Merges all ranks' trials of one shape and chooses its kernel. A kernel's time is that of the slowest
+    rank, and a kernel that one rank refuses is refused."""
     trials = {}
     for name in dict.fromkeys(trial.kernel for choice in of_each_rank for trial in choice.trials):
         of_ranks = [trial for choice in of_each_rank for trial in choice.trials if trial.kernel == name]
@@ -189,9 +192,9 @@ class _Case:
         kernel(a, b, self._out, *self._scalars)
 
     def wrong(self, kernel: Kernel) -> bool:
-        """Returns True if an element differs from cuBLAS's result by more than two roundings to its dtype plus the
-        difference that another order of summation makes. Elements that the kernel does not write stay NaN, or
-        keep the value of `add`, and so are wrong."""
+        """Returns True if an element differs from cuBLAS's result by more than two roundings to its dtype
+        plus the difference that another order of summation makes. Elements that the kernel does not write
+        stay NaN, or keep the value of `add`, and so are wrong."""
         self._out.copy_(self._before)
         self.run(kernel)
         exact = self._exact.float()
@@ -200,9 +203,9 @@ class _Case:
 
 
 def _cases(shape: Shape, calls: Iterable[Call], device: torch.device) -> Iterable[_Case]:
-    """Yields the products that Newton-Schulz computes of an A of this shape, with rows of norm about 1. The Gram form,
-    which uses fp16, adds every product to the matrix that it overwrites. The standard form does not add anything to
-    X X^T, and adds A to A A."""
+    """Yields the products that Newton-Schulz computes of an A of this shape, with rows of norm about 1. The
+    Gram form, which uses fp16, adds every product to the matrix that it overwrites. The standard form does
+    not add anything to X X^T, and adds A to A A."""
     side, long, dtype = shape
     in_place = dtype is torch.float16
     square = torch.randn(side, side, device=device).mul_(side**-0.5)

@@ -1,5 +1,5 @@
-"""The base class of the engine's optimizers, whichever rank updates a matrix: fp32 masters, and state that is saved for
-whole matrices by name."""
+"""The base class of the engine's optimizers, whichever rank updates a matrix: fp32 masters, and state that is
+saved for whole matrices by name."""
 
 import logging
 from abc import abstractmethod
@@ -67,8 +67,8 @@ class HeldFragment:
 
 
 def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tensor:
-    """Returns the number of updates that the last step left out because they could not be trusted: (1,), on the device.
-    The host does not wait."""
+    """Returns the number of updates that the last step left out because they could not be trusted: (1,), on
+    the device. The host does not wait."""
     count = torch.zeros(1, device=device)
     for group in groups:
         if isinstance(group.optimizer, Muon) and (doubted := group.optimizer.doubted()) is not None:
@@ -77,8 +77,8 @@ def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tenso
 
 
 def settle(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.nn.Parameter]) -> None:
-    """Switches matrices whose last update was left out to the standard form for their next updates, and logs them. The
-    host waits for the device."""
+    """Switches matrices whose last update was left out to the standard form for their next updates, and logs
+    them. The host waits for the device."""
     for group in groups:
         if not isinstance(group.optimizer, Muon):
             continue
@@ -112,8 +112,8 @@ class Fallbacks:
 
 
 class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
-    """The part of a `CanzonaOptimizer` that updates matrices. A subclass moves fragments and steps the optimizers
-    of its groups.
+    """The part of a `CanzonaOptimizer` that updates matrices. A subclass moves fragments and steps the
+    optimizers of its groups.
 
     Args:
         masters: the fp32 weights that this rank updates, by matrix index: whole matrices (rows, columns), and
@@ -145,16 +145,16 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
         `CanzonaOptimizer`'s `stats_group`, every element counts once."""
 
     def begin(self) -> None:
-        """Starts the part of the next update that needs reduced gradients but not their norm. Does not change any
-        state."""
+        """Starts the part of the next update that needs reduced gradients but not their norm. Does not change
+        any state."""
 
     def discard(self) -> None:
         """Waits for what `begin` started and discards it, because this step does not update the matrices."""
 
     @abstractmethod
     def step_with_ready_grads(self) -> bool:
-        """Updates this rank's matrices from reduced gradients. Returns True, because steps are skipped before this
-        call."""
+        """Updates this rank's matrices from reduced gradients. Returns True, because steps are skipped before
+        this call."""
 
     @abstractmethod
     def fallbacks(self) -> torch.Tensor:
@@ -168,7 +168,8 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
 
     @abstractmethod
     def repair(self) -> None:
-        """Repairs matrices whose last update failed. Collective over the TP ranks; the host waits for the device."""
+        """Repairs matrices whose last update failed. Collective over the TP ranks; the host waits for the
+        device."""
 
     @abstractmethod
     def publish(self) -> None:
@@ -214,8 +215,8 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
         return list(self.masters.values())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing, because the model zeroes Megatron's gradient buffers, and masters have gradients only during
-        their update."""
+        """Does nothing, because the model zeroes Megatron's gradient buffers, and masters have gradients only
+        during their update."""
 
     def get_loss_scale(self) -> torch.Tensor:
         return torch.ones(1, device=self._device)
@@ -224,11 +225,11 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
         raise RuntimeError("the matrices are updated as a part of CanzonaOptimizer.step, after the global norm")
 
     def state_dict(self) -> dict[str, object]:
-        """Returns the state of the whole matrices that this rank hosts, by name, after repairing failed updates.
-        State of `fragments` is not included.
+        """Returns the state of the whole matrices that this rank hosts, by name, after repairing failed
+        updates. State of `fragments` is not included.
 
-        Each entry has "master", the fp32 weight; "state", the optimizer's state of the matrix; and "group", values
-        of the parameter group that the optimizer has changed, such as counters.
+        Each entry has "master", the fp32 weight; "state", the optimizer's state of the matrix; and "group",
+        values of the parameter group that the optimizer has changed, such as counters.
         """
         self.repair()
         saved: dict[str, object] = {}
@@ -270,9 +271,9 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
 
 
 def _counted(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Returns the values of a parameter group that the optimizer itself has changed, such as counters. Learning
-    rate and weight decay are excluded, because the schedule sets them, and so are values equal to the
-    defaults."""
+    """Returns the values of a parameter group that the optimizer itself has changed, such as counters.
+    Learning rate and weight decay are excluded, because the schedule sets them, and so are values equal to
+    the defaults."""
     return {
         key: value
         for key, value in optimizer.param_groups[0].items()

@@ -1,5 +1,5 @@
-"""The matrices' part of an optimizer step by a plan: a pipeline over micro-groups, then shared matrices, then gathering
-over the data-parallel ranks."""
+"""The matrices' part of an optimizer step by a plan: a pipeline over micro-groups, then shared matrices, then
+gathering over the data-parallel ranks."""
 
 import logging
 from collections.abc import Sequence
@@ -23,10 +23,11 @@ _log = logging.getLogger(__name__)
 
 
 class PlannedOptimizer(MasterOptimizer):
-    """The optimizer that executes one rank's part of a plan: owners have reduced gradients, hosts update whole
-    matrices.
+    """The optimizer that executes one rank's part of a plan: owners have reduced gradients, hosts update
+    whole matrices.
 
-    A host keeps the fp32 master and all optimizer state of the matrices that it hosts; no other rank has copies.
+    A host keeps the fp32 master and all optimizer state of the matrices that it hosts; no other rank has
+    copies.
 
     Args:
         wiring: this rank's wiring; its `masters` are those of `updated_matrices`.
@@ -59,14 +60,14 @@ class PlannedOptimizer(MasterOptimizer):
     # --- one step ---
 
     def gradients_for_norm(self) -> list[torch.Tensor]:
-        """Returns the gradients that this rank contributes to the global gradient norm: the ranges that it owns,
-        so that every element of the stage's matrices counts on one rank."""
+        """Returns the gradients that this rank contributes to the global gradient norm: the ranges that it
+        owns, so that every element of the stage's matrices counts on one rank."""
         return self._slices
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Packs the first groups' gradients and starts sending them. They are not scaled yet, because the norm is not
-        known; hosts scale the gradients that they receive."""
+        """Packs the first groups' gradients and starts sending them. They are not scaled yet, because the
+        norm is not known; hosts scale the gradients that they receive."""
         self._run(ahead(len(self.groups)))
 
     @torch.no_grad()
@@ -85,9 +86,9 @@ class PlannedOptimizer(MasterOptimizer):
         return True
 
     def _update(self) -> None:
-        """Updates the micro-groups in the order of `planner.order.order`, so that messages of neighbouring groups
-        are in flight while a group is updated, and then the shared matrices. At the end, the current stream waits
-        for the stream that packs messages and writes weights."""
+        """Updates the micro-groups in the order of `planner.order.order`, so that messages of neighbouring
+        groups are in flight while a group is updated, and then the shared matrices. At the end, the current
+        stream waits for the stream that packs messages and writes weights."""
         self._run(None)
         self._begun = 0
         if self._sharing is not None:
@@ -104,8 +105,8 @@ class PlannedOptimizer(MasterOptimizer):
 
     def _gather(self) -> None:
         """Gathers the updated parameters over the data-parallel ranks. With `overlap_param_gather`, only the
-        buckets that the forward pass needs first are started (`owner_bucket_group.install` chains the others);
-        otherwise all matrix buckets are gathered now."""
+        buckets that the forward pass needs first are started (`owner_bucket_group.install` chains the
+        others); otherwise all matrix buckets are gathered now."""
         ahead = gathering_order(self._chunks)[:GATHERED_AHEAD]
         for bucket in ahead if self._overlap else reversed(matrix_groups(self._chunks)):
             bucket.start_param_sync()
@@ -113,8 +114,8 @@ class PlannedOptimizer(MasterOptimizer):
     # --- what went wrong in an update ---
 
     def fallbacks(self) -> torch.Tensor:
-        """Returns the number of failed updates of the matrices that this rank hosts: (1,), on the device. Shared
-        matrices count on one TP rank."""
+        """Returns the number of failed updates of the matrices that this rank hosts: (1,), on the device.
+        Shared matrices count on one TP rank."""
         count = torch.full((1,), float(self._fallbacks.take()), device=self._wiring.device)
         if self._sharing is not None:
             count += self._sharing.fallbacks()
@@ -122,11 +123,12 @@ class PlannedOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def repair(self) -> None:
-        """Restores the previous weights of matrices whose last update was not finite, and resets their optimizer state.
+        """Restores the previous weights of matrices whose last update was not finite, and resets their
+        optimizer state.
 
-        The model's weights are still the previous ones, because fragments of such an update are not written; the
-        masters are copied from them. The TP ranks first agree on these matrices, because a rank does not receive the
-        flag of a matrix if it does not receive a fragment.
+        The model's weights are still the previous ones, because fragments of such an update are not written;
+        the masters are copied from them. The TP ranks first agree on these matrices, because a rank does not
+        receive the flag of a matrix if it does not receive a fragment.
         """
         settle(self.groups, self.masters)
         if self._sharing is not None:
@@ -155,8 +157,8 @@ class PlannedOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Rounds the masters into the weights of this owner's TP ranks, without gathering them over the data-parallel
-        ranks."""
+        """Rounds the masters into the weights of this owner's TP ranks, without gathering them over the
+        data-parallel ranks."""
         for group in self.groups:
             group.send_weights()
             group.receive_weights()
@@ -165,15 +167,15 @@ class PlannedOptimizer(MasterOptimizer):
         self._wiring.aside.join()
 
     def _gather_whole(self, matrices: Sequence[Matrix]) -> None:
-        """Copies the model's weights into the masters of hosted matrices. Collective over the TP ranks: all of
-        them pass the same matrices."""
+        """Copies the model's weights into the masters of hosted matrices. Collective over the TP ranks: all
+        of them pass the same matrices."""
         gather_masters(self._wiring, self._hosting.hosts, matrices)
 
     # --- set-up ---
 
     def _gradient_slices(self) -> list[torch.Tensor]:
-        """Returns views of the gradients that this rank owns. If TP ranks have equal copies of a matrix, only those of
-        TP rank 0 are included."""
+        """Returns views of the gradients that this rank owns. If TP ranks have equal copies of a matrix, only
+        those of TP rank 0 are included."""
         fragments = self._wiring.fragments
         owned = self._hosting.owned
         if any(matrix.replicated and self._tp > 1 for matrix in owned):
@@ -197,8 +199,8 @@ class PlannedOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: object = None) -> None:
-        """Copies the model's weights into the masters, as needed after loading a checkpoint without optimizer state.
-        Collective over the TP ranks."""
+        """Copies the model's weights into the masters, as needed after loading a checkpoint without optimizer
+        state. Collective over the TP ranks."""
         self._gather_whole(self._hosting.matrices)
         for matrix in self._sharing.matrices if self._sharing is not None else ():
             matrix.reload()

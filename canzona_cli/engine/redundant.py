@@ -1,10 +1,11 @@
-"""The baseline, strategy sc: every rank updates every whole matrix of its stage, with the engine's optimizers.
+"""The baseline, strategy sc: every rank updates every whole matrix of its stage, with the engine's
+optimizers.
 
-Megatron itself supports this for Muon only (`muon_tp_mode=duplicated`); this module does the same for every other
-optimizer. Gradients are all-reduced over the data-parallel ranks. Then, one matrix after another, the tensor-parallel
-ranks gather its fragments, each of them updates the whole matrix, and each keeps its own fragment of the new weight.
-Nothing overlaps, and every rank has the masters and state of all matrices. The result is equal to that of strategy
-canzona, including the steps at which matrices are refreshed.
+Megatron itself supports this for Muon only (`muon_tp_mode=duplicated`); this module does the same for every
+other optimizer. Gradients are all-reduced over the data-parallel ranks. Then, one matrix after another, the
+tensor-parallel ranks gather its fragments, each of them updates the whole matrix, and each keeps its own
+fragment of the new weight. Nothing overlaps, and every rank has the masters and state of all matrices. The
+result is equal to that of strategy canzona, including the steps at which matrices are refreshed.
 """
 
 from collections.abc import Sequence
@@ -51,8 +52,8 @@ class FragmentGather:
         """Gathers the fragments of all TP ranks into `whole`. Collective over the TP ranks.
 
         Args:
-            fragment: this rank's fragment, in the shape of `Fragments`; not read if only another rank stores the
-                matrix.
+            fragment: this rank's fragment, in the shape of `Fragments`; not read if only another rank stores
+                the matrix.
             whole: fp32 (rows, columns), overwritten.
         """
         in_whole, rank, group = self._wiring.fragments.in_whole, self._wiring.rank, self._wiring.tp_group
@@ -76,7 +77,8 @@ class RedundantUpdate:
     """The update of one matrix on one rank.
 
     Args:
-        scratch: fp32, flat, as long as the largest matrix that needs it; holds the gradient during the update.
+        scratch: fp32, flat, as long as the largest matrix that needs it; holds the gradient during the
+            update.
     """
 
     def __init__(self, wiring: Wiring, matrix: Matrix, gathering: FragmentGather, scratch: torch.Tensor) -> None:
@@ -89,8 +91,8 @@ class RedundantUpdate:
         self._gradient = whole.view(matrix.rows, matrix.cols)
 
     def run(self, scale: float) -> None:
-        """Gathers the gradient, multiplies it by `scale` (clipping), updates the master, and writes this rank's
-        fragment of the new weight."""
+        """Gathers the gradient, multiplies it by `scale` (clipping), updates the master, and writes this
+        rank's fragment of the new weight."""
         matrix, gathering, master = self._matrix, self._gathering, self._master
         # If nothing is gathered, the time for copies counts as part of the update.
         with self._wiring.timer.phase("exchange" if gathering.travels(matrix) else "matrix_update"):
@@ -114,11 +116,12 @@ class RedundantUpdate:
 class RedundantOptimizer(MasterOptimizer):
     """The optimizer that updates all matrices of this rank's stage, one after another.
 
-    Unlike strategy canzona, it does not restore a weight whose update was not finite; the loss of the next step will
-    show it.
+    Unlike strategy canzona, it does not restore a weight whose update was not finite; the loss of the next
+    step will show it.
 
     Args:
-        matrices: the matrices of the stage, in the same order on every rank, because each is gathered collectively.
+        matrices: the matrices of the stage, in the same order on every rank, because each is gathered
+            collectively.
         wiring: the wiring of this rank; its `masters` are those of all matrices.
         fallbacks: counts the fallbacks of this rank's optimizers.
     """

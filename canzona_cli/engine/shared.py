@@ -1,5 +1,5 @@
-"""The shared matrices of one rank: fragments that all TP ranks of an owner update together (`optimizers/shared_muon`),
-their optimizer and scratch, and the handling of updates that cannot be trusted.
+"""The shared matrices of one rank: fragments that all TP ranks of an owner update together
+(`optimizers/shared_muon`), their optimizer and scratch, and the handling of updates that cannot be trusted.
 """
 
 import logging
@@ -25,7 +25,8 @@ class SharedMatrix:
 
     Args:
         optimizer: the optimizer of all shared matrices of this rank.
-        gradient: scratch, fp32, flat, at least as long as the fragment; all shared matrices of the rank use it.
+        gradient: scratch, fp32, flat, at least as long as the fragment; all shared matrices of the rank use
+            it.
     """
 
     def __init__(self, wiring: Wiring, matrix: Matrix, optimizer: SharedMuon, gradient: torch.Tensor) -> None:
@@ -43,12 +44,13 @@ class SharedMatrix:
 
     @property
     def excluded(self) -> bool:
-        """True if the matrix is updated by `alone` in this step, after an untrusted update; the same on all ranks."""
+        """True if the matrix is updated by `alone` in this step, after an untrusted update; the same on all
+        ranks."""
         return self._optimizer.excluded(self.master)
 
     def together(self, scale: float, ranks: Together) -> Turns[None]:
-        """Updates the fragment in Gram form, or sets `left` if the matrix is `excluded` or the result cannot be
-        trusted. Collective. Yields the collectives to wait for."""
+        """Updates the fragment in Gram form, or sets `left` if the matrix is `excluded` or the result cannot
+        be trusted. Collective. Yields the collectives to wait for."""
         self._take_gradient(scale)
         if self._in_place and scale != 1.0:
             self._gradient.mul_(scale)
@@ -85,8 +87,8 @@ class SharedMatrix:
         self.master.detach().view(self.weight.shape).copy_(self.weight)
 
     def _take_gradient(self, scale: float) -> None:
-        """Sets `master.grad`: copies the gradient into scratch, multiplied by `scale`, unless the optimizer can
-        read it in Megatron's buffer, where `together` has scaled it."""
+        """Sets `master.grad`: copies the gradient into scratch, multiplied by `scale`, unless the optimizer
+        can read it in Megatron's buffer, where `together` has scaled it."""
         if self._gathered is not None:
             self._gathered.run(scale)
         self.master.grad = self._gradient
@@ -112,7 +114,8 @@ class Sharing:
         self._places = {matrix.index: place for place, matrix in enumerate(self.hosted)}
         self.matrices = [SharedMatrix(wiring, matrix, self.optimizer, self._gradient) for matrix in matrices]
         self.beside = [Workspace() for _ in range(LANES - 1)]
-        """The scratch of the matrices that are updated interleaved with one that uses the optimizer's scratch."""
+        """The scratch of the matrices that are updated interleaved with one that uses the optimizer's
+        scratch."""
         self._lanes = [
             Together(
                 place=wiring.rank,
@@ -128,8 +131,8 @@ class Sharing:
     def _travelling(
         self, name: Literal["all_reduce", "all_to_all_single", "all_gather_into_tensor"]
     ) -> Callable[..., Wait]:
-        """Returns a function that starts the named collective over the TP ranks and returns a function that waits
-        for it; both are timed as exchanges."""
+        """Returns a function that starts the named collective over the TP ranks and returns a function that
+        waits for it; both are timed as exchanges."""
         timer, watcher = self._wiring.timer, self._wiring.watcher
 
         def begin(*tensors: torch.Tensor) -> Wait:
@@ -156,8 +159,8 @@ class Sharing:
 
     @torch.no_grad()
     def update(self, scale: float) -> None:
-        """Updates all matrices in Gram form, interleaved in the order of `planner.order.turns`, and writes their
-        weights, except for matrices that are left to `update_alone`. Collective over the TP ranks."""
+        """Updates all matrices in Gram form, interleaved in the order of `planner.order.turns`, and writes
+        their weights, except for matrices that are left to `update_alone`. Collective over the TP ranks."""
         running: dict[int, Turns[None]] = {}
         landing: dict[int, Sequence[Wait] | None] = {}
         for place, part in turns(self._parts):
@@ -177,8 +180,8 @@ class Sharing:
 
     @torch.no_grad()
     def update_alone(self, scale: float) -> None:
-        """Updates the matrices whose `left` is set in standard form, one after another. Collective over the TP
-        ranks, all of which have the same matrices to update."""
+        """Updates the matrices whose `left` is set in standard form, one after another. Collective over the
+        TP ranks, all of which have the same matrices to update."""
         left = [shared for shared in self.matrices if shared.left]
         if not left:
             return
@@ -194,16 +197,16 @@ class Sharing:
             write_finite([(place, shared.write()) for place, shared in enumerate(left)], sums, on_host=on_host)
 
     def fallbacks(self) -> torch.Tensor:
-        """Returns the number of updates of the last step that were left out or not finite: (1,), on the device. All TP
-        ranks have the same number, so only TP rank 0 returns it; the others return 0."""
+        """Returns the number of updates of the last step that were left out or not finite: (1,), on the
+        device. All TP ranks have the same number, so only TP rank 0 returns it; the others return 0."""
         count = left_out((self,), self._wiring.device) + self._sums.isfinite().logical_not().sum()
         return count if self._wiring.rank == 0 else torch.zeros_like(count)
 
     @torch.no_grad()
     def repair(self, masters: Mapping[int, torch.nn.Parameter]) -> None:
-        """Restores the previous weights of matrices whose last update was not finite, and resets their optimizer
-        state. No communication is needed, because every rank has its fragment of the previous weight. The host
-        waits for the device."""
+        """Restores the previous weights of matrices whose last update was not finite, and resets their
+        optimizer state. No communication is needed, because every rank has its fragment of the previous
+        weight. The host waits for the device."""
         settle((self,), masters)
         for shared, total in zip(self.matrices, self._wiring.timer.read(self._sums), strict=True):
             if math.isfinite(total):

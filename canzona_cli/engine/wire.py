@@ -1,5 +1,5 @@
-"""The parts that move matrices between ranks: views of fragments, messages, a stream for packing them, and writes of
-weights."""
+"""The parts that move matrices between ranks: views of fragments, messages, a stream for packing them, and
+writes of weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +38,8 @@ class Fragments:
         return self.in_parameter(matrix, self._parameters[matrix.parameter].detach())
 
     def in_parameter(self, matrix: Matrix, parameter: torch.Tensor) -> torch.Tensor:
-        """Returns a view of this rank's fragment of the matrix in `parameter`, 2-D or 3-D (`geometry.in_parameter`)."""
+        """Returns a view of this rank's fragment of the matrix in `parameter`, 2-D or 3-D
+        (`geometry.in_parameter`)."""
         view = geometry.in_parameter(matrix, self._model, self.tp)
         return parameter.view(view.shape)[view.index]
 
@@ -50,16 +51,16 @@ class Fragments:
 
 
 class Aside:
-    """A stream for work that overlaps with later work on the current stream. On a device without streams, the work is
-    done immediately.
+    """A stream for work that overlaps with later work on the current stream. On a device without streams, the
+    work is done immediately.
 
-    `record_stream` is not needed: the buffers that are used within `work` are allocated at set-up and never freed, and
-    tensors that are created within `work` are used and freed within `work`.
+    `record_stream` is not needed: the buffers that are used within `work` are allocated at set-up and never
+    freed, and tensors that are created within `work` are used and freed within `work`.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # High priority, because these short copies compete with products that fill the device, and other ranks wait for
-        # the messages.
+        # High priority, because these short copies compete with products that fill the device, and other
+        # ranks wait for the messages.
         self._stream = torch.cuda.Stream(priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -79,8 +80,8 @@ class Aside:
 
 
 SETS = 2
-"""The number of buffer sets for each direction. While group i is updated, gradients of group i + 1 are received and
-weights of group i - 1 are sent, so two sets of each direction are in use."""
+"""The number of buffer sets for each direction. While group i is updated, gradients of group i + 1 are
+received and weights of group i - 1 are sent, so two sets of each direction are in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +151,8 @@ class AllToAll:
 
 
 MakeOptimizer = Callable[[Sequence[Matrix], list[torch.nn.Parameter]], torch.optim.Optimizer]
-"""A function that makes the optimizer of some matrices, given the matrices and their masters (whole matrices or
-fragments)."""
+"""A function that makes the optimizer of some matrices, given the matrices and their masters (whole matrices
+or fragments)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +170,8 @@ class Wiring:
     """The stream on which messages are packed and received weights are written."""
     device: torch.device
     masters: Mapping[int, torch.nn.Parameter]
-    """The fp32 weights that this rank updates, by matrix index: whole matrices (rows, columns), and fragments of shared
-    matrices."""
+    """The fp32 weights that this rank updates, by matrix index: whole matrices (rows, columns), and fragments
+    of shared matrices."""
     make_optimizer: MakeOptimizer
 
 
@@ -200,8 +201,8 @@ class Write:
     target: torch.Tensor
     source: torch.Tensor
     rounded: torch.Tensor
-    """Scratch of the shape and dtype of `target`, used if `source` has another dtype: `torch.where` of two dtypes would
-    compute in the wider dtype and allocate memory."""
+    """Scratch of the shape and dtype of `target`, used if `source` has another dtype: `torch.where` of two
+    dtypes would compute in the wider dtype and allocate memory."""
 
 
 def write_finite(writes: Sequence[tuple[int, Write]], flags: torch.Tensor, *, on_host: bool) -> None:
@@ -210,7 +211,8 @@ def write_finite(writes: Sequence[tuple[int, Write]], flags: torch.Tensor, *, on
     Args:
         writes: each with the index of its flag.
         flags: flat.
-        on_host: True if the flags are in host memory. Otherwise the device decides, and the host does not wait.
+        on_host: True if the flags are in host memory. Otherwise the device decides, and the host does not
+            wait.
     """
     good = torch.isfinite(flags)
     if on_host:

@@ -79,8 +79,8 @@ class HuggingFaceFolder:
         """Checks that the folder contains this model.
 
         Raises:
-            ConfigError: lists every setting that differs, and the first 20 tensors that are missing, unexpected, or
-                of another shape or type.
+            ConfigError: lists every setting that differs, and the first 20 tensors that are missing,
+                unexpected, or of another shape or type.
         """
         wrong = shortened([*self._wrong_tensors(model)], _MOST, key="tensors")
         refuse([*self._other_settings(model), *wrong])
@@ -166,7 +166,8 @@ def read_object(path: Path) -> Mapping[str, object]:
 
 
 def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
-    """Lists a folder's files of weights, each once, in the order of names; adds to `problems` what prevents that."""
+    """Lists a folder's files of weights, each once, in the order of names; adds to `problems` what prevents
+    that."""
     try:
         files = read_object(path / INDEX).get("weight_map")
     except Absent:
@@ -187,7 +188,8 @@ def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
 
 
 def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Composed:
-    """Composes a run from `overrides` and, for settings that they do not set, the folder's model and tokenizer.
+    """Composes a run from `overrides` and, for settings that they do not set, the folder's model and
+    tokenizer.
 
     If `overrides` do not name a recipe, the built-in recipe with the nearest number of parameters is used.
 
@@ -205,7 +207,8 @@ def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs:
 
 
 def _nearest(folder: HuggingFaceFolder) -> str:
-    """Returns the name of the built-in recipe whose number of parameters is nearest to the folder's, as a ratio."""
+    """Returns the name of the built-in recipe whose number of parameters is nearest to the folder's, as a
+    ratio."""
     sizes = {
         recipe.name: parameter_count(recipe.model).total
         for recipe in list_recipes()
@@ -295,7 +298,8 @@ def _of_the_text(run: RunFiles) -> Beside:
 
 
 def _settings_of(text: str, eod: int | None) -> str:
-    """Returns the text of `tokenizer_config.json`, with a class that reads any tokenizer.json and the eos token."""
+    """Returns the text of `tokenizer_config.json`, with a class that reads any tokenizer.json and the eos
+    token."""
     from tokenizers import Tokenizer
 
     settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -311,8 +315,8 @@ def _generation(eod: object) -> str:
 def byte_tokenizer() -> str:
     """Returns the tokenizer.json of the byte tokenizer: ids are the bytes of UTF-8, and 256 ends a document.
 
-    A tokenizer.json represents each byte by a printable character: the byte's own, or one with a code point from 256
-    on (GPT-2's `bytes_to_unicode`).
+    A tokenizer.json represents each byte by a printable character: the byte's own, or one with a code point
+    from 256 on (GPT-2's `bytes_to_unicode`).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -1,8 +1,9 @@
 """Translates a model's settings from and to Hugging Face's `config.json`, and its units to tensor names.
 
-Sources: the configuration classes of transformers, and the published files. Version 5 of transformers nests the
-rotary embedding's base in `rope_parameters` and calls `torch_dtype` `dtype`. Both forms are read; the older one,
-which version 5 reads too, is written. Each tensor is one unit (`canzona_cli.model.geometry`), with the same rows.
+Sources: the configuration classes of transformers, and the published files. Version 5 of transformers nests
+the rotary embedding's base in `rope_parameters` and calls `torch_dtype` `dtype`. Both forms are read; the
+older one, which version 5 reads too, is written. Each tensor is one unit (`canzona_cli.model.geometry`), with
+the same rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -62,7 +63,8 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
 
 
 def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[str, object]:
-    """Returns the content of a model's `config.json`, with the keys that the published files of its family have.
+    """Returns the content of a model's `config.json`, with the keys that the published files of its family
+    have.
 
     Args:
         dtype: the type of the exported weights: bfloat16, float16 or float32.

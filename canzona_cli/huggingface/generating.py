@@ -1,4 +1,5 @@
-"""Generates text from a checkpoint with transformers: its model class, with the checkpoint's masters as weights."""
+"""Generates text from a checkpoint with transformers: its model class, with the checkpoint's masters as
+weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,8 +91,8 @@ class Writer:
             aloud: prints the text to standard output while it is generated.
 
         Raises:
-            ConfigError: the prompt has a token that the model does not have, or it is empty and the tokenizer has no
-                end-of-document token to start from.
+            ConfigError: the prompt has a token that the model does not have, or it is empty and the tokenizer
+                has no end-of-document token to start from.
         """
         ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False) or self._end[:1]
         vocabulary = self._model.config.vocab_size

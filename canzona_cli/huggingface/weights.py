@@ -1,7 +1,8 @@
-"""Imports and exports weights from and to Hugging Face folders, with a part of one tensor in memory at a time.
+"""Imports and exports weights from and to Hugging Face folders, with a part of one tensor in memory at a
+time.
 
-An import writes a checkpoint of step 0: fp32 masters with the model's names, without optimizer state. A run of
-any layout, optimizer and splitting can start from it. An export writes sharded safetensors.
+An import writes a checkpoint of step 0: fp32 masters with the model's names, without optimizer state. A run
+of any layout, optimizer and splitting can start from it. An export writes sharded safetensors.
 """
 
 import json
@@ -72,20 +73,23 @@ _ONE_PROCESS: Final = Layout(
 def import_weights(
     source: HuggingFaceFolder, config: RunConfig, files: RunFiles, *, on_bytes: Callable[[int], None] = lambda _: None
 ) -> Path:
-    """Writes the weights as a checkpoint of step 0 into a run directory, and copies the files beside the weights.
+    """Writes the weights as a checkpoint of step 0 into a run directory, and copies the files beside the
+    weights.
 
-    The checkpoint appears complete or not at all. The other files are copied to the run's `huggingface` folder,
-    before the checkpoint is written.
+    The checkpoint appears complete or not at all. The other files are copied to the run's `huggingface`
+    folder, before the checkpoint is written.
 
     Args:
-        config: the config of the run, whose model has been compared with the folder (`HuggingFaceFolder.check`).
+        config: the config of the run, whose model has been compared with the folder
+            (`HuggingFaceFolder.check`).
         on_bytes: called with the number of bytes of each part that has been read, as fp32.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        ConfigError: weights are not finite, cannot be read, or a tied output layer differs from the embedding.
+        ConfigError: weights are not finite, cannot be read, or a tied output layer differs from the
+            embedding.
         SaveFailed: the checkpoint cannot be written.
         OSError: a file beside the weights cannot be copied.
     """
@@ -209,8 +213,8 @@ def export_weights(
         on_bytes: called with the number of bytes of each part that is about to be written.
 
     Raises:
-        ConfigError: the model is not a Qwen3 of Hugging Face, `out` is not empty, or a weight is too large for
-            fp16.
+        ConfigError: the model is not a Qwen3 of Hugging Face, `out` is not empty, or a weight is too large
+            for fp16.
         CheckpointInvalid: the checkpoint lacks a weight, or a weight is not finite.
         EnvironmentProblem: the folder cannot be written.
     """
@@ -282,10 +286,11 @@ def _rounded(reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[i
 
 @contextmanager
 def staged(out: Path, *, key: str) -> Iterator[Path]:
-    """Yields a hidden folder next to `out`, and renames it to `out` after the block; removes it if the block fails.
+    """Yields a hidden folder next to `out`, and renames it to `out` after the block; removes it if the block
+    fails.
 
-    Files in it must be synced to the disk by the end of the block. If the process is killed, the next call for the
-    same place removes the hidden folder.
+    Files in it must be synced to the disk by the end of the block. If the process is killed, the next call
+    for the same place removes the hidden folder.
 
     Args:
         key: the option or setting that named the place, for messages.

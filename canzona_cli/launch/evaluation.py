@@ -1,5 +1,5 @@
-"""The launcher's side of `canzona eval`: checks checkpoint, documents and layout, and starts the ranks. Imports
-no torch."""
+"""The launcher's side of `canzona eval`: checks checkpoint, documents and layout, and starts the ranks.
+Imports no torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,9 +38,9 @@ _REPLACED_SETTINGS = (
     *("run.dir=null", f"run.root={ROOT}", "run.trackers=[]", "run.restarts=0"),
     *("run.trace_steps=null", "run.profile_steps=null", "train.sample_every=0", "train.recompute=full"),
 )
-"""Settings that replace those of the saved run. An evaluation needs no optimizer, and a custom optimizer would
-be code that nobody asked to run. `train.recompute=full` only tells the memory estimate that no activations are
-kept."""
+"""Settings that replace those of the saved run. An evaluation needs no optimizer, and a custom optimizer
+would be code that nobody asked to run. `train.recompute=full` only tells the memory estimate that no
+activations are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +72,8 @@ def prepare(
         batches: None is `train.eval_batches`. `all` is as many batches as the documents fill, each read once.
 
     Raises:
-        ConfigError: settings or data are wrong, the model is not that of the checkpoint, or the run held out no
-            data.
+        ConfigError: settings or data are wrong, the model is not that of the checkpoint, or the run held out
+            no data.
         CheckpointInvalid: the checkpoint cannot be used.
         DoesNotFit: no layout fits into memory.
         EnvironmentProblem: this machine lacks something.
@@ -124,7 +124,8 @@ def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Pat
 
 
 def _with_layout(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """Chooses the layout: of those whose forward pass fits into memory, one with the most data-parallel ranks."""
+    """Chooses the layout: of those whose forward pass fits into memory, one with the most data-parallel
+    ranks."""
     config = replace(config, cluster=with_layers_here(config.cluster))
     possible = candidates(config)
     fitting = [candidate for candidate in possible if candidate.memory.forward <= candidate.memory.capacity]

@@ -71,8 +71,8 @@ class HangReport:
 
 @contextmanager
 def watched(ranks: range, *, timeout_s: float | None) -> Iterator["HangWatch | None"]:
-    """Creates the heartbeats of the ranks that the block starts, and yields their watch; yields None without a
-    timeout."""
+    """Creates the heartbeats of the ranks that the block starts, and yields their watch; yields None without
+    a timeout."""
     if timeout_s is None:
         yield None
         return

@@ -2,8 +2,8 @@
 ended.
 
 The launchers share nothing but the run directory. Its folder `nodes` has a file for each machine that has
-arrived, the reply of machine 0, a file for each machine whose workers have ended, and the verdict of machine 0.
-So every launcher exits with the same code and reports the same failure, whichever machine saw it.
+arrived, the reply of machine 0, a file for each machine whose workers have ended, and the verdict of machine
+0. So every launcher exits with the same code and reports the same failure, whichever machine saw it.
 """
 
 import secrets
@@ -23,8 +23,8 @@ from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
 MEETING_PATIENCE_S = 300.0
 """The seconds in which all machines must arrive. Slurm starts a step's tasks together; people need longer."""
 END_PATIENCE_S = 30.0
-"""The seconds that machine 0 waits, after its own workers have ended, for the outcomes of the other machines. A
-rank that has lost a peer notices at once, and torchrun then gives the other ranks 15 seconds to exit."""
+"""The seconds that machine 0 waits, after its own workers have ended, for the outcomes of the other machines.
+A rank that has lost a peer notices at once, and torchrun then gives the other ranks 15 seconds to exit."""
 VERDICT_PATIENCE_S = 900.0
 """The seconds that a machine without a failure waits for the verdict: machine 0 may still be verifying a
 checkpoint."""
@@ -56,8 +56,8 @@ class Machines:
         self._waiting_since: float | None = None
 
     def gather(self, endpoint: str, *, patience_s: float = MEETING_PATIENCE_S, say: Callable[[str], None]) -> None:
-        """Waits for the other machines, then writes the rendezvous endpoint for them. Machine 0 calls this once
-        it has filled the run directory.
+        """Waits for the other machines, then writes the rendezvous endpoint for them. Machine 0 calls this
+        once it has filled the run directory.
 
         Raises:
             EnvironmentProblem: lists the machines that did not arrive in time.
@@ -85,8 +85,8 @@ class Machines:
         write_json_atomic(self._folder / "meeting.json", {"endpoint": endpoint, "tokens": tokens})
 
     def arrive(self, *, patience_s: float = MEETING_PATIENCE_S) -> str:
-        """Announces this machine and waits until machine 0 has seen it; returns the rendezvous endpoint. Every
-        machine but machine 0 calls this; the run directory is then filled.
+        """Announces this machine and waits until machine 0 has seen it; returns the rendezvous endpoint.
+        Every machine but machine 0 calls this; the run directory is then filled.
 
         Machine 0 must answer with the token of this process, so files of an earlier launch do not count.
 
@@ -114,7 +114,8 @@ class Machines:
 
     def others_failed(self) -> bool:
         """Returns True if another machine's failure was seen more than `FAILURE_GRACE_S` ago, so that the
-        workers here must be stopped. Reads the folder every two seconds, and returns False between two reads."""
+        workers here must be stopped. Reads the folder every two seconds, and returns False between two
+        reads."""
         now = time.monotonic()
         if self._nodes == 1 or now < self._next_look:
             return False
@@ -140,8 +141,8 @@ class Machines:
         settle: Callable[[Outcome], Outcome] = lambda outcome: outcome,
         patience_s: float = END_PATIENCE_S,
     ) -> Outcome:
-        """Returns the outcome of the run, the same on every machine. Call this once this machine's workers have
-        ended.
+        """Returns the outcome of the run, the same on every machine. Call this once this machine's workers
+        have ended.
 
         Args:
             outcome: this machine's outcome.
@@ -189,8 +190,8 @@ class Machines:
         )
 
     def _ended(self) -> dict[int, Outcome]:
-        """Reads the outcomes of the machines that have ended, by node rank, in the order in which they ended by
-        the shared file system's clock."""
+        """Reads the outcomes of the machines that have ended, by node rank, in the order in which they ended
+        by the shared file system's clock."""
         outcomes = {
             number: (self._end(number).stat().st_mtime_ns, outcome)
             for number in range(self._nodes)
@@ -208,8 +209,9 @@ class Machines:
 def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
     """Combines the outcomes of the machines into the outcome of the run.
 
-    The first failure that is not merely the loss of another rank counts. A later failure may be its consequence
-    without looking like one. If every reported failure is such a loss, the failure of a missing machine counts.
+    The first failure that is not merely the loss of another rank counts. A later failure may be its
+    consequence without looking like one. If every reported failure is such a loss, the failure of a missing
+    machine counts.
 
     Args:
         ended: outcomes by node rank, in the order in which the machines ended.

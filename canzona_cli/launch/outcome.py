@@ -148,8 +148,8 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
         stopping: True if the workers were asked to stop after their step.
     """
     agent_code, results = workers.agent_code, read_ranks(workers.files, workers.ranks)
-    # A rank on a full disk cannot write that it is done, so its file still says `running`. torchrun's exit code
-    # of 0 then says that all ranks are done.
+    # A rank on a full disk cannot write that it is done, so its file still says `running`. torchrun's exit
+    # code of 0 then says that all ranks are done.
     unreported = "running" if agent_code == 0 and not stopping else None
     if all(r.status in ("done", unreported) for r in results):
         return Outcome(status="done", exit_code=ExitCode.OK, message=_unwritten(results))

@@ -43,8 +43,8 @@ def start_child(
 
 
 def kill_tree(child: subprocess.Popen[bytes]) -> None:
-    """Kills a process and all its descendants, unless the process has ended. Some descendants have sessions of
-    their own, so killing the process group would not be enough."""
+    """Kills a process and all its descendants, unless the process has ended. Some descendants have sessions
+    of their own, so killing the process group would not be enough."""
     if child.poll() is None:
         processes = list[psutil.Process]()
         with suppress(psutil.NoSuchProcess):  # the process may end meanwhile
@@ -79,7 +79,8 @@ def tracked(
 
     Args:
         start: the number of steps that were done before this launch.
-        environment: the workers' variables, added to those of this process; trackers read their keys from them.
+        environment: the workers' variables, added to those of this process; trackers read their keys from
+            them.
         say: a function that prints a message for the user at once.
     """
     started: dict[TrackerName, subprocess.Popen[bytes]] = {}

@@ -50,11 +50,13 @@ class Restarts:
     _failures: set[tuple[int, int, str]] = field(default_factory=set, init=False)
 
     def decide(self, outcome: Outcome) -> Outcome:
-        """Returns the outcome with the wait before a restart, or with the reason why the run is not restarted.
+        """Returns the outcome with the wait before a restart, or with the reason why the run is not
+        restarted.
 
-        Only crashes and hangs lead to a restart, as a machine may be at fault. A user's mistake or a divergence
-        would happen again. So would, most likely, a failure that has now happened twice at the same step with
-        the same message, apart from numbers such as times and addresses. Other outcomes are returned unchanged.
+        Only crashes and hangs lead to a restart, as a machine may be at fault. A user's mistake or a
+        divergence would happen again. So would, most likely, a failure that has now happened twice at the
+        same step with the same message, apart from numbers such as times and addresses. Other outcomes are
+        returned unchanged.
         """
         if self.most == 0 or outcome.status != "failed" or outcome.exit_code not in (ExitCode.CRASH, ExitCode.HANG):
             return outcome
@@ -110,8 +112,8 @@ def run_with_restarts(
 
 
 def _asked_to_stop(files: RunFiles, requests: Requests, wait_s: float) -> StopReason | None:
-    """Waits for `wait_s` seconds. If somebody asks to stop meanwhile, on any of the run's machines, returns the
-    reason at once and passes the request on to the other machines; else returns None."""
+    """Waits for `wait_s` seconds. If somebody asks to stop meanwhile, on any of the run's machines, returns
+    the reason at once and passes the request on to the other machines; else returns None."""
     until = time.monotonic() + wait_s
     while requests.reason is None and not files.stop_requested():
         if time.monotonic() > until:
@@ -164,8 +166,8 @@ def resume_hint(
 
 
 def _is_replaced(text: str) -> bool:
-    """Returns True if an override only applied to the first start: the run directory, or a checkpoint named by
-    its step."""
+    """Returns True if an override only applied to the first start: the run directory, or a checkpoint named
+    by its step."""
     key, _, value = (part.strip() for part in text.partition("="))
     return key == "run.dir" or (key == "checkpoint.resume" and step_of(value.strip("'\"")) is not None)
 

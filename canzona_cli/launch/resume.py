@@ -82,8 +82,8 @@ def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Res
     Raises:
         ConfigError: the run directory holds a finished run; the checkpoint does not exist, or is of another
             model or optimizer; lists every reason.
-        CheckpointInvalid: the checkpoint is damaged or is not one that a run of its model saves, as far as its
-            manifest and the sizes and headers of its files show.
+        CheckpointInvalid: the checkpoint is damaged or is not one that a run of its model saves, as far as
+            its manifest and the sizes and headers of its files show.
     """
     if config.checkpoint.weights_from is not None and config.checkpoint.resume != "auto":
         reason = f"checkpoint.resume={config.checkpoint.resume} already says what the run starts from"
@@ -176,8 +176,8 @@ def _first_step(
 
 
 def resume_point(files: RunFiles, resumption: Resumption, config: RunConfig) -> ResumePoint:
-    """Returns the resume point for the workers. Call this after `set_aside`, which removes validations of later
-    steps."""
+    """Returns the resume point for the workers. Call this after `set_aside`, which removes validations of
+    later steps."""
     interval = config.train.eval_interval
     regular = interval > 0 and (resumption.step % interval == 0 or resumption.step == config.train.steps)
     due = regular or not resumption.of_this_run
@@ -202,7 +202,8 @@ def next_free(path: Path) -> Path:
 
 
 def _newer_request(files: RunFiles, asked: str, *, again: bool) -> str:
-    """Returns `auto` if the previous launch had the same request and has saved a later step; else the request.
+    """Returns `auto` if the previous launch had the same request and has saved a later step; else the
+    request.
 
     A batch system starts a preempted job with its old command, which must not discard what the job did. A
     person who names a step does want to go back to that step, so the request then stands unless this is a
@@ -277,8 +278,8 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run
 
 
 def set_aside(files: RunFiles, resumption: Resumption | None) -> list[str]:
-    """Moves the files of earlier launches into a new folder of `attempts`. The caller must hold the directory's
-    lock.
+    """Moves the files of earlier launches into a new folder of `attempts`. The caller must hold the
+    directory's lock.
 
     Args:
         resumption: the start from a checkpoint of this directory, up to which metrics and events stay; None

@@ -100,7 +100,8 @@ class RunDirectory:
         """Chooses the checkpoint to start from, moves the files of earlier launches away, and writes
         `resume.json` for the workers.
 
-        If the same launch calls this again for a restart, it takes the newest checkpoint that was saved since.
+        If the same launch calls this again for a restart, it takes the newest checkpoint that was saved
+        since.
 
         Returns:
             The checkpoint; None if the run starts without one.

@@ -119,7 +119,8 @@ def adopt(config: RunConfig, step: SlurmStep | None) -> Adopted:
 
 
 def first_host(node_list: str) -> str:
-    """Returns the first host of a list in Slurm's notation: `n01` of `n[01-03,7],m2`, `r0n4` of `r[0-1]n[4-7]`."""
+    """Returns the first host of a list in Slurm's notation: `n01` of `n[01-03,7],m2`, `r0n4` of
+    `r[0-1]n[4-7]`."""
     host, rest = "", node_list
     while rest and not rest.startswith(","):
         if rest.startswith("["):
@@ -176,8 +177,8 @@ def _endpoint(step: SlurmStep) -> str:
 
 
 def _address(host: str) -> str:
-    """Returns a name or address of a host that this machine can resolve: the host's name, else the address that
-    Slurm uses.
+    """Returns a name or address of a host that this machine can resolve: the host's name, else the address
+    that Slurm uses.
 
     Raises:
         EnvironmentProblem: this machine can resolve neither.

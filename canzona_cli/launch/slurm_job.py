@@ -1,8 +1,8 @@
 """Fills in the batch script of a run from `scripts/train.sbatch`, and submits it.
 
-sbatch reads directives from comments, so a value with a newline in it could add another directive. Every value
-in a directive therefore has to match a pattern. Overrides never go into directives. A submitted job reads them
-from a file that only its owner can read, because Slurm shows a job's arguments to everybody.
+sbatch reads directives from comments, so a value with a newline in it could add another directive. Every
+value in a directive therefore has to match a pattern. Overrides never go into directives. A submitted job
+reads them from a file that only its owner can read, because Slurm shows a job's arguments to everybody.
 """
 
 import os
@@ -274,7 +274,8 @@ def _seconds(time: str) -> int | None:
 
 
 def _with_directives(text: str, changes: dict[str, str | None], removed: set[str]) -> str:
-    """Changes, adds and removes `#SBATCH --NAME=VALUE` lines of the script. New lines come after the last one."""
+    """Changes, adds and removes `#SBATCH --NAME=VALUE` lines of the script. New lines come after the last
+    one."""
     lines = text.splitlines()
     numbers = [number for number, line in enumerate(lines) if line.startswith(_DIRECTIVE)]
     given = {lines[number].removeprefix(_DIRECTIVE).partition("=")[0]: lines[number] for number in numbers}
@@ -302,7 +303,7 @@ def quoted(word: str) -> str:
 
 
 def _this_command() -> str:
-    """Returns the path of the running canzona command, because the job's PATH may lead to another installation
-    or to none."""
+    """Returns the path of the running canzona command, because the job's PATH may lead to another
+    installation or to none."""
     beside = Path(sys.executable).with_name("canzona")
     return str(beside) if beside.is_file() else "canzona"

@@ -77,8 +77,8 @@ class SaveWatch:
 
 
 def sound_checkpoint(files: RunFiles, *, thorough: bool = True) -> str | None:
-    """Returns the name of the checkpoint that a new start in this directory would resume from; None if there is
-    none.
+    """Returns the name of the checkpoint that a new start in this directory would resume from; None if there
+    is none.
 
     Args:
         thorough: True also hashes the files; False checks only the manifest and the sizes of the files.
@@ -94,8 +94,8 @@ def sound_checkpoint(files: RunFiles, *, thorough: bool = True) -> str | None:
 
 @contextmanager
 def handled(handler: Callable[[int, FrameType | None], None], *, to_the_end: bool = False) -> Iterator[None]:
-    """Routes signals that stop a run to `handler` inside the block. Ignored signals stay ignored, as nohup and
-    `&` intend.
+    """Routes signals that stop a run to `handler` inside the block. Ignored signals stay ignored, as nohup
+    and `&` intend.
 
     Args:
         to_the_end: True if the process ends after the block. The signals are then ignored from there on, so

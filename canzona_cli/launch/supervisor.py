@@ -1,10 +1,12 @@
 """Starts torchrun and watches it, passes requests to stop on to the workers, and kills the processes that are
 left at the end.
 
-- At a request to stop (`canzona_cli.launch.stop`), the launcher writes the file `stop` into the run directory.
-  The workers finish their current step, save, and end. torchrun gets no signal, and ignores the signals that a
-  batch system sends to every process.
-- The process tree is killed on a second Ctrl-C (a third one during a save), if the grace period passes without
+- At a request to stop (`canzona_cli.launch.stop`), the launcher writes the file `stop` into the run
+    directory.
+  The workers finish their current step, save, and end. torchrun gets no signal, and ignores the signals that
+  a batch system sends to every process.
+- The process tree is killed on a second Ctrl-C (a third one during a save), if the grace period passes
+    without
   an end or progress of a save, and if training has not begun, as there is nothing to save.
 - If the ranks hang (`canzona_cli.launch.hang`), they write their stacks to their logs and are killed.
 - If the launcher itself is killed, the kernel kills torchrun and then the workers (`canzona_cli.run.orphan`).
@@ -150,8 +152,8 @@ class Supervision:
         return self._forced
 
     def _ask(self, reason: StopReason) -> bool:
-        """Asks the workers to stop after their step; returns False if they must be killed instead, because they
-        cannot be asked or training has not begun."""
+        """Asks the workers to stop after their step; returns False if they must be killed instead, because
+        they cannot be asked or training has not begun."""
         try:
             self.files.request_stop(reason)
         except OSError as error:  # a full disk has no room for a checkpoint either
@@ -243,8 +245,8 @@ def run_ranks(
     grace_s: float = STOP_GRACE_S,
     hang_timeout_s: float | None = None,
 ) -> RunFiles:
-    """Runs ranks on this machine for something other than training, in a run directory of their own, until they
-    end.
+    """Runs ranks on this machine for something other than training, in a run directory of their own, until
+    they end.
 
     Args:
         config: resolved; the ranks get `run.dir`, or a new directory under `run.root`.
@@ -254,7 +256,8 @@ def run_ranks(
 
     Raises:
         KeyboardInterrupt: somebody stopped the ranks.
-        CanzonaError: the directory is in use or cannot be written; or a rank failed, with the rank's own error.
+        CanzonaError: the directory is in use or cannot be written; or a rank failed, with the rank's own
+            error.
     """
     run = RunDirectory.create(config)
     command = torchrun.build(config, run.path, module=module)

@@ -114,8 +114,8 @@ def forks_ranks(config: RunConfig) -> bool:
 
 
 def worker_environment(config: RunConfig) -> dict[str, str]:
-    """Returns the variables that the workers need. Values set by the user take precedence, but CPU ranks never
-    see a GPU."""
+    """Returns the variables that the workers need. Values set by the user take precedence, but CPU ranks
+    never see a GPU."""
     on_gpu = config.cluster.device == "cuda"
     threads = max(1, cores() // ranks_per_node(config))
     if on_gpu:
@@ -132,19 +132,19 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15",  # seconds that ranks get to exit after one has failed; torch 2.11: 30
     }
     if on_gpu:
-        # One hardware queue per stream, as streams that share a queue wait for each other. Megatron recommends
-        # 1, so that tensor-parallel communication starts before the GEMM launched after it, but then nothing
-        # overlaps with gradient reductions and parameter gathers. High-priority NCCL streams give the same
-        # order.
+        # One hardware queue per stream, as streams that share a queue wait for each other. Megatron
+        # recommends 1, so that tensor-parallel communication starts before the GEMM launched after it, but
+        # then nothing overlaps with gradient reductions and parameter gathers. High-priority NCCL streams
+        # give the same order.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
         variables["TORCH_NCCL_HIGH_PRIORITY"] = "1"
         # torch 2.15's new NCCL backend runs the collectives of a coalesced group one by one, with a launch
         # each.
         variables["TORCH_DIST_USE_NCCL2"] = "0"
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name takes precedence in torch
-            # Expandable segments: optimizers first allocate when activations have just been freed, in blocks of
-            # other sizes. Several threads pin the host copy of a checkpoint, in exact sizes instead of powers
-            # of two.
+            # Expandable segments: optimizers first allocate when activations have just been freed, in blocks
+            # of other sizes. Several threads pin the host copy of a checkpoint, in exact sizes instead of
+            # powers of two.
             variables["PYTORCH_ALLOC_CONF"] = (
                 "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:4"
             )
@@ -178,7 +178,8 @@ def _several_nodes(config: RunConfig, run_dir: Path) -> list[str]:
     node_rank = NODE_RANK_PLACEHOLDER if cluster.node_rank is None else str(cluster.node_rank)
     endpoint, backend = cluster.rdzv_endpoint or ENDPOINT_PLACEHOLDER, ["static"]
     if on_one_machine(config):
-        # torchrun passes --node-rank only to the `static` backend, so the loopback backend gets it by --rdzv-conf
+        # torchrun passes --node-rank only to the `static` backend, so the loopback backend gets it by
+        # --rdzv-conf
         backend = [LOOPBACK_BACKEND, "--rdzv-conf", f"rank={node_rank}"]
         endpoint = endpoint.replace("[::1]", LOOPBACK)  # the loopback backend has no other address
     return [
@@ -190,7 +191,8 @@ def _several_nodes(config: RunConfig, run_dir: Path) -> list[str]:
 
 
 def taken(host: str, port: int) -> bool:
-    """Returns True if another program on this machine uses the port. An empty host stands for every interface."""
+    """Returns True if another program on this machine uses the port. An empty host stands for every
+    interface."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -201,8 +203,8 @@ def taken(host: str, port: int) -> bool:
 
 
 def on_one_machine(config: RunConfig) -> bool:
-    """Returns True if every launcher of the run is on this machine: there is only one, or the launchers meet at
-    a loopback address.
+    """Returns True if every launcher of the run is on this machine: there is only one, or the launchers meet
+    at a loopback address.
 
     Names other than `localhost` are not resolved. Many systems resolve a machine's own name to a loopback
     address, which other machines cannot reach.
@@ -214,8 +216,8 @@ def on_one_machine(config: RunConfig) -> bool:
 def _interfaces(config: RunConfig) -> dict[str, str]:
     """Returns the variables that choose the network interfaces of gloo and NCCL.
 
-    By default, gloo takes the interface that the host name resolves to, often loopback, and NCCL the first one
-    that looks usable, which may be a container bridge.
+    By default, gloo takes the interface that the host name resolves to, often loopback, and NCCL the first
+    one that looks usable, which may be a container bridge.
     """
     on_gpu = config.cluster.device == "cuda"
     if on_one_machine(config):

@@ -108,8 +108,8 @@ class Monitor:
     def _event(self, line: dict[str, object]) -> None:
         event = event_of(line)
         if isinstance(event, StageEvent):
-            # The launcher and its workers announce the same first stage, because workers can also be started by
-            # hand.
+            # The launcher and its workers announce the same first stage, because workers can also be started
+            # by hand.
             if event.stage != self._stage:
                 self._stage = event.stage
                 self._view.stage(event)

@@ -1,12 +1,12 @@
 """All code that uses Megatron-core's internals. This package must be imported before Megatron.
 
-Megatron and emerging-optimizers decorate about thirty functions with `torch.compile` when they are imported. The
-decorator alone loads the compiler, which is more than half of a worker's start-up time (ten seconds for four ranks on
-two cores), and a run on CPUs does not call any of these functions. While this package imports Megatron, `torch.compile`
-is replaced by a decorator that compiles at the first call.
+Megatron and emerging-optimizers decorate about thirty functions with `torch.compile` when they are imported.
+The decorator alone loads the compiler, which is more than half of a worker's start-up time (ten seconds for
+four ranks on two cores), and a run on CPUs does not call any of these functions. While this package imports
+Megatron, `torch.compile` is replaced by a decorator that compiles at the first call.
 
-Megatron's timers import wandb if it is installed, which is a quarter of Megatron's import time. canzona's trackers use
-wandb in separate processes instead, so the import is blocked while Megatron is imported.
+Megatron's timers import wandb if it is installed, which is a quarter of Megatron's import time. canzona's
+trackers use wandb in separate processes instead, so the import is blocked while Megatron is imported.
 """
 
 import functools
@@ -20,8 +20,8 @@ _compile = torch.compile
 
 
 def compile_when_called(function: Callable[..., object] | None = None, **options: object) -> Callable[..., object]:
-    """Returns `function`, compiled by `torch.compile` at its first call. While torch compiles another function
-    that calls it, `function` is called as it is."""
+    """Returns `function`, compiled by `torch.compile` at its first call. While torch compiles another
+    function that calls it, `function` is called as it is."""
     if function is None:
         return lambda function: compile_when_called(function, **options)
     compiled: Callable[..., object] | None = None

@@ -1,9 +1,9 @@
-"""Core attention of layers without Transformer Engine: causal, with grouped queries, and with sequences that are cut by
-context parallelism (cp).
+"""Core attention of layers without Transformer Engine: causal, with grouped queries, and with sequences that
+are cut by context parallelism (cp).
 
-Attention scores are not stored for the backward pass: torch's kernel stores the log-sum-exp of each row, and `attend`
-recomputes them. Megatron cuts a sequence into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r
-(`get_batch_on_this_cp_rank`), so that the queries of every rank attend to equally many keys.
+Attention scores are not stored for the backward pass: torch's kernel stores the log-sum-exp of each row, and
+`attend` recomputes them. Megatron cuts a sequence into 2 * cp chunks and gives rank r the chunks r and 2 * cp
+- 1 - r (`get_batch_on_this_cp_rank`), so that the queries of every rank attend to equally many keys.
 """
 
 import torch
@@ -16,10 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class CausalAttention(torch.nn.Module):
-    """Causal attention that computes the same as Megatron's `DotProductAttention` without dropout, for any cp.
+    """Causal attention that computes the same as Megatron's `DotProductAttention` without dropout, for any
+    cp.
 
-    Keys and values of the whole sequence are gathered in one collective, and their gradients reduce-scattered in one.
-    A chunk of queries is multiplied only with the keys up to its end.
+    Keys and values of the whole sequence are gathered in one collective, and their gradients reduce-scattered
+    in one. A chunk of queries is multiplied only with the keys up to its end.
     """
 
     def __init__(
@@ -69,16 +70,16 @@ class CausalAttention(torch.nn.Module):
         )
 
     def _whole(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gathers keys and values of the whole sequence, in the order of positions: `[seq, batch, groups, head_dim]`
-        each. Collective over the cp ranks."""
+        """Gathers keys and values of the whole sequence, in the order of positions: `[seq, batch, groups,
+        head_dim]` each. Collective over the cp ranks."""
         both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self._cp)
         first, second = both.unflatten(0, (self._cp.size(), 2, -1)).unbind(1)
         keys, values = torch.cat([first, second.flip(0)]).flatten(0, 1).chunk(2, dim=-1)
         return keys, values
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Computes causal attention: the last query attends to all keys, the one before it to all but one, and so
-        on."""
+        """Computes causal attention: the last query attends to all keys, the one before it to all but one,
+        and so on."""
         if _on_processor(query):
             scale = query.size(-1) ** -0.5 if self._scale is None else self._scale
             return attend(query, key, value, scale).flatten(2)
@@ -108,8 +109,8 @@ def _on_processor(query: torch.Tensor) -> bool:
 
 
 def _kernel_knows_groups(query: torch.Tensor) -> bool:
-    """Returns True if torch's kernel supports grouped queries. In fp32 on GPUs, the only kernel that does not store
-    scores is memory-efficient attention, which does not support them."""
+    """Returns True if torch's kernel supports grouped queries. In fp32 on GPUs, the only kernel that does not
+    store scores is memory-efficient attention, which does not support them."""
     return not (query.is_cuda and query.dtype is torch.float32)
 
 
@@ -118,11 +119,12 @@ _SCORES, _QUERIES = 1 << 21, 128
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Computes causal attention on a CPU by matrix products of blocks of queries with the keys that they attend to.
+    """Computes causal attention on a CPU by matrix products of blocks of queries with the keys that they
+    attend to.
 
-    The last query attends to all keys, the one before it to all but one, and so on. torch's own kernel computes in fp32
-    on CPUs. In bf16, with heads of 32 to 64 at 256 to 2,048 tokens, this function took 0.35 to 0.65 of that kernel's
-    time for forward and backward (one thread, AVX512-BF16).
+    The last query attends to all keys, the one before it to all but one, and so on. torch's own kernel
+    computes in fp32 on CPUs. In bf16, with heads of 32 to 64 at 256 to 2,048 tokens, this function took 0.35
+    to 0.65 of that kernel's time for forward and backward (one thread, AVX512-BF16).
 
     Args:
         query: `[queries, batch, heads, head_dim]`.
@@ -181,7 +183,8 @@ def _blocks(query: torch.Tensor, key: torch.Tensor) -> list[tuple[int, int, int]
 
 
 def _shares(queries: torch.Tensor, keys: torch.Tensor, block: int, scale: float) -> torch.Tensor:
-    """Returns the attention weights of a block of queries: `[batch * groups, heads of a group * block, keys]`."""
+    """Returns the attention weights of a block of queries: `[batch * groups, heads of a group * block,
+    keys]`."""
     unseen = torch.full((block, keys.size(1)), float("-inf"), dtype=keys.dtype).triu(keys.size(1) - block + 1)
     masked = unseen.repeat(queries.size(1) // block, 1)
     return torch.softmax(torch.baddbmm(masked, queries, keys.mT, alpha=scale), dim=-1)

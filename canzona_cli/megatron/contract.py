@@ -1,8 +1,8 @@
 """The undocumented properties of Megatron-core that canzona relies on, as data that can be checked.
 
-Each entry of contract.yaml has an importable name, the property that canzona relies on, and a check of that name in the
-installed package. `verify` only inspects signatures, attributes and source code; it does not run any of it. Properties
-that inspection cannot show are tested on real ranks in `tests/dist`.
+Each entry of contract.yaml has an importable name, the property that canzona relies on, and a check of that
+name in the installed package. `verify` only inspects signatures, attributes and source code; it does not run
+any of it. Properties that inspection cannot show are tested on real ranks in `tests/dist`.
 """
 
 import functools
@@ -21,8 +21,8 @@ import yaml
 from canzona_cli.errors import Problem
 
 Check = Callable[[object], str | None]
-"""A check of the object that a name refers to. It returns the difference from what canzona expects; None if there is
-none."""
+"""A check of the object that a name refers to. It returns the difference from what canzona expects; None if
+there is none."""
 
 _WRITTEN_FOR = {"megatron": "megatron-core 0.19.2", "torch": "torch 2.11 to 2.15"}
 
@@ -83,8 +83,8 @@ def says(*texts: str) -> Check:
 
 
 def reads(digest: str) -> Check:
-    """Returns a check that the source code has this digest, for code of which canzona has its own version that must do
-    the same."""
+    """Returns a check that the source code has this digest, for code of which canzona has its own version
+    that must do the same."""
 
     def check(thing: object) -> str | None:
         now = source_digest(thing)
@@ -110,8 +110,8 @@ class Pinned:
 
 
 def verify() -> list[Problem]:
-    """Returns the properties that the installed packages do not have; empty for the releases that canzona was written
-    for."""
+    """Returns the properties that the installed packages do not have; empty for the releases that canzona was
+    written for."""
     return [problem for pin in PINNED for problem in _broken(pin)]
 
 
@@ -152,8 +152,8 @@ def _lacks(kind: str, needed: tuple[str, ...], known: object) -> str | None:
 
 @functools.cache
 def _tokens(code: Hashable) -> tuple[str, ...]:
-    """Splits the source of `code` into tokens, without comments and line breaks. The beginning and end of a block
-    become INDENT and DEDENT."""
+    """Splits the source of `code` into tokens, without comments and line breaks. The beginning and end of a
+    block become INDENT and DEDENT."""
     unwrapped = inspect.unwrap(code) if callable(code) else code
     source = io.StringIO(textwrap.dedent(inspect.getsource(unwrapped)))  # type: ignore[arg-type]
     left_out = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)

@@ -1,9 +1,10 @@
 """Runs Megatron-core on a machine without CUDA.
 
-Megatron-core asks `torch.cuda` for the device, streams and random state, and passes `'cuda'` where it creates tensors.
-On a machine without CUDA each of these calls raises. `install` replaces all of them by CPU versions, so that the same
-Megatron code runs over gloo; it raises if CUDA is available. Each replaced name is a `Replacement` and has a contract
-test (`tests/megatron/test_cpu_backend.py`) that runs the Megatron code that needs it.
+Megatron-core asks `torch.cuda` for the device, streams and random state, and passes `'cuda'` where it creates
+tensors. On a machine without CUDA each of these calls raises. `install` replaces all of them by CPU versions,
+so that the same Megatron code runs over gloo; it raises if CUDA is available. Each replaced name is a
+`Replacement` and has a contract test (`tests/megatron/test_cpu_backend.py`) that runs the Megatron code that
+needs it.
 """
 
 import functools
@@ -52,8 +53,8 @@ def _is_cuda(device: object) -> bool:
 
 
 def _factory_on_cpu(original: Callable[..., object]) -> Callable[..., object]:
-    """Wraps a tensor factory so that `device='cuda'` becomes the CPU and memory is never pinned. Other arguments are
-    passed on."""
+    """Wraps a tensor factory so that `device='cuda'` becomes the CPU and memory is never pinned. Other
+    arguments are passed on."""
 
     @functools.wraps(original)
     def create(*args: object, **kwargs: object) -> object:
@@ -66,8 +67,8 @@ def _factory_on_cpu(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def _megatron_type_name(original: Callable[..., object]) -> Callable[..., object]:
-    """Wraps `Tensor.type()` to return CUDA type names to callers in Megatron, whose optimizers sort parameters by type
-    name (`'torch.cuda.FloatTensor'`). All other callers get the real name."""
+    """Wraps `Tensor.type()` to return CUDA type names to callers in Megatron, whose optimizers sort
+    parameters by type name (`'torch.cuda.FloatTensor'`). All other callers get the real name."""
 
     @functools.wraps(original)
     def type_name(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:

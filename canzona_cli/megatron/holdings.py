@@ -40,16 +40,17 @@ class Held:
 
     @property
     def state(self) -> MutableMapping[str, object]:
-        """The optimizer's state of the master. Before the first step it is an empty copy, and changes to it are
-        lost."""
+        """The optimizer's state of the master. Before the first step it is an empty copy, and changes to it
+        are lost."""
         state: MutableMapping[str, object] = self.inner.state.get(self.master, {})
         return state
 
     def replace_state(self, tensors: dict[str, torch.Tensor], step: float | None) -> None:
-        """Replaces the state of the master by `tensors`, each with as many elements as the master, after `step` steps.
+        """Replaces the state of the master by `tensors`, each with as many elements as the master, after
+        `step` steps.
 
-        torch's AdamW counts steps for each parameter; the fused versions of Transformer Engine and APEX count them for
-        a parameter group.
+        torch's AdamW counts steps for each parameter; the fused versions of Transformer Engine and APEX count
+        them for a parameter group.
         """
         state: dict[str, torch.Tensor] = {key: value.view(self.master.shape) for key, value in tensors.items()}
         if step is not None:
@@ -69,31 +70,31 @@ class Held:
 
 
 def held(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> list[Held]:
-    """Returns everything that Megatron's own optimizers inside `optimizer` hold on this rank. canzona's optimizers are
-    skipped."""
+    """Returns everything that Megatron's own optimizers inside `optimizer` hold on this rank. canzona's
+    optimizers are skipped."""
     names = {parameter: name for name, parameter in global_parameters(chunks)}
     return [item for leaf in _holders(optimizer) for item in _held_by(leaf, names)]
 
 
 def masters_to_model(optimizer: MegatronOptimizer) -> None:
-    """Rounds the masters of Megatron's own optimizers into the model's parameters, or into this rank's part of the
-    parameter buffers."""
+    """Rounds the masters of Megatron's own optimizers into the model's parameters, or into this rank's part
+    of the parameter buffers."""
     for leaf in _holders(optimizer):
         if not isinstance(leaf, FP32Optimizer):
             leaf._copy_main_params_to_model_params()
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Gathers every rank's part of the parameter buffers on all data-parallel ranks, and waits for the result.
-    Collective."""
+    """Gathers every rank's part of the parameter buffers on all data-parallel ranks, and waits for the
+    result. Collective."""
     for model in chunks:
         if model.ddp_config.use_distributed_optimizer:
             model.start_param_sync(force_sync=True)
 
 
 def finish_gathering(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Waits for the parameters that the last optimizer step started to gather, so that the next forward pass does not
-    have to."""
+    """Waits for the parameters that the last optimizer step started to gather, so that the next forward pass
+    does not have to."""
     if not chunks[0].ddp_config.overlap_param_gather:
         return  # the step has already waited
     for group in reversed(bucket_groups(chunks)):
@@ -101,8 +102,8 @@ def finish_gathering(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def leaves(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """Yields the optimizers that a chained optimizer consists of, recursively; an optimizer that is not chained yields
-    itself."""
+    """Yields the optimizers that a chained optimizer consists of, recursively; an optimizer that is not
+    chained yields itself."""
     if isinstance(optimizer, ChainedOptimizer):
         for child in optimizer.chained_optimizers:
             yield from leaves(child)

@@ -1,8 +1,8 @@
 """Times the phases of Megatron-core's step for the breakdown.
 
-Megatron's own timers synchronise the device at every start and stop, and do not time the parts of an update. canzona
-passes Megatron a timer object for the schedule, and wraps the methods that start communication or wait for it. The
-wrapped names are pinned by `tests/dist/test_instrument.py`.
+Megatron's own timers synchronise the device at every start and stop, and do not time the parts of an update.
+canzona passes Megatron a timer object for the schedule, and wraps the methods that start communication or
+wait for it. The wrapped names are pinned by `tests/dist/test_instrument.py`.
 """
 
 import functools
@@ -40,13 +40,14 @@ _PHASE_OF_TIMER: dict[str, Phase] = {
 
 
 _INTERLEAVED: dict[str, Phase] = {"forward-backward": "pipeline"}
-"""The additional timer of an interleaved schedule, in which Megatron waits for pipeline transfers outside of its other
+"""The additional timer of an interleaved schedule, in which Megatron waits for pipeline transfers outside of
+its other
 timers: the time of all passes that does not belong to another phase counts as `pipeline`."""
 
 
 def attach(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, timer: PhaseTimer) -> None:
-    """Makes `timer` time the schedule, gradient reduction, parameter gathering, and the updates of Megatron's own
-    optimizers with their TP communication.
+    """Makes `timer` time the schedule, gradient reduction, parameter gathering, and the updates of Megatron's
+    own optimizers with their TP communication.
 
     Args:
         optimizer: one of Megatron's own optimizers; None for one that reports its phases to `timer` itself.
@@ -99,8 +100,8 @@ class _Timer:
 
 
 class _Communication:
-    """The timing of one kind of collective of one bucket group: how long the step waits for it, and how long it is in
-    flight."""
+    """The timing of one kind of collective of one bucket group: how long the step waits for it, and how long
+    it is in flight."""
 
     def __init__(
         self,
@@ -125,7 +126,8 @@ class _Communication:
         with self._timer.phase(self._phase):
             result = self._start(*args, **kwargs)
         launched = getattr(self._group, self._handle)
-        # Without a new handle, Megatron has already waited for the collective, so the phase includes all of its time.
+        # Without a new handle, Megatron has already waited for the collective, so the phase includes all of
+        # its time.
         if launched is not None and launched is not before:
             self._span = self._timer.span(self._total, begin)
             self._watcher.watch(self._span, launched)
@@ -155,8 +157,8 @@ def _within(
 
 
 def _time_tp_exchange(timer: PhaseTimer) -> None:
-    """Wraps `torch.distributed.all_gather`, by which Megatron's `duplicated` mode gathers TP fragments within an
-    update, so that its time counts as `exchange`."""
+    """Wraps `torch.distributed.all_gather`, by which Megatron's `duplicated` mode gathers TP fragments within
+    an update, so that its time counts as `exchange`."""
     original: Callable[..., object] = torch.distributed.all_gather
 
     @functools.wraps(original)

@@ -1,7 +1,8 @@
 """The layout of Megatron's gradient and parameter buffers according to a plan.
 
-Matrices get separate buffers (Megatron separates parameters by the tag `is_managed_by_layer_wise_optimizer`), laid out
-exactly as the plan's buckets. All other parameters are laid out by Megatron's `DistributedOptimizer`.
+Matrices get separate buffers (Megatron separates parameters by the tag `is_managed_by_layer_wise_optimizer`),
+laid out exactly as the plan's buckets. All other parameters are laid out by Megatron's
+`DistributedOptimizer`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -73,7 +74,8 @@ def named_matrix_parameters(chunks: Sequence[torch.nn.Module], plan: Plan, stage
 def tag_matrices(chunks: Sequence[torch.nn.Module], matrices: Mapping[str, torch.nn.Parameter]) -> None:
     """Marks `matrices` for separate buffers, and all other trainable parameters for AdamW's buffers.
 
-    Must be called before `DistributedDataParallel` is built. Megatron's own rule would also treat routers as matrices.
+    Must be called before `DistributedDataParallel` is built. Megatron's own rule would also treat routers as
+    matrices.
     """
     chosen = set(matrices.values())
     for _, param in global_parameters(chunks):
@@ -95,8 +97,8 @@ def full_param_layout(
     Args:
         model: the chunk, with its matrices already marked by `tag_matrices`.
         chunk: the number of the chunk on this rank.
-        bucket_size: the bucket size that `DistributedDataParallel` will use for the other parameters; None for a
-            single bucket.
+        bucket_size: the bucket size that `DistributedDataParallel` will use for the other parameters; None
+            for a single bucket.
 
     Raises:
         PlanMismatch: the plan is for other ranks or another model.
@@ -120,19 +122,19 @@ def full_param_layout(
 def placements(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Mapping[str, tuple[int, int]], ...]:
     """Returns, for each of `stage_buckets`, the (start, end) of each parameter within the bucket, by name.
 
-    The positions are derived from the plan's ranges, which also determine the owners of gradients, so the two cannot
-    disagree.
+    The positions are derived from the plan's ranges, which also determine the owners of gradients, so the two
+    cannot disagree.
 
     Raises:
-        PlanMismatch: ranges overlap, exceed the bucket, or do not contain the matrices that are assigned to their
-        owner.
+        PlanMismatch: ranges overlap, exceed the bucket, or do not contain the matrices that are assigned to
+        their owner.
     """
     return tuple(_placed(bucket, plan) for bucket in stage_buckets(plan, stage, chunk))
 
 
 def stage_buckets(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Bucket, ...]:
-    """Returns the buckets of a stage, or of one of its model chunks, in the order in which their gradients become
-    ready."""
+    """Returns the buckets of a stage, or of one of its model chunks, in the order in which their gradients
+    become ready."""
     of_stage = sorted((bucket for bucket in plan.buckets if bucket.stage == stage), key=lambda bucket: bucket.index)
     return tuple(bucket for bucket in of_stage if chunk in (None, plan.matrices[bucket.ranges[0].matrices[0]].chunk))
 
@@ -162,7 +164,8 @@ def _placed(bucket: Bucket, plan: Plan) -> dict[str, tuple[int, int]]:
         parameter = parameters.get(name)
         if parameter is None or parameter.matrices[0] not in range_of:
             raise PlanMismatch(key=name, planned=f"in {where}", actual="no range of its matrices there")
-        # A parameter starts at the beginning of a range, or after the previous parameter at the next aligned element.
+        # A parameter starts at the beginning of a range, or after the previous parameter at the next aligned
+        # element.
         start = position = max(align(position), range_of[parameter.matrices[0]].start)
         for part in parameter.parts:
             end = position + part.elements
@@ -205,7 +208,8 @@ def _matrix_layout(
     stage: int,
     chunk: int,
 ) -> PerBufferParamLayout:
-    """Returns the layout of a matrix buffer: the plan's buckets of a stage's model chunk, one after the other."""
+    """Returns the layout of a matrix buffer: the plan's buckets of a stage's model chunk, one after the
+    other."""
     matrices = {names[param]: param for param in params}
     where: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
     bounds: list[tuple[int, int]] = []
@@ -218,8 +222,8 @@ def _matrix_layout(
         bounds.append((offset, offset + bucket.elements))
         used.append(bucket.elements - bucket.padding)
         offset += bucket.elements
-    # Megatron makes buckets while it walks through the parameters backwards, and each bucket must be complete before
-    # the next one starts.
+    # Megatron makes buckets while it walks through the parameters backwards, and each bucket must be complete
+    # before the next one starts.
     backwards = list(reversed(params))
     for last, param in pairwise(backwards):
         if where[param][2] not in (where[last][2], where[last][2] + 1):

@@ -46,8 +46,8 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
     """Returns Megatron's configuration of the model and of its computation.
 
     Args:
-        compiled: True to use the functions that Megatron fuses by torch.compile: SwiGLU and, in bf16 training, the
-            cross-entropy, whose fused gradients are always bf16.
+        compiled: True to use the functions that Megatron fuses by torch.compile: SwiGLU and, in bf16
+            training, the cross-entropy, whose fused gradients are always bf16.
     """
     model, layout, train = config.model, world.layout, config.train
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
@@ -74,7 +74,8 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         bias_dropout_fusion=False,
         # Megatron's own layers, which always include the output layer, need APEX's kernel to fuse it.
         gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        # initialize_weights() below gives every layout the same weights; Megatron's own would depend on tp and pp.
+        # initialize_weights() below gives every layout the same weights; Megatron's own would depend on tp
+        # and pp.
         perform_initialization=False,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -85,21 +86,21 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         pipeline_dtype=dtype,
         bf16=train.precision == "bf16",
         deallocate_pipeline_outputs=True,
-        # With several model chunks, transfers for the next pass overlap with the current pass, which needs transfers
-        # that are waited for one by one rather than in batches.
+        # With several model chunks, transfers for the next pass overlap with the current pass, which needs
+        # transfers that are waited for one by one rather than in batches.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=on_gpu and layout.vpp == 1,
-        # Otherwise, after every transfer, the host would wait for everything on the device, including gradient
-        # reductions in flight. That works around "a bug in older version of PyTorch" (model_parallel_config.py), which
-        # the versions that canzona supports do not have.
+        # Otherwise, after every transfer, the host would wait for everything on the device, including
+        # gradient reductions in flight. That works around "a bug in older version of PyTorch"
+        # (model_parallel_config.py), which the versions that canzona supports do not have.
         batch_p2p_sync=False,
         **recompute_settings[layout.recompute],
     )
 
 
 def build_model(config: RunConfig, world: World) -> list[torch.nn.Module]:
-    """Builds this rank's part of the model on its device, initialised and in the run's precision. Returns the model
-    chunks in forward order; there are several only with an interleaved pipeline. Collective."""
+    """Builds this rank's part of the model on its device, initialised and in the run's precision. Returns the
+    model chunks in forward order; there are several only with an interleaved pipeline. Collective."""
     mcore = transformer_config(config, world, compiled=world.device.type == "cuda" and can_compile(world))
     spec = layers_of(config.model).layer_spec(config.model, transformer_engine=config.cluster.fused_layers)
     return [_build_chunk(config, world, mcore, spec, chunk) for chunk in range(world.layout.vpp)]
@@ -131,11 +132,12 @@ def _build_chunk(
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:
-    """Makes Transformer Engine's layers add to `main_grad` in the matrix product that computes a weight's gradient.
+    """Makes Transformer Engine's layers add to `main_grad` in the matrix product that computes a weight's
+    gradient.
 
-    Otherwise every micro-batch writes a gradient in bf16 and then adds it. Megatron's `gradient_accumulation_fusion`
-    would also enable this, but then Megatron's output layer, which is not from Transformer Engine, raises without APEX.
-    Logs a warning if no layer supports it.
+    Otherwise every micro-batch writes a gradient in bf16 and then adds it. Megatron's
+    `gradient_accumulation_fusion` would also enable this, but then Megatron's output layer, which is not from
+    Transformer Engine, raises without APEX. Logs a warning if no layer supports it.
     """
     layers = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
     for layer in layers:
@@ -147,8 +149,8 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
 
 
 def can_compile(world: World) -> bool:
-    """Returns True if torch.compile works on every rank. All ranks must decide alike, because fused and unfused
-    cross-entropy use different collectives.
+    """Returns True if torch.compile works on every rank. All ranks must decide alike, because fused and
+    unfused cross-entropy use different collectives.
 
     Collective. Rank 0 logs a warning if it does not work.
     """
@@ -166,10 +168,10 @@ def can_compile(world: World) -> bool:
 def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World, *, seed: int) -> None:
     """Fills every parameter with its part of a seeded model that does not depend on the layout.
 
-    Each matrix (named by its layer in the whole model; gate and up are separate matrices) is drawn in full from a
-    generator seeded by (seed, name) and then cut, so tp, pp and dp do not change any weight. Weights are drawn in fp32
-    on the parameter's device from normal(0, init_std); residual projections are scaled by 1/sqrt(2 * layers) as in
-    GPT-2 (Radford et al. 2019). Norms start at 1.
+    Each matrix (named by its layer in the whole model; gate and up are separate matrices) is drawn in full
+    from a generator seeded by (seed, name) and then cut, so tp, pp and dp do not change any weight. Weights
+    are drawn in fp32 on the parameter's device from normal(0, init_std); residual projections are scaled by
+    1/sqrt(2 * layers) as in GPT-2 (Radford et al. 2019). Norms start at 1.
 
     Raises:
         RuntimeError: the model has a parameter whose initialisation is not known.
@@ -208,8 +210,8 @@ def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Paramet
 
 
 def _drawn(whole: Weight) -> list[tuple[str, int]]:
-    """Returns the name and the rows of each matrix from which a parameter is drawn: its parts separately if tensor
-    parallelism cuts every part, otherwise the parameter as one."""
+    """Returns the name and the rows of each matrix from which a parameter is drawn: its parts separately if
+    tensor parallelism cuts every part, otherwise the parameter as one."""
     if whole.cut == "parts" and len(whole.parts) > 1:
         return [(f"{whole.name}:{part.kind}", part.rows) for part in whole.parts]
     return [(whole.name, whole.rows)]
@@ -223,12 +225,12 @@ def _draw(name: str, shape: tuple[int, int], std: float, seed: int, device: torc
 
 
 class ProcessorNorm(torch.nn.Module):
-    """RMSNorm for CPUs with the weight of a `torch.nn.RMSNorm`; forward and backward each take a few passes over
-    a tensor.
+    """RMSNorm for CPUs with the weight of a `torch.nn.RMSNorm`; forward and backward each take a few passes
+    over a tensor.
 
-    torch's own RMSNorm takes a dozen operations on CPUs and stores its input twice in fp32. In bf16, for 2,048
-    tokens of 256 features, it took 4.9 ms for forward and backward (one thread); this class takes 2.3 ms. It
-    stores its input once, in the input's dtype."""
+    torch's own RMSNorm takes a dozen operations on CPUs and stores its input twice in fp32. In bf16, for
+    2,048 tokens of 256 features, it took 4.9 ms for forward and backward (one thread); this class takes 2.3
+    ms. It stores its input once, in the input's dtype."""
 
     def __init__(self, norm: torch.nn.RMSNorm) -> None:
         super().__init__()
@@ -267,8 +269,8 @@ class _Normalised(torch.autograd.Function):
         rows = products.view(-1, width)
         along = torch.mv(rows, weight.float()).div_(width).view_as(scale)
         grad_weight = rows.sum(0).to(weight.dtype)
-        # Written over the products. The component along the normalised vector is removed, because changing the length
-        # of the input does not change the result.
+        # Written over the products. The component along the normalised vector is removed, because changing
+        # the length of the input does not change the result.
         gradient = torch.mul(wide, weight.float(), out=products).addcmul_(unit, along, value=-1).mul_(scale)
         return gradient.to(hidden.dtype), grad_weight, None
 
@@ -280,8 +282,8 @@ class Model:
     config: RunConfig
     world: World
     chunks: Sequence[torch.nn.Module]
-    """The chunks of this rank's part of the model, in forward order; one, or several with an interleaved pipeline
-    (`parallel.vpp`)."""
+    """The chunks of this rank's part of the model, in forward order; one, or several with an interleaved
+    pipeline (`parallel.vpp`)."""
     timer: PhaseTimer
 
 

@@ -34,8 +34,8 @@ from canzona_cli.planner.plan import Plan
 def wrap_data_parallel(
     chunks: Sequence[torch.nn.Module], config: RunConfig, world: World, plan: Plan | None = None
 ) -> list[DistributedDataParallel]:
-    """Wraps model chunks in `DistributedDataParallel`, with gradient buffers, bucketed reduction and parameter
-    gathering as the run's strategy needs them.
+    """Wraps model chunks in `DistributedDataParallel`, with gradient buffers, bucketed reduction and
+    parameter gathering as the run's strategy needs them.
 
     Args:
         chunks: this rank's part of the model.
@@ -84,7 +84,8 @@ def wrap_data_parallel(
     if plan is not None:
         owner_bucket_group.install(wrapped, plan, world.pp_rank)
     mcore.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
-    # Gradients are reduced bucket by bucket. With `align_grad_reduce`, they would wait for complete model chunks.
+    # Gradients are reduced bucket by bucket. With `align_grad_reduce`, they would wait for complete model
+    # chunks.
     mcore.param_sync_func = [chunk.start_param_sync for chunk in wrapped] if aligned else None
     mcore.finalize_model_grads_func = finalize_model_grads
     return wrapped
@@ -105,7 +106,8 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig
             "muon_scale_mode": optimizer.scale_mode,
             "muon_extra_scale_factor": optimizer.scale_factor,
             "muon_split_qkv": config.engine.splitting != "fused",
-            # Megatron's default, blockwise, orthogonalises each TP fragment separately, so the update depends on tp.
+            # Megatron's default, blockwise, orthogonalises each TP fragment separately, so the update depends
+            # on tp.
             "muon_tp_mode": "duplicated",
             "muon_fp32_matmul_prec": "medium" if config.train.precision == "bf16" else "highest",
             "use_distributed_optimizer": False,
@@ -118,7 +120,8 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig
 
 
 def adamw_settings(config: RunConfig) -> MegatronOptimizerConfig:
-    """Returns Megatron's settings for AdamW: sharded by `DistributedOptimizer`, or with sc the same on every rank."""
+    """Returns Megatron's settings for AdamW: sharded by `DistributedOptimizer`, or with sc the same on every
+    rank."""
     return MegatronOptimizerConfig(**_adamw_settings(config))
 
 
@@ -141,8 +144,8 @@ def _adamw_settings(config: RunConfig) -> dict[str, object]:
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> OptimizerParamScheduler:
-    """Builds the learning-rate schedule: linear warm-up, then the decay that `config.schedule` sets. The caller runs
-    `.step(increment=1)` after each optimizer step."""
+    """Builds the learning-rate schedule: linear warm-up, then the decay that `config.schedule` sets. The
+    caller runs `.step(increment=1)` after each optimizer step."""
     base, schedule = config.optimizer, config.schedule
     wsd = schedule.decay == "wsd"
     return OptimizerParamScheduler(
@@ -172,12 +175,12 @@ def build_adamw(
     """Builds AdamW for every parameter of a rank's model chunks that `tag_matrices` did not mark as a matrix.
     Weight decay does not apply to norms and biases.
 
-    All ranks get the same parameter groups, some of which may be empty, because resuming from a checkpoint needs them.
-    Collective.
+    All ranks get the same parameter groups, some of which may be empty, because resuming from a checkpoint
+    needs them. Collective.
 
     Args:
-        megatron_config: settings with `optimizer="adam"`; with `use_distributed_optimizer=True`, matrices must be in
-            separate buffers.
+        megatron_config: settings with `optimizer="adam"`; with `use_distributed_optimizer=True`, matrices
+            must be in separate buffers.
     """
     assert megatron_config.optimizer == "adam"
     overrides = get_standard_config_overrides(megatron_config)
@@ -229,8 +232,8 @@ def megatron_muon(
 
 
 def megatron_adam(params: list[torch.nn.Parameter], settings: OptimizerBase) -> torch.optim.Optimizer:
-    """Makes AdamW for shards of masters, as `DistributedOptimizer` uses it: Transformer Engine's version where it is
-    installed."""
+    """Makes AdamW for shards of masters, as `DistributedOptimizer` uses it: Transformer Engine's version
+    where it is installed."""
     made: torch.optim.Optimizer = Adam(
         params,
         lr=settings.lr,

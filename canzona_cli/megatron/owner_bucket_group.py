@@ -1,8 +1,8 @@
 """Buckets of matrices whose gradients are reduced to owners, and whose parameters are gathered from owners.
 
-Only the collectives are replaced. Megatron still decides when gradients are ready, which bucket is next and where to
-wait. After a reduction, a rank's bucket contains gradients only in the ranges that the rank owns; the rest is
-undefined."""
+Only the collectives are replaced. Megatron still decides when gradients are ready, which bucket is next and
+where to wait. After a reduction, a rank's bucket contains gradients only in the ranges that the rank owns;
+the rest is undefined."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -28,15 +28,16 @@ class InFlight:
         self.works = list(works)
 
     def wait(self) -> None:
-        """Makes the current stream (without streams: the host) wait for all collectives. May be called repeatedly and
-        from any stream."""
+        """Makes the current stream (without streams: the host) wait for all collectives. May be called
+        repeatedly and from any stream."""
         for work in self.works:
             work.wait()
 
 
 class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
-    """A bucket group with one bucket of matrices. `start_grad_sync` and `start_param_sync` do what Megatron's do, with
-    other collectives, which the plan chooses (`planned.reduction`, `planned.gathering`; see `owner_collectives`).
+    """A bucket group with one bucket of matrices. `start_grad_sync` and `start_param_sync` do what Megatron's
+    do, with other collectives, which the plan chooses (`planned.reduction`, `planned.gathering`; see
+    `owner_collectives`).
     """
 
     grad_reduce_handle: Waitable | None
@@ -68,8 +69,8 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         self._bucket, self._group, self._config, self._names = bucket, group, ddp_config, names
         self.reducing, self.gathering = reducing(planned, group), gathering(planned, group)
         self.all_groups: Sequence[_ParamAndGradBucketGroup] = (self,)
-        """All bucket groups of the rank, to distinguish a bucket without gradients from a step without a backward
-        pass."""
+        """All bucket groups of the rank, to distinguish a bucket without gradients from a step without a
+        backward pass."""
         self._check_plan()
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -113,9 +114,9 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
         following = self.next_param_gather_bucket_group
-        # Within a layer, parameters are registered in a different order (proj, qkv) than they are needed (qkv, proj).
-        # So where a layer is in two buckets, the next bucket may already have been dispatched. This is harmless, so
-        # Megatron's warning is avoided.
+        # Within a layer, parameters are registered in a different order (proj, qkv) than they are needed
+        # (qkv, proj). So where a layer is in two buckets, the next bucket may already have been dispatched.
+        # This is harmless, so Megatron's warning is avoided.
         early = following is not None and following.param_gather_dispatched
         super().finish_param_sync(skip_next_bucket_dispatch=skip_next_bucket_dispatch or early)
 
@@ -125,8 +126,9 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         super()._post_param_sync()
 
     def _require_gradients(self) -> None:
-        """Raises an error that names the parameters without gradients if an overlapped reduction was not started.
-        Megatron starts it when the last gradient is ready, and would only report that it was not started.
+        """Raises an error that names the parameters without gradients if an overlapped reduction was not
+        started. Megatron starts it when the last gradient is ready, and would only report that it was not
+        started.
 
         Raises:
             WorkerCrashed: backward did not compute gradients for some parameters of the bucket.
@@ -134,8 +136,8 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         if not self._config.overlap_grad_reduce or self.grad_reduce_finished or self.grad_reduce_handle is not None:
             return
         missing = [param for param in self._bucket.params_list if param not in self.per_param_grad_ready_counts]
-        # If there was no backward pass at all, the buffers were filled in another way, which Megatron allows in the
-        # first step.
+        # If there was no backward pass at all, the buffers were filled in another way, which Megatron allows
+        # in the first step.
         filled = self.is_first_batch and not any(group.per_param_grad_ready_counts for group in self.all_groups)
         if filled or not missing:
             return
@@ -161,8 +163,9 @@ def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -
     """Replaces the bucket groups of the plan's matrices by `OwnerBucketGroup`s. Must be called right after
     `chunks` were built.
 
-    With `overlap_param_gather`, parameters are gathered in `gathering_order`, `GATHERED_AHEAD` bucket groups at a time.
-    Bucket groups that are not in this order are not chained to others; the code that steps AdamW starts them.
+    With `overlap_param_gather`, parameters are gathered in `gathering_order`, `GATHERED_AHEAD` bucket groups
+    at a time. Bucket groups that are not in this order are not chained to others; the code that steps AdamW
+    starts them.
 
     Raises:
         PlanMismatch: the chunks have other matrix buckets than the plan.
@@ -206,16 +209,16 @@ def matrix_groups(chunks: Sequence[DistributedDataParallel]) -> list[OwnerBucket
 
 
 def adamw_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
-    """Returns Megatron's own bucket groups, whose parameters AdamW updates, in the order in which their gradients
-    become ready."""
+    """Returns Megatron's own bucket groups, whose parameters AdamW updates, in the order in which their
+    gradients become ready."""
     return [group for group in bucket_groups(chunks) if not isinstance(group, OwnerBucketGroup)]
 
 
 def gathering_order(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
     """Returns the bucket groups that are gathered after the matrix updates, in the order in which the forward
-    pass needs them. AdamW's bucket groups of the first model chunk are not included, because they are gathered
-    while matrices are updated. Those of later chunks are small and mainly cost latency, so they are gathered
-    here."""
+    pass needs them. AdamW's bucket groups of the first model chunk are not included, because they are
+    gathered while matrices are updated. Those of later chunks are small and mainly cost latency, so they are
+    gathered here."""
     first, *later = chunks
     order: list[_ParamAndGradBucketGroup] = matrix_groups([first])[::-1]
     for chunk in later:
@@ -224,8 +227,8 @@ def gathering_order(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAnd
 
 
 def nothing_to_gather(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Marks all parameters as gathered, after a step that did not change any, so that the next forward pass does
-    not start or wait for a gathering."""
+    """Marks all parameters as gathered, after a step that did not change any, so that the next forward pass
+    does not start or wait for a gathering."""
     for group in bucket_groups(chunks):
         group.param_gather_dispatched = True
 
@@ -235,7 +238,8 @@ def _holds_matrices(group: _ParamAndGradBucketGroup) -> bool:
 
 
 def _refuse_unsupported(config: DistributedDataParallelConfig) -> None:
-    """Asserts that no option is set that `OwnerBucketGroup` does not support. canzona never sets these options."""
+    """Asserts that no option is set that `OwnerBucketGroup` does not support. canzona never sets these
+    options."""
     assert config.use_distributed_optimizer, "parameters must be views of Megatron's buffer"
     assert config.num_distributed_optimizer_instances == 1
     assert not config.average_in_collective
@@ -247,26 +251,28 @@ def _refuse_unsupported(config: DistributedDataParallelConfig) -> None:
 REDUCTIONS = 16
 """The number of reductions that are timed, submitted together and one by one."""
 GROUPED = 0.75
-"""The ratio of the time together to the time one by one below which reductions count as grouped. If they run one after
-another, it is 1. In one launch, NCCL gives each small reduction a channel, and even the two channels of a single
-network port run them in half the time."""
+"""The ratio of the time together to the time one by one below which reductions count as grouped. If they run
+one after another, it is 1. In one launch, NCCL gives each small reduction a channel, and even the two
+channels of a single network port run them in half the time."""
 _AHEAD_BYTES = 64 << 20
-"""The bytes of each all-reduce that keeps the device busy until the host has submitted all reductions; 0.2 ms over
-NVLink."""
+"""The bytes of each all-reduce that keeps the device busy until the host has submitted all reductions; 0.2 ms
+over NVLink."""
 _AHEAD = 4
 """The number of all-reduces that keep the device busy."""
 _REPEATS = 7
 
 
 def contradiction(trainee: Trainee) -> str | None:
-    """Measures if the reductions of a bucket run as one NCCL group, as `cluster.grouped_collectives` says. Collective.
+    """Measures if the reductions of a bucket run as one NCCL group, as `cluster.grouped_collectives` says.
+    Collective.
 
-    This depends on torch's backend and cannot be seen from a signature: the same calls are one group in torch's legacy
-    NCCL backend, and separate launches in the backend that torch 2.15 uses by default (`TORCH_DIST_USE_NCCL2`).
+    This depends on torch's backend and cannot be seen from a signature: the same calls are one group in
+    torch's legacy NCCL backend, and separate launches in the backend that torch 2.15 uses by default
+    (`TORCH_DIST_USE_NCCL2`).
 
     Returns:
-        A description of the difference from the plan's assumption; None if there is no difference or nothing to
-        measure.
+        A description of the difference from the plan's assumption; None if there is no difference or nothing
+        to measure.
     """
     group, device = trainee.world.groups.dp_cp, trainee.world.device
     planned = (bucket.planned for bucket in matrix_groups(trainee.chunks))
@@ -278,7 +284,8 @@ def contradiction(trainee: Trainee) -> str | None:
 
 
 def judged(share: float, *, assumed: bool) -> str | None:
-    """Returns a description of how a `share_together` contradicts `cluster.grouped_collectives`; None if they agree."""
+    """Returns a description of how a `share_together` contradicts `cluster.grouped_collectives`; None if they
+    agree."""
     if grouped(share) == assumed:
         return None
     took = f"{REDUCTIONS} small reductions submitted together take {share:.0%} of their time one by one"
@@ -296,8 +303,8 @@ def grouped(share: float) -> bool:
 
 
 def share_together(group: ProcessGroup, device: torch.device, seconds: Callable[[Callable[[], None]], float]) -> float:
-    """Measures the ratio of the time of `REDUCTIONS` small reductions to different owners, submitted together, to their
-    time submitted one by one. Returns the largest ratio of all ranks. Collective."""
+    """Measures the ratio of the time of `REDUCTIONS` small reductions to different owners, submitted
+    together, to their time submitted one by one. Returns the largest ratio of all ranks. Collective."""
     data = torch.zeros(REDUCTIONS, device=device)
     parts = [(data[place : place + 1], place % group.size()) for place in range(REDUCTIONS)]
     ahead = torch.zeros(_AHEAD_BYTES // data.element_size(), device=device)

@@ -1,10 +1,10 @@
-"""The collectives that reduce a bucket's gradients to owners and gather its weights from owners: a class for each
-method that a plan may choose.
+"""The collectives that reduce a bucket's gradients to owners and gather its weights from owners: a class for
+each method that a plan may choose.
 
-`planner.reduction` defines what each method communicates and in which order; the plan chooses the method. NCCL runs the
-collectives of a communicator in the order of their launches, so a collective may use the result of an earlier one that
-has not been waited for. gloo runs them in threads, so there the second collective is launched after waiting for the
-first.
+`planner.reduction` defines what each method communicates and in which order; the plan chooses the method.
+NCCL runs the collectives of a communicator in the order of their launches, so a collective may use the result
+of an earlier one that has not been waited for. gloo runs them in threads, so there the second collective is
+launched after waiting for the first.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,8 +61,8 @@ def broadcast_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGrou
 
 
 class _PerOwner:
-    """The method with one collective for each range. The backend determines the precision in which partial sums are
-    added."""
+    """The method with one collective for each range. The backend determines the precision in which partial
+    sums are added."""
 
     def __init__(self, ranges: Sequence[tuple[slice, int]], group: ProcessGroup, collective: Collective) -> None:
         self.held: list[torch.Tensor] = []
@@ -79,16 +79,17 @@ class _PerOwner:
 
 @dataclass(frozen=True, kw_only=True)
 class _Handover:
-    """An all-to-all between owners and the ranks that have parts of their elements after a reduce-scatter (or before an
-    all-gather), as one rank sees it. A rank's part is its equal part of the buffer; its share is what it owns."""
+    """An all-to-all between owners and the ranks that have parts of their elements after a reduce-scatter (or
+    before an all-gather), as one rank sees it. A rank's part is its equal part of the buffer; its share is
+    what it owns."""
 
     part: slice
     """The elements of this rank's part that this all-to-all moves."""
     to_owners: list[int]
     """The number of elements of `part` for each owner."""
     share: list[slice]
-    """The elements of this rank's share that this all-to-all moves, in the order of the ranks that have them; adjoining
-    ranges are merged."""
+    """The elements of this rank's share that this all-to-all moves, in the order of the ranks that have them;
+    adjoining ranges are merged."""
     from_ranks: list[int]
     """The number of elements of `share` from each rank."""
 
@@ -115,8 +116,8 @@ class _Handover:
 
 
 class _Ring:
-    """The base of the methods that use ring collectives on equal parts of the buffer, with `handovers` between
-    the ranks that have parts and the owners."""
+    """The base of the methods that use ring collectives on equal parts of the buffer, with `handovers`
+    between the ranks that have parts and the owners."""
 
     def __init__(self, bucket: Bucket, group: ProcessGroup) -> None:
         self.held: list[torch.Tensor] = []
@@ -127,8 +128,8 @@ class _Ring:
 
 
 class _RingReduction(_Ring):
-    """An in-place reduce-scatter, after which the sums that other ranks own are sent to their owners. The backend
-    determines how sums are rounded."""
+    """An in-place reduce-scatter, after which the sums that other ranks own are sent to their owners. The
+    backend determines how sums are rounded."""
 
     _second: Callable[[], list[Work]] | None = None
 
@@ -160,7 +161,8 @@ class _RingReduction(_Ring):
 
 
 class _RingGathering(_Ring):
-    """An exchange that collects this rank's part of the buffer from its owners, followed by an in-place all-gather."""
+    """An exchange that collects this rank's part of the buffer from its owners, followed by an in-place
+    all-gather."""
 
     @torch.no_grad()
     def start(self, data: torch.Tensor) -> list[Work]:
@@ -194,8 +196,8 @@ def _ranges(bucket: Bucket) -> list[tuple[slice, int]]:
 
 
 def _each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collective: Collective) -> list[Work]:
-    """Starts a collective for each tensor and owner. NCCL gets them as one batch; if this results in one launch
-    depends on torch's backend (`owner_bucket_group.contradiction`)."""
+    """Starts a collective for each tensor and owner. NCCL gets them as one batch; if this results in one
+    launch depends on torch's backend (`owner_bucket_group.contradiction`)."""
     device = parts[0][0].device
     if not _queues(group, device):
         return [collective(data, owner, group) for data, owner in parts]

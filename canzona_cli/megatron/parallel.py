@@ -40,8 +40,8 @@ class World:
 
     @property
     def owner(self) -> int:
-        """The rank in the group over which gradients are reduced (data and context parallel), by which plans number
-        owners."""
+        """The rank in the group over which gradients are reduced (data and context parallel), by which plans
+        number owners."""
         return int(self.groups.dp_cp.rank())
 
     @property
@@ -73,16 +73,16 @@ def initialize(
     alive: Callable[[], None] = lambda: None,
     turn: str = "",
 ) -> World:
-    """Joins the job: selects the device, starts the process group, and makes Megatron's groups and random states.
-    Collective.
+    """Joins the job: selects the device, starts the process group, and makes Megatron's groups and random
+    states. Collective.
 
     Reads RANK, WORLD_SIZE and LOCAL_RANK, which torchrun sets.
 
     Args:
         timeout_minutes: the timeout of every collective.
         alive: called repeatedly while groups are made, which takes long for many ranks.
-        turn: a name for this rendezvous if several sets of processes meet one after another in one launch, whose store
-            still has the keys of earlier ones.
+        turn: a name for this rendezvous if several sets of processes meet one after another in one launch,
+            whose store still has the keys of earlier ones.
 
     Raises:
         RuntimeError: the number of ranks is not that of the layout.
@@ -95,8 +95,8 @@ def initialize(
     if device == "cuda":
         local = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(local)
-        # With a device_id, every group would create its communicator at once, in a call that all ranks have to join.
-        # Without it, a group creates its communicator at its first use.
+        # With a device_id, every group would create its communicator at once, in a call that all ranks have
+        # to join. Without it, a group creates its communicator at its first use.
         torch.distributed.init_process_group("nccl", timeout=timeout, **meeting)
     else:
         cpu_backend.install()
@@ -138,17 +138,18 @@ AMONG_ALL: Final = frozenset(
         "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
     }
 )
-"""The names of Megatron's groups that only communicate a few numbers, such as the gradient norm and fp8 scales."""
+"""The names of Megatron's groups that only communicate a few numbers, such as the gradient norm and fp8
+scales."""
 
 
 def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]) -> ProcessGroupCollection:
     """Makes Megatron's process groups for this layout, one for each set of ranks. Collective.
 
-    Megatron makes a group for each purpose, even if the group has a single rank or the same ranks as another group: 118
-    groups for 8 ranks, 8,091 for 1,024. Here, purposes with the same ranks share a group, and all groups of a
-    single rank are the same. Every rank registers every group in the same order. If the backend connects ranks
-    only at a group's first use (NCCL without a device given in advance), groups that a rank does not use cost
-    nothing more.
+    Megatron makes a group for each purpose, even if the group has a single rank or the same ranks as another
+    group: 118 groups for 8 ranks, 8,091 for 1,024. Here, purposes with the same ranks share a group, and all
+    groups of a single rank are the same. Every rank registers every group in the same order. If the backend
+    connects ranks only at a group's first use (NCCL without a device given in advance), groups that a rank
+    does not use cost nothing more.
 
     Args:
         timeout: the timeout of each group's collectives.
@@ -160,8 +161,8 @@ def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
             context_parallel_size=layout.cp,
-            # Additional gloo groups are only used by Megatron's legacy optimizer checkpoints, which canzona does not
-            # write.
+            # Additional gloo groups are only used by Megatron's legacy optimizer checkpoints, which canzona
+            # does not write.
             create_gloo_process_groups=False,
         )
     return ProcessGroupCollection.use_mpu_process_groups()
@@ -169,10 +170,11 @@ def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]
 
 @contextmanager
 def _joined_once(timeout: timedelta, alive: Callable[[], None]) -> Iterator[None]:
-    """Replaces Megatron's `create_group` within the block by a function that makes one group for each set of ranks."""
+    """Replaces Megatron's `create_group` within the block by a function that makes one group for each set of
+    ranks."""
     rank = torch.distributed.get_rank()
-    # Buckets do not use the world's group, because messages among all ranks would queue after them. For the same
-    # reason, attention, which waits for keys and values, does not share a group with buckets if dp is 1.
+    # Buckets do not use the world's group, because messages among all ranks would queue after them. For the
+    # same reason, attention, which waits for keys and values, does not share a group with buckets if dp is 1.
     groups: dict[tuple[bool, tuple[int, ...]], Group] = {}
     alone = torch.distributed.new_group([rank], timeout=timeout, use_local_synchronization=True)
 
@@ -210,8 +212,8 @@ def gather[T: DataclassInstance](record: T, *, group: dist.ProcessGroup | None =
 
 @contextmanager
 def without_pickles() -> Iterator[None]:
-    """Makes `all_gather_object` within the block send JSON instead of pickles. Megatron uses it to exchange the
-    parameter groups of all ranks, which consist of plain values and tuples.
+    """Makes `all_gather_object` within the block send JSON instead of pickles. Megatron uses it to exchange
+    the parameter groups of all ranks, which consist of plain values and tuples.
 
     Raises:
         TypeError: from `all_gather_object`, if the object cannot be sent as JSON.

@@ -1,9 +1,9 @@
 """Times the phases of a step without waiting for the device.
 
-The timer keeps a stack of phases and takes a timestamp at every change of phase. On CUDA a timestamp is an event on the
-current stream, which is read one step later, when it has passed; on a CPU it is the clock. Every moment of a step
-belongs to exactly one phase, so the phases of a step add up to its time. In addition there are totals: how long
-communication of each kind was in flight, hidden or not.
+The timer keeps a stack of phases and takes a timestamp at every change of phase. On CUDA a timestamp is an
+event on the current stream, which is read one step later, when it has passed; on a CPU it is the clock. Every
+moment of a step belongs to exactly one phase, so the phases of a step add up to its time. In addition there
+are totals: how long communication of each kind was in flight, hidden or not.
 """
 
 import os
@@ -28,8 +28,8 @@ TOTAL_OF: dict[str, TotalPhase] = {
 
 @dataclass(frozen=True)
 class StepTiming:
-    """The seconds that one step spent in each phase on this rank, and the totals of communication, which overlap
-    with the phases."""
+    """The seconds that one step spent in each phase on this rank, and the totals of communication, which
+    overlap with the phases."""
 
     step_s: float
     phases: dict[str, float]
@@ -38,15 +38,15 @@ class StepTiming:
 
     @property
     def own_s(self) -> float:
-        """The seconds that this rank needed for data, forward and backward without waiting for others. The work is the
-        same on every rank of a pipeline stage. On GPUs, waits within a tensor-parallel group are included, because the
-        host does not see them."""
+        """The seconds that this rank needed for data, forward and backward without waiting for others. The
+        work is the same on every rank of a pipeline stage. On GPUs, waits within a tensor-parallel group are
+        included, because the host does not see them."""
         return sum(self.phases.get(phase, 0.0) for phase in EVEN_PHASES) - self.waited_s
 
 
 EVEN_PHASES: tuple[Phase, ...] = ("data", "forward", "backward")
-"""The phases in which every rank of a pipeline stage has the same work; a plan may distribute the work of the others
-unevenly."""
+"""The phases in which every rank of a pipeline stage has the same work; a plan may distribute the work of the
+others unevenly."""
 
 KEPT_STEPS = 2
 """The number of most recent steps whose timestamps are kept, unless `keep` chooses other steps."""
@@ -96,8 +96,8 @@ class HostClock:
 
 
 class CudaClock:
-    """The clock of CUDA: timestamps are events on the current stream, whose difference is known once both have
-    passed."""
+    """The clock of CUDA: timestamps are events on the current stream, whose difference is known once both
+    have passed."""
 
     def __init__(self) -> None:
         self.moment: tuple[object, float] | None = None
@@ -121,7 +121,8 @@ class CudaClock:
 
 
 class PhaseTimer:
-    """A timer that divides each step into exclusive phases. Outside of steps, calls are allowed and measure nothing."""
+    """A timer that divides each step into exclusive phases. Outside of steps, calls are allowed and measure
+    nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock: HostClock | CudaClock = CudaClock() if device.type == "cuda" else HostClock()
@@ -142,8 +143,8 @@ class PhaseTimer:
 
     @property
     def newest(self) -> StepTiming | None:
-        """The timing of the latest step whose times have been read, which is the step before the last; None if there is
-        none yet."""
+        """The timing of the latest step whose times have been read, which is the step before the last; None
+        if there is none yet."""
         return self._timings[-1] if self._timings else None
 
     @property
@@ -152,8 +153,8 @@ class PhaseTimer:
         return self._stack[-1] if self._stack else "other"
 
     def keep(self, first: int, last: int) -> None:
-        """Keeps the timestamps of the steps `first` to `last` (numbered from 1) for `timelines`, instead of those
-        of the most recent steps."""
+        """Keeps the timestamps of the steps `first` to `last` (numbered from 1) for `timelines`, instead of
+        those of the most recent steps."""
         self._keep, self._kept = (first, last), deque()
 
     def begin_step(self) -> None:
@@ -162,8 +163,8 @@ class PhaseTimer:
         self._step = _Step(number=self._begun, marks=[(self._clock.now(), self.current)])
 
     def end_step(self) -> None:
-        """Ends the step, and reads the times of the step before it, whose events have passed and whose transfers have
-        completed."""
+        """Ends the step, and reads the times of the step before it, whose events have passed and whose
+        transfers have completed."""
         assert self._step is not None
         self._step.end, self._step.moment = self._clock.now(), self._clock.moment
         self._read()
@@ -172,14 +173,15 @@ class PhaseTimer:
             self._kept.append(self._closed)
 
     def timings(self) -> list[StepTiming]:
-        """Returns the timings of all steps so far. Waits for the device, so it should be called after training."""
+        """Returns the timings of all steps so far. Waits for the device, so it should be called after
+        training."""
         self._wait_for_all()
         self._read()
         return self._timings
 
     def timelines(self) -> list[StepTimeline]:
-        """Returns the timelines of the steps that were kept. Waits for the device, so it should be called after
-        training."""
+        """Returns the timelines of the steps that were kept. Waits for the device, so it should be called
+        after training."""
         self._wait_for_all()
         # On an idle device, a timestamp passes as soon as it is taken, so it corresponds to the host's clock.
         idle = self._clock.now(), time.perf_counter()
@@ -212,15 +214,15 @@ class PhaseTimer:
             self.pop()
 
     def waited(self, seconds: float) -> None:
-        """Records that the host has just waited `seconds` for other ranks; counted in data, forward and backward
-        only."""
+        """Records that the host has just waited `seconds` for other ranks; counted in data, forward and
+        backward only."""
         if self._step is not None and self.current in EVEN_PHASES:
             self._step.waited_s += seconds
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Marks a block in which the host waits for the device, which may itself wait for other ranks; calls `on_wait`
-        before and after."""
+        """Marks a block in which the host waits for the device, which may itself wait for other ranks; calls
+        `on_wait` before and after."""
         if self.on_wait is not None:
             self.on_wait(True)
         try:
@@ -230,11 +232,12 @@ class PhaseTimer:
                 self.on_wait(False)
 
     def fetch(self, values: torch.Tensor) -> Callable[[], list[float]]:
-        """Starts to copy `values` (flat) to the host. This is the only way in which a step reads from its device.
+        """Starts to copy `values` (flat) to the host. This is the only way in which a step reads from its
+        device.
 
         Returns:
-            A function that waits for the copy and returns the values. It does not wait for later work of the device, so
-            it does not take any time if the host has already waited for something later.
+            A function that waits for the copy and returns the values. It does not wait for later work of the
+            device, so it does not take any time if the host has already waited for something later.
         """
         copy, landed = values.to("cpu", non_blocking=True), self._clock.now()
 
@@ -255,7 +258,8 @@ class PhaseTimer:
         return self._clock.now()
 
     def span(self, name: TotalPhase, start: object, end: object | None = None) -> Span:
-        """Records a transfer that started at `start`. If its end is not known yet, the caller sets `.end` later."""
+        """Records a transfer that started at `start`. If its end is not known yet, the caller sets `.end`
+        later."""
         span = Span(name, start, end)
         if self._step is not None:
             self._step.spans.append(span)
@@ -336,7 +340,8 @@ class Waitable(Protocol):
 class HostWatcher:
     """A watcher for gloo: ends a span when the collective of a handle completes, which gloo's threads report.
 
-    A reduce-scatter does not report its completion. Its span ends when it has been waited for, which is an upper bound.
+    A reduce-scatter does not report its completion. Its span ends when it has been waited for, which is an
+    upper bound.
     """
 
     def watch(self, span: Span, handle: Waitable) -> None:
@@ -358,17 +363,19 @@ class HostWatcher:
                 return
 
     def waited(self, span: Span) -> None:
-        """Ends the span now, if it has not ended, because the training thread has just waited for the collective."""
+        """Ends the span now, if it has not ended, because the training thread has just waited for the
+        collective."""
         if span.end is None:
             span.end = time.perf_counter()
 
 
 class CudaWatcher:
-    """A watcher for NCCL: a separate stream waits for the collective and records an event; the host does not wait.
+    """A watcher for NCCL: a separate stream waits for the collective and records an event; the host does not
+    wait.
 
     With CUDA_DEVICE_MAX_CONNECTIONS=1, all streams share one hardware queue, and this wait would delay every
-    later launch until the collective has ended. In that case a span ends where the computing stream waits for the
-    collective, which is an upper bound."""
+    later launch until the collective has ended. In that case a span ends where the computing stream waits for
+    the collective, which is an upper bound."""
 
     def __init__(self) -> None:
         self.waits = os.environ.get(CONNECTIONS) != "1"

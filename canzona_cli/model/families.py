@@ -13,12 +13,14 @@ FAMILIES = (QWEN3,)
 
 
 def family_of(model: ModelConfig) -> Family:
-    """Returns the family of a model; always Qwen3, because a recipe's model section describes no other family."""
+    """Returns the family of a model; always Qwen3, because a recipe's model section describes no other
+    family."""
     return QWEN3
 
 
 def foreign_family(model_type: object) -> Family:
-    """Returns the family with Hugging Face's `model_type`; Qwen3 for an unknown type, which its reader then refuses."""
+    """Returns the family with Hugging Face's `model_type`; Qwen3 for an unknown type, which its reader then
+    refuses."""
     return next((family for family in FAMILIES if family.foreign.model_type == model_type), QWEN3)
 
 
@@ -62,16 +64,19 @@ def norm_parameters(model: ModelConfig) -> int:
 
 
 def matrix_copies(model: ModelConfig) -> Copies:
-    """Returns the group that reduces the matrices' gradients, the same for all: they share one buffer and one plan."""
+    """Returns the group that reduces the matrices' gradients, the same for all: they share one buffer and one
+    plan."""
     [copies] = {weight.copies for weight in family_of(model).weights(model)}
     return copies
 
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:
-    """Returns the model FLOPs of one token's forward and backward pass, the numerator of model FLOP utilisation.
+    """Returns the model FLOPs of one token's forward and backward pass, the numerator of model FLOP
+    utilisation.
 
     They are three times the forward's, because the backward computes the gradients of inputs and of weights.
     Recomputation of activations does not count. The convention is PaLM's (arXiv 2204.02311, appendix B) with
-    the causal half of attention and with the output layer, as in Megatron-LM's `num_floating_point_operations`.
+    the causal half of attention and with the output layer, as in Megatron-LM's
+    `num_floating_point_operations`.
     """
     return 3.0 * family_of(model).forward_flops(model, seq_length)

@@ -1,8 +1,9 @@
-"""A model family: everything that planner, simulator, Megatron layers, checkpoints and Hugging Face formats need to
-know about a kind of model.
+"""A model family: everything that planner, simulator, Megatron layers, checkpoints and Hugging Face formats
+need to know about a kind of model.
 
-Each family is one `Family` value, as in `canzona_cli.model.qwen3`. Its Megatron layers need torch, so they are in
-`canzona_cli.megatron`, under the family's name. Parameters have Megatron's names, without the prefix of the layer.
+Each family is one `Family` value, as in `canzona_cli.model.qwen3`. Its Megatron layers need torch, so they
+are in `canzona_cli.megatron`, under the family's name. Parameters have Megatron's names, without the prefix
+of the layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,7 +44,8 @@ class Weight:
     repeats: int = 1
     """The number of times that the parts repeat from top to bottom."""
     cut: Literal["repeats", "parts", "cols"]
-    """The way tensor parallelism divides the weight: by consecutive repeats, by rows of each part, or by columns."""
+    """The way tensor parallelism divides the weight: by consecutive repeats, by rows of each part, or by
+    columns."""
     copies: Copies = "data"
     """The group whose ranks hold copies of each fragment."""
 
@@ -151,7 +153,8 @@ class Family:
 
     name: str
     weights: Callable[[ModelConfig], tuple[Weight, ...]]
-    """The 2-D parameters of a layer, in the order in which Megatron creates modules and fills gradient buffers."""
+    """The 2-D parameters of a layer, in the order in which Megatron creates modules and fills gradient
+    buffers."""
     norms: Callable[[ModelConfig], tuple[Norm, ...]]
     """The norms of a layer in the same order."""
     work: Callable[[ModelConfig], tuple[Work, ...]]

@@ -1,18 +1,18 @@
-"""The geometry of parameters: which rows and columns of which Megatron parameter a matrix or a fragment is. It
-computes with plain numbers, without tensors.
+"""The geometry of parameters: which rows and columns of which Megatron parameter a matrix or a fragment is.
+It computes with plain numbers, without tensors.
 
-With one tensor-parallel (TP) rank, a 2-D parameter is its *parts* from top to bottom, repeated `repeats` times.
-TP divides either the repeats, or each part, or the columns:
+With one tensor-parallel (TP) rank, a 2-D parameter is its *parts* from top to bottom, repeated `repeats`
+times. TP divides either the repeats, or each part, or the columns:
 
     linear_qkv              query groups x [queries of the group; its key; its value]    TP divides the groups
     linear_fc1              1 x [gate; up]                  TP divides each part: a rank stores [gate_r; up_r]
     linear_proj, linear_fc2 1 x [proj], 1 x [down]          TP divides columns
     embedding, output layer 1 x [vocabulary]                TP divides rows
 
-In *model space* nothing is divided or interleaved. Its tensors are called units: q, k, v, gate, up, proj and down
-of each layer (`layers.3.q`; rows are outputs, heads in order), and every other parameter, under its Megatron name
-in the model. The splitting decides which matrices a parameter holds: each of its parts, or all parts fused, which
-is the parameter as a single TP rank would store it.
+In *model space* nothing is divided or interleaved. Its tensors are called units: q, k, v, gate, up, proj and
+down of each layer (`layers.3.q`; rows are outputs, heads in order), and every other parameter, under its
+Megatron name in the model. The splitting decides which matrices a parameter holds: each of its parts, or all
+parts fused, which is the parameter as a single TP rank would store it.
 """
 
 import re
@@ -64,8 +64,8 @@ def fragment_blocks(name: str, shape: Sequence[int], model: ModelConfig, *, tp: 
 
     Args:
         name: Megatron's name in the model.
-        shape: the shape of the fragment, used for vectors only. Every rank has a copy of a vector, which counts as
-            one row.
+        shape: the shape of the fragment, used for vectors only. Every rank has a copy of a vector, which
+            counts as one row.
     """
     layer, part = _layer_of(name)
     weight = weight_of(name, model)
@@ -158,7 +158,8 @@ def _all_of(unit: str, shape: Sequence[int]) -> Block:
 
 
 def _layer_of(name: str) -> tuple[str, str]:
-    """Splits a name into the prefix of its layer (`layers.3.`) and the rest; the prefix is empty outside of layers."""
+    """Splits a name into the prefix of its layer (`layers.3.`) and the rest; the prefix is empty outside of
+    layers."""
     name = name.removeprefix("decoder.")
     match = _LAYER.fullmatch(name)
     return (f"layers.{match[1]}.", match[2]) if match else ("", name)
@@ -225,7 +226,8 @@ def stored_shape(matrices: Sequence[Matrix], tp: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def interleaved_kinds(model: ModelConfig) -> frozenset[Kind]:
-    """Returns the kinds of matrices whose rows are interleaved with those of other matrices in their parameter."""
+    """Returns the kinds of matrices whose rows are interleaved with those of other matrices in their
+    parameter."""
     weights = family_of(model).weights(model)
     return frozenset(part.kind for weight in weights if weight.cut == "repeats" for part in weight.parts)
 

@@ -1,9 +1,9 @@
-"""The matrices that a matrix optimizer updates, from shapes and layout alone, and the routing of all parameters to
-that optimizer or to AdamW.
+"""The matrices that a matrix optimizer updates, from shapes and layout alone, and the routing of all
+parameters to that optimizer or to AdamW.
 
-The 2-D weights of layers are matrices or consist of several matrices; AdamW updates embedding, output layer, norms,
-biases and routers. Order, names, shapes and the position of each element do not depend on the tensor-parallel size
-(q, k, v, gate and up are as in published checkpoints, with outputs as rows).
+The 2-D weights of layers are matrices or consist of several matrices; AdamW updates embedding, output layer,
+norms, biases and routers. Order, names, shapes and the position of each element do not depend on the
+tensor-parallel size (q, k, v, gate and up are as in published checkpoints, with outputs as rows).
 """
 
 import re
@@ -44,8 +44,8 @@ class Matrix:
     parameter: str
     """The Megatron parameter that holds the matrix: decoder.layers.3.mlp.linear_fc1.weight."""
     unit: CountOrZero
-    """The number of the matrix's unit. Matrices of a unit must have the same owner: q, k and v, for example, are
-    interleaved in one range of the buffer."""
+    """The number of the matrix's unit. Matrices of a unit must have the same owner: q, k and v, for example,
+    are interleaved in one range of the buffer."""
     home: CountOrZero | None = None
     """The only TP rank that stores the matrix, for per-head matrices; None for other matrices."""
 
@@ -64,12 +64,13 @@ class Matrix:
 
     @property
     def cut_long(self) -> bool:
-        """True if tensor parallelism divides the long side (either side of a square), so that fragments have the full
-        short side."""
+        """True if tensor parallelism divides the long side (either side of a square), so that fragments have
+        the full short side."""
         return self.shard_dim is not None and self.shape[self.shard_dim] >= self.shape[1 - self.shard_dim]
 
     def holders(self, tp: int) -> range:
-        """Returns the TP ranks that store the matrix or a fragment: only its home if it has one, otherwise all."""
+        """Returns the TP ranks that store the matrix or a fragment: only its home if it has one, otherwise
+        all."""
         return range(tp) if self.home is None else range(self.home, self.home + 1)
 
     def held_elements(self, tp: int) -> int:
@@ -77,14 +78,15 @@ class Matrix:
         return self.elements if self.shard_dim is None or self.home is not None else self.elements // tp
 
     def fragment_shape(self, tp: int) -> tuple[int, int]:
-        """Returns (rows, columns) on each of the matrix's `holders`; the order of rows may differ from the matrix's."""
+        """Returns (rows, columns) on each of the matrix's `holders`; the order of rows may differ from the
+        matrix's."""
         if self.shard_dim is None:
             return self.shape
         return (self.rows // tp, self.cols) if self.shard_dim == 0 else (self.rows, self.cols // tp)
 
     def fragment_elements(self, tp: int) -> int:
-        """Returns the number of elements on one TP rank; with a home, the average over TP ranks, each of which stores
-        the same number of heads."""
+        """Returns the number of elements on one TP rank; with a home, the average over TP ranks, each of
+        which stores the same number of heads."""
         return self.elements if self.replicated else self.elements // tp
 
 
@@ -104,8 +106,8 @@ class LayerMatrix:
     unit: int
     """The number of the unit within the layer; matrices of a unit must have the same owner."""
     slices: int = 0
-    """The number of heads of this kind in the parameter, for a per-head matrix; otherwise 0. TP divides them by
-    heads."""
+    """The number of heads of this kind in the parameter, for a per-head matrix; otherwise 0. TP divides them
+    by heads."""
     slice: int = 0
     """The number of the head among `slices`."""
 
@@ -119,19 +121,22 @@ class LayerBlock:
 
 
 def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[Matrix, ...]:
-    """Lists all matrices of a model in registration order: layer by layer, proj, qkv, fc1, fc2 as Megatron makes them.
+    """Lists all matrices of a model in registration order: layer by layer, proj, qkv, fc1, fc2 as Megatron
+    makes them.
 
     Args:
         splitting: the matrices of a parameter.
             fused: each parameter is one matrix.
             qkv: q, k and v are matrices, fc1 is one, as in Megatron's Muon.
-            split: q, k, v, gate and up are matrices. q, k and v share a unit, because a TP rank's fragment of qkv is
-            interleaved by query group; gate and up are two units, because its fragment of fc1, `[gate_r; up_r]`, is
-            two ranges.
-            per_head: as split, and every head of q, k and v is a matrix, stored on one TP rank (`Matrix.home`).
+            split: q, k, v, gate and up are matrices. q, k and v share a unit, because a TP rank's fragment of
+            qkv is interleaved by query group; gate and up are two units, because its fragment of fc1,
+            `[gate_r; up_r]`, is two ranges.
+            per_head: as split, and every head of q, k and v is a matrix, stored on one TP rank
+                (`Matrix.home`).
 
     Raises:
-        ConfigError: tensor parallelism does not divide a dimension evenly, or stages do not divide the layers.
+        ConfigError: tensor parallelism does not divide a dimension evenly, or stages do not divide the
+            layers.
     """
     return _matrices(model, replace(layout.bare, dp=1, global_batch_size=1), splitting)
 
@@ -142,7 +147,8 @@ def _matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple
 
 
 def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
-    """Numbers the matrices of consecutive blocks, and gives each its pipeline stage, model chunk, unit and home.
+    """Numbers the matrices of consecutive blocks, and gives each its pipeline stage, model chunk, unit and
+    home.
 
     Raises:
         ConfigError: as `matrices`.
@@ -267,8 +273,8 @@ class Routing:
 
 
 def routing(config: RunConfig) -> Routing:
-    """Routes a run's parameters to its optimizer and AdamW; `tests/dist/test_initial_weights.py` compares the result
-    with Megatron's model.
+    """Routes a run's parameters to its optimizer and AdamW; `tests/dist/test_initial_weights.py` compares the
+    result with Megatron's model.
 
     Raises:
         ConfigError: the matrix optimizer would have no matrix to update.

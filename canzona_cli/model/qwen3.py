@@ -1,4 +1,5 @@
-"""The dense Qwen3 family. Models that differ from it only in QK-norm, such as Llama 3, are described by it too.
+"""The dense Qwen3 family. Models that differ from it only in QK-norm, such as Llama 3, are described by it
+too.
 
 Source: Qwen3 Technical Report, arXiv 2505.09388, the published `config.json` files, and `Qwen3ForCausalLM`
 and `Qwen3Config` of transformers 4.51 and later.
@@ -67,8 +68,8 @@ def _norms(model: ModelConfig) -> tuple[Norm, ...]:
 def _work(model: ModelConfig) -> tuple[Work, ...]:
     """Lists the modules of a layer with their memory traffic.
 
-    A norm passes over the residual stream twice, a residual addition three times. SwiGLU passes over the MLP's
-    width three times.
+    A norm passes over the residual stream twice, a residual addition three times. SwiGLU passes over the
+    MLP's width three times.
     """
     proj, qkv, fc1, fc2 = _weights(model)
     return (
@@ -88,7 +89,8 @@ def _attention(model: ModelConfig) -> Attention:
 
 
 def _activations(model: ModelConfig, fused: bool) -> Activations:
-    """Counts the activations of a layer with hidden size h, a heads and g query groups of width d, MLP width f:
+    """Counts the activations of a layer with hidden size h, a heads and g query groups of width d, MLP width
+    f:
     - residual stream: the inputs of two norms and of the two linear layers after them, 4 h;
     - attention: fused qkv (a + 2g) d, which v keeps alive; queries copied from it, a d; rotated q and k,
       (a + g) d; context, a d;
@@ -104,9 +106,10 @@ def _activations(model: ModelConfig, fused: bool) -> Activations:
 def _forward_flops(model: ModelConfig, seq_length: int) -> float:
     """Counts the matrix-multiply FLOPs of one token's forward pass.
 
-    There are two per weight in the layers and in the output layer, tied or not; the embedding is a look-up. In
-    each layer q k^T and the weighted sum over v add 2 * 2 * seq_length * heads * head_dim, halved because a
-    causal token attends to half of the sequence on average. Norms, rotary embedding and softmax are left out.
+    There are two per weight in the layers and in the output layer, tied or not; the embedding is a look-up.
+    In each layer q k^T and the weighted sum over v add 2 * 2 * seq_length * heads * head_dim, halved because
+    a causal token attends to half of the sequence on average. Norms, rotary embedding and softmax are left
+    out.
     """
     matrices = model.num_layers * sum(weight.elements for weight in _weights(model))
     output_layer = model.vocab_size * model.hidden_size

@@ -12,10 +12,10 @@
       - {name: k, rows: 1024, cols: 4096, shard: rows, unit: qkv, parameter: qkv.weight}
       - ...
 
-`shard` is the dimension that tensor parallelism divides: rows, cols or none. Matrices of the same `unit` have the
-same owner; by default each matrix is a unit. `count: 8` stands for eight matrices of one shape. If layers differ,
-`blocks:` is a list of consecutive blocks of layers, each with its `layers`, `other` and `matrices`. `heads`,
-`kv_heads` and `head_dim` optionally describe attention.
+`shard` is the dimension that tensor parallelism divides: rows, cols or none. Matrices of the same `unit` have
+the same owner; by default each matrix is a unit. `count: 8` stands for eight matrices of one shape. If layers
+differ, `blocks:` is a list of consecutive blocks of layers, each with its `layers`, `other` and `matrices`.
+`heads`, `kv_heads` and `head_dim` optionally describe attention.
 """
 
 import hashlib
@@ -88,9 +88,9 @@ class ModelShapes:
     def stand_in(self, base: ModelConfig) -> ModelConfig:
         """Returns a Qwen3 model with the same number of layers and nearly the same number of elements.
 
-        The feed-forward width is rounded to a multiple of 128. The model stands for the shapes where single matrices
-        do not matter: memory of activations, and the time of forward and backward. Every token is assumed to pass
-        through every matrix.
+        The feed-forward width is rounded to a multiple of 128. The model stands for the shapes where single
+        matrices do not matter: memory of activations, and the time of forward and backward. Every token is
+        assumed to pass through every matrix.
         """
         attention = 2 * self.hidden_size * self.head_dim * (self.heads + self.kv_heads)
         rest = self.layer_matrices // self.layers - attention
@@ -113,7 +113,8 @@ def load_shapes(path: Path) -> ModelShapes:
     """Reads a file of shapes.
 
     Raises:
-        ConfigError: the file cannot be read, or its values are incomplete or impossible; carries every problem.
+        ConfigError: the file cannot be read, or its values are incomplete or impossible; carries every
+            problem.
     """
     try:
         tree = parse_yaml(read_plain(path, most=LARGEST_YAML))

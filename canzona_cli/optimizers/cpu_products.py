@@ -1,8 +1,9 @@
 """bf16 and fp16 products on processors without instructions for them: computed in fp32 and rounded once.
 
-torch multiplies bf16 through oneDNN where the processor has AVX512 or better, and in plain loops elsewhere. With
-AVX2 only, as on most laptops, that is 1 to 20 GFLOP/s on a core that reaches 92 in fp32. On these processors
-`install` sends bf16 and fp16 products through torch's own fp32 kernels. They accumulate in fp32, as oneDNN's do.
+torch multiplies bf16 through oneDNN where the processor has AVX512 or better, and in plain loops elsewhere.
+With AVX2 only, as on most laptops, that is 1 to 20 GFLOP/s on a core that reaches 92 in fp32. On these
+processors `install` sends bf16 and fp16 products through torch's own fp32 kernels. They accumulate in fp32,
+as oneDNN's do.
 """
 
 from collections.abc import Callable
@@ -37,8 +38,8 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Replaces torch's CPU kernels for bf16 and fp16 products in this process if they are slow. Further calls have
-    no effect."""
+    """Replaces torch's CPU kernels for bf16 and fp16 products in this process if they are slow. Further calls
+    have no effect."""
     if not slow() or installed():
         return
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]

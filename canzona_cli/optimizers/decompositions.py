@@ -1,5 +1,5 @@
-"""Decompositions and inverse roots of symmetric factors. A failure does not stop a run: it leads to a fallback and is
-reported."""
+"""Decompositions and inverse roots of symmetric factors. A failure does not stop a run: it leads to a
+fallback and is reported."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +11,8 @@ LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-
 
 
 def eigh(symmetric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the eigenvalues (..., side), ascending, and the eigenvectors (..., side, side) in their columns.
+    """Returns the eigenvalues (..., side), ascending, and the eigenvectors (..., side, side) in their
+    columns.
 
     Raises:
         LinAlgError: The decomposition did not converge, or the result is not finite.
@@ -22,18 +23,18 @@ def eigh(symmetric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rounding(terms: int) -> float:
-    """Returns the relative rounding error to expect of a sum of `terms` products in fp32. It grows with the square root
-    of their number (Higham & Mary 2019, doi:10.1137/18M1226312)."""
+    """Returns the relative rounding error to expect of a sum of `terms` products in fp32. It grows with the
+    square root of their number (Higham & Mary 2019, doi:10.1137/18M1226312)."""
     return math.sqrt(terms) * torch.finfo(torch.float32).eps
 
 
 def eigenbasis(symmetric: torch.Tensor) -> torch.Tensor:
-    """Returns the eigenvectors of a positive semi-definite matrix (side, side) in the columns of a matrix, that of the
-    largest eigenvalue first, with signs such that the largest element of each is positive.
+    """Returns the eigenvectors of a positive semi-definite matrix (side, side) in the columns of a matrix,
+    that of the largest eigenvalue first, with signs such that the largest element of each is positive.
 
-    Eigenvectors whose eigenvalue is below rounding are arbitrary: any basis of the remaining space, which the next
-    rounding error changes completely. They are replaced by the complement that Householder reflections make of the
-    other eigenvectors, which changes only as much as those do.
+    Eigenvectors whose eigenvalue is below rounding are arbitrary: any basis of the remaining space, which the
+    next rounding error changes completely. They are replaced by the complement that Householder reflections
+    make of the other eigenvectors, which changes only as much as those do.
 
     Raises:
         LinAlgError: As for `eigh`.
@@ -47,11 +48,12 @@ def eigenbasis(symmetric: torch.Tensor) -> torch.Tensor:
 
 
 def orthonormal(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-    """Returns Q of the QR decomposition whose R has a positive diagonal, so that columns turn as little as possible.
+    """Returns Q of the QR decomposition whose R has a positive diagonal, so that columns turn as little as
+    possible.
 
-    A column that consists of rounding errors, once its projection on the earlier columns is subtracted, does not have
-    a defined direction. It is replaced by the same column of `previous`, made orthogonal to all others. The host
-    waits for the device once.
+    A column that consists of rounding errors, once its projection on the earlier columns is subtracted, does
+    not have a defined direction. It is replaced by the same column of `previous`, made orthogonal to all
+    others. The host waits for the device once.
 
     Args:
         matrix, previous: (..., side, side).
@@ -132,28 +134,28 @@ _STEPS: Mapping[Order, tuple[tuple[float, float, float], ...]] = {
         (1.875, -1.25, 0.375),
     ),
 }
-"""The coefficients (a, b, c) of q(m) = a + b m + c m^2 for each step. All but the last are fitted by linear programming
-(as Amsel et al. 2025, arXiv:2505.16932, do for the matrix sign) so that m^(1/order) q(m) is at most 1, and as close to
-1 as possible for all m between the smallest value left by the earlier steps and 1. Eigenvalues of at least 1e-7 end
-within 0.035 of 1. The last step is the Taylor polynomial."""
+"""The coefficients (a, b, c) of q(m) = a + b m + c m^2 for each step. All but the last are fitted by linear
+programming (as Amsel et al. 2025, arXiv:2505.16932, do for the matrix sign) so that m^(1/order) q(m) is at
+most 1, and as close to 1 as possible for all m between the smallest value left by the earlier steps and 1.
+Eigenvalues of at least 1e-7 end within 0.035 of 1. The last step is the Taylor polynomial."""
 _LEFT = 0.05
-"""The root mean square distance of the eigenvalues from 1 before the last step, above which the iteration has not
-converged."""
+"""The root mean square distance of the eigenvalues from 1 before the last step, above which the iteration has
+not converged."""
 
 
 def damping(side: int, eps: float) -> float:
-    """Returns the term to add to eigenvalues, relative to the largest: `eps` plus the rounding error of the sums that
-    the factor consists of.
+    """Returns the term to add to eigenvalues, relative to the largest: `eps` plus the rounding error of the
+    sums that the factor consists of.
 
-    Without it, the factor of a few gradients, whose rank is low, would amplify rounding errors by the inverse root of
-    almost zero.
+    Without it, the factor of a few gradients, whose rank is low, would amplify rounding errors by the inverse
+    root of almost zero.
     """
     return rounding(side) + eps
 
 
 def by_eigenvalues(factor: torch.Tensor, order: Order, eps: float) -> torch.Tensor:
-    """Returns (factor + damping)^(-1/order) of factors (..., side, side), computed from their eigenvalues; the identity
-    for a factor of zeros.
+    """Returns (factor + damping)^(-1/order) of factors (..., side, side), computed from their eigenvalues;
+    the identity for a factor of zeros.
 
     Raises:
         LinAlgError: As for `eigh`.
@@ -169,18 +171,18 @@ def by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Te
     """Computes (factor + damping)^(-1/order) of factors (count, side, side) by a coupled Newton iteration.
 
     X converges to the root while M = X^order factor converges to the identity (Guo & Higham 2006,
-    doi:10.1137/050643374; in Shampoo: Anil et al. 2020, arXiv:2002.09018). Polynomials of degree 2 that increase small
-    eigenvalues quickly need 7 or 8 steps where Newton's own need 20. Eigenvalues below fp32's rounding are damped, so
-    condition numbers stay below 1e7. The error is at most that of `eigh` in fp32. The host does not wait for the
-    device.
+    doi:10.1137/050643374; in Shampoo: Anil et al. 2020, arXiv:2002.09018). Polynomials of degree 2 that
+    increase small eigenvalues quickly need 7 or 8 steps where Newton's own need 20. Eigenvalues below fp32's
+    rounding are damped, so condition numbers stay below 1e7. The error is at most that of `eigh` in fp32. The
+    host does not wait for the device.
 
     Returns:
         The roots (count, side, side), and which of them converged (count,), bool.
     """
     side = factors.size(-1)
     largest = _largest(factors)
-    # The order of factors matters, and none is transposed: so asymmetry from rounding stays small, whereas products
-    # with a transpose would amplify it.
+    # The order of factors matters, and none is transposed: so asymmetry from rounding stays small, whereas
+    # products with a transpose would amplify it.
     m = factors.clone()
     diagonal = m.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(damping(side, eps) * largest)
@@ -206,8 +208,8 @@ def by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Te
 
 
 def _largest(factors: torch.Tensor) -> torch.Tensor:
-    """Estimates the largest eigenvalue of each factor, (count, 1), from below, by ten steps of the power method that
-    start from the longest columns."""
+    """Estimates the largest eigenvalue of each factor, (count, 1), from below, by ten steps of the power
+    method that start from the longest columns."""
     longest = torch.linalg.vector_norm(factors, dim=-2).argmax(-1)
     vector = factors.take_along_dim(longest[:, None, None], -1)
     for _ in range(10):

@@ -1,7 +1,8 @@
 """Facts about optimizers that can be used without torch: settings, costs, state, and the name of the class.
 
-An optimizer consists of a module of facts, `NAME_facts.py` with a tuple `FACTS`, the module of its class, and a
-recipe. Settings, help, plans, memory estimates and the engine look it up in `known`; no other code names it.
+An optimizer consists of a module of facts, `NAME_facts.py` with a tuple `FACTS`, the module of its class, and
+a recipe. Settings, help, plans, memory estimates and the engine look it up in `known`; no other code names
+it.
 """
 
 from collections.abc import Callable, Mapping
@@ -87,8 +88,8 @@ class Algorithm:
     tf32: bool = True
     """True if products with Kronecker factors use TF32 where a GPU has it; refreshes do not."""
     stack: Literal["auto"] | bool = False
-    """True if Muon updates matrices of one shape in batched products; with auto, `costs.update.stack_of` decides for
-    each shape."""
+    """True if Muon updates matrices of one shape in batched products; with auto, `costs.update.stack_of`
+    decides for each shape."""
     graph: bool = False
     """True if Muon's updates of a micro-group are replayed as one CUDA graph."""
 
@@ -100,8 +101,8 @@ class Work:
     products: tuple[tuple[int, int, int, int], ...] = ()
     """The dense products, as (count, m, k, n): `count` products of (m, k) by (k, n)."""
     symmetric: tuple[tuple[int, int, int], ...] = ()
-    """The products with a symmetric result, as (count, m, k): `count` products of (m, k) by (k, m). A kernel that
-    makes use of the symmetry needs half the operations."""
+    """The products with a symmetric result, as (count, m, k): `count` products of (m, k) by (k, m). A kernel
+    that makes use of the symmetry needs half the operations."""
     qr: tuple[int, ...] = ()
     """The sides of the squares of which Q is computed."""
     eigh: tuple[int, ...] = ()
@@ -118,8 +119,8 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """The FLOPs of all work. QR with explicit Q counts as 4/3 n^3 + 4/3 n^3, eigh with vectors as 9 n^3 (Golub &
-        Van Loan, 4th ed., 5.2 and 8.3)."""
+        """The FLOPs of all work. QR with explicit Q counts as 4/3 n^3 + 4/3 n^3, eigh with vectors as 9 n^3
+        (Golub & Van Loan, 4th ed., 5.2 and 8.3)."""
         return (
             self.elementwise
             + self.product_flops
@@ -147,11 +148,11 @@ class Rule:
     """An update rule, as the planner sees it."""
 
     work: Callable[[Algorithm, int, int], tuple[Work, Work]]
-    """A function that returns the work of every update of a (rows, cols) matrix, and the additional work of an update
-    with a refresh."""
+    """A function that returns the work of every update of a (rows, cols) matrix, and the additional work of
+    an update with a refresh."""
     fragment_bytes: int
-    """The memory traffic per element, in bytes and without writing the weight, of the part of an update that works on
-    a fragment alone: weight decay, weight and, with Newton-Schulz, momentum and scaling."""
+    """The memory traffic per element, in bytes and without writing the weight, of the part of an update that
+    works on a fragment alone: weight decay, weight and, with Newton-Schulz, momentum and scaling."""
     moments: int
     """The number of fp32 state tensors of the shape of the weight; Shampoo's Adam grafting adds one."""
     row_vectors: int = 0
@@ -177,8 +178,8 @@ class Facts:
     """Everything that other code knows about an optimizer without importing its class."""
 
     settings: type[OptimizerBase]
-    """The settings, with `name` as a literal. The class takes the settings that are not in `OptimizerBase` under the
-    same names."""
+    """The settings, with `name` as a literal. The class takes the settings that are not in `OptimizerBase`
+    under the same names."""
     rule: Rule
     update: str | None = None
     """The class, as `module:Class` of this package; None for AdamW, which is Megatron's."""
@@ -192,8 +193,8 @@ class Facts:
 
 @cache
 def known() -> Mapping[str, Facts]:
-    """Returns the facts of every optimizer by name: imports the `*_facts` modules of this package in alphabetical
-    order."""
+    """Returns the facts of every optimizer by name: imports the `*_facts` modules of this package in
+    alphabetical order."""
     folders = import_module(__package__).__path__
     modules = sorted(path.stem for folder in folders for path in Path(folder).glob("*_facts.py"))
     facts = [facts for module in modules for facts in import_module(f"{__package__}.{module}").FACTS]

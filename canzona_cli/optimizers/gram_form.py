@@ -1,49 +1,54 @@
-"""Newton-Schulz in Gram form: the polynomial of all steps is computed on squares of the short side and applied to X
-at the end (Gram Newton-Schulz: Zhang, Amsel, Chen, Dao 2026,
+"""Newton-Schulz in Gram form: the polynomial of all steps is computed on squares of the short side and
+applied to X at the end (Gram Newton-Schulz: Zhang, Amsel, Chen, Dao 2026,
 https://dao-lab.ai/blog/2026/gram-newton-schulz).
 
 Every step multiplies X from its short side by a polynomial of A = X X^T. If Q is the product of these
 polynomials so far, then X is Q X0 and A is Q A0 Q, so only squares (side, side) are needed. In the standard
-form every step sees the rounding errors of X; here no step sees the rounding errors of A. Therefore Q is applied to
-X and A is recomputed from X between `segments` of steps.
+form every step sees the rounding errors of X; here no step sees the rounding errors of A. Therefore Q is
+applied to X and A is recomputed from X between `segments` of steps.
 
-Precision. Squares are stored as alpha I + R, where alpha is close to the mean of A's eigenvalues at the start of
-a segment, and R has the dtype of the products. Near convergence R is small, and so is its rounding error. Any
-alpha would do, so alpha is taken from a table (`ALPHAS`): the host knows every number that follows from each alpha,
-and a GPU looks up a row of the table instead of computing it in some sixty launches on single numbers. At the
-start X has norm 1, so the mean is known exactly. Where a step's polynomial P is a factor of a product, it is stored
-including its diagonal, which is rounded. That makes it a different polynomial, which is just as good as long as Q
-and A are multiplied by the same P. So the terms that Q and A get from P's diagonal are computed from the rounded
-diagonal.
+Precision. Squares are stored as alpha I + R, where alpha is close to the mean of A's eigenvalues at the start
+of a segment, and R has the dtype of the products. Near convergence R is small, and so is its rounding error.
+Any alpha would do, so alpha is taken from a table (`ALPHAS`): the host knows every number that follows from
+each alpha, and a GPU looks up a row of the table instead of computing it in some sixty launches on single
+numbers. At the start X has norm 1, so the mean is known exactly. Where a step's polynomial P is a factor of a
+product, it is stored including its diagonal, which is rounded. That makes it a different polynomial, which is
+just as good as long as Q and A are multiplied by the same P. So the terms that Q and A get from P's diagonal
+are computed from the rounded diagonal.
 
-Range. Where fp16 is as fast as bf16, it replaces bf16 here (`products_type`), because it has three more bits of
-precision. Its normal numbers are 6e-5 to 65504. The elements of a Gaussian 5120 x 25600 matrix of norm 1 are about
-9e-5, and the off-diagonal elements of its Gram matrix about 1e-6, which is too small. So X is given as t X with
-t = 2^k (`starting_norm`), and the first step maps t X to what its polynomial makes of X (`undoing`). No other part
-of the iteration depends on t. No element of a symmetric matrix exceeds its largest eigenvalue, so R is at most
-t^2 = 4096 in the first step, and the products made of it are at most 8.3 t, because their factors are t to t^5
-times smaller. Because t^2 is at most the short side, the mean of the eigenvalues is at most 1, as in every other
-segment. After the first step the numbers are larger by its slope squared, 12 to 67: the off-diagonal elements of
-that Gram matrix are about 2e-5. Their rounding error, 2e-8, adds no more than about 1e-4 to the result.
+Range. Where fp16 is as fast as bf16, it replaces bf16 here (`products_type`), because it has three more bits
+of precision. Its normal numbers are 6e-5 to 65504. The elements of a Gaussian 5120 x 25600 matrix of norm 1
+are about 9e-5, and the off-diagonal elements of its Gram matrix about 1e-6, which is too small. So X is given
+as t X with t = 2^k (`starting_norm`), and the first step maps t X to what its polynomial makes of X
+(`undoing`). No other part of the iteration depends on t. No element of a symmetric matrix exceeds its largest
+eigenvalue, so R is at most t^2 = 4096 in the first step, and the products made of it are at most 8.3 t,
+because their factors are t to t^5 times smaller. Because t^2 is at most the short side, the mean of the
+eigenvalues is at most 1, as in every other segment. After the first step the numbers are larger by its slope
+squared, 12 to 67: the off-diagonal elements of that Gram matrix are about 2e-5. Their rounding error, 2e-8,
+adds no more than about 1e-4 to the result.
 
-Error. With u the unit roundoff, relative and elementwise, take roundings to be independent with variance u^2 / 3
-(Higham, Mary 2019, doi:10.1137/18M1226312). Two of them are amplified in a segment of k steps. Relative to the
-root mean square of the m singular values they contribute:
+Error. With u the unit roundoff, relative and elementwise, take roundings to be independent with variance u^2
+/ 3 (Higham, Mary 2019, doi:10.1137/18M1226312). Two of them are amplified in a segment of k steps. Relative
+to the root mean square of the m singular values they contribute:
 
-- The rounding of the Gram matrix. An error E with |E|_F^2 = u^2 / 3 |R|_F^2 has become Q E Q by the last step,
+- The rounding of the Gram matrix. An error E with |E|_F^2 = u^2 / 3 |R|_F^2 has become Q E Q by the last
+    step,
   where Q is the product of the first k - 1 polynomials, and |Q E Q|_F is about |E|_F |Q|_F^2 / m. The last
   polynomial a + b A + c A A multiplies it by |b|: |b| u / 3^0.5 |R|_F |Q|_F^2 / m^1.5. Small singular values
   suffer most, because the segment stretches them most.
-- The rounding of Q. The error E X has |E X|_F^2 = u^2 / 3 sum_ij Q_ij^2 A_jj. This is at most what it would be if
-  the rows of Q and X were unrelated, |E X|_F^2 = u^2 / 3 |Q|_F^2 |X|_F^2 / m, because Q is small where X is large.
+- The rounding of Q. The error E X has |E X|_F^2 = u^2 / 3 sum_ij Q_ij^2 A_jj. This is at most what it would
+    be if
+  the rows of Q and X were unrelated, |E X|_F^2 = u^2 / 3 |Q|_F^2 |X|_F^2 / m, because Q is small where X is
+  large.
 
-Outside the polynomials' range these estimates do not hold. `cans` reaches the very edge of the range, and a single
-rounding can cross it: for a Gaussian 16 x 48 in bf16 the largest singular value became 3.6, where the standard form
-gives 1.1, and restarting in every step does not help. So `Muon` refuses `cans` in Gram form. The other sets stay
-away from the edge.
+Outside the polynomials' range these estimates do not hold. `cans` reaches the very edge of the range, and a
+single rounding can cross it: for a Gaussian 16 x 48 in bf16 the largest singular value became 3.6, where the
+standard form gives 1.1, and restarting in every step does not help. So `Muon` refuses `cans` in Gram form.
+The other sets stay away from the edge.
 
 A later segment multiplies an error by about the root mean square of its Q. Norms are estimated from some rows
-(`SAMPLES`). A row that is much larger than the others belongs to large singular values, which are stretched least.
+(`SAMPLES`). A row that is much larger than the others belongs to large singular values, which are stretched
+least.
 """
 
 import math
@@ -58,26 +63,26 @@ from .matrix_optimizer import Workspace
 from .muon_facts import SAMPLES, segments
 
 DOUBT = 0.15
-"""The estimated error (see above) above which a result is not trusted. It is of the size of the 0.02 to 0.2 by which
-the polynomials themselves miss 1. In bf16 the estimates of Gaussian matrices are 0.009 to 0.145; the largest is
-that of 16 x 16 matrices."""
+"""The estimated error (see above) above which a result is not trusted. It is of the size of the 0.02 to 0.2
+by which the polynomials themselves miss 1. In bf16 the estimates of Gaussian matrices are 0.009 to 0.145; the
+largest is that of 16 x 16 matrices."""
 LARGEST_NORM = 2.0**6
 """The largest starting norm in fp16; its square is well inside fp16's range."""
 LOWEST, PER_OCTAVE = -24, 8
 ALPHAS = tuple(2.0 ** (LOWEST + i // PER_OCTAVE) * (1 + (i % PER_OCTAVE + 0.5) / PER_OCTAVE) for i in range(192))
-"""The values of alpha, from 2^-24 to 1, spaced so that any number in between is at most 6% away. All are exact in
-bf16, so subtracting alpha from R's diagonal adds no error. A mean above 1 comes from a matrix that is not valid
-(its polynomials could overflow), so the largest alpha is used."""
+"""The values of alpha, from 2^-24 to 1, spaced so that any number in between is at most 6% away. All are
+exact in bf16, so subtracting alpha from R's diagonal adds no error. A mean above 1 comes from a matrix that
+is not valid (its polynomials could overflow), so the largest alpha is used."""
 
 Number = float | torch.Tensor
-"""A float for one matrix on the host; otherwise a tensor (..., 1, 1) in fp32 on the device, so that the host does not
-wait."""
+"""A float for one matrix on the host; otherwise a tensor (..., 1, 1) in fp32 on the device, so that the host
+does not wait."""
 Step = tuple[float, float, float]
 
 
 def products_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Returns the dtype of X and of squares in Gram form on `device`, if the standard form uses `dtype`: fp16 in
-    place of bf16 where both are equally fast. That is the case on CUDA and on processors without bf16
+    """Returns the dtype of X and of squares in Gram form on `device`, if the standard form uses `dtype`: fp16
+    in place of bf16 where both are equally fast. That is the case on CUDA and on processors without bf16
     instructions (`cpu_products`); processors that have them multiply fp16 400 times slower than bf16."""
     has_fp16 = device.type == "cuda" or (device.type == "cpu" and cpu_products.installed())
     return torch.float16 if dtype is torch.bfloat16 and has_fp16 else dtype
@@ -100,16 +105,17 @@ def gram_newton_schulz(
     """Orthogonalises `x`, as `newton_schulz` does, but in Gram form.
 
     Args:
-        x: (rows, cols) or (batch, rows, cols), contiguous, of Frobenius norm `starting_norm` or 0; overwritten.
+        x: (rows, cols) or (batch, rows, cols), contiguous, of Frobenius norm `starting_norm` or 0;
+            overwritten.
         steps: (a, b, c) of each step.
         workspace: Scratch for a second x and four squares of the short side.
         into: For a single `x` in fp16: a fp32 tensor of its shape that receives the last product without
             rounding.
 
     Returns:
-        The result, which is `into` if given, otherwise `x` or the workspace's second x; and a bool tensor of the
-        shape of x's batch that is true where the result can be trusted. It is never true for a result that is
-        not finite.
+        The result, which is `into` if given, otherwise `x` or the workspace's second x; and a bool tensor of
+        the shape of x's batch that is true where the result can be trusted. It is never true for a result
+        that is not finite.
     """
     twin = workspace.like("ns_twin", x)
     side = min(x.shape[-2:])
@@ -129,8 +135,8 @@ def gram_newton_schulz(
 
 
 def most(steps: Sequence[Step]) -> float:
-    """Returns the largest root mean square of singular values that a trusted result may have: the largest value to
-    which the polynomial maps any number in [0, 1], plus a third of `DOUBT`.
+    """Returns the largest root mean square of singular values that a trusted result may have: the largest
+    value to which the polynomial maps any number in [0, 1], plus a third of `DOUBT`.
 
     The error estimate assumes many singular values. If there are few, a single one may leave the polynomials'
     range: for a Gaussian 3 x 3 matrix one singular value became 1.7 where the estimated error was 0.06.
@@ -181,8 +187,8 @@ def centred_gram(short: torch.Tensor, alpha: Number, out: torch.Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Polynomial:
-    """The product gamma I + q of some steps' polynomials; multiplying X by it from the short side makes these steps.
-    Valid until its workspace is used again."""
+    """The product gamma I + q of some steps' polynomials; multiplying X by it from the short side makes these
+    steps. Valid until its workspace is used again."""
 
     q: torch.Tensor
     """The product without gamma I: (..., side, side), in a workspace."""
@@ -192,7 +198,8 @@ class Polynomial:
     slope: float
     """The coefficient b of the last step."""
     last: tuple[torch.Tensor, Number | None, torch.Tensor, Number]
-    """The tensors and numbers p, value, r and alpha of the last step; value is None if p includes its diagonal."""
+    """The tensors and numbers p, value, r and alpha of the last step; value is None if p includes its
+    diagonal."""
 
     def error(self, error: Number, mean: Number, spread: Number) -> Number:
         """Estimates the error after the steps.
@@ -228,8 +235,9 @@ class Polynomial:
         return _number(product.mul_(some.float()).sum((-2, -1)) / -(-side // every))
 
     def apply(self, x: torch.Tensor, out: torch.Tensor, *, wide: bool) -> None:
-        """Writes (gamma I + q) x, multiplied from x's short side, into `out`. Must be called last, because gamma is
-        added to q in place. Not in bf16, whose precision is too low to store q and gamma in one number."""
+        """Writes (gamma I + q) x, multiplied from x's short side, into `out`. Must be called last, because
+        gamma is added to q in place. Not in bf16, whose precision is too low to store q and gamma in one
+        number."""
         if x.dtype is torch.bfloat16:
             apply(x, self.q, self.gamma, out, wide=wide)
         else:
@@ -292,7 +300,8 @@ def follows(steps: Sequence[Step], mean: Number) -> Sequence[Number]:
     """Returns `_numbers` for the alpha closest to `mean`; the first number is that alpha."""
     if not isinstance(mean, torch.Tensor):
         return _numbers(tuple(steps), ALPHAS[nearest(mean)])
-    # The exponent and the first bits of the mantissa are the index; clamped, because NaN must give a valid one too.
+    # The exponent and the first bits of the mantissa are the index; clamped, because NaN must give a valid
+    # one too.
     places = (mean.view(torch.int32) >> 20).sub_((127 + LOWEST) * PER_OCTAVE).clamp_(0, len(ALPHAS) - 1)
     rows = _table(tuple(steps), mean.device).index_select(0, places.view(-1))
     return rows.view(*mean.shape, -1).unbind(-1)
@@ -314,9 +323,9 @@ def _table(steps: tuple[Step, ...], device: torch.device) -> torch.Tensor:
 
 @cache
 def _numbers(steps: tuple[Step, ...], alpha: float) -> tuple[float, ...]:
-    """Returns the numbers that follow from a segment's alpha. For each step: alpha, the factor of r in p, the value
-    of the polynomial at alpha, the product of the earlier steps' values, and value times alpha. The last number is
-    the product of all values."""
+    """Returns the numbers that follow from a segment's alpha. For each step: alpha, the factor of r in p, the
+    value of the polynomial at alpha, the product of the earlier steps' values, and value times alpha. The
+    last number is the product of all values."""
     numbers: list[float] = []
     gamma = 1.0
     for a, b, c in steps:
@@ -358,8 +367,8 @@ def apply(x: torch.Tensor, q: torch.Tensor, gamma: Number, out: torch.Tensor, *,
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes a b into `out`. If `out` is fp32 and the factors are narrower, the product is not rounded to their
-    dtype."""
+    """Writes a b into `out`. If `out` is fp32 and the factors are narrower, the product is not rounded to
+    their dtype."""
     if out.dtype is a.dtype:
         torch.matmul(a, b, out=out)
     elif a.is_cuda:
@@ -377,8 +386,8 @@ def blend(out: torch.Tensor, a: torch.Tensor, x: Number, b: torch.Tensor, y: Num
 def _sides(x: torch.Tensor, q: torch.Tensor, *, wide: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the factors of the product that multiplies `x` by `q` from x's short side.
 
-    q is symmetric up to rounding. For a tall `x`, q is transposed so that later steps are applied last in both
-    cases; otherwise the error of a 66 x 64 matrix in bf16 would be twice that of a 64 x 66 matrix.
+    q is symmetric up to rounding. For a tall `x`, q is transposed so that later steps are applied last in
+    both cases; otherwise the error of a 66 x 64 matrix in bf16 would be twice that of a 64 x 66 matrix.
     """
     return (q, x) if wide else (x, q.mT)
 

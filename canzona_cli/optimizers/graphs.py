@@ -1,12 +1,14 @@
 """CUDA graphs of steps that are repeated many times.
 
-Each graph has its own memory pool and its own stream, and one matrix product runs on that stream before the capture.
-torch 2.11 (the oldest version that canzona supports) to 2.14 need all three. In these versions cuBLAS has a workspace
-for each stream, allocated by the first product on it:
+Each graph has its own memory pool and its own stream, and one matrix product runs on that stream before the
+capture. torch 2.11 (the oldest version that canzona supports) to 2.14 need all three. In these versions
+cuBLAS has a workspace for each stream, allocated by the first product on it:
 
-- A workspace allocated during a capture is part of that graph's pool. The pool is then never freed, and torch 2.11
+- A workspace allocated during a capture is part of that graph's pool. The pool is then never freed, and torch
+    2.11
   fails an assertion when something else is captured into it.
-- torch 2.12 to 2.14 free the workspace when a graph of that stream is deleted, even if other graphs were captured on
+- torch 2.12 to 2.14 free the workspace when a graph of that stream is deleted, even if other graphs were
+    captured on
   the same stream (pytorch#193402).
 
 From torch 2.15 on, a workspace lives as long as its product.
@@ -28,16 +30,16 @@ STREAMS = 32
 
 
 class Replayed:
-    """A step that is run repeatedly: kernel by kernel at first, captured as a CUDA graph when its key is the same as
-    in the previous call, and replayed from then on.
+    """A step that is run repeatedly: kernel by kernel at first, captured as a CUDA graph when its key is the
+    same as in the previous call, and replayed from then on.
 
-    A graph contains its kernels with their memory addresses and the numbers that the host passed. So a step must read
-    everything that changes from device memory, and its key must change if anything else does: addresses, host
-    numbers, sizes of scratch. While the key changes, steps run kernel by kernel. Neither capture nor replay waits for
-    the GPU or releases cached memory.
+    A graph contains its kernels with their memory addresses and the numbers that the host passed. So a step
+    must read everything that changes from device memory, and its key must change if anything else does:
+    addresses, host numbers, sizes of scratch. While the key changes, steps run kernel by kernel. Neither
+    capture nor replay waits for the GPU or releases cached memory.
 
-    If a step cannot be captured, for example because it reads back from the GPU, it runs kernel by kernel, and nothing
-    else is captured in this process; `refusal` says why.
+    If a step cannot be captured, for example because it reads back from the GPU, it runs kernel by kernel,
+    and nothing else is captured in this process; `refusal` says why.
     """
 
     refusal: ClassVar[str] = ""
@@ -57,8 +59,8 @@ class Replayed:
 
         Args:
             step: Enqueues kernels on the current stream, the same ones in every call with the same key.
-            key: Returns everything that must be unchanged for a graph to be valid, including state that the first
-                step creates.
+            key: Returns everything that must be unchanged for a graph to be valid, including state that the
+                first step creates.
         """
         now = key()
         if now != self._key:
@@ -80,8 +82,8 @@ class Replayed:
             self._graph.replay()
 
     def _captured(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """Captures the step. Unlike `torch.cuda.graph`, it does not first wait for the device and release all cached
-        memory, which would take up to a second to map again."""
+        """Captures the step. Unlike `torch.cuda.graph`, it does not first wait for the device and release all
+        cached memory, which would take up to a second to map again."""
         if self._stream is None:
             self._stream = _free_stream([other._stream for other in Replayed._living])
         before, graph, pool = torch.cuda.current_stream(), torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
@@ -119,12 +121,14 @@ def try_out(device: torch.device) -> str:
 
 
 _abandoned: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture failed, kept alive because torch 2.11 continues to ask them which allocations are theirs."""
+"""Graphs whose capture failed, kept alive because torch 2.11 continues to ask them which allocations are
+theirs."""
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
-    """Ends a capture that failed. If that fails too, also tells the allocator: in torch 2.11 it would otherwise assume
-    forever that a capture is in progress (pytorch#180395) and not free memory that several streams have used."""
+    """Ends a capture that failed. If that fails too, also tells the allocator: in torch 2.11 it would
+    otherwise assume forever that a capture is in progress (pytorch#180395) and not free memory that several
+    streams have used."""
     with suppress(RuntimeError):
         graph.capture_end()
     with suppress(RuntimeError):  # raised if the allocator's capture has already ended

@@ -1,4 +1,5 @@
-"""KL-Shampoo: Shampoo whose two factors are estimated jointly, by minimising a KL divergence (Lin et al. 2025,
+"""KL-Shampoo: Shampoo whose two factors are estimated jointly, by minimising a KL divergence (Lin et al.
+2025,
 arXiv:2509.03378)."""
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,8 @@ NO_FACTOR = 0.2
 
 
 class KLShampoo(KroneckerOptimizer):
-    """KL-Shampoo: each factor averages the gradient whitened by the other factor. Together they minimise the KL
-    divergence between the normal distributions of covariance E[g g^T] and L (x) R (the Kronecker product).
+    """KL-Shampoo: each factor averages the gradient whitened by the other factor. Together they minimise the
+    KL divergence between the normal distributions of covariance E[g g^T] and L (x) R (the Kronecker product).
     Shampoo's factors each ignore the other.
 
         L = average of G R^-1 G^T / cols,  R = average of G^T L^-1 G / rows          decay shampoo_beta
@@ -24,19 +25,20 @@ class KLShampoo(KroneckerOptimizer):
         D = Q_L ((Q_L^T M Q_R) / sqrt(l r^T)) Q_R^T,  M = average of G               decay beta1
         W = (1 - lr weight_decay) W - lr D
 
-    with L^-1 = Q_L diag(1 / l) Q_L^T, likewise R^-1. Neither grafting nor a second moment is needed: a whitened
-    gradient has a root mean square of 1, as Adam's update has, so Adam's learning rates fit. As in the paper's
-    figure, both factors are averaged with the previous step's l and r, and D uses this step's.
+    with L^-1 = Q_L diag(1 / l) Q_L^T, likewise R^-1. Neither grafting nor a second moment is needed: a
+    whitened gradient has a root mean square of 1, as Adam's update has, so Adam's learning rates fit. As in
+    the paper's figure, both factors are averaged with the previous step's l and r, and D uses this step's.
 
-    Differences from the authors' code: l and r start from the size of the first gradient rather than from 0.1, M is
-    corrected for its start, and no step is skipped, so updates do not depend on the gradients' scale. Eigenvalues
-    are bounded below by the rounding error of the largest rather than by 1 / 4000^2. No update is longer than
-    `LONGEST`, because for some steps after a refresh l and r are still those of the old basis.
+    Differences from the authors' code: l and r start from the size of the first gradient rather than from
+    0.1, M is corrected for its start, and no step is skipped, so updates do not depend on the gradients'
+    scale. Eigenvalues are bounded below by the rounding error of the largest rather than by 1 / 4000^2. No
+    update is longer than `LONGEST`, because for some steps after a refresh l and r are still those of the old
+    basis.
 
     Settings are those of KroneckerOptimizer; `betas[1]` and `eps` are not used. State besides that of
-    KroneckerOptimizer: `exp_avg`, M (rows, cols); `Q_L` (rows, rows), `Q_R` (cols, cols); `eigenvalues_L`, l (rows,);
-    `eigenvalues_R`, r (cols,). `L` and `R` are stored without the divisions by cols and rows, because only their
-    eigenvectors are used.
+    KroneckerOptimizer: `exp_avg`, M (rows, cols); `Q_L` (rows, rows), `Q_R` (cols, cols); `eigenvalues_L`, l
+    (rows,); `eigenvalues_R`, r (cols,). `L` and `R` are stored without the divisions by cols and rows,
+    because only their eigenvectors are used.
     """
 
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
@@ -51,8 +53,8 @@ class KLShampoo(KroneckerOptimizer):
         return {**super().state_shapes(p), **bases, **vectors, "exp_avg": tuple(p.shape)}
 
     def _factor_inputs(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
-        """Returns the gradient whitened on the other side, and averages it into the eigenvalues. In fp32 whatever
-        `precision` is."""
+        """Returns the gradient whitened on the other side, and averages it into the eigenvalues. In fp32
+        whatever `precision` is."""
         with products("fp32"):
             return self._whitened(p, grad)
 
@@ -74,8 +76,8 @@ class KLShampoo(KroneckerOptimizer):
         return {"L": right.mul_(roots["R"]), "R": left.mul_(roots["L"].unsqueeze(1)).mT}
 
     def _follow(self, p: torch.Tensor, turned: torch.Tensor, roots: Mapping[Side, torch.Tensor]) -> None:
-        """Averages the squares of the gradient in the current basis, `turned`, into the eigenvalues; not at the first
-        step, which has no basis yet."""
+        """Averages the squares of the gradient in the current basis, `turned`, into the eigenvalues; not at
+        the first step, which has no basis yet."""
         if self.state[p]["step"] == 1:
             return
         square = torch.square(turned, out=self.workspace.like("turned", p))

@@ -1,5 +1,5 @@
-"""The base class of Shampoo, SOAP and KL-Shampoo: moving averages of G G^T and G^T G (the Kronecker factors), and the
-schedule on which the roots or eigenbases computed from them are refreshed."""
+"""The base class of Shampoo, SOAP and KL-Shampoo: moving averages of G G^T and G^T G (the Kronecker factors),
+and the schedule on which the roots or eigenbases computed from them are refreshed."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ Side = Literal["L", "R"]
 """A side of a matrix. L: its rows, with a factor from G G^T. R: its columns, with a factor from G^T G."""
 SIDES: tuple[Side, Side] = ("L", "R")
 LONGEST = 2.0
-"""The bound on an update, in learning rates: on the root mean square of Adam's update, and on the singular values of
-Shampoo's. Without outdated statistics, both are 1 for gradients that are all equal, less for others, and with the
-usual decays never above 1.2."""
+"""The bound on an update, in learning rates: on the root mean square of Adam's update, and on the singular
+values of Shampoo's. Without outdated statistics, both are 1 for gradients that are all equal, less for
+others, and with the usual decays never above 1.2."""
 TOGETHER = {"cuda": STACKED_SQUARES}
-"""The most elements of the stack of squares that one call of `_refresh` takes, by device type; on other devices a stack
-has one square."""
+"""The most elements of the stack of squares that one call of `_refresh` takes, by device type; on other
+devices a stack has one square."""
 
 
 class KroneckerSettings(TypedDict, total=False):
@@ -41,10 +41,11 @@ class KroneckerSettings(TypedDict, total=False):
 
 
 class KroneckerOptimizer(MatrixOptimizer):
-    """The base class of optimizers with Kronecker factors, which it maintains. A subclass computes a square (a
-    root or an eigenbasis) from each factor, and the direction of the update from the gradient.
+    """The base class of optimizers with Kronecker factors, which it maintains. A subclass computes a square
+    (a root or an eigenbasis) from each factor, and the direction of the update from the gradient.
 
-    State of a matrix: `step`, the number of its updates so far; `L` (rows, rows) and `R` (cols, cols), the factors,
+    State of a matrix: `step`, the number of its updates so far; `L` (rows, rows) and `R` (cols, cols), the
+    factors,
     packed: moving averages corrected for their start at zero; and what the subclass adds. A side longer than
     `max_preconditioner_dim` does not have a factor. A refresh computes in fp32, whatever `precision` is.
     """
@@ -75,15 +76,15 @@ class KroneckerOptimizer(MatrixOptimizer):
             betas: Decays of the first and the second moment.
             eps: The epsilon in the denominator of Adam's update.
             shampoo_beta: Decay of the factors.
-            precondition_frequency: Steps between two refreshes of a matrix, the period. A refresh costs much more
-                than a step; a larger period makes the preconditioner older.
-            max_preconditioner_dim: A side longer than this is not preconditioned and does not have a factor, which
-                would take side^2 / 2 elements and O(side^3) operations per refresh.
-            refresh_offsets: An offset for each parameter, which spreads the refreshes of several matrices over the
-                period. A matrix is refreshed at its first step, and, once it has made a full period of steps,
-                whenever (its steps so far + offset) is a multiple of the period. It is not refreshed earlier,
-                because after one step SOAP's second moment is zero off the diagonal, and a new basis would rotate
-                the first moment into those directions.
+            precondition_frequency: Steps between two refreshes of a matrix, the period. A refresh costs much
+                more than a step; a larger period makes the preconditioner older.
+            max_preconditioner_dim: A side longer than this is not preconditioned and does not have a factor,
+                which would take side^2 / 2 elements and O(side^3) operations per refresh.
+            refresh_offsets: An offset for each parameter, which spreads the refreshes of several matrices
+                over the period. A matrix is refreshed at its first step, and, once it has made a full period
+                of steps, whenever (its steps so far + offset) is a multiple of the period. It is not
+                refreshed earlier, because after one step SOAP's second moment is zero off the diagonal, and a
+                new basis would rotate the first moment into those directions.
             on_fallback: Called when a decomposition failed, or when an update was bounded (`LONGEST`).
             precision: The precision of products in a step ("tf32": on TF32 units where a GPU has them).
                 Refreshes are always fp32.
@@ -118,18 +119,18 @@ class KroneckerOptimizer(MatrixOptimizer):
         """Adds the subclass's initial state of matrix `p` to `state`."""
 
     def _factor_inputs(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
-        """Returns, for each side, the matrix X (side, other side) whose X X^T is averaged into the factor. It may be
-        scratch."""
+        """Returns, for each side, the matrix X (side, other side) whose X X^T is averaged into the factor. It
+        may be scratch."""
         return {"L": grad, "R": grad.mT}
 
     @abstractmethod
     def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
-        """Recomputes the roots or eigenbases of a stack of factors of the same length. A square whose computation
-        fails keeps its previous value.
+        """Recomputes the roots or eigenbases of a stack of factors of the same length. A square whose
+        computation fails keeps its previous value.
 
         Args:
-            stack: The matrices and sides. All matrices have the same number of preconditioned sides, and either all
-                or none are at their first step.
+            stack: The matrices and sides. All matrices have the same number of preconditioned sides, and
+                either all or none are at their first step.
             factors: The unpacked factors (len(stack), length, length), in scratch.
         """
 
@@ -174,7 +175,8 @@ class KroneckerOptimizer(MatrixOptimizer):
                 self._update(p, self._gradient(p), group)
 
     def _average_factors(self, p: torch.Tensor) -> bool:
-        """Averages the gradient of `p` into its factors and returns True if `p` is due for a refresh in this step."""
+        """Averages the gradient of `p` into its factors and returns True if `p` is due for a refresh in this
+        step."""
         state = self.state[p]
         if not state:
             state["step"] = 0
@@ -192,9 +194,9 @@ class KroneckerOptimizer(MatrixOptimizer):
         return done == 0 or (done >= period and (done + self._offsets[p]) % period == 0)
 
     def _stacks(self, due: Sequence[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, Side]]]:
-        """Yields all sides of the matrices that are due, in stacks that `_refresh` can take in one call. L comes before
-        R for every matrix, because SOAP rotates its moments in this order and the result must not depend on which
-        other matrices are due."""
+        """Yields all sides of the matrices that are due, in stacks that `_refresh` can take in one call. L
+        comes before R for every matrix, because SOAP rotates its moments in this order and the result must
+        not depend on which other matrices are due."""
         for side in SIDES:
             alike: dict[tuple[int, int, bool], list[tuple[torch.Tensor, Side]]] = {}
             for p in due:
@@ -255,8 +257,8 @@ class KroneckerOptimizer(MatrixOptimizer):
     def _orthonormal(
         self, stack: Sequence[tuple[torch.Tensor, Side]], powered: torch.Tensor, bases: torch.Tensor
     ) -> Sequence[torch.Tensor | None]:
-        """Returns the orthonormalised columns of each matrix in `powered`, the factors times `bases`; None where the
-        QR decomposition failed."""
+        """Returns the orthonormalised columns of each matrix in `powered`, the factors times `bases`; None
+        where the QR decomposition failed."""
         try:
             return orthonormal(powered, bases).unbind()
         except LinAlgError:
@@ -273,8 +275,8 @@ class KroneckerOptimizer(MatrixOptimizer):
                 self.state[p][f"{name}{side}"].copy_(new)
 
     def _bounded(self, p: torch.Tensor, size: torch.Tensor, limit: float, words: str) -> None:
-        """Reports `words`, formatted with `size`, if `size` exceeds the limit. On a GPU the report follows with the
-        next update, when the host has waited for the device anyway; this call does not wait."""
+        """Reports `words`, formatted with `size`, if `size` exceeds the limit. On a GPU the report follows
+        with the next update, when the host has waited for the device anyway; this call does not wait."""
         self._pending_reports.append((p, size.to("cpu", non_blocking=True), limit, words))
         if size.device.type == "cpu":
             self._report_pending()
@@ -295,8 +297,8 @@ _STRIP = 64
 
 
 def pack(square: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Packs the upper triangle of a contiguous symmetric matrix (side, side) into `out` (packed_elements(side),) and
-    returns `out`. `square` is overwritten."""
+    """Packs the upper triangle of a contiguous symmetric matrix (side, side) into `out`
+    (packed_elements(side),) and returns `out`. `square` is overwritten."""
     return out.copy_(_folded(square))
 
 
@@ -333,7 +335,8 @@ def average_gram(packed: torch.Tensor, x: torch.Tensor, weight: float, scratch: 
 
 
 def _folded(square: torch.Tensor) -> torch.Tensor:
-    """Folds the upper triangle of `square` into its packed form in the memory of `square`, and returns a view of it."""
+    """Folds the upper triangle of `square` into its packed form in the memory of `square`, and returns a view
+    of it."""
     side = len(square)
     half = (side + 1) // 2
     rest = side - half

@@ -16,12 +16,13 @@ ProductPrecision = Literal["fp32", "tf32"]
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """The base class of matrix optimizers: implements `step()`; a subclass implements the update of one matrix.
+    """The base class of matrix optimizers: implements `step()`; a subclass implements the update of one
+    matrix.
 
-    Every parameter is a whole matrix: 2-D, contiguous, fp32. Its gradient is fp32 with any strides, and is not
-    changed. Parameters without a gradient are skipped. `lr` and `weight_decay` are read from the parameter groups at
-    every step. The state of a matrix, `self.state[p]`, is created at its first step and consists of tensors and plain
-    ints. Deleting it restarts the optimizer for that matrix.
+    Every parameter is a whole matrix: 2-D, contiguous, fp32. Its gradient is fp32 with any strides, and is
+    not changed. Parameters without a gradient are skipped. `lr` and `weight_decay` are read from the
+    parameter groups at every step. The state of a matrix, `self.state[p]`, is created at its first step and
+    consists of tensors and plain ints. Deleting it restarts the optimizer for that matrix.
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, float]) -> None:
@@ -57,13 +58,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._update_group([p for p in group["params"] if p.grad is not None], group)
 
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None] | None:
-        """Returns the shapes of the fp32 tensors in the state of matrix `p` (rows, cols) after its first step, by name;
-        the value None stands for a step counter. Returns None if the class does not declare its state; the state in
-        a checkpoint is then not checked."""
+        """Returns the shapes of the fp32 tensors in the state of matrix `p` (rows, cols) after its first
+        step, by name; the value None stands for a step counter. Returns None if the class does not declare
+        its state; the state in a checkpoint is then not checked."""
         return None
 
     def converted(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Converts the state of matrix `p` from a checkpoint of any version of the class to this version's format."""
+        """Converts the state of matrix `p` from a checkpoint of any version of the class to this version's
+        format."""
         return state
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
@@ -86,13 +88,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 @contextmanager
 def products(precision: ProductPrecision) -> Iterator[None]:
-    """Runs fp32 products within the block with `precision`, whatever the process has set; on CPUs always in full fp32.
-    Products of bf16 and fp16 accumulate in fp32."""
+    """Runs fp32 products within the block with `precision`, whatever the process has set; on CPUs always in
+    full fp32. Products of bf16 and fp16 accumulate in fp32."""
     cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = cuda.fp32_precision, cpu.fp32_precision
     parts = cuda.allow_bf16_reduced_precision_reduction, cuda.allow_fp16_reduced_precision_reduction
     cuda.fp32_precision, cpu.fp32_precision = ("tf32" if precision == "tf32" else "ieee"), "ieee"
-    # Otherwise cuBLAS may split a long sum (25,600 terms of a Gram matrix) and add the partial sums in bf16 or fp16.
+    # Otherwise cuBLAS may split a long sum (25,600 terms of a Gram matrix) and add the partial sums in bf16
+    # or fp16.
     cuda.allow_bf16_reduced_precision_reduction = cuda.allow_fp16_reduced_precision_reduction = False
     try:
         yield
@@ -102,11 +105,13 @@ def products(precision: ProductPrecision) -> Iterator[None]:
 
 
 class Workspace:
-    """Scratch memory: one flat buffer for each role, element size and device, as large as the largest request so far.
+    """Scratch memory: one flat buffer for each role, element size and device, as large as the largest request
+    so far.
 
-    Matrices of all shapes get views of the same memory, so scratch stays in cache from one matrix to the next. Types
-    of the same width, such as bf16 and fp16, share a buffer. A workspace can be shared by optimizers that step one
-    after another, but not by threads or CUDA streams, which would overwrite each other's data.
+    Matrices of all shapes get views of the same memory, so scratch stays in cache from one matrix to the
+    next. Types of the same width, such as bf16 and fp16, share a buffer. A workspace can be shared by
+    optimizers that step one after another, but not by threads or CUDA streams, which would overwrite each
+    other's data.
     """
 
     def __init__(self) -> None:

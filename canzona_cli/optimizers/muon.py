@@ -50,16 +50,17 @@ class Muon(MatrixOptimizer):
     gathers the fragments on one rank (this class), or lets the ranks update their fragments together
     (`shared_muon`). Embeddings, the output layer and vectors should be left to AdamW.
 
-    The update rule is the same as in emerging-optimizers' Muon, which Megatron uses; the implementation differs.
-    Products write into a workspace that is allocated once. On CPUs, elementwise passes run over blocks of rows
-    that stay in cache. On CUDA they are whole-tensor operations, and `step` never synchronises with the GPU.
+    The update rule is the same as in emerging-optimizers' Muon, which Megatron uses; the implementation
+    differs. Products write into a workspace that is allocated once. On CPUs, elementwise passes run over
+    blocks of rows that stay in cache. On CUDA they are whole-tensor operations, and `step` never synchronises
+    with the GPU.
 
-    The update does not depend on the gradient's scale; scaling all gradients by a power of two leaves it bitwise
-    unchanged. Where D is zero, only weight decay applies. Other implementations divide by max(|D|, 1e-7), so
-    their update shrinks when clipping by the global norm makes |D| smaller than that.
+    The update does not depend on the gradient's scale; scaling all gradients by a power of two leaves it
+    bitwise unchanged. Where D is zero, only weight decay applies. Other implementations divide by max(|D|,
+    1e-7), so their update shrinks when clipping by the global norm makes |D| smaller than that.
 
-    State of a matrix: `momentum_buffer`, M (rows, cols) in fp32; `distrusted`, after an update in Gram form that
-    could not be trusted: how many of its next updates are in standard form.
+    State of a matrix: `momentum_buffer`, M (rows, cols) in fp32; `distrusted`, after an update in Gram form
+    that could not be trusted: how many of its next updates are in standard form.
     """
 
     def __init__(
@@ -86,27 +87,30 @@ class Muon(MatrixOptimizer):
             lr: Learning rate.
             weight_decay: Decoupled weight decay: p *= 1 - lr weight_decay, before the update.
             momentum: Decay of the moving average of gradients.
-            nesterov: Orthogonalise the average of gradient and momentum (Nesterov) instead of the momentum. Costs
-                a scratch buffer of the size of the largest matrix.
+            nesterov: Orthogonalise the average of gradient and momentum (Nesterov) instead of the momentum.
+                Costs a scratch buffer of the size of the largest matrix.
             ns_steps: Number of Newton-Schulz iterations.
             coefficients: The polynomials of these iterations (`newton_schulz.COEFFICIENTS`).
             scale_mode: How the size of the update depends on the matrix's shape, see `scale`.
-            scale_factor: Factor of that size. 0.2 with "spectral" gives the update the RMS of AdamW's (Liu et al.
+            scale_factor: Factor of that size. 0.2 with "spectral" gives the update the RMS of AdamW's (Liu et
+                al.
                 2025, arXiv:2502.16982).
-            precision: The precision of the iteration's products, which accumulate in fp32. Momentum and weights
-                are always fp32. With "bf16", the Gram form uses fp16 where fp16 is as fast
+            precision: The precision of the iteration's products, which accumulate in fp32. Momentum and
+                weights are always fp32. With "bf16", the Gram form uses fp16 where fp16 is as fast
                 (`gram_form.products_type`).
             stack: Orthogonalise matrices of the same shape in batched products: True for all of them, or the
-                largest batch for each shape (rows, cols). Saves kernel launches when matrices are small and many;
-                costs scratch for the whole batch.
-            form: The form of the iteration, for all matrices or for each shape (rows, cols). "gram" needs fewer
-                operations where one side is longer. On CPUs, an update in Gram form whose estimated rounding error
-                is too large (`gram_form`) is repeated in standard form, and the matrix's next `STANDARD_STEPS`
-                updates are in standard form. On CUDA, where the host does not wait for the estimate, the weight
-                only decays in that step, and the next updates are in standard form once `settle` is called.
+                largest batch for each shape (rows, cols). Saves kernel launches when matrices are small and
+                many; costs scratch for the whole batch.
+            form: The form of the iteration, for all matrices or for each shape (rows, cols). "gram" needs
+                fewer operations where one side is longer. On CPUs, an update in Gram form whose estimated
+                rounding error is too large (`gram_form`) is repeated in standard form, and the matrix's next
+                `STANDARD_STEPS` updates are in standard form. On CUDA, where the host does not wait for the
+                estimate, the weight only decays in that step, and the next updates are in standard form once
+                `settle` is called.
             on_fallback: Called, on CPUs, when an update was repeated in standard form.
-            graph: On CUDA, capture the update of all matrices of a parameter group as a CUDA graph and replay it
-                (`graphs`), except while one of these matrices is in standard form after an untrusted update.
+            graph: On CUDA, capture the update of all matrices of a parameter group as a CUDA graph and replay
+                it (`graphs`), except while one of these matrices is in standard form after an untrusted
+                update.
             workspace: Scratch shared with other optimizers; None: its own.
 
         Raises:
@@ -128,8 +132,8 @@ class Muon(MatrixOptimizer):
         self.form = form
         self.on_fallback = on_fallback
         self._trusted: dict[torch.Tensor, torch.Tensor] = {}
-        """The flag of each matrix that is true if its last update in Gram form can be trusted: () bool, on the
-        device; only on CUDA."""
+        """The flag of each matrix that is true if its last update in Gram form can be trusted: () bool, on
+        the device; only on CUDA."""
         self.graph = graph
         self._replayed: dict[int, Replayed] = {}
         self._rates: dict[int, torch.Tensor] = {}
@@ -167,8 +171,8 @@ class Muon(MatrixOptimizer):
         muon_cuda.set_rates(self._rates[id(group)], group["lr"], group["weight_decay"])
 
     def _graph_key(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> Hashable:
-        """Returns everything else that may change and that a captured update of these matrices depends on: if it
-        differs from the previous step's, the update must not be replayed."""
+        """Returns everything else that may change and that a captured update of these matrices depends on: if
+        it differs from the previous step's, the update must not be replayed."""
         state = [value for p in matrices for value in self.state[p].values() if isinstance(value, torch.Tensor)]
         gradients = [p.grad for p in matrices if p.grad is not None]
         places = tuple(tensor.data_ptr() for tensors in (matrices, gradients, state) for tensor in tensors)
@@ -209,8 +213,8 @@ class Muon(MatrixOptimizer):
         side: int,
         again: bool = False,
     ) -> float | torch.Tensor:
-        """Updates the momentum (not if `again`) and writes D, the matrix to orthogonalise, into `out`, scaled to
-        Frobenius norm `starting_norm(side, out.dtype)`; a D of zeros stays zero.
+        """Updates the momentum (not if `again`) and writes D, the matrix to orthogonalise, into `out`, scaled
+        to Frobenius norm `starting_norm(side, out.dtype)`; a D of zeros stays zero.
 
         Args:
             side: The shorter side of the whole matrix.
@@ -234,8 +238,9 @@ class Muon(MatrixOptimizer):
     def _orthogonalised(
         self, x: torch.Tensor, matrices: list[torch.Tensor], group: Mapping[str, float]
     ) -> torch.Tensor:
-        """Orthogonalises `x`, (rows, cols) of one matrix or (matrices, rows, cols), in the form that the matrices
-        use. An untrusted update in Gram form is repeated in standard form on a CPU, and set to 0 on CUDA."""
+        """Orthogonalises `x`, (rows, cols) of one matrix or (matrices, rows, cols), in the form that the
+        matrices use. An untrusted update in Gram form is repeated in standard form on a CPU, and set to 0 on
+        CUDA."""
         if self._form(matrices[0]) == "standard":
             return newton_schulz(x, self.steps, self.workspace)
         if not by_blocks(matrices[0]):
@@ -264,8 +269,8 @@ class Muon(MatrixOptimizer):
             self.on_fallback(p, LOST)
 
     def _record_trust(self, matrices: Sequence[torch.Tensor], trusted: torch.Tensor) -> None:
-        """Records on the device which updates are `trusted`. The flags have fixed addresses, so that a replayed
-        graph writes them too."""
+        """Records on the device which updates are `trusted`. The flags have fixed addresses, so that a
+        replayed graph writes them too."""
         for p in matrices:
             self._trusted.setdefault(p, torch.ones((), dtype=torch.bool, device=p.device))
         torch._foreach_copy_([self._trusted[p] for p in matrices], trusted.view(-1).unbind())
@@ -365,6 +370,6 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
 
 
 def by_blocks(matrix: torch.Tensor) -> bool:
-    """Returns True if elementwise passes over the matrix run over blocks of rows (`muon_cpu`). Then the host also
-    reads norms; on other devices nothing waits for the device."""
+    """Returns True if elementwise passes over the matrix run over blocks of rows (`muon_cpu`). Then the host
+    also reads norms; on other devices nothing waits for the device."""
     return matrix.device.type == "cpu"

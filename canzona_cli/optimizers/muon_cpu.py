@@ -1,5 +1,5 @@
-"""Muon's elementwise passes over a matrix on a CPU. They run over blocks of rows that stay in cache, and norms are
-Python floats."""
+"""Muon's elementwise passes over a matrix on a CPU. They run over blocks of rows that stay in cache, and
+norms are Python floats."""
 
 import math
 
@@ -9,7 +9,8 @@ from .matrix_optimizer import Workspace
 from .muon_facts import BLOCK
 
 SAFE_NORMS = 2.0**-40, 2.0**60
-"""The range of norms in which the squares of all elements that matter, and their sum, are normal fp32 numbers."""
+"""The range of norms in which the squares of all elements that matter, and their sum, are normal fp32
+numbers."""
 SAFE_FACTORS = 2.0**-100, 2.0**100
 """The range of norms whose inverse is safely a normal fp32 number."""
 
@@ -49,7 +50,8 @@ def direction(
         square += _norm(block, workspace) ** 2
     before = math.sqrt(square)
     exponent = 0 if SAFE_FACTORS[0] < before < SAFE_FACTORS[1] or not math.isfinite(before) else math.frexp(before)[1]
-    # Scaling here rather than by the first product's alpha, because oneDNN compiles a kernel for every new alpha.
+    # Scaling here rather than by the first product's alpha, because oneDNN compiles a kernel for every new
+    # alpha.
     inverse = norm / math.ldexp(before, -exponent) if before else 0.0
     for block, low in zip(_blocks(target), _blocks(out), strict=True):
         scaled = _shifted(block, -exponent, workspace) if exponent else block
@@ -79,13 +81,14 @@ def _norm(block: torch.Tensor, workspace: Workspace) -> float:
 
 
 def _shifted(block: torch.Tensor, exponent: int, workspace: Workspace) -> torch.Tensor:
-    """Returns `block` times 2^exponent, in scratch. 2^exponent may be outside fp32's range, so it is applied in
-    two factors."""
+    """Returns `block` times 2^exponent, in scratch. 2^exponent may be outside fp32's range, so it is applied
+    in two factors."""
     half = exponent // 2
     scaled = torch.mul(block, 2.0**half, out=workspace.like("muon_block", block))
     return scaled.mul_(2.0 ** (exponent - half))
 
 
 def _blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns views of blocks of rows of about BLOCK elements; tensors of the same shape are cut at the same rows."""
+    """Returns views of blocks of rows of about BLOCK elements; tensors of the same shape are cut at the same
+    rows."""
     return matrix.split(max(1, BLOCK // matrix.size(1)))  # type: ignore[no-untyped-call,no-any-return]

@@ -1,4 +1,5 @@
-"""Muon's elementwise passes over a matrix on CUDA: whole-tensor operations that never synchronise with the host."""
+"""Muon's elementwise passes over a matrix on CUDA: whole-tensor operations that never synchronise with the
+host."""
 
 import torch
 
@@ -24,7 +25,8 @@ def direction(
     average.lerp_(grad, weight)
     target = average if ahead is None else torch.lerp(grad, average, momentum, out=ahead)
     # fp64 represents the square and the inverse of every fp32 number, so no pass for the largest element is
-    # needed. `vector_norm` would first copy the tensor to fp64: 16 more bytes of traffic per element, and memory.
+    # needed. `vector_norm` would first copy the tensor to fp64: 16 more bytes of traffic per element, and
+    # memory.
     before: torch.Tensor = torch._foreach_norm([target], 2, dtype=torch.float64)[0]
     factor = before.clamp_min(1e-300).reciprocal_().view(1, 1)
     torch.mul(target, factor if norm == 1 else factor.mul_(norm), out=out)
@@ -46,7 +48,8 @@ def move(
     size: float,
     trusted: torch.Tensor | None,
 ) -> None:
-    """Computes p <- (1 - lr weight_decay) p - lr size x in place; if `x` is fp32 and not `trusted`, p only decays.
+    """Computes p <- (1 - lr weight_decay) p - lr size x in place; if `x` is fp32 and not `trusted`, p only
+    decays.
 
     Args:
         rates: The learning rate and the decay on the device, from `set_rates`.

@@ -17,9 +17,9 @@ MUON_AROUND = 14
 SAMPLES = 32
 """The maximum number of evenly spaced rows from which the Gram form estimates a norm or a mean."""
 BLOCK = 128 * 1024
-"""The elements of a block of rows in elementwise passes on a CPU, so that a weight, its gradient, its momentum and
-scratch stay in a 2 MB cache between passes. All passes over 2560x768 take 3.5 ms on one core, and 4.5 ms without
-blocks."""
+"""The elements of a block of rows in elementwise passes on a CPU, so that a weight, its gradient, its
+momentum and scratch stay in a 2 MB cache between passes. All passes over 2560x768 take 3.5 ms on one core,
+and 4.5 ms without blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +90,10 @@ class NorMuonConfig(MomentumConfig):
 def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     """Counts Muon's work: Newton-Schulz, and the elementwise passes of a GPU over fp32 masters.
 
-    Bytes per element, where w is the width of the products' dtype: momentum 12, Nesterov 12, norm 4, division 4 + w,
-    weight decay 8, weight 8 + w, the check for finite values 4, the copy of the weight for the model 4 + w. In Gram
-    form the last product is in fp32, so decay and weight take one pass of 12. In a stack decay and weight remain two
-    passes, and leaving out untrusted updates takes 2 w.
+    Bytes per element, where w is the width of the products' dtype: momentum 12, Nesterov 12, norm 4, division
+    4 + w, weight decay 8, weight 8 + w, the check for finite values 4, the copy of the weight for the model 4
+    + w. In Gram form the last product is in fp32, so decay and weight take one pass of 12. In a stack decay
+    and weight remain two passes, and leaving out untrusted updates takes 2 w.
     """
     iteration, w = iteration_work(a, rows, cols), product_bytes(a)
     traffic = iteration.traffic + (40 + 2 * w + _moved(a)) * rows * cols
@@ -102,7 +102,8 @@ def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def _moved(a: Algorithm) -> int:
-    """Returns the bytes per element of Muon's passes for weight decay, weight and, in a stack, untrusted updates."""
+    """Returns the bytes per element of Muon's passes for weight decay, weight and, in a stack, untrusted
+    updates."""
     w = product_bytes(a)
     return 12 if _in_one_pass(a) else 16 + (3 if a.form == "gram" else 1) * w
 
@@ -130,7 +131,8 @@ def product_bytes(a: Algorithm) -> int:
 
 
 def iteration_work(a: Algorithm, rows: int, cols: int) -> Work:
-    """Counts the work of Newton-Schulz alone. `addmm` first copies the matrix that it adds to, which is traffic."""
+    """Counts the work of Newton-Schulz alone. `addmm` first copies the matrix that it adds to, which is
+    traffic."""
     assert a.form != "auto"
     m, n = sorted((rows, cols))
     steps, width = a.ns_steps, product_bytes(a)
@@ -145,17 +147,17 @@ def iteration_work(a: Algorithm, rows: int, cols: int) -> Work:
 
 
 def _gram(steps: int, m: int, n: int, width: int) -> Work:
-    """Counts the work of the Gram form: X X' and Q X once in each of its `segments`, and products of squares (m, m)
-    between them.
+    """Counts the work of the Gram form: X X' and Q X once in each of its `segments`, and products of squares
+    (m, m) between them.
 
-    Every step computes R R; all but a segment's first compute Q P, and all but its last P R P, where P is the step's
-    polynomial and Q the product of the polynomials so far. All are polynomials of one symmetric matrix, so the
-    results are symmetric. With u = 2 m^3 and r = n / m, 5 steps in segments of 2 and 3 take (4 r + 14) u; the standard
-    form takes 5 (2 r + 1) u.
+    Every step computes R R; all but a segment's first compute Q P, and all but its last P R P, where P is the
+    step's polynomial and Q the product of the polynomials so far. All are polynomials of one symmetric
+    matrix, so the results are symmetric. With u = 2 m^3 and r = n / m, 5 steps in segments of 2 and 3 take (4
+    r + 14) u; the standard form takes 5 (2 r + 1) u.
 
-    Traffic of squares is in the products' dtype: zeros and the polynomials' other terms are written into the matrix
-    that a product is added to (in bf16, on CPUs, X too). The error estimate takes norms of `SAMPLES` rows of Q (a
-    copy) around a segment's last step, of R and of X, and launches on single numbers.
+    Traffic of squares is in the products' dtype: zeros and the polynomials' other terms are written into the
+    matrix that a product is added to (in bf16, on CPUs, X too). The error estimate takes norms of `SAMPLES`
+    rows of Q (a copy) around a segment's last step, of R and of X, and launches on single numbers.
     """
     parts = segments(steps)
     squares = 4 * steps - 3 * len(parts)
@@ -172,11 +174,11 @@ def _gram(steps: int, m: int, n: int, width: int) -> Work:
 
 
 def segments(steps: int) -> tuple[int, ...]:
-    """Returns how many steps the Gram form makes on each Gram matrix: two, or three in the last segment if the
-    number of steps is odd.
+    """Returns how many steps the Gram form makes on each Gram matrix: two, or three in the last segment if
+    the number of steps is odd.
 
-    Three steps must not be followed by others: a singular value that they leave outside the polynomials' range (above
-    1.4) would grow without bound, as happened with `deepseekv4` on a Gaussian 256 x 257 matrix.
+    Three steps must not be followed by others: a singular value that they leave outside the polynomials'
+    range (above 1.4) would grow without bound, as happened with `deepseekv4` on a Gaussian 256 x 257 matrix.
     """
     return (2,) * (steps // 2 - 1) + (2 + steps % 2,) if steps > 1 else (1,)
 
@@ -196,11 +198,11 @@ FACTS = (
 
 
 DISTRUSTED = "distrusted"
-"""The key, in a matrix's state and in checkpoints, whose value is the number of its next updates in standard form.
-Older checkpoints have True."""
+"""The key, in a matrix's state and in checkpoints, whose value is the number of its next updates in standard
+form. Older checkpoints have True."""
 STANDARD_STEPS = 100
-"""The number of updates in standard form after an untrusted one. A momentum of 0.95 then retains 0.6% of the momentum
-at that time, and even if the Gram form is never trusted, trying it costs 1% of the updates' time."""
+"""The number of updates in standard form after an untrusted one. A momentum of 0.95 then retains 0.6% of the
+momentum at that time, and even if the Gram form is never trusted, trying it costs 1% of the updates' time."""
 LOST = f"the rounding error of the Gram form was too large; using the standard form for {STANDARD_STEPS} steps"
 
 State = MutableMapping[str, object]

@@ -55,8 +55,8 @@ COEFFICIENTS: dict[CoefficientSet, tuple[tuple[float, float, float], ...]] = {
     "deepseekv4": ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
 }
 REPEAT_LAST: frozenset[CoefficientSet] = frozenset({"polar_express", "cans", "deepseekv4"})
-"""The sets whose last triple converges to 1: further steps repeat that triple. With the other sets, further steps
-start again at the first triple."""
+"""The sets whose last triple converges to 1: further steps repeat that triple. With the other sets, further
+steps start again at the first triple."""
 
 
 def coefficients(name: CoefficientSet, steps: int) -> tuple[tuple[float, float, float], ...]:

@@ -9,8 +9,8 @@ from torch.optim.optimizer import ParamsT
 from .muon import Muon, MuonSettings
 
 EPS = 1e-10
-"""The term added to the root mean square of a row, as in the authors' code. That root is 1e-2 or more where rows are
-orthogonal."""
+"""The term added to the root mean square of a row, as in the authors' code. That root is 1e-2 or more where
+rows are orthogonal."""
 
 
 class NorMuon(Muon):
@@ -22,10 +22,10 @@ class NorMuon(Muon):
         W = (1 - lr weight_decay) W - lr scale_factor scale(rows, cols) N
 
     Rows are output neurons. Both the mean of a row and |O| need the whole matrix, so NorMuon has no form for
-    fragments such as `shared_muon`. The paper (Algorithm 1) scales N to a root mean square of 0.2. The authors'
-    code, Microsoft's dion and emerging-optimizers keep |O| and leave the size to the scale, as this class does,
-    so Muon's learning rates carry over. emerging-optimizers normalises columns where the matrix has more columns
-    than rows.
+    fragments such as `shared_muon`. The paper (Algorithm 1) scales N to a root mean square of 0.2. The
+    authors' code, Microsoft's dion and emerging-optimizers keep |O| and leave the size to the scale, as this
+    class does, so Muon's learning rates carry over. emerging-optimizers normalises columns where the matrix
+    has more columns than rows.
 
     State of a matrix: that of Muon, and `row_square`, v (rows,).
     """

@@ -1,5 +1,5 @@
-"""Shampoo: multiplies each side of the momentum by an inverse root of the gradients' second moment on that side
-(Gupta et al. 2018, arXiv:1802.09568), with moving averages and grafting as in Shi et al. 2023
+"""Shampoo: multiplies each side of the momentum by an inverse root of the gradients' second moment on that
+side (Gupta et al. 2018, arXiv:1802.09568), with moving averages and grafting as in Shi et al. 2023
 (arXiv:2309.06497)."""
 
 from collections.abc import Mapping, Sequence
@@ -18,20 +18,21 @@ Grafting = Literal["none", "sgd", "adam"]
 
 
 class Shampoo(KroneckerOptimizer):
-    """Shampoo: whitens the momentum of each matrix on both sides and gives it the norm of another method's update
-    (grafting).
+    """Shampoo: whitens the momentum of each matrix on both sides and gives it the norm of another method's
+    update (grafting).
 
         L, R = averages of G G^T (rows, rows) and G^T G (cols, cols); M = average of G     decays shampoo_beta, beta1
         every precondition_frequency steps:  A = L^-1/4, B = R^-1/4
         D = A M B,  D = D |Adam(G)| / |D|                                                  with grafting=adam
         W = (1 - lr weight_decay) W - lr D
 
-    Averages are corrected for their start at 0. If one side is longer than `max_preconditioner_dim`, the other
-    side uses the power -1/2; if both are, the update is that of the grafted method. As in Shi et al., the momentum
-    averages gradients rather than updates, so the grafted Adam shares its buffer, and new roots apply to all of it.
+    Averages are corrected for their start at 0. If one side is longer than `max_preconditioner_dim`, the
+    other side uses the power -1/2; if both are, the update is that of the grafted method. As in Shi et al.,
+    the momentum averages gradients rather than updates, so the grafted Adam shares its buffer, and new roots
+    apply to all of it.
 
-    State besides that of KroneckerOptimizer: `exp_avg`, M (rows, cols); `root_L` and `root_R`, A and B, packed;
-    with grafting="adam", `exp_avg_sq` (rows, cols).
+    State besides that of KroneckerOptimizer: `exp_avg`, M (rows, cols); `root_L` and `root_R`, A and B,
+    packed; with grafting="adam", `exp_avg_sq` (rows, cols).
     """
 
     symmetric = ("", "root_")
@@ -50,7 +51,8 @@ class Shampoo(KroneckerOptimizer):
         params, lr, settings: As for KroneckerOptimizer. `betas`: the decay of M and of the grafted Adam's
             second moment; `eps`: the epsilon of the grafted Adam.
         shampoo_eps: Term added to a factor's eigenvalues, relative to the largest.
-        grafting: The method whose update's Frobenius norm the update gets. none: its own norm; sgd: that of M;
+        grafting: The method whose update's Frobenius norm the update gets. none: its own norm; sgd: that of
+            M;
             adam: that of M / (sqrt(V) + eps), for which an AdamW learning rate fits. adam keeps one more
             buffer of the size of the weight.
         roots: How inverse roots are computed. eigh: from eigenvalues. newton: by matrix products alone, which
@@ -88,8 +90,8 @@ class Shampoo(KroneckerOptimizer):
                 pack(root.contiguous(), self.state[p][f"root_{side}"])
 
     def _roots(self, factors: torch.Tensor, order: Order) -> tuple[torch.Tensor, Sequence[bool]]:
-        """Returns the inverse roots of a stack of factors (count, length, length), and for each root whether it can
-        be used."""
+        """Returns the inverse roots of a stack of factors (count, length, length), and for each root whether
+        it can be used."""
         if self.roots == "newton":
             roots, good = by_newton(factors, order, self.shampoo_eps)
             return roots, good.tolist()

@@ -11,8 +11,8 @@ from .muon_facts import NewtonSchulzConfig, iteration_work, product_bytes
 
 GRAFTING_BYTES = {"none": 0, "sgd": 16, "adam": 64}
 """The bytes of memory traffic per element of Shampoo's grafting: 4 for the norm of Shampoo's update and 8 for
-scaling; then for sgd 4 for the gradient's norm, or for adam 8 + 12 for the second moment, 8 for its root, 8 for
-eps, 12 for the quotient and 4 for the norm."""
+scaling; then for sgd 4 for the gradient's norm, or for adam 8 + 12 for the second moment, 8 for its root, 8
+for eps, 12 for the quotient and 4 for the norm."""
 GRAFTING_LAUNCHES = {"none": 0, "sgd": 3, "adam": 8}
 """The kernel launches of Shampoo's grafting."""
 STACKED_SQUARES = 2**22
@@ -91,9 +91,9 @@ class SoapMuonConfig(KroneckerConfig, NewtonSchulzConfig):
 
 
 def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Counts Shampoo's work: per element of the matrix 50 bytes for momentum, weight and casts, and grafting; per
-    element of a square 12 bytes to average the packed factor and 12 to unpack the root, in 15 launches per
-    side."""
+    """Counts Shampoo's work: per element of the matrix 50 bytes for momentum, weight and casts, and grafting;
+    per element of a square 12 bytes to average the packed factor and 12 to unpack the root, in 15 launches
+    per side."""
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
@@ -113,8 +113,8 @@ def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Counts SOAP's work: per element of the matrix 86 bytes for Adam in the eigenbasis and the weight; factors
-    as for Shampoo."""
+    """Counts SOAP's work: per element of the matrix 86 bytes for Adam in the eigenbasis and the weight;
+    factors as for Shampoo."""
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
@@ -132,8 +132,8 @@ def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def _soap_muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Counts SOAP-Muon's work: that of SOAP and of Newton-Schulz; per element norm 4, division 4 + w, the copy
-    back w + 4 and scaling 8 bytes."""
+    """Counts SOAP-Muon's work: that of SOAP and of Newton-Schulz; per element norm 4, division 4 + w, the
+    copy back w + 4 and scaling 8 bytes."""
     step, refresh = _soap(a, rows, cols)
     traffic = step.traffic + (20 + 2 * product_bytes(a)) * rows * cols
     return replace(step, traffic=traffic, launches=step.launches + 4, iteration=iteration_work(a, rows, cols)), refresh
@@ -168,8 +168,8 @@ def factored_sides(a: Algorithm, rows: int, cols: int) -> tuple[int, ...]:
 def _sided(
     rows: int, cols: int, sides: tuple[int, ...], statistics: int, applied: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yields the products of each preconditioned side: `statistics` times G G' or G' G, and `applied` times the
-    square by G."""
+    """Yields the products of each preconditioned side: `statistics` times G G' or G' G, and `applied` times
+    the square by G."""
     for side in sides:
         other = rows * cols // side
         if statistics:

@@ -1,5 +1,5 @@
-"""Muon on a matrix whose fragments stay on their ranks (`shared` matrices): in Gram form with squares cut by rows, and
-in standard form where that cannot be trusted."""
+"""Muon on a matrix whose fragments stay on their ranks (`shared` matrices): in Gram form with squares cut by
+rows, and in standard form where that cannot be trusted."""
 
 from collections.abc import Mapping
 
@@ -15,11 +15,12 @@ from .shared_rows import Shape, Sum, Together, Turns, each_turn, gram_by_rows
 class SharedMuon(muon.Muon):
     """Muon whose parameters may also be fragments of matrices in Gram form.
 
-    `step` updates whole matrices; `together` and `alone` update a fragment. The direction of a fragment needs only
-    the fragment, but its norm and Gram matrix are sums over all fragments. With these sums the result is the
-    corresponding part of the whole matrix's update, up to rounding.
+    `step` updates whole matrices; `together` and `alone` update a fragment. The direction of a fragment needs
+    only the fragment, but its norm and Gram matrix are sums over all fragments. With these sums the result is
+    the corresponding part of the whole matrix's update, up to rounding.
 
-    State of a fragment: its part of Muon's `momentum_buffer`; `distrusted`, the same for all fragments of a matrix.
+    State of a fragment: its part of Muon's `momentum_buffer`; `distrusted`, the same for all fragments of a
+    matrix.
     """
 
     def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
@@ -29,8 +30,8 @@ class SharedMuon(muon.Muon):
         matrices, and `settle` switches the next updates to standard form.
 
         Args:
-            p: The fragment's weights, and in `p.grad` the gradient, both fp32. The gradient is read in the first
-                turn only, and not changed.
+            p: The fragment's weights, and in `p.grad` the gradient, both fp32. The gradient is read in the
+                first turn only, and not changed.
             whole: The shape of the whole matrix; its shorter side is a multiple of `ranks.count`.
             ranks: The collectives among the ranks that have fragments.
 
@@ -66,8 +67,8 @@ class SharedMuon(muon.Muon):
     def _fragment_direction(
         self, p: torch.Tensor, dtype: torch.dtype, side: int, workspace: Workspace, *, again: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns `_direction` of a fragment, in `workspace`, its norm (), and the square of its norm (1,), which the
-        caller sums over all fragments; `_divide` needs both."""
+        """Returns `_direction` of a fragment, in `workspace`, its norm (), and the square of its norm (1,),
+        which the caller sums over all fragments; `_divide` needs both."""
         assert p.grad is not None
         x = workspace.get("muon_x", p.shape, dtype, p.device)
         norm_here = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=side, again=again)
@@ -75,11 +76,11 @@ class SharedMuon(muon.Muon):
         return x, norm, norm.double().square().view(1)
 
     def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
-        """Updates a fragment in standard form: in the step in which `together` returned False, and in later steps
-        while the matrix is `excluded`. Collective.
+        """Updates a fragment in standard form: in the step in which `together` returned False, and in later
+        steps while the matrix is `excluded`. Collective.
 
-        It is slow, because every iteration sums the Gram matrix over all fragments, but safe. If the matrix is not
-        excluded, `together` has already updated the momentum in this step.
+        It is slow, because every iteration sums the Gram matrix over all fragments, but safe. If the matrix
+        is not excluded, `together` has already updated the momentum in this step.
 
         Args:
             p: The fragment's weights, and in `p.grad` the gradient, both fp32.
@@ -110,11 +111,12 @@ class SharedMuon(muon.Muon):
 
 
 def _divide(x: torch.Tensor, norm: torch.Tensor, square: torch.Tensor) -> None:
-    """Rescales a fragment that was divided by its own `norm` to be divided by the norm of the whole matrix, whose
-    square is `square`."""
+    """Rescales a fragment that was divided by its own `norm` to be divided by the norm of the whole matrix,
+    whose square is `square`."""
     x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1))
 
 
 def _is_wide(fragment: torch.Tensor, whole: Shape) -> bool:
-    """Returns True if the fragment has all rows of the whole matrix, so that its columns, the long side, are cut."""
+    """Returns True if the fragment has all rows of the whole matrix, so that its columns, the long side, are
+    cut."""
     return fragment.size(0) == whole[0]

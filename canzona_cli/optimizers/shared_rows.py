@@ -1,12 +1,13 @@
-"""The Gram form of Newton-Schulz (`gram_form`) for a matrix in fragments: the ranks that have the fragments share
-the work on the squares, which are cut by rows.
+"""The Gram form of Newton-Schulz (`gram_form`) for a matrix in fragments: the ranks that have the fragments
+share the work on the squares, which are cut by rows.
 
-Every rank sums its rows of all ranks' Gram matrices and computes its rows of each product. The rows are gathered
-where a product needs the whole square on its right. So no rank computes the squares alone, and all ranks get the
-same numbers. The norm of the whole matrix is known beforehand.
+Every rank sums its rows of all ranks' Gram matrices and computes its rows of each product. The rows are
+gathered where a product needs the whole square on its right. So no rank computes the squares alone, and all
+ranks get the same numbers. The norm of the whole matrix is known beforehand.
 
-Each rank's Gram matrix is rounded, without its alpha, before it is sent, and the sum is rounded again. Roundings are
-independent, so where `gram_form` assumes a rounding error of size |R|, it is (|R|^2 + sum_r |R_r|^2)^0.5 here.
+Each rank's Gram matrix is rounded, without its alpha, before it is sent, and the sum is rounded again.
+Roundings are independent, so where `gram_form` assumes a rounding error of size |R|, it is (|R|^2 + sum_r
+|R_r|^2)^0.5 here.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -41,15 +42,15 @@ Sum = Callable[[torch.Tensor], object]
 Wait = Callable[[], object]
 """A function that waits for a collective; on a GPU the current stream waits, not the host."""
 type Turns[Result] = Generator[Sequence[Wait], None, Result]
-"""A generator that yields the collectives it has to wait for. The caller may run another generator meanwhile and
-resumes this one after it has called every `Wait`."""
+"""A generator that yields the collectives it has to wait for. The caller may run another generator meanwhile
+and resumes this one after it has called every `Wait`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
     """The collectives through which the ranks with fragments of a matrix update it together. Each rank has an
-    equal share of the rows of every square. All ranks start the same collectives in the same order, and do not
-    touch the tensors until they have waited."""
+    equal share of the rows of every square. All ranks start the same collectives in the same order, and do
+    not touch the tensors until they have waited."""
 
     place: int
     """The index of this rank among the fragments."""
@@ -91,8 +92,8 @@ def gram_by_rows(
     """Orthogonalises a matrix of which `x` is a fragment. Collective.
 
     Args:
-        x: The fragment (rows, cols), contiguous, overwritten. The whole matrix has the Frobenius norm `starting_norm`
-            or 0.
+        x: The fragment (rows, cols), contiguous, overwritten. The whole matrix has the Frobenius norm
+            `starting_norm` or 0.
         steps: (a, b, c) of each step.
         ranks: The collectives among the ranks that have fragments.
         workspace: Scratch for a second x and four squares of the short side.
@@ -102,8 +103,8 @@ def gram_by_rows(
         The collectives to wait for before the generator is resumed.
 
     Returns:
-        The fragment of the result, which is `x` or the workspace's second x; and whether it can be trusted: () bool,
-        the same on all ranks.
+        The fragment of the result, which is `x` or the workspace's second x; and whether it can be trusted:
+        () bool, the same on all ranks.
     """
     twin = workspace.like("ns_twin", x)
     side, done = x.size(0 if wide else 1), 0
@@ -131,17 +132,17 @@ def gram_by_rows(
         error = polynomial.error(error, mean, rounded)
         left = _as_tensor(polynomial.left_of(rows), x)
         x, twin = twin, x
-    # A rank that does not trust its result makes the sum infinite, so that all ranks decide alike. Otherwise they
-    # would wait for each other in different collectives.
+    # A rank that does not trust its result makes the sum infinite, so that all ranks decide alike. Otherwise
+    # they would wait for each other in different collectives.
     left = torch.where(torch.as_tensor(error <= DOUBT, device=x.device).view(1), left, torch.inf)
     yield (ranks.total(left),)
     return x, (left <= most(steps) ** 2).view(())
 
 
 def _add_up(rows: torch.Tensor, parts: torch.Tensor, first: int, more: torch.Tensor) -> None:
-    """Writes the sum of all ranks' `parts` (count, height, side) into `rows` (height, side), the rows of a square
-    from row `first` on. Sums are in the order of ranks and in fp32; `more` is added to the diagonal before
-    rounding."""
+    """Writes the sum of all ranks' `parts` (count, height, side) into `rows` (height, side), the rows of a
+    square from row `first` on. Sums are in the order of ranks and in fp32; `more` is added to the diagonal
+    before rounding."""
     diagonal = parts.diagonal(first, dim1=1, dim2=2).sum(0, dtype=torch.float32) + more.float()
     torch.sum(parts, 0, out=rows)
     rows.diagonal(first).copy_(diagonal)

@@ -8,8 +8,8 @@ from .decompositions import rounding
 from .kronecker import LONGEST, KroneckerOptimizer, Side
 
 RESOLVED = torch.finfo(torch.float32).eps ** 0.5
-"""The share of the largest singular value below which singular vectors cannot be resolved, because the squares of
-these singular values are below fp32's rounding."""
+"""The share of the largest singular value below which singular vectors cannot be resolved, because the
+squares of these singular values are below fp32's rounding."""
 
 
 class SOAP(KroneckerOptimizer):
@@ -23,13 +23,14 @@ class SOAP(KroneckerOptimizer):
     The first Q_L and Q_R come from an eigendecomposition; a refresh is one power iteration and a QR, with
     columns in the order of estimated eigenvalues. Both of Adam's moments are kept in the eigenbasis: at a
     refresh the first is turned to the new one, and the second follows the order of columns, as in the paper.
-    With a refresh in every step the rule is that of emerging-optimizers' SOAP, except where rounding would decide
-    the result: no update is longer than `LONGEST`, the basis is not changed in directions without any gradient, and
-    rounding errors are not divided by rounding errors. So two runs whose gradients differ by rounding stay closer
-    together than they would without these rules.
+    With a refresh in every step the rule is that of emerging-optimizers' SOAP, except where rounding would
+    decide the result: no update is longer than `LONGEST`, the basis is not changed in directions without any
+    gradient, and rounding errors are not divided by rounding errors. So two runs whose gradients differ by
+    rounding stay closer together than they would without these rules.
 
-    Settings are those of KroneckerOptimizer; `betas` and `eps` are Adam's. State besides that of KroneckerOptimizer:
-    `exp_avg` and `exp_avg_sq` (rows, cols), in the eigenbasis; `Q_L` (rows, rows), `Q_R` (cols, cols).
+    Settings are those of KroneckerOptimizer; `betas` and `eps` are Adam's. State besides that of
+    KroneckerOptimizer: `exp_avg` and `exp_avg_sq` (rows, cols), in the eigenbasis; `Q_L` (rows, rows), `Q_R`
+    (cols, cols).
     """
 
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
@@ -60,7 +61,8 @@ class SOAP(KroneckerOptimizer):
                 self._turn(p, side, new, places)
 
     def _turn(self, p: torch.Tensor, side: Side, new: torch.Tensor, order: torch.Tensor) -> None:
-        """Moves both moments of `p` to a new basis of one side: the first is rotated, the second only reordered."""
+        """Moves both moments of `p` to a new basis of one side: the first is rotated, the second only
+        reordered."""
         state = self.state[p]
         basis, first, second = state[f"Q_{side}"], state["exp_avg"], state["exp_avg_sq"]
         turned = self.workspace.like("adam", p)
@@ -75,10 +77,10 @@ class SOAP(KroneckerOptimizer):
     def _refreshed(self, p: torch.Tensor) -> None:
         """Bounds the updates after a refresh, which could exceed Adam's.
 
-        The first moment is rotated into the new basis, the second is not. Where the second moment is close to zero
-        in a new direction, updates would be thousands of learning rates long. If the update is longer than
-        `LONGEST`, the second moment is raised to the smallest value that gradients with this first moment can
-        have; from then on Adam's own bound holds.
+        The first moment is rotated into the new basis, the second is not. Where the second moment is close to
+        zero in a new direction, updates would be thousands of learning rates long. If the update is longer
+        than `LONGEST`, the second moment is raised to the smallest value that gradients with this first
+        moment can have; from then on Adam's own bound holds.
         """
         state = self.state[p]
         done: int = state["step"] - 1
@@ -97,7 +99,8 @@ class SOAP(KroneckerOptimizer):
         step: int = state["step"]
         grad = self._sandwich(p, "Q_", grad, transpose="L")
         if step == 1 and self._sides(p):
-            # The first gradient is diagonal in its own singular vectors, so smaller elements are rounding errors.
+            # The first gradient is diagonal in its own singular vectors, so smaller elements are rounding
+            # errors.
             grad.masked_fill_(grad.abs() <= RESOLVED * grad.abs().max(), 0.0)
         state["exp_avg"].lerp_(grad, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)

@@ -1,5 +1,5 @@
-"""SOAP-Muon: SOAP whose update is orthogonalised as in Muon (Vyas et al. 2025, "Improving SOAP using iterative
-whitening and Muon", https://nikhilvyas.github.io/SOAP_Muon.pdf)."""
+"""SOAP-Muon: SOAP whose update is orthogonalised as in Muon (Vyas et al. 2025, "Improving SOAP using
+iterative whitening and Muon", https://nikhilvyas.github.io/SOAP_Muon.pdf)."""
 
 from typing import Literal, Unpack
 
@@ -15,17 +15,17 @@ from .soap import SOAP
 
 
 class SOAPMuon(SOAP):
-    """SOAP-Muon: orthogonalises SOAP's update. SOAP whitens with averages over past gradients; Muon's Newton-Schulz
-    iteration then makes the result orthogonal.
+    """SOAP-Muon: orthogonalises SOAP's update. SOAP whitens with averages over past gradients; Muon's
+    Newton-Schulz iteration then makes the result orthogonal.
 
         A = Q_L Adam(Q_L^T G Q_R) Q_R^T                          SOAP's update, (rows, cols)
         O = newton_schulz(A / |A|)                               every singular value becomes about 1
         W = (1 - lr weight_decay) W - lr scale_factor scale(rows, cols) O
 
-    Newton-Schulz commutes with the rotations Q_L and Q_R, so its result is the same in SOAP's basis and outside of
-    it. The scale is Muon's, as in the authors' code for nanoGPT, so Muon's learning rates carry over. That code
-    runs 5 steps, then two of a cubic polynomial, and does not use the newest factors; here the iteration is Muon's,
-    with Muon's settings.
+    Newton-Schulz commutes with the rotations Q_L and Q_R, so its result is the same in SOAP's basis and
+    outside of it. The scale is Muon's, as in the authors' code for nanoGPT, so Muon's learning rates carry
+    over. That code runs 5 steps, then two of a cubic polynomial, and does not use the newest factors; here
+    the iteration is Muon's, with Muon's settings.
 
     State: that of SOAP.
     """

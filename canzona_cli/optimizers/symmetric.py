@@ -1,8 +1,8 @@
-"""Products whose result is known to be symmetric: only half of it is computed and then mirrored, where that is
-faster.
+"""Products whose result is known to be symmetric: only half of it is computed and then mirrored, where that
+is faster.
 
-On CPUs the product is computed in strips of rows; on CUDA by the kernel that a measurement at the start of the run
-chose (`engine.kernels`); otherwise as an ordinary product.
+On CPUs the product is computed in strips of rows; on CUDA by the kernel that a measurement at the start of
+the run chose (`engine.kernels`); otherwise as an ordinary product.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,20 +14,20 @@ import torch
 from . import cpu_products
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, float], object]
-"""A kernel that is called with a, b, out, add, beta, alpha and computes out <- alpha A B + beta add; `add` may be
-None. A is (side, long) and B (long, side). B is A's transpose, a view of the same memory, or, if both are square,
-another symmetric matrix that commutes with A."""
+"""A kernel that is called with a, b, out, add, beta, alpha and computes out <- alpha A B + beta add; `add`
+may be None. A is (side, long) and B (long, side). B is A's transpose, a view of the same memory, or, if both
+are square, another symmetric matrix that commutes with A."""
 
 STRIPS, LEAST = 5, 2e8
-"""The number of strips of rows, and the number of multiply-adds above which strips are faster. Measured in bf16
-on one core of an AMD EPYC with AVX512-BF16 (no AMX), as a ratio to the time of the full product: X X^T of
-256x1024 1.07, 256x3072 0.84, 384x1536 0.81, 512x1024 0.85, 640x640 0.83, 640x3200 0.72, 1024x1024 0.82, 1024x3072
-0.72, 1280x6400 0.64; A A + b A of 384 1.16, 512 0.99, 640 0.85, 1024 0.88, 1280 0.73. Recursive halving, strips
-of columns and other numbers of strips (2 to 8) do not gain more. Mirroring accounts for about 0.05. All variants
-gave the full product's bits."""
+"""The number of strips of rows, and the number of multiply-adds above which strips are faster. Measured in
+bf16 on one core of an AMD EPYC with AVX512-BF16 (no AMX), as a ratio to the time of the full product: X X^T
+of 256x1024 1.07, 256x3072 0.84, 384x1536 0.81, 512x1024 0.85, 640x640 0.83, 640x3200 0.72, 1024x1024 0.82,
+1024x3072 0.72, 1280x6400 0.64; A A + b A of 384 1.16, 512 0.99, 640 0.85, 1024 0.88, 1280 0.73. Recursive
+halving, strips of columns and other numbers of strips (2 to 8) do not gain more. Mirroring accounts for about
+0.05. All variants gave the full product's bits."""
 AMX_STRIPS, AMX_LEAST = 3, 1.5e9
-"""The same numbers for processors with AMX, which multiply faster than they mirror. Measured on one core of a Xeon:
-768x2560 0.78. Two and four strips are slower, and nothing gains at 512x2560 and 1024x1024."""
+"""The same numbers for processors with AMX, which multiply faster than they mirror. Measured on one core of a
+Xeon: 768x2560 0.78. Two and four strips are slower, and nothing gains at 512x2560 and 1024x1024."""
 
 Shape = tuple[int, int, torch.dtype]
 """The shape (side, long) of A, and its dtype."""
@@ -36,7 +36,8 @@ _chosen: dict[Shape, Kernel] = {}
 
 
 def use(kernels: Mapping[Shape, Kernel]) -> None:
-    """Uses these kernels, by the shape of A, for all products from now on, instead of those of the previous call."""
+    """Uses these kernels, by the shape of A, for all products from now on, instead of those of the previous
+    call."""
     _chosen.clear()
     _chosen.update(kernels)
 
@@ -47,7 +48,8 @@ def gram(x: torch.Tensor, out: torch.Tensor, *, add: torch.Tensor | None = None)
     Args:
         x: (side, long) or (batch, side, long), with any strides.
         out: (side, side) or (batch, side, side), contiguous, overwritten. Must not share memory with `x`.
-        add: Symmetric, of the shape of `out`; either `out` itself or without shared memory. None: nothing is added.
+        add: Symmetric, of the shape of `out`; either `out` itself or without shared memory. None: nothing is
+            added.
 
     Returns:
         `out`.
@@ -65,8 +67,8 @@ def product(
     beta: float = 1.0,
     alpha: float = 1.0,
 ) -> torch.Tensor:
-    """Computes alpha A B + beta `add`, where A and B are polynomials of the same symmetric matrix. They commute,
-    so A B is symmetric too.
+    """Computes alpha A B + beta `add`, where A and B are polynomials of the same symmetric matrix. They
+    commute, so A B is symmetric too.
 
     Args:
         a, b: (side, side) or (batch, side, side), symmetric.
@@ -83,8 +85,8 @@ def product(
 
 
 def in_strips(side: int, long: int) -> int:
-    """Returns the number of strips in which a CPU multiplies (side, long) by (long, side) in bf16 or fp16; 1 if
-    strips are slower."""
+    """Returns the number of strips in which a CPU multiplies (side, long) by (long, side) in bf16 or fp16; 1
+    if strips are slower."""
     strips, least = (AMX_STRIPS, AMX_LEAST) if _amx() else (STRIPS, LEAST)
     return strips if float(side) * side * long >= least else 1
 
@@ -92,8 +94,8 @@ def in_strips(side: int, long: int) -> int:
 def plain(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
 ) -> None:
-    """Computes the product in full, with torch's own kernels. It is the only `Kernel` that also takes batches (batch,
-    side, long)."""
+    """Computes the product in full, with torch's own kernels. It is the only `Kernel` that also takes batches
+    (batch, side, long)."""
     if add is None and alpha == 1:
         torch.matmul(a, b, out=out)
         return
@@ -124,7 +126,8 @@ def _in_strips(
     beta: float,
     alpha: float,
 ) -> None:
-    """Computes the lower block triangle, which is (strips + 1) / (2 strips) of the operations, and mirrors it."""
+    """Computes the lower block triangle, which is (strips + 1) / (2 strips) of the operations, and mirrors
+    it."""
     side = a.size(0)
     height = -(-side // (32 * strips)) * 32
     for top in range(0, side, height):
@@ -162,5 +165,6 @@ def _quack(module: str) -> Kernel:
 
 
 LADDER: Mapping[str, Callable[[], Kernel]] = {"quack": quack, "torch's quack": torchs_quack}
-"""The loaders of other packages' kernels by name, in the order in which they are tried; without any of them products
-use `plain`, which is cuBLAS. A loader raises if its kernel cannot be used here, most often ImportError."""
+"""The loaders of other packages' kernels by name, in the order in which they are tried; without any of them
+products use `plain`, which is cuBLAS. A loader raises if its kernel cannot be used here, most often
+ImportError."""

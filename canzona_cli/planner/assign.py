@@ -57,11 +57,11 @@ def assign(
       starts (dividing bucket by bucket would give every remainder to the first ranks). Hosts are assigned
       round-robin in registration order. Nothing is balanced.
 
-    Of several candidates (layout contiguous, or canzona with alpha < 1) the one with the lowest score is taken:
-    alpha * (busiest cell / lower bound) + (1 - alpha) * (bytes of every bucket's busiest owner / their lower
-    bound). Both terms are computed from the final cells, and candidates that exceed `memory_cap` are dropped.
-    Candidates do not depend on alpha, so a larger alpha never makes the busiest cell busier, and a smaller
-    alpha never makes bytes less even.
+    Of several candidates (layout contiguous, or canzona with alpha < 1) the one with the lowest score is
+    taken: alpha * (busiest cell / lower bound) + (1 - alpha) * (bytes of every bucket's busiest owner / their
+    lower bound). Both terms are computed from the final cells, and candidates that exceed `memory_cap` are
+    dropped. Candidates do not depend on alpha, so a larger alpha never makes the busiest cell busier, and a
+    smaller alpha never makes bytes less even.
 
     Args:
         costs: Seconds of each matrix's update, positive; with strategy paper its elements.
@@ -149,7 +149,8 @@ class _Stage:
         return max(self.packer.height(matrices) for matrices in self.held(owner_of))
 
     def reach(self, placed: "_Placed") -> float:
-        """Adds up the elements of every bucket's busiest owner, which decide how long a bucket is communicated."""
+        """Adds up the elements of every bucket's busiest owner, which decide how long a bucket is
+        communicated."""
         total = 0
         for parts in self.parts:
             held: Counter[int] = Counter()
@@ -216,8 +217,8 @@ def _solve(
         assert memory_cap is not None
         fitting = [_within(stage, settings, memory_cap)]
     if settings.strategy == "canzona" and settings.layout != "contiguous" and settings.alpha < 1:
-        # The first candidate, balanced for compute alone, is the answer for alpha = 1. No candidate may beat it
-        # at compute, or alpha = 1 would no longer give the least busy cell.
+        # The first candidate, balanced for compute alone, is the answer for alpha = 1. No candidate may beat
+        # it at compute, or alpha = 1 would no longer give the least busy cell.
         blended = [placed(_blended(stage, blend)) for blend in BLENDS]
         fitting += [way for way in blended if way and way.busiest >= fitting[0].busiest]
     best = _pick(stage, settings.alpha, fitting) if len(fitting) > 1 else fitting[0]
@@ -236,10 +237,12 @@ def _within(stage: _Stage, settings: PlanSettings, memory_cap: int) -> _Placed:
     """Assigns matrices in any order and without sharing, for when all candidates exceed `memory_cap`.
 
     Raises:
-        DoesNotFit: no assignment was found, or mode shared or strategy paper, which do not allow another order.
+        DoesNotFit: no assignment was found, or mode shared or strategy paper, which do not allow another
+            order.
     """
     elements = [matrix.elements for matrix in stage.matrices]
-    # Placing the largest matrices first may succeed where placing the costliest first leaves one without room.
+    # Placing the largest matrices first may succeed where placing the costliest first leaves one without
+    # room.
     cells = _capped(stage, stage.costs, elements, memory_cap) or _capped(stage, elements, elements, memory_cap)
     if cells is None or settings.mode == "shared" or settings.strategy == "paper":
         raise DoesNotFit(_too_much(stage, memory_cap))
@@ -306,8 +309,8 @@ def _cells_to_owners(stage: _Stage, costs: Sequence[float]) -> Owners:
 
 
 def _blended(stage: _Stage, blend: float) -> Owners:
-    """Assigns units bucket by bucket, largest first, each to the owner with the lowest weighted sum of compute so
-    far and bytes of this bucket."""
+    """Assigns units bucket by bucket, largest first, each to the owner with the lowest weighted sum of
+    compute so far and bytes of this bucket."""
     compute = [0.0] * stage.owners
     goal = sum(map(stage.cost, stage.units)) / stage.owners
     owner_of: Owners = {}
@@ -347,7 +350,8 @@ def _pick(stage: _Stage, alpha: float, candidates: Sequence[_Placed]) -> _Placed
 
     def score(placed: _Placed) -> tuple[float, float]:
         compute, communication = placed.busiest / stage.bound, stage.reach(placed) / least
-        # Ties are broken by the sum of both measures: otherwise, with alpha = 1, bytes could be needlessly uneven.
+        # Ties are broken by the sum of both measures: otherwise, with alpha = 1, bytes could be needlessly
+        # uneven.
         return alpha * compute + (1 - alpha) * communication, compute + communication
 
     return min(candidates, key=score)

@@ -1,9 +1,10 @@
-"""Megatron's gradient buffer: how a stage's parameters are cut into buckets, and which owner has which range of each.
+"""Megatron's gradient buffer: how a stage's parameters are cut into buckets, and which owner has which range
+of each.
 
-Megatron walks parameters backwards through the model, because gradients become ready in this order, and closes
-a bucket once it holds `bucket_elements` (`DistributedOptimizer._compute_per_buffer_param_layout`, 0.19). Each
-model chunk of an interleaved pipeline has its own buffer; the last chunk's buckets come first. Once owners are
-known, `buckets` orders the parameters inside each bucket:
+Megatron walks parameters backwards through the model, because gradients become ready in this order, and
+closes a bucket once it holds `bucket_elements` (`DistributedOptimizer._compute_per_buffer_param_layout`,
+0.19). Each model chunk of an interleaved pipeline has its own buffer; the last chunk's buckets come first.
+Once owners are known, `buckets` orders the parameters inside each bucket:
 
     parameters, last first   | fc2.1 | fc1.1      | qkv.1 | proj.1 | fc2.0 | fc1.0      | qkv.0 | proj.0 |
     cut into buckets         |       bucket 0             |           bucket 1          |  bucket 2      |
@@ -41,7 +42,8 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One Megatron parameter; fc1 has two parts, gate and up, unless they are one matrix; all others have one part."""
+    """One Megatron parameter; fc1 has two parts, gate and up, unless they are one matrix; all others have one
+    part."""
 
     name: str
     chunk: int
@@ -87,8 +89,8 @@ def stage_parameters(matrices: Sequence[Matrix], stage: int, tp: int) -> list[Pa
 
 
 def _on_one_rank(members: Sequence[Matrix], tp: int) -> int:
-    """Counts the elements of a unit that one TP rank stores. Matrices of single heads are stored on one rank each, the
-    same number on every rank."""
+    """Counts the elements of a unit that one TP rank stores. Matrices of single heads are stored on one rank
+    each, the same number on every rank."""
     heads = sum(matrix.elements for matrix in members if matrix.home is not None)
     return heads // tp + sum(matrix.fragment_elements(tp) for matrix in members if matrix.home is None)
 
@@ -96,8 +98,8 @@ def _on_one_rank(members: Sequence[Matrix], tp: int) -> int:
 def cut(parameters: Sequence[Parameter], bucket_elements: int | None, *, stage: int) -> list[list[Parameter]]:
     """Cuts a stage's parameters into buckets, the parameters registered last first.
 
-    `bucket_elements` applies only to the first stage. In the other stages, as in Megatron, every model chunk is
-    one bucket.
+    `bucket_elements` applies only to the first stage. In the other stages, as in Megatron, every model chunk
+    is one bucket.
     """
     by_chunk = [list(of_chunk) for _, of_chunk in groupby(parameters, lambda parameter: parameter.chunk)]
     return [
@@ -113,7 +115,8 @@ def stage_buckets(
 
 
 def _cut(parameters: Sequence[Parameter], limit: int | None) -> list[list[Parameter]]:
-    """Cuts a model chunk's parameters into buckets, each closed once it holds `limit` elements; None: one bucket."""
+    """Cuts a model chunk's parameters into buckets, each closed once it holds `limit` elements; None: one
+    bucket."""
     closed: list[list[Parameter]] = []
     bucket: list[Parameter] = []
     filled = 0
@@ -133,9 +136,11 @@ def buckets(
     settings: PlanSettings,
     bucket_elements: int | None = None,
 ) -> tuple[Bucket, ...]:
-    """Makes the buckets of all stages, numbered from 0 in each stage in the order in which gradients become ready.
+    """Makes the buckets of all stages, numbered from 0 in each stage in the order in which gradients become
+    ready.
 
-    - layout owner: the parameters of an owner are adjacent, in uneven shards. A parameter whose gate and up have
+    - layout owner: the parameters of an owner are adjacent, in uneven shards. A parameter whose gate and up
+        have
       two owners is placed on the border between them; the few that cannot be give their owner another range;
     - layout contiguous: Megatron's order;
     - strategies paper and asc: Megatron's order, whatever the layout.
@@ -261,8 +266,8 @@ def _filled(placed: Iterable[tuple[int, _Owned]], elements: int, stage: int, ind
 
 
 def even_bucket(held: Sequence[Sequence[Parameter]], stage: int, index: int) -> Bucket:
-    """Makes a bucket of Megatron's layer-wise optimizer: a shard for each owner's parameters, padded to the length of
-    the fullest. It is reduced and gathered in a ring, in which nothing has to be handed over."""
+    """Makes a bucket of Megatron's layer-wise optimizer: a shard for each owner's parameters, padded to the
+    length of the fullest. It is reduced and gathered in a ring, in which nothing has to be handed over."""
     positions = [_side_by_side(parameters) for parameters in held]
     shard = shard_elements(max(end for _, end in positions), len(held))
     placed = (
@@ -274,8 +279,8 @@ def even_bucket(held: Sequence[Sequence[Parameter]], stage: int, index: int) -> 
 
 
 def _extend(ranges: list[Range], start: int, end: int, owner: int, matrices: tuple[int, ...]) -> None:
-    """Appends the range [start, end), or extends the last range if it has the same owner and ends at `start` up to
-    alignment."""
+    """Appends the range [start, end), or extends the last range if it has the same owner and ends at `start`
+    up to alignment."""
     if ranges and ranges[-1].owner == owner and start in (ranges[-1].end, align(ranges[-1].end)):
         last = ranges.pop()
         start, matrices = last.start, last.matrices + matrices
@@ -341,10 +346,10 @@ def in_order_of_reductions(
 ) -> Assignment:
     """Renumbers the owners of every stage in the order in which buckets are reduced to them.
 
-    The chain of ranks of one reduction then overlaps with the next chain. Of the owners that first occur in one
-    bucket, the owner that occurs in the latest bucket gets the highest number, because it comes first in a
-    bucket that follows. Gatherings run in the opposite order and overlap less. Reductions matter more, because
-    the last reductions wait for the end of the backward pass and overlap with nothing else.
+    The chain of ranks of one reduction then overlaps with the next chain. Of the owners that first occur in
+    one bucket, the owner that occurs in the latest bucket gets the highest number, because it comes first in
+    a bucket that follows. Gatherings run in the opposite order and overlap less. Reductions matter more,
+    because the last reductions wait for the end of the backward pass and overlap with nothing else.
     """
     number: dict[tuple[int, int], int] = {}
     for stage in stages(matrices):
@@ -381,7 +386,8 @@ def _most_useful(
 def slowest(
     matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment, grouped: Grouped
 ) -> dict[int, float]:
-    """Returns, by stage, the update seconds of the owner that is done last, as the planner's `Clock` adds them up."""
+    """Returns, by stage, the update seconds of the owner that is done last, as the planner's `Clock` adds
+    them up."""
     seconds: dict[int, float] = defaultdict(float)
     for (stage, _), jobs in held_jobs(matrices, costs, assignment).items():
         seconds[stage] = max(seconds[stage], grouped.of(jobs)[0])
@@ -389,8 +395,8 @@ def slowest(
 
 
 def travel(buckets: Iterable[Bucket], model: ReductionModel) -> tuple[dict[int, float], float]:
-    """Returns, by stage, the seconds in which the last bucket is reduced and gathered, and the sum over all buckets of
-    all stages, without the time in which chains overlap."""
+    """Returns, by stage, the seconds in which the last bucket is reduced and gathered, and the sum over all
+    buckets of all stages, without the time in which chains overlap."""
     last, total = dict[int, float](), 0.0
     for stage, held in groupby(buckets, key=lambda bucket: bucket.stage):
         for reduced, gathered in model.in_turn(list(held)):
@@ -402,7 +408,8 @@ def travel(buckets: Iterable[Bucket], model: ReductionModel) -> tuple[dict[int, 
 def spread(
     buckets: Sequence[Sequence[Parameter]], owner_of: Mapping[int, int], alike: Mapping[int, Hashable]
 ) -> dict[int, int]:
-    """Exchanges units of the same kind between owners so that each bucket's bytes are spread evenly over owners.
+    """Exchanges units of the same kind between owners so that each bucket's bytes are spread evenly over
+    owners.
 
     Every owner keeps its number of units of each kind. Bucket by bucket, the units of a kind go to the owners
     with the fewest bytes of the bucket so far, and of equal ones to the owner with most units of this kind

@@ -1,5 +1,5 @@
-"""The messages that each TP rank sends and receives for one micro-group. Engine, planner, memory and simulation all
-take them from here.
+"""The messages that each TP rank sends and receives for one micro-group. Engine, planner, memory and
+simulation all take them from here.
 
 What is sent of a matrix depends on which ranks store it:
 
@@ -76,8 +76,8 @@ def group_traffic(matrices: Sequence[Matrix], hosts: Sequence[int], tp: int) -> 
 
 
 def _from_hosts(to_each: Sequence[int], homes: Iterable[tuple[int, int, int]]) -> Traffic:
-    """Returns the traffic if each host sends `to_each[host]` elements to every other rank, and further elements to
-    one rank for each (host, home, elements) of `homes`.
+    """Returns the traffic if each host sends `to_each[host]` elements to every other rank, and further
+    elements to one rank for each (host, home, elements) of `homes`.
 
     Works on sums rather than single messages, because grouping `auto` compares hundreds of candidate groups.
     """
@@ -128,7 +128,8 @@ class Route:
 
 
 def senders(matrix: Matrix, host: int, tp: int) -> range:
-    """Returns the TP ranks whose gradients make up the whole matrix: the host alone if every rank stores all of it."""
+    """Returns the TP ranks whose gradients make up the whole matrix: the host alone if every rank stores all
+    of it."""
     return range(host, host + 1) if matrix.replicated else matrix.holders(tp)
 
 
@@ -148,7 +149,8 @@ def to_hosts(matrices: Sequence[Matrix], hosts: Sequence[int], *, rank: int, tp:
 
 
 def from_hosts(matrices: Sequence[Matrix], hosts: Sequence[int], *, rank: int, tp: int) -> Route:
-    """Routes weight fragments from hosts to all ranks that store one, and a flag for each matrix to every other rank.
+    """Routes weight fragments from hosts to all ranks that store one, and a flag for each matrix to every
+    other rank.
 
     Args:
         hosts: the host (TP rank) of each matrix.

@@ -21,8 +21,8 @@ from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, PlanSettings
 
 _MIB = 1 << 20
 CLOSE = 0.002
-"""The relative difference in time within which the candidate with fewer groups is preferred, because the overhead
-of an exchange varies most in practice."""
+"""The relative difference in time within which the candidate with fewer groups is preferred, because the
+overhead of an exchange varies most in practice."""
 
 Group = tuple[int, ...]
 """The matrices of one micro-group, by index in the plan's list."""
@@ -66,7 +66,8 @@ def held_jobs(
 
 
 class Grouped:
-    """The micro-groups of owners, cached: owners with the same costs on the same hosts are searched only once."""
+    """The micro-groups of owners, cached: owners with the same costs on the same hosts are searched only
+    once."""
 
     def __init__(self, settings: PlanSettings, bytes_per_element: int, pipeline: HostedPipeline) -> None:
         self.settings, self.bytes_per_element, self.pipeline = settings, bytes_per_element, pipeline
@@ -121,7 +122,8 @@ def _groups(
     chosen = [list(jobs)]
     if tp > 1:
         chosen = rolled_back(jobs, tp, capacity)
-        # If a memory cap led to other hosts than the greedy choice, the groups are cut for the assigned hosts.
+        # If a memory cap led to other hosts than the greedy choice, the groups are cut for the assigned
+        # hosts.
         hosts = {job.matrix.index: job.host for group in chosen for job in group}
         if hosts != {job.matrix.index: job.host for job in jobs}:
             chosen = _cut(jobs, tp, capacity)
@@ -131,8 +133,8 @@ def _groups(
 def _fewest_of_the_fastest(
     candidates: Iterable[list[list[Job]]], pipeline: HostedPipeline
 ) -> tuple[float, list[list[Job]]]:
-    """Times all candidates; returns, of those within `CLOSE` of the fastest, the seconds and groups of the one with
-    the fewest groups."""
+    """Times all candidates; returns, of those within `CLOSE` of the fastest, the seconds and groups of the
+    one with the fewest groups."""
     # Candidates are often equal, and most have groups in common, whose loads `known` keeps.
     distinct = {tuple(tuple(job.matrix.index for job in group) for group in groups): groups for groups in candidates}
     known: Loads = {}
@@ -146,18 +148,20 @@ def _fewest_of_the_fastest(
 
 
 def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[list[list[Job]]]:
-    """Yields the candidates of `auto`: three orders, each cut at capacities that double from the largest matrix to
-    C_max.
+    """Yields the candidates of `auto`: three orders, each cut at capacities that double from the largest
+    matrix to C_max.
 
-    Each is also yielded with separate groups for the exchanges that nothing overlaps: the first group has every
-    host's first matrix, the last group the last matrix of every host, or only of hosts busier than the mean.
+    Each is also yielded with separate groups for the exchanges that nothing overlaps: the first group has
+    every host's first matrix, the last group the last matrix of every host, or only of hosts busier than the
+    mean.
     """
     largest = max(job.received for job in jobs)
     hosted = [0] * tp
     for job in jobs:
         hosted[job.host] += job.received
     most = min(capacity or max(hosted), max(hosted))
-    # Doubling suffices, because the time is flat around its minimum, and a plan has to be made within a second.
+    # Doubling suffices, because the time is flat around its minimum, and a plan has to be made within a
+    # second.
     capacities = [largest]
     while capacities[-1] < most:
         capacities.append(min(2 * capacities[-1], most))
@@ -179,8 +183,8 @@ def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[li
 
 
 def _ends(order: Sequence[Job], late: Set[int]) -> tuple[list[Job], list[Job], list[Job]]:
-    """Splits jobs into every host's first job, the jobs between, and the last job of each host in `late` that has
-    more than one job."""
+    """Splits jobs into every host's first job, the jobs between, and the last job of each host in `late` that
+    has more than one job."""
     first: dict[int, Job] = {}
     last: dict[int, Job] = {}
     for job in order:
@@ -226,8 +230,9 @@ def _arched(ascending: Sequence[Job], tp: int) -> list[Job]:
 
 
 GAIN = 0.98
-"""The relative time at or below which a stage shares matrices: its slowest owner's time with sharing over its time
-without. Sharing has to gain something, because it changes owners, and buckets may then take longer to communicate."""
+"""The relative time at or below which a stage shares matrices: its slowest owner's time with sharing over its
+time without. Sharing has to gain something, because it changes owners, and buckets may then take longer to
+communicate."""
 
 
 def best_of(
@@ -240,8 +245,8 @@ def best_of(
     grouped: Grouped,
     memory_cap: int | None,
 ) -> Assignment:
-    """Chooses what each stage shares: every owner of `balanced` takes its fastest set of shared matrices, and a stage
-    whose slowest owner gains too little (`GAIN`) keeps its cells of `hosted`.
+    """Chooses what each stage shares: every owner of `balanced` takes its fastest set of shared matrices, and
+    a stage whose slowest owner gains too little (`GAIN`) keeps its cells of `hosted`.
 
     Args:
         hosted: an assignment that shares nothing.

@@ -1,8 +1,8 @@
 """Makes the `Plan` of a run, in attempts that need less and less memory until every rank has enough.
 
-An attempt balances matrices over the grid and shares some where sharing is faster. Of equally fast assignments
-it keeps the one with less communication. Buckets and micro-groups follow from the assignment. Nothing depends
-on torch, on measured time or on randomness.
+An attempt balances matrices over the grid and shares some where sharing is faster. Of equally fast
+assignments it keeps the one with less communication. Buckets and micro-groups follow from the assignment.
+Nothing depends on torch, on measured time or on randomness.
 """
 
 import json
@@ -35,7 +35,8 @@ from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan, PlanSetting
 from canzona_cli.planner.reduction import ReductionModel
 
 SHARING_GAIN = 1.03
-"""Sharing is considered only if, without it, some stage's busiest rank takes longer than this times the lower bound."""
+"""Sharing is considered only if, without it, some stage's busiest rank takes longer than this times the lower
+bound."""
 
 ALIKE = 0.001
 """The relative difference in time up to which assignments count as equally fast."""
@@ -72,7 +73,8 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
 
 
 def settings(config: RunConfig) -> PlanSettings:
-    """Collects a run's planner settings. A run with sc or layerwise, which have no plans, is planned as canzona."""
+    """Collects a run's planner settings. A run with sc or layerwise, which have no plans, is planned as
+    canzona."""
     engine = config.engine
     asked = PlanSettings(
         strategy=engine.strategy if engine.strategy in PLANNED else "canzona",
@@ -169,7 +171,8 @@ class _Attempt:
         )
 
     def seconds(self) -> float:
-        """Returns the exposed seconds of the balanced assignment (`_times`), before any sharing or reordering."""
+        """Returns the exposed seconds of the balanced assignment (`_times`), before any sharing or
+        reordering."""
         return self._times(self._balanced)[0]
 
     @cached_property
@@ -193,10 +196,11 @@ class _Attempt:
         return best if faster else hosted
 
     def _with_least_communication(self, assignment: Assignment) -> Assignment:
-        """Returns, of several equally fast assignments, the one whose buckets take the least time to communicate.
+        """Returns, of several equally fast assignments, the one whose buckets take the least time to
+        communicate.
 
-        The candidates are the given assignment, one with units exchanged between owners (`few_owners`), both with
-        renumbered owners, and owners in natural order.
+        The candidates are the given assignment, one with units exchanged between owners (`few_owners`), both
+        with renumbered owners, and owners in natural order.
         """
         asked, layout = self._asked, self._layout
         if not (asked.strategy == "canzona" and asked.layout == "owner" and asked.alpha == 1 and layout.owners > 1):
@@ -239,12 +243,12 @@ class _Attempt:
         return self._laid_out[assignment.cells]
 
     def _times(self, assignment: Assignment, hidden: Sequence[float] | None = None) -> tuple[float, float]:
-        """Returns the exposed seconds of the slowest stage (updates plus the last bucket's reduction and gathering),
-        and the seconds in which all buckets are reduced and gathered.
+        """Returns the exposed seconds of the slowest stage (updates plus the last bucket's reduction and
+        gathering), and the seconds in which all buckets are reduced and gathered.
 
         Args:
-            hidden: seconds of communication that overlaps with the updates, by stage; updates count as at least
-                as long.
+            hidden: seconds of communication that overlaps with the updates, by stage; updates count as at
+                least as long.
         """
         last_bucket, total = travel(self._buckets(assignment), self._model)
         busy = slowest(self._members, self._costs, assignment, self._grouped)
@@ -377,20 +381,20 @@ def _with_less(config: RunConfig, layout: Layout, plan: Plan) -> Iterator[Plan]:
 
 
 def _capacities(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Iterator[int | None]:
-    """Yields C_max of `make_plan`'s attempts in bytes: first None (as the settings say), then smaller and smaller, down
-    to the largest matrix."""
+    """Yields C_max of `make_plan`'s attempts in bytes: first None (as the settings say), then smaller and
+    smaller, down to the largest matrix."""
     yield None
     largest = max(matrix.elements for matrix in members) * max(exchange_bytes(config))
     yield from capacities(largest, settings(config).c_max_bytes)
 
 
 def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], *, careful: bool) -> int:
-    """Returns the elements of matrices that one rank may keep: the free memory of the fullest stage divided by the
-    bytes of state per element.
+    """Returns the elements of matrices that one rank may keep: the free memory of the fullest stage divided
+    by the bytes of state per element.
 
     Args:
-        careful: preconditioners take more bytes per element for some shapes than for others. True to count the
-            most of any matrix, False to count the mean over all matrices.
+        careful: preconditioners take more bytes per element for some shapes than for others. True to count
+            the most of any matrix, False to count the mean over all matrices.
     """
     how = algorithm(config)
     shares = [(factor_bytes(how, matrix.rows, matrix.cols), matrix.elements) for matrix in members]

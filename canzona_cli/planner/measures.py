@@ -1,5 +1,5 @@
-"""A plan's figures that need no simulation: load balance and its bound, bytes and collectives, and how each shape is
-updated."""
+"""A plan's figures that need no simulation: load balance and its bound, bytes and collectives, and how each
+shape is updated."""
 
 import math
 from collections import Counter
@@ -18,13 +18,14 @@ from canzona_cli.planner.reduction import collectives, sent_elements, shares
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """The load balance of the stage whose slowest rank takes longest: max / mean of update seconds. 1.0 is perfect."""
+    """The load balance of the stage whose slowest rank takes longest: max / mean of update seconds. 1.0 is
+    perfect."""
 
     dp: float
     """The balance over owners; an owner counts with the sum of its hosts."""
     tp: float
-    """The balance over the hosts of the owner that has the slowest host. If this owner is also the busiest, `grid` is
-    `dp` times `tp`."""
+    """The balance over the hosts of the owner that has the slowest host. If this owner is also the busiest,
+    `grid` is `dp` times `tp`."""
     grid: float
     """The balance over all cells: how many times as long the update takes as with perfect balance."""
     lower_bound: float
@@ -43,20 +44,20 @@ class Balance:
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """The bytes that one rank sends in a step and the collectives that it takes part in; of the busiest rank (stage,
-    owner) where ranks differ."""
+    """The bytes that one rank sends in a step and the collectives that it takes part in; of the busiest rank
+    (stage, owner) where ranks differ."""
 
     dp_reduce_bytes: int
-    """The bytes of gradients sent to reduce all that a rank stores over n owners: (n - 1) / n of AdamW's gradients and
-    of buckets that are reduced per owner, and all of a bucket in a ring, padding included."""
+    """The bytes of gradients sent to reduce all that a rank stores over n owners: (n - 1) / n of AdamW's
+    gradients and of buckets that are reduced per owner, and all of a bucket in a ring, padding included."""
     dp_gather_bytes: int
     """The bytes of weights sent to gather all that a rank stores, counted in the same way."""
     tp_exchange_bytes: int
-    """The bytes of gradient fragments sent to hosts, of new weights and flags sent by hosts, and of shared matrices'
-    squares."""
+    """The bytes of gradient fragments sent to hosts, of new weights and flags sent by hosts, and of shared
+    matrices' squares."""
     dp_reductions: int
-    """The number of collectives that reduce the matrices' gradients: one for each range of a bucket, or a few for a
-    bucket in a ring."""
+    """The number of collectives that reduce the matrices' gradients: one for each range of a bucket, or a few
+    for a bucket in a ring."""
     dp_gathers: int
     """The number of collectives that gather the matrices' weights."""
     reduced_by: Mapping[Reduction, int]
@@ -67,8 +68,8 @@ class Communication:
     """The number of collectives over the TP group: at most two all-to-alls a micro-group, and those of shared
     matrices."""
     dp_byte_balance: float
-    """The elements of every bucket's busiest owner over an even share, summed over buckets: what alpha trades against
-    load balance. 1.0 if all owners have equally many elements of each bucket."""
+    """The elements of every bucket's busiest owner over an even share, summed over buckets: what alpha trades
+    against load balance. 1.0 if all owners have equally many elements of each bucket."""
     padding_fraction: float
     """The elements of padding per other element in the matrices' buffers; 0.5 stores half as much again."""
 
@@ -94,8 +95,9 @@ class UpdateKind:
     together: int
     """The most matrices that a host updates at once, in batched products; 1: one by one."""
     error: float | None
-    """The root mean square of |s - 1| over the update's singular values s that started at 0.007 to 1 of the largest,
-    in exact arithmetic. Rounding adds less than 0.01 in either form, in bf16 or fp16. None if not known."""
+    """The root mean square of |s - 1| over the update's singular values s that started at 0.007 to 1 of the
+    largest, in exact arithmetic. Rounding adds less than 0.01 in either form, in bf16 or fp16. None if not
+    known."""
 
 
 POLYNOMIAL_ERROR = {
@@ -161,8 +163,8 @@ def balance(plan: Plan) -> Balance:
 
 
 def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communication:
-    """Counts the traffic of one step in reductions, gatherings and exchanges, without the traffic of the model's
-    forward and backward passes."""
+    """Counts the traffic of one step in reductions, gatherings and exchanges, without the traffic of the
+    model's forward and backward passes."""
     mesh = plan.subject.layout
     width, grad = element_bytes(config)
     reduced = [
@@ -209,8 +211,8 @@ def _traffic(plan: Plan) -> Iterator[tuple[MicroGroup, GroupTraffic]]:
 
 
 def exchanges(plan: Plan) -> Counter[tuple[int, int]]:
-    """Counts a step's collectives over each TP group, by stage and owner: all-to-alls of micro-groups and collectives
-    of shared matrices."""
+    """Counts a step's collectives over each TP group, by stage and owner: all-to-alls of micro-groups and
+    collectives of shared matrices."""
     counts: Counter[tuple[int, int]] = Counter()
     for group, traffic in _traffic(plan):
         counts[group.stage, group.owner] += traffic.collectives

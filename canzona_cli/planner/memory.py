@@ -1,17 +1,17 @@
-"""The memory of each rank under a plan: the engine's buffers and optimizers' scratch, and, with state, weights and
-activations, the total.
+"""The memory of each rank under a plan: the engine's buffers and optimizers' scratch, and, with state,
+weights and activations, the total.
 
 The engine allocates its buffers once and keeps them. With tp > 1 it has message buffers for the gradients and
 weights of micro-groups: two sets of each, because two groups are in flight (one set if the owner has only one
-group), each as large as the rank's largest group. A host also assembles the whole fp32 gradients of one group.
-Shared matrices need a buffer for the fp32 gradient of one fragment if the gradient is not already contiguous and
-in fp32, and scratch for the squares of two interleaved matrices.
+group), each as large as the rank's largest group. A host also assembles the whole fp32 gradients of one
+group. Shared matrices need a buffer for the fp32 gradient of one fragment if the gradient is not already
+contiguous and in fp32, and scratch for the squares of two interleaved matrices.
 
-With tp = 1 there are no messages, and gradients are used in place if they are contiguous and in fp32. Gradients
-of q, k and v are not contiguous, because they are interleaved in their parameter, and no gradient qualifies if
-gradients are reduced in bf16. The others are copied in batches that need at most `BATCH_BYTES`, or one matrix.
-The matrices' optimizers keep their own scratch (`workspace`). Some ways of reducing gradients and gathering
-weights need further memory during the backward and the forward pass (`reduction`, `gathering`).
+With tp = 1 there are no messages, and gradients are used in place if they are contiguous and in fp32.
+Gradients of q, k and v are not contiguous, because they are interleaved in their parameter, and no gradient
+qualifies if gradients are reduced in bf16. The others are copied in batches that need at most `BATCH_BYTES`,
+or one matrix. The matrices' optimizers keep their own scratch (`workspace`). Some ways of reducing gradients
+and gathering weights need further memory during the backward and the forward pass (`reduction`, `gathering`).
 
 Everything is bytes on one rank.
 """
@@ -158,8 +158,8 @@ def batch_bytes(elements: Sequence[int]) -> int:
 
 
 def _batches(elements: Sequence[int]) -> list[list[int]]:
-    """Cuts matrices into consecutive batches of at most `BATCH_BYTES` in fp32, or of one larger matrix; returns the
-    places of each batch's matrices."""
+    """Cuts matrices into consecutive batches of at most `BATCH_BYTES` in fp32, or of one larger matrix;
+    returns the places of each batch's matrices."""
     batches: list[list[int]] = []
     filled = 0
     for place, size in enumerate(elements):
@@ -172,16 +172,16 @@ def _batches(elements: Sequence[int]) -> list[list[int]]:
 
 
 def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
-    """Counts the elements of a matrix's gradient that its host has to copy: all of them, or none if the host already
-    has the whole gradient contiguous and in fp32."""
+    """Counts the elements of a matrix's gradient that its host has to copy: all of them, or none if the host
+    already has the whole gradient contiguous and in fp32."""
     interleaved = matrix.kind in interleaved_kinds(config.model) and not _is_head(matrix)
     stored_whole = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
     return 0 if stored_whole and not interleaved and element_bytes(config)[1] == FP32 else matrix.elements
 
 
 def _fragment_copied(config: RunConfig, matrix: Matrix, tp: int) -> int:
-    """Counts the elements of a shared matrix's fragment that a rank has to copy: all of them, or none if the fragment's
-    gradient is contiguous and in fp32."""
+    """Counts the elements of a shared matrix's fragment that a rank has to copy: all of them, or none if the
+    fragment's gradient is contiguous and in fp32."""
     contiguous = matrix.kind not in interleaved_kinds(config.model) and element_bytes(config)[1] == FP32
     return 0 if contiguous else matrix.elements // tp
 
@@ -194,8 +194,8 @@ def _is_head(matrix: Matrix) -> bool:
 def _communicated(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
     """Counts the bytes of scratch for the reduction of gradients and for the gathering of weights, by owner.
 
-    The scratch of all buckets' gradients may be needed at the same time. For weights, `GATHERED_AHEAD` buckets
-    are gathered at a time and one more is copied into place, so the largest of them count.
+    The scratch of all buckets' gradients may be needed at the same time. For weights, `GATHERED_AHEAD`
+    buckets are gathered at a time and one more is copied into place, so the largest of them count.
     """
     width, grad = element_bytes(config)
     buckets, owners = [bucket for bucket in plan.buckets if bucket.stage == stage], plan.subject.layout.owners
@@ -224,9 +224,9 @@ class PlanMemory(Memory):
     """The bytes on the rank that needs most, under a plan."""
 
     parts: Mapping[str, int]
-    """The bytes of weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits, workspace and
-    exchange. Memory that is never needed at the same time counts once, see `costs.buffers.Transient.parts`.
-    `exchange` is `buffers.lasting`."""
+    """The bytes of weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits,
+    workspace and exchange. Memory that is never needed at the same time counts once, see
+    `costs.buffers.Transient.parts`. `exchange` is `buffers.lasting`."""
     worst: Place
     """The rank that needs most."""
     buffers: StepBuffers

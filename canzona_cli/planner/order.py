@@ -1,15 +1,16 @@
-"""The order of an owner's work: micro-groups and shared matrices within a step, and refreshes of preconditioners
-over steps. The engine executes this order.
+"""The order of an owner's work: micro-groups and shared matrices within a step, and refreshes of
+preconditioners over steps. The engine executes this order.
 
-A micro-group goes through three stages, with an all-to-all after the first and the second (`planner.exchange`):
+A micro-group goes through three stages, with an all-to-all after the first and the second
+(`planner.exchange`):
 
     0     every rank   packs gradients
     1     hosts        unpack gradients, update their matrices, pack the weights
     2     every rank   unpacks weights
 
-Stages of different groups are interleaved, so that ranks have work during an exchange: stage 0 of groups 0 and
-1; then stage 1 of group 0 and stage 0 of group 2; then stage 1 of group 1, stage 0 of group 3 and stage 2 of
-group 0; and so on. One communicator runs the exchanges in this order. Each starts once all ranks of the TP
+Stages of different groups are interleaved, so that ranks have work during an exchange: stage 0 of groups 0
+and 1; then stage 1 of group 0 and stage 0 of group 2; then stage 1 of group 1, stage 0 of group 3 and stage 2
+of group 0; and so on. One communicator runs the exchanges in this order. Each starts once all ranks of the TP
 group have packed their messages and the previous exchange is done. The exchanges of the first two groups
 (`ahead`) start before the gradient norm is known, so that they overlap with norm, clip and AdamW.
 
@@ -41,12 +42,13 @@ def order(groups: int) -> Iterator[tuple[int, int]]:
 
 
 LANES = 2
-"""The number of shared matrices that are interleaved; the first, third, ... and the second, fourth, ... have separate
-scratch."""
+"""The number of shared matrices that are interleaved; the first, third, ... and the second, fourth, ... have
+separate scratch."""
 
 
 def turns(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields (matrix, part) pairs of shared matrices in the order in which all ranks of the TP group execute them.
+    """Yields (matrix, part) pairs of shared matrices in the order in which all ranks of the TP group execute
+    them.
 
     Args:
         parts: the number of parts of each matrix's update; its squares are communicated between parts.
@@ -77,8 +79,8 @@ class Refreshes:
     """The steps in which matrices refresh."""
 
     turns: dict[int, int]
-    """The turn of each matrix by index. A matrix refreshes when its number of completed steps plus its turn is a
-    multiple of the period."""
+    """The turn of each matrix by index. A matrix refreshes when its number of completed steps plus its turn
+    is a multiple of the period."""
     steps_s: tuple[float, ...]
     """The seconds of matrix updates on the slowest rank, by turn."""
     most_s: float
@@ -112,7 +114,8 @@ def refreshes(config: RunConfig, chosen: KroneckerConfig, ranks: Iterable[Sequen
 
 
 def by_rank(matrices: Sequence[Matrix], cells: Sequence[Cell] | None) -> list[list[Matrix]]:
-    """Lists the matrices that each rank updates; with `cells` None, a rank updates all of its stage's matrices."""
+    """Lists the matrices that each rank updates; with `cells` None, a rank updates all of its stage's
+    matrices."""
     by_cell: dict[tuple[int, Cell | None], list[Matrix]] = {}
     for matrix in matrices:
         by_cell.setdefault((matrix.stage, None if cells is None else cells[matrix.index]), []).append(matrix)
@@ -161,8 +164,8 @@ def step_by_step(ranks: Sequence[RankWork], period: int) -> list[list[int]]:
     """Chooses all ranks' turns so that few steps are long.
 
     Each step lasts as long as the longest step of the rank that is hardest to spread (`one_by_one`, over the
-    remaining refreshes and steps). Every rank refreshes as much as it can in that time, costliest first, because
-    all ranks wait for this step anyway, and keeps the rest for later steps.
+    remaining refreshes and steps). Every rank refreshes as much as it can in that time, costliest first,
+    because all ranks wait for this step anyway, and keeps the rest for later steps.
     """
     left = [_costliest_first(rank.refreshes_s) for rank in ranks]
     turns = [[0] * len(rank.refreshes_s) for rank in ranks]

@@ -24,7 +24,8 @@ HALVINGS = 9
 NODES = 1500
 """The most combinations that are tried to fill one bin."""
 SEARCHED = 100
-"""The most distinct costs for which a packing is searched; with more, largest-first finds an item for every gap."""
+"""The most distinct costs for which a packing is searched; with more, largest-first finds an item for every
+gap."""
 Pattern = tuple[int, ...]
 """The number of items of each distinct cost in one bin."""
 RESOLUTION = 1e-6
@@ -49,7 +50,8 @@ class Packing:
 
 
 def pack(costs: Sequence[float], bins: int) -> Packing:
-    """Packs items of `costs` into `bins` bins; within a percent or two of the best height where bins hold many items.
+    """Packs items of `costs` into `bins` bins; within a percent or two of the best height where bins hold
+    many items.
 
     1. Put the largest items first into the least loaded bin (Graham 1969).
     2. While the result is above its lower bound, bisect the height as MULTIFIT does (Coffman, Garey, Johnson
@@ -57,9 +59,9 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
        Ho 1999).
     3. Exchange items with the fullest bin.
 
-    With more than `SEARCHED` distinct costs only the first step is made. Without the second, 17 of 72 plans of
-    Qwen3 (six sizes, 8 to 1024 GPUs, three optimizers) are worse: 14B with Shampoo on 64 GPUs has a balance of
-    1.061 instead of 1.032, 1.7B with Muon on 64 GPUs 1.042 instead of 1.026.
+    With more than `SEARCHED` distinct costs only the first step is made. Without the second, 17 of 72 plans
+    of Qwen3 (six sizes, 8 to 1024 GPUs, three optimizers) are worse: 14B with Shampoo on 64 GPUs has a
+    balance of 1.061 instead of 1.032, 1.7B with Muon on 64 GPUs 1.042 instead of 1.026.
     """
     classes = _Classes.of(costs)
     best = _largest_first(classes, bins)
@@ -77,7 +79,8 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
             limit = low * (1 + CLOSE_ENOUGH / 2) if step == 0 else (low + high) / 2
             filled = _fill(classes, bins, limit, accept_slack=accept_slack)
             if filled is None:
-                # The heuristic failed, which does not prove that nothing fits: only `low` is raised, not `bound`.
+                # The heuristic failed, which does not prove that nothing fits: only `low` is raised, not
+                # `bound`.
                 low = limit
                 continue
             if _height(classes, filled) < _height(classes, best):
@@ -115,8 +118,8 @@ class _Classes:
         return sum(count * cost for count, cost in zip(pattern, self.costs, strict=True))
 
     def hand_out(self, patterns: Sequence[Pattern]) -> Iterator[tuple[int, ...]]:
-        """Chooses the items of each pattern. Items of one cost are dealt round-robin, so that neighbours in the
-        list of items get different bins."""
+        """Chooses the items of each pattern. Items of one cost are dealt round-robin, so that neighbours in
+        the list of items get different bins."""
         shares: list[list[int]] = [[] for _ in patterns]
         for kind, items in enumerate(self.items):
             queue, left = iter(items), [pattern[kind] for pattern in patterns]
@@ -145,7 +148,8 @@ def _largest_first(classes: _Classes, bins: int) -> list[Pattern]:
 
 
 def _fill(classes: _Classes, bins: int, limit: float, *, accept_slack: bool) -> list[Pattern] | None:
-    """Packs bin by bin up to the height `limit`, each starting with the largest item left; None if items remain.
+    """Packs bin by bin up to the height `limit`, each starting with the largest item left; None if items
+    remain.
 
     Args:
         accept_slack: True to take the first combination that wastes no more than the remaining bins may waste
@@ -219,7 +223,8 @@ class _Filler:
 
 
 def _exchange(classes: _Classes, patterns: Sequence[Pattern], bound: float) -> list[Pattern]:
-    """Lowers the fullest bin by redistributing its items and those of one other bin, until no other bin helps."""
+    """Lowers the fullest bin by redistributing its items and those of one other bin, until no other bin
+    helps."""
     packed = list(patterns)
     loads = [classes.load(pattern) for pattern in packed]
     for _ in range(4 * len(packed)):
@@ -267,8 +272,8 @@ def lower_bound(
 
     With tp = 1 a cell is an owner and the second is the exact problem. Each is bounded by `packing_bound`.
 
-    A matrix that may be shared (in `shares`) counts with its cheaper mode: the hosted update or one rank's part
-    of the shared update (1, 3), or the hosted update or all ranks' parts (2).
+    A matrix that may be shared (in `shares`) counts with its cheaper mode: the hosted update or one rank's
+    part of the shared update (1, 3), or the hosted update or all ranks' parts (2).
     """
     on_one_cell: dict[int, list[float]] = defaultdict(list)  # by unit, the cost of each matrix to one cell
     on_all_cells: dict[int, float] = defaultdict(float)  # by unit, the cost of its matrices to all cells of the owner
@@ -307,7 +312,8 @@ def packing_bound(costs: Sequence[float], bins: int) -> float:
 
 @lru_cache(maxsize=128)
 def _packing_bound(costs: tuple[float, ...], bins: int) -> float:
-    """Computes `packing_bound` of sorted costs. Cached, because stages and strategies of a run share matrices."""
+    """Computes `packing_bound` of sorted costs. Cached, because stages and strategies of a run share
+    matrices."""
     bound = simple_bound(costs, bins)
     counts = _coarse(sorted(Counter(costs).items()))
     low, high = bound, 2 * bound
@@ -334,8 +340,8 @@ def simple_bound(costs: Sequence[float], bins: int) -> float:
 
 
 def _coarse(counts: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Reduces ascending (cost, number of items) pairs to at most `_KINDS`. Neighbouring costs are replaced by the
-    least of them, which can only lower the optimum."""
+    """Reduces ascending (cost, number of items) pairs to at most `_KINDS`. Neighbouring costs are replaced by
+    the least of them, which can only lower the optimum."""
     width = -(-len(counts) // _KINDS)
     chunks = [counts[start : start + width] for start in range(0, len(counts), width)]
     return [(chunk[0][0], sum(count for _, count in chunk)) for chunk in chunks]
@@ -389,8 +395,8 @@ class Row:
 
 
 class HostPacker:
-    """The choice of hosts for an owner's matrices, and of those that are shared. Owners with the same costs are
-    packed only once.
+    """The choice of hosts for an owner's matrices, and of those that are shared. Owners with the same costs
+    are packed only once.
 
     Args:
         costs: the cost of each matrix if one host updates it.
@@ -405,8 +411,8 @@ class HostPacker:
         self._known: dict[tuple[tuple[float, Share | None], ...], tuple[Row, ...]] = {}
 
     def rows(self, matrices: Sequence[int]) -> list[Row]:
-        """Returns rows by rising height; if sharing is a choice, among them one that shares nothing and one that
-        shares all it may. Entries are in the order of `matrices`."""
+        """Returns rows by rising height; if sharing is a choice, among them one that shares nothing and one
+        that shares all it may. Entries are in the order of `matrices`."""
         order, rows = self._look_up(matrices)
         inverse = sorted(range(len(order)), key=order.__getitem__)
         return [
@@ -423,7 +429,8 @@ class HostPacker:
         return self._look_up(matrices)[1][0].height if matrices else 0.0
 
     def _look_up(self, matrices: Sequence[int]) -> tuple[list[int], tuple[Row, ...]]:
-        """Returns the order of the matrices by falling cost, as places in `matrices`, and the rows in this order."""
+        """Returns the order of the matrices by falling cost, as places in `matrices`, and the rows in this
+        order."""
         order = sorted(range(len(matrices)), key=lambda p: (-self._costs[matrices[p]], p))
         key = tuple((self._costs[matrices[p]], self._shares.get(matrices[p])) for p in order)
         if key not in self._known:
@@ -431,8 +438,8 @@ class HostPacker:
         return order, self._known[key]
 
     def _packed(self, items: Sequence[tuple[float, Share | None]]) -> Iterator[Row]:
-        """Packs an owner's matrices, given by falling cost. Of the matrices that may be shared, the costliest are
-        shared first; the number shared is chosen by a quick estimate (largest first)."""
+        """Packs an owner's matrices, given by falling cost. Of the matrices that may be shared, the costliest
+        are shared first; the number shared is chosen by a quick estimate (largest first)."""
         possible = [place for place, (_, share) in enumerate(items) if share is not None]
         counts = [len(possible)] if self._all else sorted({*range(min(len(possible), 2 * self._tp) + 1), len(possible)})
 

@@ -1,10 +1,11 @@
-"""Strategy `paper`: the engine of the paper (arXiv 2602.06079), as far as its abstract and summaries describe it.
+"""Strategy `paper`: the engine of the paper (arXiv 2602.06079), as far as its abstract and summaries describe
+it.
 
 Every bucket is cut, between matrices and in Megatron's order, into one share for each owner, weighted by
 elements: alpha = 0 balances each bucket, alpha = 1 the total. An owner's matrices then join micro-groups in
-this order, each on the host with the fewest elements. A group is closed before the matrix that would take a host
-above C_max. Nothing that canzona adds is used: no updates shared by a TP group, no rings, no other order of
-owners. The cost model is used only to choose C_max if the user sets none.
+this order, each on the host with the fewest elements. A group is closed before the matrix that would take a
+host above C_max. Nothing that canzona adds is used: no updates shared by a TP group, no rings, no other order
+of owners. The cost model is used only to choose C_max if the user sets none.
 """
 
 import heapq
@@ -34,7 +35,8 @@ def capacities(largest_bytes: int, asked_bytes: int | None) -> Iterator[int]:
 
 
 def even_start(weights: Sequence[float], owners: int) -> list[int]:
-    """Divides all pieces evenly by weight and returns the owner of each: the rank in whose share the piece starts."""
+    """Divides all pieces evenly by weight and returns the owner of each: the rank in whose share the piece
+    starts."""
     total, starts = sum(weights), accumulate(weights[:-1], initial=0)
     return [min(owners - 1, int(start * owners // total)) for start in starts]
 
@@ -93,7 +95,8 @@ def greedy_hosts(matrices: Sequence[Matrix], indices: Sequence[int], tp: int, ca
 
 
 def rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list[Job]]:
-    """Makes the paper's micro-groups: jobs join the open group in order, as long as it can be balanced within C_max.
+    """Makes the paper's micro-groups: jobs join the open group in order, as long as it can be balanced within
+    C_max.
 
     For every job, the whole open group is placed again, largest first onto the host with the fewest elements.
     If a host would then hold more than C_max (`capacity`, in elements), the job is taken back and opens the
@@ -102,7 +105,8 @@ def rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list
     groups: list[dict[int, int]] = []
     opened: list[tuple[int, int]] = []
     for job in jobs:
-        # The open group is placed again each time, because a large job may displace smaller ones added before it.
+        # The open group is placed again each time, because a large job may displace smaller ones added before
+        # it.
         insort(opened, (-job.matrix.elements, job.matrix.index))
         hosts = _least_full(opened, tp, capacity) if groups else None
         if hosts is None:
@@ -115,8 +119,8 @@ def rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list
 
 
 def _least_full(ranked: Sequence[tuple[int, int]], tp: int, capacity: int | None) -> dict[int, int] | None:
-    """Places matrices largest first onto the host with the fewest elements; returns each matrix's host, or None if a
-    host would exceed `capacity`.
+    """Places matrices largest first onto the host with the fewest elements; returns each matrix's host, or
+    None if a host would exceed `capacity`.
 
     Args:
         ranked: (-elements, index) of each matrix, ascending.

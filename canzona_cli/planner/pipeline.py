@@ -1,7 +1,8 @@
-"""The time that a TP group takes for an owner's micro-groups and shared matrices, in the order of `planner.order`.
+"""The time that a TP group takes for an owner's micro-groups and shared matrices, in the order of
+`planner.order`.
 
-`HostedPipeline.run` passes the work to a `Pipeline`: the planner's `Clock` adds up its time to compare groupings,
-and the simulator puts it on a timeline.
+`HostedPipeline.run` passes the work to a `Pipeline`: the planner's `Clock` adds up its time to compare
+groupings, and the simulator puts it on a timeline.
 """
 
 from collections import defaultdict
@@ -45,7 +46,8 @@ class Job:
 
 
 class Pipeline[Moment](Protocol):
-    """A receiver of the work of a TP group's ranks in the update phase, in order. A `Moment` is an exchange's end."""
+    """A receiver of the work of a TP group's ranks in the update phase, in order. A `Moment` is an exchange's
+    end."""
 
     def work(self, host: int, phase: Activity, seconds: float) -> None: ...
 
@@ -56,13 +58,14 @@ class Pipeline[Moment](Protocol):
         ...
 
     def norm(self) -> None:
-        """Marks the point at which all exchanges that may start before the gradient norm is known have started."""
+        """Marks the point at which all exchanges that may start before the gradient norm is known have
+        started."""
         ...
 
 
 class Clock:
-    """A `Pipeline` that computes when each rank of a TP group is done, in seconds since the owner's gradients were
-    reduced. Every rank has its own device.
+    """A `Pipeline` that computes when each rank of a TP group is done, in seconds since the owner's gradients
+    were reduced. Every rank has its own device.
 
     Args:
         norm_s: the seconds of norm, clip and AdamW.
@@ -105,8 +108,8 @@ class HostedPipeline:
     taken: int = 0
     """The bytes of memory traffic to unpack a weight element after its exchange."""
     own: int = 0
-    """The bytes of memory traffic to store a weight element that its host stores itself, besides making its rounded
-    copy, which is part of the update."""
+    """The bytes of memory traffic to store a weight element that its host stores itself, besides making its
+    rounded copy, which is part of the update."""
     byte_s: float = 0.0
     """The seconds of memory traffic for each byte that is packed or unpacked."""
     launch_s: float = 0.0
@@ -127,7 +130,8 @@ class HostedPipeline:
         cluster, implemented = config.cluster, implementation(config)
         width, grad = exchange_bytes(config)
         exchanging = step_factor(cluster, "exchange", implemented)
-        # To avoid waiting for the finite flags, a GPU reads both the new and the old weight and writes one of them.
+        # To avoid waiting for the finite flags, a GPU reads both the new and the old weight and writes one of
+        # them.
         select = 3 * width if cluster.device == "cuda" else 0
         return cls(
             tp=layout.tp,
@@ -149,7 +153,8 @@ class HostedPipeline:
 
     @property
     def packing_s(self) -> float:
-        """The least seconds of packing and unpacking per element of a matrix, summed over ranks, without launches."""
+        """The least seconds of packing and unpacking per element of a matrix, summed over ranks, without
+        launches."""
         exchanged = (self.tp - 1) / self.tp
         return (exchanged * (self._sent + self.taken) + self._received) * self.byte_s
 
@@ -232,8 +237,8 @@ class HostedPipeline:
     def _new_load(self, group: Sequence[Job]) -> "Load":
         """Computes the load of a micro-group of hosted matrices."""
         tp = self.tp
-        # By rank: elements of gradients sent to other hosts, of weights received from other hosts, and of fragments
-        # whose host is the rank itself.
+        # By rank: elements of gradients sent to other hosts, of weights received from other hosts, and of
+        # fragments whose host is the rank itself.
         sent, stored, own = [0] * tp, [0] * tp, [0] * tp
         fragments, hosted, matrices, seconds = [0] * tp, [0] * tp, [0] * tp, [0.0] * tp
         for job in group:
@@ -293,6 +298,6 @@ Loads = dict[tuple[int, ...], Load]
 
 
 def planning(config: RunConfig) -> RunConfig:
-    """Returns the run without profile values that change predicted times but must not change the plan: the cores that
-    ranks share, and the factors measured in whole steps."""
+    """Returns the run without profile values that change predicted times but must not change the plan: the
+    cores that ranks share, and the factors measured in whole steps."""
     return replace(config, cluster=replace(config.cluster, cores=None, step_factors={}))

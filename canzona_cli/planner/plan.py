@@ -1,6 +1,6 @@
-"""The `Plan`: which rank updates which matrix, in which buckets and micro-groups. `canzona plan` prints it and the
-engine executes it. A plan is frozen and versioned, and has a hash of its content that is the same on every rank
-and node.
+"""The `Plan`: which rank updates which matrix, in which buckets and micro-groups. `canzona plan` prints it
+and the engine executes it. A plan is frozen and versioned, and has a hash of its content that is the same on
+every rank and node.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ class Cell:
     """The TP rank in the owner's TP group."""
 
     def held(self, matrix: Matrix, tp: int, *, shared: bool) -> Iterator[tuple["Cell", int]]:
-        """Yields the cells that keep a matrix of this cell, with the elements each keeps: this cell all of them, or,
-        if the matrix is shared, every cell of its row a fragment."""
+        """Yields the cells that keep a matrix of this cell, with the elements each keeps: this cell all of
+        them, or, if the matrix is shared, every cell of its row a fragment."""
         if not shared:
             yield self, matrix.elements
             return
@@ -53,7 +53,8 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The cell of each matrix, `cells[matrix.index]`, and the matrices that an owner's TP group updates together."""
+    """The cell of each matrix, `cells[matrix.index]`, and the matrices that an owner's TP group updates
+    together."""
 
     cells: tuple[Cell, ...]
     shares: Mapping[int, Share] = HOSTED
@@ -75,8 +76,8 @@ class Assignment:
 
 
 class Range(NamedTuple):
-    """Consecutive elements of a bucket that have one owner, as offsets into one TP rank's buffer. It is stored in a
-    plan file as a plain list."""
+    """Consecutive elements of a bucket that have one owner, as offsets into one TP rank's buffer. It is
+    stored in a plan file as a plain list."""
 
     start: CountOrZero
     end: CountOrZero
@@ -86,7 +87,8 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """A piece of a stage's matrix buffer whose gradients are reduced, and whose weights are gathered, together."""
+    """A piece of a stage's matrix buffer whose gradients are reduced, and whose weights are gathered,
+    together."""
 
     index: CountOrZero
     stage: CountOrZero
@@ -100,7 +102,8 @@ class Bucket:
     parameters: tuple[str, ...]
     """The parameters in buffer order."""
     ranges: tuple[Range, ...]
-    """The owners' ranges, ascending; elements between two ranges are padding. An owner may have none or several."""
+    """The owners' ranges, ascending; elements between two ranges are padding. An owner may have none or
+    several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +249,8 @@ class Plan:
         """Makes the plan with this content, read from a file or received from another rank.
 
         Raises:
-            ValueError: an entry is missing, unknown or of a wrong type, or the plan is inconsistent (see `_check`).
+            ValueError: an entry is missing, unknown or of a wrong type, or the plan is inconsistent (see
+                `_check`).
         """
         read = parse(_Content, content)
         plan = cls(
@@ -324,8 +328,9 @@ class _Content:
 
 
 def _check(plan: Plan) -> None:
-    """Checks what the engine relies on: every matrix is in the list once, on a cell of the grid, in exactly one range
-    of a bucket and in exactly one micro-group of its owner, and may be shared if the plan shares it.
+    """Checks what the engine relies on: every matrix is in the list once, on a cell of the grid, in exactly
+    one range of a bucket and in exactly one micro-group of its owner, and may be shared if the plan shares
+    it.
 
     Raises:
         ValueError: the plan is inconsistent.

@@ -36,12 +36,13 @@ def differences(had: Subject, want: Subject) -> list[Difference]:
 
 
 def first_difference(plan: Plan, other: Plan) -> Difference | None:
-    """Finds the first difference of two plans, as (key, value in `plan`, value in `other`); None if they are equal.
+    """Finds the first difference of two plans, as (key, value in `plan`, value in `other`); None if they are
+    equal.
 
     Parts are compared in the order in which they depend on each other, so that the first difference is likely
-    the cause of the others: version, subject (`layout.tp`), matrices (`matrices[layers.3.gate].owner`), buckets
-    (`buckets[stage 0, index 2].reduction`), micro-groups, bounds. A value that only one plan has is None in the
-    other.
+    the cause of the others: version, subject (`layout.tp`), matrices (`matrices[layers.3.gate].owner`),
+    buckets (`buckets[stage 0, index 2].reduction`), micro-groups, bounds. A value that only one plan has is
+    None in the other.
     """
     if plan.hash == other.hash:
         return None
@@ -93,7 +94,8 @@ def default_path(config: RunConfig, plan: Plan) -> Path:
 
 
 def find_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> "Obtained | None":
-    """Finds the plan of a run in `folder`: the newest file that `load_plan` accepts; None if it accepts no file."""
+    """Finds the plan of a run in `folder`: the newest file that `load_plan` accepts; None if it accepts no
+    file."""
     candidates = folder.glob(f"{config.name}-{config.gpus}gpus-*.json")
     for path in sorted(candidates, key=_written, reverse=True):
         try:
@@ -183,8 +185,8 @@ class Obtained:
 
 
 def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Obtained | None:
-    """Returns the plan that a resolved run executes: the file `engine.plan` names, else the newest matching file in
-    `folder`, else a newly made plan. None if the run's strategy has no plan.
+    """Returns the plan that a resolved run executes: the file `engine.plan` names, else the newest matching
+    file in `folder`, else a newly made plan. None if the run's strategy has no plan.
 
     Raises:
         ConfigError: `engine.plan` cannot be read or is for another run; or as `make_plan`.

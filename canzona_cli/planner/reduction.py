@@ -1,16 +1,17 @@
 """The ways to reduce and gather each bucket: collectives for each owner's range, or a ring of equal parts.
 
-Owners' shares of a bucket differ in size, but a reduce-scatter or an all-gather gives every rank an equal part:
+Owners' shares of a bucket differ in size, but a reduce-scatter or an all-gather gives every rank an equal
+part:
 
     ranges of a bucket | 0: aaaaaa | 1: b | 2: cc |
     equal parts        | aaa | aaa | bcc |     the same buffer: rank 1 has to hand its part to owner 0, and rank 2
                                                b to owner 1
 
-An all-to-all after the reduce-scatter (before the all-gather) hands over the elements that a rank has but does
-not own. The messages of an all-to-all are in the order of ranks, so each part is cut into runs of ascending
-owners, with one all-to-all for the first run of all parts, one for the second, and so on; one is usual. A copy
-is needed only of owners' own shares. If every part belongs to its rank, nothing is handed over, and the ring is
-Megatron's own collective.
+An all-to-all after the reduce-scatter (before the all-gather) hands over the elements that a rank has but
+does not own. The messages of an all-to-all are in the order of ranks, so each part is cut into runs of
+ascending owners, with one all-to-all for the first run of all parts, one for the second, and so on; one is
+usual. A copy is needed only of owners' own shares. If every part belongs to its rank, nothing is handed over,
+and the ring is Megatron's own collective.
 """
 
 import math
@@ -30,8 +31,8 @@ from canzona_cli.planner.plan import Bucket, PlanSettings, Range
 
 
 class Segment(NamedTuple):
-    """Consecutive elements of one rank's part of a bucket that have one owner. Padding after a range belongs to the
-    range's owner; a segment of padding alone belongs to the rank."""
+    """Consecutive elements of one rank's part of a bucket that have one owner. Padding after a range belongs
+    to the range's owner; a segment of padding alone belongs to the rank."""
 
     owner: int
     start: int
@@ -51,8 +52,8 @@ def shares(bucket: Bucket) -> dict[int, int]:
 
 
 def handovers(bucket: Bucket, ranks: int) -> tuple[tuple[Run, ...], ...]:
-    """Lists the all-to-alls of a ring in order, each as the runs of all ranks' parts that it hands over: to owners
-    after a reduce-scatter, from owners before an all-gather.
+    """Lists the all-to-alls of a ring in order, each as the runs of all ranks' parts that it hands over: to
+    owners after a reduce-scatter, from owners before an all-gather.
 
     A rank's part has `bucket.elements / ranks` elements, and together the runs cover the bucket. The list is
     empty if every part belongs to its rank.
@@ -73,8 +74,8 @@ def _handovers(ranges: tuple[Range, ...], elements: int, ranks: int) -> tuple[tu
 
 
 def handed(bucket: Bucket, ranks: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Counts, for each all-to-all of `handovers` after a reduce-scatter, the elements that every rank hands over from
-    its part, and those that it receives of its share."""
+    """Counts, for each all-to-all of `handovers` after a reduce-scatter, the elements that every rank hands
+    over from its part, and those that it receives of its share."""
     return _handed(bucket.ranges, bucket.elements, ranks)
 
 
@@ -125,21 +126,21 @@ def _runs(part: Sequence[Segment]) -> list[Run]:
 Native = Literal["reduce_scatter", "all_gather"]
 
 GATHERED: Mapping[Reduction, Gathering] = MappingProxyType({"reduce": "broadcast", "ring": "ring"})
-"""The way in which weights are gathered if `engine.reduction` is set; otherwise reduction and gathering are chosen
-separately."""
+"""The way in which weights are gathered if `engine.reduction` is set; otherwise reduction and gathering are
+chosen separately."""
 GATHERED_AHEAD = 4
-"""The number of buckets that are gathered at the same time. The first buckets that the forward pass needs start when
-the updates end; waiting for a bucket starts the bucket this many places after it. With one, as in Megatron, the
-second bucket, mostly the first layer's largest matrices, would start only with the forward pass, after the link
-was idle."""
+"""The number of buckets that are gathered at the same time. The first buckets that the forward pass needs
+start when the updates end; waiting for a bucket starts the bucket this many places after it. With one, as in
+Megatron, the second bucket, mostly the first layer's largest matrices, would start only with the forward
+pass, after the link was idle."""
 WORTH = 0.95
-"""The relative time at or below which a ring is chosen over a collective for each owner. A ring has to gain something,
-because it needs memory that the others do not."""
+"""The relative time at or below which a ring is chosen over a collective for each owner. A ring has to gain
+something, because it needs memory that the others do not."""
 
 
 def scratch_bytes(bucket: Bucket, way: Reduction | Gathering, owners: int, width: int) -> dict[int, int]:
-    """Counts the bytes that each rank needs in addition to the buffer while a bucket is communicated: in a ring that
-    hands elements over, a copy of the rank's own share.
+    """Counts the bytes that each rank needs in addition to the buffer while a bucket is communicated: in a
+    ring that hands elements over, a copy of the rank's own share.
 
     Args:
         width: bytes of an element.
@@ -162,8 +163,8 @@ def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
 
 
 def sent_elements(bucket: Bucket, way: Reduction | Gathering, owners: int) -> float:
-    """Returns the elements of a bucket that a rank sends on average: (n - 1) / n of the bucket, and in a ring another
-    1 / n for the elements that ranks hand over."""
+    """Returns the elements of a bucket that a rank sends on average: (n - 1) / n of the bucket, and in a ring
+    another 1 / n for the elements that ranks hand over."""
     return bucket.elements * (1 if way == "ring" and owners > 1 else (owners - 1) / owners)
 
 
@@ -193,7 +194,8 @@ class ReductionModel:
         return self._per_range(bucket, "broadcast")
 
     def in_turn(self, buckets: Sequence[Bucket]) -> list[tuple[Transfer, Transfer]]:
-        """Returns the reduction and the gathering of each of a stage's buckets, run one after another on a stream.
+        """Returns the reduction and the gathering of each of a stage's buckets, run one after another on a
+        stream.
 
         Gatherings are run in the opposite order. The `fill_s` of each transfer is the part that overlaps with
         the next chain.
@@ -209,8 +211,9 @@ class ReductionModel:
     def choose(self, buckets: Iterable[Bucket], settings: PlanSettings, *, scratch: bool) -> tuple[Bucket, ...]:
         """Chooses how each bucket is reduced and gathered.
 
-        If `engine.reduction` is set, every bucket gets this way. Otherwise a bucket gets a collective for each
-        owner's range, or, in canzona's plans on GPUs, a ring where the ring is faster by enough (`WORTH`).
+        If `engine.reduction` is set, every bucket gets this way. Otherwise a bucket gets a collective for
+        each owner's range, or, in canzona's plans on GPUs, a ring where the ring is faster by enough
+        (`WORTH`).
 
         Args:
             scratch: True if there is memory for rings that the settings do not ask for.
@@ -225,7 +228,8 @@ class ReductionModel:
         return tuple(bucket for _, held in stages for bucket in self._quickest(list(held)))
 
     def _quickest(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
-        """Yields a stage's buckets, with the ways by which all reductions, and all gatherings, are done soonest."""
+        """Yields a stage's buckets, with the ways by which all reductions, and all gatherings, are done
+        soonest."""
         reduced, gathered = zip(*self.in_turn(buckets), strict=True)
         reducing = _by_chain(reduced, self._ring_seconds(buckets, reduced, "reduce_scatter"))
         gathering = _by_chain(gathered[::-1], self._ring_seconds(buckets, gathered, "all_gather")[::-1])[::-1]
@@ -237,8 +241,8 @@ class ReductionModel:
             )
 
     def _ring_seconds(self, buckets: Sequence[Bucket], chains: Sequence[Transfer], kind: Native) -> list[float]:
-        """Returns each bucket's seconds in a ring, or infinity if the ring cannot be faster by enough even without
-        handing over. This avoids computing what a ring hands over, which is slow."""
+        """Returns each bucket's seconds in a ring, or infinity if the ring cannot be faster by enough even
+        without handing over. This avoids computing what a ring hands over, which is slow."""
         return [
             self._ring(bucket, kind).seconds
             if self._native(bucket.elements, kind).seconds <= WORTH * chain.seconds
@@ -247,7 +251,8 @@ class ReductionModel:
         ]
 
     def _per_range(self, bucket: Bucket, kind: Literal["reduce", "broadcast"]) -> Transfer:
-        """Returns the transfer of a reduction (broadcast) for each range; each range after the first adds a launch."""
+        """Returns the transfer of a reduction (broadcast) for each range; each range after the first adds a
+        launch."""
         width = self._grad if kind == "reduce" else self._width
         transfer = self._links.rooted(
             kind, [share * width for share in shares(bucket).values()], self._group, collectives=len(bucket.ranges)
@@ -256,8 +261,8 @@ class ReductionModel:
         return transfer.delayed(issue)
 
     def _ring(self, bucket: Bucket, kind: Native) -> Transfer:
-        """Returns the transfer of equal parts of the bucket, of the all-to-alls that hand elements over, and of the
-        copy of the largest share that this takes."""
+        """Returns the transfer of equal parts of the bucket, of the all-to-alls that hand elements over, and
+        of the copy of the largest share that this takes."""
         ranks = self._group.size
         if ranks == 1:
             return Transfer()
@@ -282,13 +287,13 @@ class ReductionModel:
 
 
 def _overlapped(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners: int) -> list[Transfer]:
-    """Returns the transfers, run one after another, with `fill_s` reduced to the part that overlaps with the next
-    chain.
+    """Returns the transfers, run one after another, with `fill_s` reduced to the part that overlaps with the
+    next chain.
 
-    The chain of a reduction to (a broadcast from) an owner starts on the rank after the owner. Ranks finish it
-    in chain order, and each can then start the next chain, so the next chain starts as many hops later as its
-    owner comes after this one. The chains of a launch with several owners run on several channels, of which the
-    one with most hops counts.
+    The chain of a reduction to (a broadcast from) an owner starts on the rank after the owner. Ranks finish
+    it in chain order, and each can then start the next chain, so the next chain starts as many hops later as
+    its owner comes after this one. The chains of a launch with several owners run on several channels, of
+    which the one with most hops counts.
     """
     overlaps = [
         replace(transfer, fill_s=max(0.0, 1 - _hops(bucket, next_bucket, owners) / (owners - 1)) * transfer.fill_s)
@@ -300,17 +305,18 @@ def _overlapped(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners
 
 
 def _hops(bucket: Bucket, following: Bucket, owners: int) -> int:
-    """Counts the steps around the ring of owners from the owner of a bucket's first range, through those of all ranges
-    in order, to the owner of the following bucket's last range."""
+    """Counts the steps around the ring of owners from the owner of a bucket's first range, through those of
+    all ranges in order, to the owner of the following bucket's last range."""
     roots = [part.owner for part in (*bucket.ranges, *following.ranges)]
     return sum((later - owner) % owners for owner, later in pairwise(roots))
 
 
 def _by_chain(chains: Sequence[Transfer], rings_s: Sequence[float]) -> list[bool]:
-    """Chooses for each of a stream's buckets between a chain (True) and a ring, so that the stream ends soonest.
+    """Chooses for each of a stream's buckets between a chain (True) and a ring, so that the stream ends
+    soonest.
 
-    A chain overlaps only with a following chain. The last bucket is judged alone, because the stream may be idle
-    before it. A ring's time is divided by `WORTH`, to make up for its memory.
+    A chain overlaps only with a following chain. The last bucket is judged alone, because the stream may be
+    idle before it. A ring's time is divided by `WORTH`, to make up for its memory.
 
     Args:
         chains: each bucket's transfer as a chain, in the order of the stream.

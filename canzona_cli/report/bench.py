@@ -64,7 +64,8 @@ class BenchView(Page):
             yield from self._ranks()
 
     def _steps(self) -> GroupedTable:
-        """Returns a table of phases, step times, load balance and memory, with a column group for each strategy."""
+        """Returns a table of phases, step times, load balance and memory, with a column group for each
+        strategy."""
         strategies = {name: self.result.strategies[name] for name in order(self.result)}
         phases = [
             phase

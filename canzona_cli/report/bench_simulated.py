@@ -1,4 +1,5 @@
-"""The screens of `canzona bench --simulate`: model sizes on several numbers of GPUs, or a setting at several values."""
+"""The screens of `canzona bench --simulate`: model sizes on several numbers of GPUs, or a setting at several
+values."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""The screens of `canzona calibrate`: progress, then each measured number with its spread and the base profile's."""
+"""The screens of `canzona calibrate`: progress, then each measured number with its spread and the base
+profile's."""
 
 import time
 from collections.abc import Iterator, Mapping

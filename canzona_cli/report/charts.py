@@ -1,7 +1,7 @@
 """Bars, timelines and load maps, each drawn with characters in a terminal and as SVG in an HTML page.
 
-In a terminal without colour, each part is drawn with its letter. In a page, text has the same size on every screen,
-and a part shows its value when the pointer is over it.
+In a terminal without colour, each part is drawn with its letter. In a page, text has the same size on every
+screen, and a part shows its value when the pointer is over it.
 """
 
 import itertools
@@ -44,8 +44,8 @@ MEMORY: Final[Mapping[str, Ink]] = MappingProxyType(
         )
     }
 )
-"""The parts of a rank's memory, in the order in which they are drawn. Without a plan, one part (`optimizer`) stands
-for all of the optimizer's memory."""
+"""The parts of a rank's memory, in the order in which they are drawn. Without a plan, one part (`optimizer`)
+stands for all of the optimizer's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,8 @@ def step_bars(rows: Sequence[Bar]) -> Bars:
 def stacked(
     parts: Sequence[tuple[str, float]], total: float, width: int, inks: Mapping[str, Ink], *, colour: bool
 ) -> Text:
-    """Draws a bar in which `width` characters stand for `total`; a part of less than half a character may not show.
+    """Draws a bar in which `width` characters stand for `total`; a part of less than half a character may not
+    show.
 
     Args:
         parts: (name, amount) from left to right.
@@ -154,7 +155,8 @@ def stacked(
 
 
 def legend(parts: Sequence[tuple[str, str]], inks: Mapping[str, Ink], width: int, *, colour: bool) -> Iterator[Text]:
-    """Yields indented lines like `█ weights 7.6  █ gradients 15.2`, or with letters; lines break between parts only.
+    """Yields indented lines like `█ weights 7.6  █ gradients 15.2`, or with letters; lines break between
+    parts only.
 
     Args:
         parts: (name, text behind the mark of that part).
@@ -248,8 +250,8 @@ def planned_lanes(events: Sequence[SimulatedEvent]) -> list[Lane]:
 
 
 def lane(intervals: Iterable[Interval], start: float, end: float, width: int, *, colour: bool) -> Text:
-    """Draws a lane of `width` characters. Each shows the phase that takes most of its time slice, faint if phases fill
-    less than half of the slice."""
+    """Draws a lane of `width` characters. Each shows the phase that takes most of its time slice, faint if
+    phases fill less than half of the slice."""
     drawn = Text(no_wrap=True)
     step = (end - start) / width
     first = 0
@@ -277,8 +279,8 @@ def lane(intervals: Iterable[Interval], start: float, end: float, width: int, *,
 
 
 def _joined(intervals: Iterable[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
-    """Yields as many intervals as a screen can show: neighbours of the same name are joined, and an interval that is
-    too short to see is left out if it follows the last interval closely."""
+    """Yields as many intervals as a screen can show: neighbours of the same name are joined, and an interval
+    that is too short to see is left out if it follows the last interval closely."""
     finest = (end_s - start_s) / _FINEST
     last: Interval | None = None
     for interval in sorted(intervals, key=lambda part: part.start_s):
@@ -400,9 +402,9 @@ class LoadMaps(Picture):
 def heat_map(loads: Sequence[float], hosts: int, width: int) -> Iterator[Text]:
     """Draws a load map in rows of at most `width` characters.
 
-    The height of a block is the load over the largest load, so a balanced map has full blocks everywhere. The colour
-    is the load over the mean: green around the mean, yellow and red above, blue below. Where not all owners or hosts
-    fit, a character shows the largest load of several.
+    The height of a block is the load over the largest load, so a balanced map has full blocks everywhere. The
+    colour is the load over the mean: green around the mean, yellow and red above, blue below. Where not all
+    owners or hosts fit, a character shows the largest load of several.
 
     Args:
         loads: the seconds of each cell `owner * hosts + host`.

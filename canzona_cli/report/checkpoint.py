@@ -1,5 +1,5 @@
-"""The screens of `canzona checkpoint`: the list of checkpoints, the content of one, its verification, and the loss
-of `canzona evaluate`."""
+"""The screens of `canzona checkpoint`: the list of checkpoints, the content of one, its verification, and the
+loss of `canzona evaluate`."""
 
 import time
 from collections import Counter
@@ -195,11 +195,13 @@ class AllVerified(Page):
     root: str
     each: tuple[Verified, ...]
     removed: tuple[str, ...] = ()
-    """The names of checkpoints that a running job removed during the verification, as it keeps only the newest."""
+    """The names of checkpoints that a running job removed during the verification, as it keeps only the
+    newest."""
 
     @property
     def problems(self) -> list[Problem]:
-        """The problems of all checkpoints; if several were verified, each fix names the last intact one before it."""
+        """The problems of all checkpoints; if several were verified, each fix names the last intact one
+        before it."""
         problems: list[Problem] = []
         intact: str | None = None
         for verified in self.each:
@@ -248,8 +250,8 @@ class AllVerified(Page):
 
 @contextmanager
 def bar_of_bytes(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar on standard error if that is a terminal; yields a function to call with each number of
-    further bytes done."""
+    """Shows a progress bar on standard error if that is a terminal; yields a function to call with each
+    number of further bytes done."""
     console = Console(stderr=True, highlight=False)
     columns = (
         TextColumn(doing),

@@ -25,7 +25,8 @@ _Row = tuple[str, str, str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedView(Page):
-    """Tables of the settings, losses, phases and figures of two runs; B / A is above 1 if B has the larger value."""
+    """Tables of the settings, losses, phases and figures of two runs; B / A is above 1 if B has the larger
+    value."""
 
     compared: Compared
 

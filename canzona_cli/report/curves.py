@@ -1,6 +1,7 @@
 """Curves, drawn with Braille dots in a terminal and as SVG in an HTML page.
 
-In a page, lines and text have the same size on every screen, and the page's script shows the values under the pointer.
+In a page, lines and text have the same size on every screen, and the page's script shows the values under the
+pointer.
 """
 
 import itertools
@@ -54,8 +55,8 @@ def bar(share: object, width: int) -> str:
 
 
 def line_chart(points: Sequence[tuple[float, float]], width: int, height: int) -> list[str]:
-    """Draws (step, value) points as `height` rows of at most `width` characters: the curve with a labelled y axis, then
-    the step axis.
+    """Draws (step, value) points as `height` rows of at most `width` characters: the curve with a labelled y
+    axis, then the step axis.
 
     Args:
         points: finite values in step order; points in the same column of dots are averaged.
@@ -114,8 +115,8 @@ def _segment(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int]]:
 _WIDE: Final = 1000
 """The width of the drawing in SVG units; browsers stretch the drawing to the width of the page."""
 _MOST_POINTS: Final = 600
-"""The most points of a curve. A longer curve is drawn with the lowest and highest point of each stretch, so that
-spikes stay visible."""
+"""The most points of a curve. A longer curve is drawn with the lowest and highest point of each stretch, so
+that spikes stay visible."""
 _COLOURS: Final = 8
 """The number of colours; further curves repeat them, dashed."""
 _MOST_NUMBERS: Final = 25
@@ -259,7 +260,8 @@ class _Chart:
             yield tag("text", _step(step), x=percent(place), y=self._picture.height + 18, class_=css)
 
     def _written_steps(self) -> list[float]:
-        """Returns the steps that label the x axis: the first, the last and round ones between them, or all steps."""
+        """Returns the steps that label the x axis: the first, the last and round ones between them, or all
+        steps."""
         if self._every or len(self._steps) < 3:
             return self._steps
         first, last = self._steps[0], self._steps[-1]
@@ -268,7 +270,8 @@ class _Chart:
         return [first, *(tick for tick in ticks if first + room < tick < last - room), last]
 
     def _looks(self) -> list[str]:
-        """Returns each curve's CSS classes: a new colour, or for a prediction the colour of the previous curve."""
+        """Returns each curve's CSS classes: a new colour, or for a prediction the colour of the previous
+        curve."""
         looks: list[str] = []
         place = -1
         for curve in self._curves:
@@ -311,7 +314,8 @@ def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
 
 
 def _log_axis(low: float, high: float) -> tuple[float, float, list[float]]:
-    """Returns bounds (low, high) around positive values, 1, 2 or 5 times a power of ten, and the labelled numbers."""
+    """Returns bounds (low, high) around positive values, 1, 2 or 5 times a power of ten, and the labelled
+    numbers."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
     first = max((tick for tick in ticks if tick <= low), default=ticks[0])

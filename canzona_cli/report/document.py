@@ -1,7 +1,7 @@
 """HTML pages: the text of the terminal views, with SVG charts instead of character charts.
 
-A page is a single file that loads nothing else. It follows the light or dark theme of the system and is readable
-from a width of 400 pixels. `page.html` is the template.
+A page is a single file that loads nothing else. It follows the light or dark theme of the system and is
+readable from a width of 400 pixels. `page.html` is the template.
 """
 
 import base64

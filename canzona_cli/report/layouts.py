@@ -1,5 +1,5 @@
-"""The screens about layouts: a plan for each built-in size and the fastest layouts of a run (`canzona plan`), and a
-recipe's layout on each number of GPUs (`canzona recipes layouts`)."""
+"""The screens about layouts: a plan for each built-in size and the fastest layouts of a run (`canzona plan`),
+and a recipe's layout on each number of GPUs (`canzona recipes layouts`)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace

@@ -77,7 +77,8 @@ _MARKS: Mapping[Status, tuple[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosisView(Page):
-    """A table with a row for each finding, its fix below it if there is one, and a verdict on what can run here."""
+    """A table with a row for each finding, its fix below it if there is one, and a verdict on what can run
+    here."""
 
     diagnosis: Diagnosis
 

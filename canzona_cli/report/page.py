@@ -37,7 +37,8 @@ class Page(ABC):
         options = options.update_width(min(options.max_width, self.widest or options.max_width))
         colour = console.color_system is not None and not options.ascii_only
         screen = Screen(width=options.max_width, colour=colour)
-        # With `soft_wrap`, only paragraphs may be wider than the screen, so that a long path in them is not broken.
+        # With `soft_wrap`, only paragraphs may be wider than the screen, so that a long path in them is not
+        # broken.
         inside = options.update(no_wrap=False, overflow="fold") if options.no_wrap else options
         for part in self.parts(screen):
             yield from console.render(part, options if isinstance(part, Page | Wrapped) else inside)
@@ -68,7 +69,8 @@ class Wrapped:
 
 
 def _at_spaces(text: Text, width: int) -> Iterator[Text]:
-    """Yields lines of at most `width` columns; a longer word gets a line of its own, where rich would break it."""
+    """Yields lines of at most `width` columns; a longer word gets a line of its own, where rich would break
+    it."""
     for paragraph in text.split("\n", allow_blank=True):
         breaks, used = [], 0
         for word in re.finditer(r"\S+\s*", paragraph.plain):

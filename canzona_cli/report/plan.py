@@ -1,4 +1,5 @@
-"""The screen of `canzona plan`: summary, strategies, load map, memory, timelines and, on request, assumptions."""
+"""The screen of `canzona plan`: summary, strategies, load map, memory, timelines and, on request,
+assumptions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,14 +138,14 @@ class PlanView(Page):
         if moved.reduced_by:
             yield (
                 "collectives",
-                f"{moved.dp_reductions:,} of gradients ({_ways(moved.reduced_by)}), "
-                f"{moved.dp_gathers:,} of weights ({_ways(moved.gathered_by)})",
+                f"{moved.dp_reductions:,} for gradients ({_ways(moved.reduced_by)}), "
+                f"{moved.dp_gathers:,} for weights ({_ways(moved.gathered_by)})",
             )
         yield "optimizer", self._beside_others()
 
     def _beside_others(self) -> Text:
-        """Returns the optimizer time and the comparison with other strategies: `19.4 ms (layerwise takes 26.5× as long,
-        sc does not fit); iteration +0.30% over AdamW in this layout`."""
+        """Returns the optimizer time and the comparison with other strategies: `19.4 ms (layerwise takes
+        26.5× as long, sc does not fit); iteration +0.30% over AdamW in this layout`."""
         study, longer = self.study, []
         for name in ("layerwise", "sc"):
             ratio = study.optimizer_speedup(name)
@@ -170,20 +171,19 @@ class PlanView(Page):
         )
 
     def _updates(self) -> str:
-        """Returns how each shape is orthogonalised, such as `192 of 25,600 × 5,120 gram 14.8 ms, ...; plain products,
-        expected error 0.017`; empty for optimizers without orthogonalisation."""
+        """Returns how each shape is orthogonalised, such as `192 of 25,600 × 5,120: gram, 14.8 ms each; ...;
+        plain products, expected error 0.017`; empty for optimizers without orthogonalisation."""
         shapes_updated = kinds(self.study.config, self.study.plan)
         if shapes_updated[0].form is None:
             return ""
-        shapes = ", ".join(
-            f"{kind.matrices:,} of {kind.rows:,} × {kind.cols:,} {kind.form} {step_time(kind.seconds)}"
-            f"{f' in stacks of {kind.together}' if kind.together > 1 else ''}{_shared(kind)}"
+        shapes = "; ".join(
+            f"{kind.matrices:,} of {kind.rows:,} × {kind.cols:,}: {kind.form}, {step_time(kind.seconds)} each"
+            f"{f', in stacks of {kind.together}' if kind.together > 1 else ''}{_shared(kind)}"
             for kind in shapes_updated
         )
-        products = f"{shapes_updated[0].products} products"
-        return f"{shapes}; {products}" + (
-            "" if shapes_updated[0].error is None else f", expected error {shapes_updated[0].error:g}"
-        )
+        products = " and ".join(dict.fromkeys(kind.products for kind in shapes_updated))
+        error = shapes_updated[0].error
+        return f"{shapes}; {products} products{'' if error is None else f', expected error {error:g}'}"
 
     def _where(self) -> str:
         where = "nothing was written" if self.written is None else f"written to {self.written}"
@@ -197,11 +197,12 @@ def _shared(kind: UpdateKind) -> str:
 
 
 def _ways(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:
-    """Returns how many buckets each kind of collective communicates, such as `ring 60, reduce 5`; a single kind has
-    no number."""
+    """Returns how many buckets each kind of collective communicates, such as `60 buckets by ring, 5 by
+    reduce`; a single kind has no number."""
     if len(buckets) == 1:
-        return next(iter(buckets))
-    return ", ".join(f"{way} {number}" for way, number in buckets.items())
+        return f"by {next(iter(buckets))}"
+    first, *others = buckets.items()
+    return ", ".join([f"{first[1]} buckets by {first[0]}", *(f"{number} by {way}" for way, number in others)])
 
 
 def _above(gap: float) -> str:
@@ -286,7 +287,8 @@ def _variant_cells(variant: Variant) -> tuple[str, ...]:
 
 
 _CUT = 1.6
-"""The largest scale of the bars, in iterations of the longest strategy except sc. Longer bars of sc are cut off."""
+"""The largest scale of the bars, in iterations of the longest strategy except sc. Longer bars of sc are cut
+off."""
 
 
 def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
@@ -337,8 +339,8 @@ def iterations(study: Study, screen: Screen) -> Iterator[RenderableType]:
 
 
 def streams(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields the timeline of the slowest rank: the full iteration, then enlarged from gradient norm and clipping to the
-    end. In a page, the enlarged part shows all recorded ranks."""
+    """Yields the timeline of the slowest rank: the full iteration, then enlarged from gradient norm and
+    clipping to the end. In a page, the enlarged part shows all recorded ranks."""
     result = study.planned.result
     slowest, end = result.slowest_rank, max(event.end_s for event in result.events)
     begin = min((event.start_s for event in result.events if event.phase == "norm_clip"), default=0.0)

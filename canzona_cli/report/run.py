@@ -161,8 +161,8 @@ class BreakdownView(Page):
 
     @property
     def _comparable(self) -> bool:
-        """True if measured and planned times may be compared. Not if the profile is of other hardware, and not for CPU
-        ranks on an uncalibrated profile, where errors of 60 to 90% are usual."""
+        """True if measured and planned times may be compared. Not if the profile is of other hardware, and
+        not for CPU ranks on an uncalibrated profile, where errors of 60 to 90% are usual."""
         planned = self.breakdown.planned
         if planned is None or planned.mismatches:
             return False
@@ -235,7 +235,8 @@ class BreakdownView(Page):
 
 
 def _rows(breakdown: Breakdown) -> list[tuple[str, str, PhaseTime | None]]:
-    """Returns (name, label, phase) in the order of the step; a phase that `LABELS` lacks is labelled by its name."""
+    """Returns (name, label, phase) in the order of the step; a phase that `LABELS` lacks is labelled by its
+    name."""
     known = [name for name in LABELS if name != "other"]
     names = [*known, *(name for name in breakdown.phases if name not in LABELS), "other"]
     rows = []

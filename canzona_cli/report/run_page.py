@@ -40,7 +40,8 @@ _MOODS: Mapping[str, Mood] = {"done": "good", "failed": "bad", "diverged": "bad"
 
 
 def run_page(summary: RunSummary) -> Document:
-    """Returns the page of a run; reads its layout, plan, timelines, environment and settings where they exist."""
+    """Returns the page of a run; reads its layout, plan, timelines, environment and settings where they
+    exist."""
     files, config, breakdown = RunFiles(summary.run_dir), summary.config, summary.breakdown
     layout = load_if_sound(files.layout, Layout)
     try:

@@ -1,12 +1,12 @@
 """The measured and planned timelines of a run as a Chrome trace, for Perfetto and chrome://tracing.
 
-Each rank is a process of the trace. Its `compute` track has the phases of the steps, and transfers in flight have
-tracks by kind, with further tracks where transfers of a kind overlap.
+Each rank is a process of the trace. Its `compute` track has the phases of the steps, and transfers in flight
+have tracks by kind, with further tracks where transfers of a kind overlap.
 
-Ranks on the same machine share a clock. The clocks of different machines are aligned at the ends of steps: a step
-ends after an all-reduce of the loss over all ranks, so all ranks end a step at the same time, up to the latency of
-that collective. Planned ranks are processes listed after the measured ones; the planned step starts at the time of
-the first measured step.
+Ranks on the same machine share a clock. The clocks of different machines are aligned at the ends of steps: a
+step ends after an all-reduce of the loss over all ranks, so all ranks end a step at the same time, up to the
+latency of that collective. Planned ranks are processes listed after the measured ones; the planned step
+starts at the time of the first measured step.
 """
 
 import json
@@ -151,7 +151,8 @@ class _Process:
 
 
 def clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
-    """Returns the seconds to add to each clock so that the ends of steps coincide; 0 for the first rank's clock.
+    """Returns the seconds to add to each clock so that the ends of steps coincide; 0 for the first rank's
+    clock.
 
     A clock that has no step in common with the first rank's also gets 0.
     """
@@ -172,7 +173,8 @@ def clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
 
 
 def place_of(rank: int, layout: Layout) -> str:
-    """Returns a rank's coordinates, such as `TP 1, DP 0`: TP varies fastest, then CP, DP and PP, as in Megatron."""
+    """Returns a rank's coordinates, such as `TP 1, DP 0`: TP varies fastest, then CP, DP and PP, as in
+    Megatron."""
     places, rest = [], rank
     for name, size in (("TP", layout.tp), ("CP", layout.cp), ("DP", layout.dp), ("PP", layout.pp)):
         if size > 1:

@@ -1,7 +1,7 @@
 """Tables for terminals: plain tables, and tables of column groups.
 
-Both build on rich's tables, but lines have no trailing spaces, and groups that do not fit next to the others go below
-them, so that no number is cut off.
+Both build on rich's tables, but lines have no trailing spaces, and groups that do not fit next to the others
+go below them, so that no number is cut off.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -64,7 +64,8 @@ class Columns:
     """The line above the heads."""
     heads: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    """The rows, each with a cell for each head. A single cell spans the group; an empty tuple is an empty row."""
+    """The rows, each with a cell for each head. A single cell spans the group; an empty tuple is an empty
+    row."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -106,7 +107,8 @@ def columns(heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> list[Column
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedTable:
-    """A table of column groups, split into several tables with the same row labels if it is wider than the terminal."""
+    """A table of column groups, split into several tables with the same row labels if it is wider than the
+    terminal."""
 
     labels: Sequence[Cell]
     """The labels of the rows; every group has the same number of rows."""

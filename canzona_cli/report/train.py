@@ -1,4 +1,5 @@
-"""The live views of a run: in a terminal a frame that is redrawn below the printed lines, in pipes plain lines."""
+"""The live views of a run: in a terminal a frame that is redrawn below the printed lines, in pipes plain
+lines."""
 
 import math
 import threading
@@ -32,8 +33,9 @@ _SEEN = "tokens seen"
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """The drawing of a `TrainState`. The wide form (loss curve and figures side by side) needs 110 columns and 14 rows;
-    otherwise the figures are in a few lines with a sparkline. Before the first step, only the stage is shown.
+    """The drawing of a `TrainState`. The wide form (loss curve and figures side by side) needs 110 columns
+    and 14 rows; otherwise the figures are in a few lines with a sparkline. Before the first step, only the
+    stage is shown.
 
     No line exceeds the console's width.
     """
@@ -167,7 +169,8 @@ _TITLES = f"{'elapsed':>8} {'step':>13} {'loss':>9} {'lr':>9} {'grad norm':>9} {
 
 
 def make_view(config: RunConfig, layout: Layout, console: Console) -> "ConsoleView":
-    """Returns the view for the console: live in an interactive terminal, plain lines in pipes and dumb terminals."""
+    """Returns the view for the console: live in an interactive terminal, plain lines in pipes and dumb
+    terminals."""
     if console.is_terminal and console.is_interactive and not console.is_dumb_terminal:
         return LiveView(config, layout, console)
     return PlainView(config, layout, console)
@@ -211,9 +214,9 @@ class ConsoleView(TrainView, ABC):
 class LiveView(ConsoleView):
     """A view that is redrawn four times a second; the last frame stays on the screen.
 
-    Records arrive on the caller's thread, and rich draws in its own thread: `_lock` guards the state that both use.
-    `_lock` must not be held while printing: rich's thread takes rich's lock and then `_lock`, so that the opposite
-    order would deadlock.
+    Records arrive on the caller's thread, and rich draws in its own thread: `_lock` guards the state that
+    both use. `_lock` must not be held while printing: rich's thread takes rich's lock and then `_lock`, so
+    that the opposite order would deadlock.
     """
 
     def __init__(self, config: RunConfig, layout: Layout, console: Console, *, clock: Clock = time.monotonic) -> None:
@@ -291,7 +294,8 @@ class LiveView(ConsoleView):
 
 
 class PlainView(ConsoleView):
-    """A view that prints plain lines: steps at most every two seconds, and every validation and the last step."""
+    """A view that prints plain lines: steps at most every two seconds, and every validation and the last
+    step."""
 
     _printed_at: float | None = None
     _lines = 0

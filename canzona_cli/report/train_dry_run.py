@@ -1,4 +1,5 @@
-"""The screens of `canzona train --dry-run` and `--prepare-only`: the resolved run and the command that starts it.
+"""The screens of `canzona train --dry-run` and `--prepare-only`: the resolved run and the command that starts
+it.
 
 Also the JSON of `canzona validate`.
 """
@@ -105,7 +106,8 @@ class DryRun(Page):
     """True for `--prepare-only`: the run directory is written, and the command is not run."""
 
     def as_json(self) -> dict[str, object]:
-        """Returns the JSON of `canzona train --dry-run`; additions keep `version`, any other change raises it."""
+        """Returns the JSON of `canzona train --dry-run`; additions keep `version`, any other change raises
+        it."""
         memory = self.memory
         return {
             **resolved_json(self.config, self.layout, self.plan),
@@ -165,7 +167,8 @@ class DryRun(Page):
     def _memory(self) -> str:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.memory.parts.items() if size)
         cluster = self.config.cluster
-        # On CPU ranks the reserve is memory of Python and torch, which `top` counts too; on a GPU it is left free.
+        # On CPU ranks the reserve is memory of Python and torch, which `top` counts too; on a GPU it is left
+        # free.
         more = f"; Python and torch take about {cluster.reserved_gib:g} GiB more" if cluster.device == "cpu" else ""
         return (
             f"{self.memory.total / GIB:.2f} of {self.memory.capacity / GIB:.2f} GiB on the fullest {self._unit} "

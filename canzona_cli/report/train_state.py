@@ -63,7 +63,8 @@ class Stage:
 
 @dataclass
 class TrainState:
-    """The state of a run, built from the records of its run directory; numbers in them may be missing or not finite."""
+    """The state of a run, built from the records of its run directory; numbers in them may be missing or not
+    finite."""
 
     config: RunConfig
     layout: Layout
@@ -188,8 +189,8 @@ class TrainState:
 
     @property
     def eta(self) -> float | None:
-        """The seconds left, or None if unknown. From the second step on, the pace is by wall clock and so includes
-        validations. Between steps, the value counts down."""
+        """The seconds left, or None if unknown. From the second step on, the pace is by wall clock and so
+        includes validations. Between steps, the value counts down."""
         if self.updated is None:
             return None
         pace = self.step_s
@@ -206,7 +207,8 @@ class TrainState:
         return pace is not None and self.step < self.total and self.idle > max(30.0, 10 * pace)
 
     def validation_change(self) -> str:
-        """Returns the change from the first validation loss to the newest; a single loss alone, `-` without any."""
+        """Returns the change from the first validation loss to the newest; a single loss alone, `-` without
+        any."""
         if not self.validations:
             return MISSING
         (_, first), (_, last) = self.validations[0], self.validations[-1]

@@ -1,9 +1,9 @@
 """The breakdown of a step's time by phase, over all ranks, next to its prediction.
 
-The workers write `breakdown.json`. Times are in seconds; `min_s`, `mean_s` and `max_s` are over ranks, of each
-rank's mean over the measured steps. Phases with `in_step` follow one another and add up to the step. The others
-(`*_total`) are all communication of a kind, including what was overlapped with other phases. `predicted.json`
-has the prediction; runs of earlier versions do not have this file.
+The workers write `breakdown.json`. Times are in seconds; `min_s`, `mean_s` and `max_s` are over ranks, of
+each rank's mean over the measured steps. Phases with `in_step` follow one another and add up to the step. The
+others (`*_total`) are all communication of a kind, including what was overlapped with other phases.
+`predicted.json` has the prediction; runs of earlier versions do not have this file.
 """
 
 import math
@@ -65,8 +65,8 @@ class Prediction:
     optimizer_s: float
     """The time of the optimizer step, `StrategyResult.optimizer_s`."""
     phases: Mapping[str, float]
-    """The mean seconds over ranks by phase. The phases of the step add up to `iteration_s`; the `*_total`s are
-    extra."""
+    """The mean seconds over ranks by phase. The phases of the step add up to `iteration_s`; the `*_total`s
+    are extra."""
     load_balance: float
     """The ranks' matrix update times, maximum over mean; 1.0 is perfect, and also the value without matrix
     updates."""
@@ -270,7 +270,8 @@ def load_breakdown(run_dir: Path) -> Breakdown:
     """Reads and checks a run's breakdown.json, and its prediction if that can be read.
 
     Raises:
-        ConfigError: breakdown.json is missing, damaged, or of another version; the problem's key is `RUN_DIR`.
+        ConfigError: breakdown.json is missing, damaged, or of another version; the problem's key is
+            `RUN_DIR`.
     """
     files = RunFiles(run_dir)
     fix = "the run's other files can still be read; train again for a new breakdown"

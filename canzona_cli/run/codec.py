@@ -1,8 +1,8 @@
 """Writes records of a run as JSON, and reads them back as frozen dataclasses.
 
-A class with a `VERSION` has this number first in its file, and is only read from files of that version. Reading
-checks every type. Unknown keys are ignored, so that newer versions may add some. A .jsonl file has a record per
-line; its last line is incomplete if the writer was killed.
+A class with a `VERSION` has this number first in its file, and is only read from files of that version.
+Reading checks every type. Unknown keys are ignored, so that newer versions may add some. A .jsonl file has a
+record per line; its last line is incomplete if the writer was killed.
 """
 
 import json
@@ -133,8 +133,8 @@ class JsonLines:
 
 
 def read_lines[T](path: Path, kind: type[T]) -> tuple[list[T], int]:
-    """Reads all records of a .jsonl file; returns them and the number of damaged lines. No records if the file
-    cannot be read."""
+    """Reads all records of a .jsonl file; returns them and the number of damaged lines. No records if the
+    file cannot be read."""
     try:
         lines = read_plain(path, most=None).splitlines()
     except Unreadable:

@@ -100,7 +100,8 @@ class Several:
 
     runs: tuple[RunSummary, ...]
     settings: Mapping[str, tuple[object, ...]]
-    """The resolved settings that differ, by key, with a value for each run; None if a run has no such setting."""
+    """The resolved settings that differ, by key, with a value for each run; None if a run has no such
+    setting."""
 
     @property
     def best(self) -> RunSummary | None:
@@ -176,7 +177,8 @@ def _plan_hash(run_dir: Path) -> str | None:
 
 
 def _differences(configs: Sequence[RunConfig | None]) -> dict[str, tuple[object, ...]]:
-    """Returns the settings that are not equal in all configurations; none if a configuration could not be read."""
+    """Returns the settings that are not equal in all configurations; none if a configuration could not be
+    read."""
     flat = [dict(leaves(asdict(config))) for config in configs if config is not None]
     if len(flat) < len(configs):
         return {}

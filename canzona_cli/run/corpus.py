@@ -13,8 +13,8 @@ from canzona_cli.run.words import clean, count
 
 MOST_EPOCHS: Final = 4
 """The number of epochs up to which repeated tokens are worth nearly as much as new ones (Muennighoff et al.
-2023, arXiv 2305.16264, sec. 6). Beyond that, further epochs are worth less and less, and the training loss says
-less and less about other text."""
+2023, arXiv 2305.16264, sec. 6). Beyond that, further epochs are worth less and less, and the training loss
+says less and less about other text."""
 _STDLIB_TOKENS: Final = {"byte": 11_300_000}
 """The training tokens in the sources of Python's standard library (11.5 MB in 3.12), by tokenizer."""
 _STDLIB_WORDS: Final = 2_900_000

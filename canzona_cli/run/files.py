@@ -66,8 +66,8 @@ class RunFiles:
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
         self.huggingface = root / "huggingface"
-        """Settings and tokenizer of the Hugging Face folder that the initial weights are from; absent for other
-        weights."""
+        """Settings and tokenizer of the Hugging Face folder that the initial weights are from; absent for
+        other weights."""
         self.attempts = root / "attempts"
         """The files of earlier launches in this directory: attempts/1 and so on."""
         self.stop = root / "stop"
@@ -132,8 +132,8 @@ class RunFiles:
 def write_text_atomic(path: Path, text: str) -> None:
     """Writes `text` to `path` atomically: the text is on disk before the file gets its name.
 
-    Others may read the file as far as the umask allows; nobody else may write it. Characters that are not valid
-    in UTF-8 are written as escapes.
+    Others may read the file as far as the umask allows; nobody else may write it. Characters that are not
+    valid in UTF-8 are written as escapes.
 
     Raises:
         OSError: the file cannot be written; no temporary file is left behind.
@@ -195,8 +195,8 @@ def _line(value: Mapping[str, object]) -> bytes:
 
 
 def append_json_line(path: Path, value: Mapping[str, object]) -> None:
-    """Appends one line to a .jsonl file with a single write, so that readers see complete lines and writers do
-    not interleave.
+    """Appends one line to a .jsonl file with a single write, so that readers see complete lines and writers
+    do not interleave.
 
     Raises:
         OSError: the line could not be written, or the file is a link. A partly written line is removed again,

@@ -1,10 +1,10 @@
 """Exchanges signs of life: each rank writes to a small piece of shared memory, and the launcher reads it,
 without system calls.
 
-The launcher creates a file for each rank in a local folder (in memory, if possible) and maps it. Each rank maps
-its file and unlinks it at once, so that nothing is left behind, whichever process is killed. Times are those of
-the machine's monotonic clock, which all processes share. Standard library only: ranks write before their slow
-imports.
+The launcher creates a file for each rank in a local folder (in memory, if possible) and maps it. Each rank
+maps its file and unlinks it at once, so that nothing is left behind, whichever process is killed. Times are
+those of the machine's monotonic clock, which all processes share. Standard library only: ranks write before
+their slow imports.
 """
 
 import mmap

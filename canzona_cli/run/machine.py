@@ -37,6 +37,6 @@ def tool_output(tool: str, *arguments: str, timeout_s: float = 5.0) -> str | Non
 
 
 def existing_folder(path: Path) -> Path:
-    """Returns `path` or its nearest parent that exists, in which the rest would be created. The result may be a
-    file."""
+    """Returns `path` or its nearest parent that exists, in which the rest would be created. The result may be
+    a file."""
     return next(place for place in (path, *path.parents) if os.path.exists(place))

@@ -1,4 +1,5 @@
-"""Makes sure that no process outlives the launcher: the kernel kills agent and workers when their parent dies.
+"""Makes sure that no process outlives the launcher: the kernel kills agent and workers when their parent
+dies.
 
 `python orphan.py LAUNCHER_PID COMMAND...` asks the kernel for this and then becomes COMMAND; workers call
 `die_with_parent()` first. Standard library only: this file also runs by its path, before anything can be

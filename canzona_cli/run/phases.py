@@ -1,5 +1,5 @@
-"""Names the phases of a training step and the strategies, with the labels, colours and order in which they are
-shown.
+"""Names the phases of a training step and the strategies, with the labels, colours and order in which they
+are shown.
 
 Standard library only: ranks import this before anything slow.
 """
@@ -25,8 +25,8 @@ Phase = Literal[
     "param_gather",
     "other",
 ]
-"""The phases of a step: every moment belongs to exactly one. Communication counts only while the step waits for
-it."""
+"""The phases of a step: every moment belongs to exactly one. Communication counts only while the step waits
+for it."""
 TotalPhase = Literal["grad_reduce_total", "exchange_total", "param_gather_total"]
 """The totals of communication, whether it is overlapped with other phases or not."""
 

@@ -1,7 +1,7 @@
 """The records that the ranks and the launcher of a run write. Writers and readers share one type for each.
 
-Fields have defaults if a file is optional for its readers, as an older or interrupted writer may have left them
-out.
+Fields have defaults if a file is optional for its readers, as an older or interrupted writer may have left
+them out.
 """
 
 import logging
@@ -101,8 +101,8 @@ class RunResult:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerState:
-    """The content of trackers/NAME.json: how far a tracker has got, so that the next launch continues the same
-    curve."""
+    """The content of trackers/NAME.json: how far a tracker has got, so that the next launch continues the
+    same curve."""
 
     id: str | None = None
     """The tracker's own id of the run; None before there is one."""
@@ -170,7 +170,8 @@ class ValidationLoss:
 
     step: int
     loss: float | None = None
-    """The loss; for a blend, the mean of its sets weighted by their training shares. None if it was not finite."""
+    """The loss; for a blend, the mean of its sets weighted by their training shares. None if it was not
+    finite."""
     sets: Mapping[str, float | None] = field(default_factory=dict)
     """The loss of each set of a blend, by its name."""
     time: float | None = None

@@ -1,8 +1,8 @@
 """Makes standard output and error of the command and its ranks never raise.
 
-A closed terminal, a pipe without a reader or a full disk makes printing fail at any line, in canzona's code and
-in libraries. The streams here drop what cannot be written, and the command continues to its end. Only then is
-the loss reported, and not at all for a training run (`unattended`).
+A closed terminal, a pipe without a reader or a full disk makes printing fail at any line, in canzona's code
+and in libraries. The streams here drop what cannot be written, and the command continues to its end. Only
+then is the loss reported, and not at all for a training run (`unattended`).
 """
 
 import errno
@@ -63,8 +63,8 @@ def guard() -> None:
 
 
 def unattended() -> None:
-    """Marks this process as a training run: a lost reader delays it by `_PATIENCE_S` at most and never changes
-    its exit code."""
+    """Marks this process as a training run: a lost reader delays it by `_PATIENCE_S` at most and never
+    changes its exit code."""
     _Stream.patience_s = _PATIENCE_S
 
 

@@ -80,8 +80,8 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
 
 
 def time_in_launches(records: Sequence[Record]) -> float | None:
-    """Adds up the seconds from the first to the last record of each launch, without the time between launches.
-    None if no record has a time.
+    """Adds up the seconds from the first to the last record of each launch, without the time between
+    launches. None if no record has a time.
 
     Args:
         records: the records of all launches, in any order.
@@ -104,7 +104,8 @@ def earlier_events(files: RunFiles) -> list[Event]:
 
 
 def events_of(files: RunFiles) -> list[Event]:
-    """Reads events.jsonl: the events of the newest launch, and earlier ones up to the checkpoint it resumed from."""
+    """Reads events.jsonl: the events of the newest launch, and earlier ones up to the checkpoint it resumed
+    from."""
     return [event for line in JsonLines(files.events).read() if (event := event_of(line)) is not None]
 
 
@@ -118,8 +119,8 @@ def _launches(files: RunFiles) -> list[RunFiles]:
 
 
 def _seconds(lines: Sequence[StepMetrics]) -> float:
-    """Adds up the seconds of the steps that these lines stand for. A line has the step time for all steps since
-    the line before it."""
+    """Adds up the seconds of the steps that these lines stand for. A line has the step time for all steps
+    since the line before it."""
     gaps = [line.step - before.step for before, line in pairwise(lines)]
     steps = [min(gaps, default=1), *gaps][: len(lines)]
     return math.fsum(count * (line.step_s or 0.0) for count, line in zip(steps, lines, strict=True))
@@ -292,8 +293,8 @@ def _lines[T](path: Path, kind: type[T], notes: list[str]) -> list[T]:
 
 
 def _errors(files: RunFiles) -> tuple[RankResult, ...]:
-    """Returns the results of ranks that failed, in the order of their errors: the first most likely caused the
-    others."""
+    """Returns the results of ranks that failed, in the order of their errors: the first most likely caused
+    the others."""
     results = [load_if_sound(path, RankResult) for path in sorted(files.ranks.glob("rank-*.json"))]
     failed = [result for result in results if result is not None and result.error is not None]
     return tuple(sorted(failed, key=lambda result: (result.time or math.inf, result.rank)))

@@ -73,8 +73,8 @@ def duration(seconds: object) -> str:
 
 
 def milliseconds(seconds: object) -> str:
-    """Formats seconds as milliseconds with at least three significant digits, without a unit: `0.412`, `41.2`,
-    `1,204`."""
+    """Formats seconds as milliseconds with at least three significant digits, without a unit: `0.412`,
+    `41.2`, `1,204`."""
     value = real(seconds)
     if value is None:
         return MISSING

@@ -1,8 +1,8 @@
 """The data-parallel traffic of a pipeline stage: the buckets of its gradient buffers, in Megatron's order.
 
-A `Chunk` is a bucket as the simulator needs it: the time of its reduction and of its gathering, and the module
-of the stage that completes its gradients in the backward pass. That module is the first of the forward pass with
-a parameter in the bucket, so it is also the first that needs the gathered parameters.
+A `Chunk` is a bucket as the simulator needs it: the time of its reduction and of its gathering, and the
+module of the stage that completes its gradients in the backward pass. That module is the first of the forward
+pass with a parameter in the bucket, so it is also the first that needs the gathered parameters.
 """
 
 from collections import Counter
@@ -25,8 +25,8 @@ class Chunk:
     """A bucket with its two transfers."""
 
     module: int
-    """The number, within the stage, of the module that completes the bucket's gradients in the backward pass and is
-    the first to need its parameters in the forward pass."""
+    """The number, within the stage, of the module that completes the bucket's gradients in the backward pass
+    and is the first to need its parameters in the forward pass."""
     reduce: Transfer
     gather: Transfer
 
@@ -34,8 +34,8 @@ class Chunk:
 def after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
     """Returns the seconds of the blocking all-reduces that follow a stage's gradient reduction.
 
-    With sequence parallelism the gradients of norms are summed over TP; a tied embedding's gradients are summed
-    over the first and the last stage.
+    With sequence parallelism the gradients of norms are summed over TP; a tied embedding's gradients are
+    summed over the first and the last stage.
     """
     model, cluster = config.model, config.cluster
     links, (_, grad) = Links(cluster=cluster), element_bytes(config)
@@ -63,8 +63,8 @@ class Buffers:
         self._limit = bucket_elements(config, layout) if stage == 0 else None
         layer = family_of(config.model).work(config.model)
         self._part_of = {kind: work.part for work in layer for kind in work.weight.kinds}
-        # For matrices of kinds that only a user's shapes have, assume the part whose gradients are ready last and
-        # whose weights are needed first: this never makes a step too short.
+        # For matrices of kinds that only a user's shapes have, assume the part whose gradients are ready last
+        # and whose weights are needed first: this never makes a step too short.
         self._first = layer[0].part
         self._number = {(module.part, module.layer): number for number, module in enumerate(modules)}
 
@@ -78,7 +78,8 @@ class Buffers:
         return [self._even(size, module, sharded=sharded) for size, module in self._cut(self._parameters(layers=True))]
 
     def others(self) -> list[Chunk]:
-        """Builds the chunks of the buffer that AdamW updates beside the matrices: embedding, norms and output layer."""
+        """Builds the chunks of the buffer that AdamW updates beside the matrices: embedding, norms and output
+        layer."""
         return [self._even(size, module, sharded=True) for size, module in self._cut(self._parameters(layers=False))]
 
     def matrices(self, buckets: Iterable[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:
@@ -125,7 +126,8 @@ class Buffers:
         return [(size, number) for size, number in parameters if size]
 
     def _cut(self, parameters: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Cuts parameters into buckets and returns (elements, first module) of each, last registered parameters first.
+        """Cuts parameters into buckets and returns (elements, first module) of each, last registered
+        parameters first.
 
         A bucket ends once it has `_limit` elements, and at the end of a model chunk.
         """

@@ -1,4 +1,5 @@
-"""A plan next to its alternatives: every strategy on the same layout, and the same run planned with other settings.
+"""A plan next to its alternatives: every strategy on the same layout, and the same run planned with other
+settings.
 
 A `Study` has everything that `canzona plan` prints about a plan; the reports only format it.
 """
@@ -48,11 +49,12 @@ class Compared:
 
     result: StrategyResult
     memory_bytes: int
-    """The bytes on the fullest rank. A strategy that does not fit is simulated, but gets no speed-up or overhead."""
+    """The bytes on the fullest rank. A strategy that does not fit is simulated, but gets no speed-up or
+    overhead."""
     fits: bool
     loads: tuple[float, ...] | None
-    """The seconds of matrix updates on each cell of the stage that is slowest in the plan; None for strategies
-    without owners."""
+    """The seconds of matrix updates on each cell of the stage that is slowest in the plan; None for
+    strategies without owners."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,8 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A plan with its load balance, communication, memory and simulated times, and the same of its alternatives."""
+    """A plan with its load balance, communication, memory and simulated times, and the same of its
+    alternatives."""
 
     config: RunConfig
     layout: Layout
@@ -100,17 +103,18 @@ class Study:
         return self.strategies[strategy].result
 
     def optimizer_speedup(self, over: str) -> float | None:
-        """Returns the optimizer time of strategy `over` divided by the planned strategy's; None unless both strategies
-        fit into memory in this layout."""
+        """Returns the optimizer time of strategy `over` divided by the planned strategy's; None unless both
+        strategies fit into memory in this layout."""
         return self._ratio(over, self.strategy, lambda result: result.optimizer_s)
 
     def iteration_speedup(self, over: str) -> float | None:
-        """Returns the iteration time of strategy `over` divided by the planned strategy's; None unless both fit."""
+        """Returns the iteration time of strategy `over` divided by the planned strategy's; None unless both
+        fit."""
         return self._ratio(over, self.strategy, lambda result: result.iteration_s)
 
     def overhead(self, of: str) -> float | None:
-        """Returns how much longer a strategy's iteration is than AdamW's in this layout (0.01 is 1%); None unless both
-        fit into memory."""
+        """Returns how much longer a strategy's iteration is than AdamW's in this layout (0.01 is 1%); None
+        unless both fit into memory."""
         ratio = self._ratio(of, "adamw", lambda result: result.iteration_s)
         return None if ratio is None else ratio - 1
 

@@ -1,9 +1,9 @@
 """One iteration up to reduced gradients on a timeline: forward, backward, and the data-parallel traffic that
 overlaps with them.
 
-One rank stands for each pipeline stage. The first forward pass waits for gathered parameters module by module,
-and the last backward pass starts gradient reductions module by module. Micro-batches in between are not
-interrupted. With several model chunks on a rank, this holds for each of them.
+One rank stands for each pipeline stage. The first forward pass waits for gathered parameters module by
+module, and the last backward pass starts gradient reductions module by module. Micro-batches in between are
+not interrupted. With several model chunks on a rank, this holds for each of them.
 
 A chunk is a bucket (`simulate.buffers.Chunk`), in contrast to a model chunk.
 """
@@ -26,8 +26,8 @@ _PHASES = ("data", "forward", "backward", "pipeline", "grad_reduce", "param_gath
 
 
 _Message = tuple[Direction, int, int]
-"""(direction, number of the sending part of the model, micro-batch); parts are numbered over the model, one for
-each model chunk of each stage."""
+"""(direction, number of the sending part of the model, micro-batch); parts are numbered over the model, one
+for each model chunk of each stage."""
 
 
 class _Pass(NamedTuple):
@@ -57,14 +57,15 @@ class StageWork:
     early: Sequence[int] = ()
     """The chunks whose gathering the previous step has started, in this order."""
     chain: Sequence[int] | None = None
-    """The order in which gatherings start each other: once the forward has waited for a chunk, the gathering of the
-    chunk `ahead` places later starts. None for all chunks in reverse order."""
+    """The order in which gatherings start each other: once the forward has waited for a chunk, the gathering
+    of the chunk `ahead` places later starts. None for all chunks in reverse order."""
     aligned: bool = False
-    """True if gatherings start by model chunks instead (Megatron-LM's `align_param_gather`): those of the first two
-    before the first pass, those of each later model chunk when the first stage starts the model chunk before."""
+    """True if gatherings start by model chunks instead (Megatron-LM's `align_param_gather`): those of the
+    first two before the first pass, those of each later model chunk when the first stage starts the model
+    chunk before."""
     meets: bool = False
-    """True if the stage sums the gradients of a tied embedding with the other stage that has a copy, so that both
-    wait for the later one."""
+    """True if the stage sums the gradients of a tied embedding with the other stage that has a copy, so that
+    both wait for the later one."""
 
 
 class IterationTimeline:
@@ -152,7 +153,8 @@ class IterationTimeline:
             yield "data", phase, ran.start, ran.end
 
     def _build(self) -> None:
-        """Adds every stage's passes in the order of its 1F1B schedule, each after the pass whose output it needs."""
+        """Adds every stage's passes in the order of its 1F1B schedule, each after the pass whose output it
+        needs."""
         schedules = [_one_f_one_b(self._layout, stage) for stage in range(self._layout.pp)]
         receives = [_receives(steps, together=self._layout.vpp > 1) for steps in schedules]
         for stage, of_stage in enumerate(receives):
@@ -284,8 +286,8 @@ class IterationTimeline:
             self._gathered[stage][number] = self._transfer(stage, "param_gather", transfer, after)
 
     def _last_backward(self, stage: int, model_chunk: int) -> None:
-        """Adds the last backward pass module by module; a bucket's reduction starts after the module that completes
-        the bucket, or at the end of the backward where reductions do not overlap."""
+        """Adds the last backward pass module by module; a bucket's reduction starts after the module that
+        completes the bucket, or at the end of the backward where reductions do not overlap."""
         time = self._stages[stage].time
         ready: dict[int, list[Transfer]] = {}
         for chunk in self._stages[stage].chunks:
@@ -339,8 +341,8 @@ class IterationTimeline:
         )
         if not transfer.fill_s:
             return number
-        # The next chain starts on the first ranks while this one still reaches the last ranks, so the time to fill
-        # the chain does not occupy the data stream.
+        # The next chain starts on the first ranks while this one still reaches the last ranks, so the time to
+        # fill the chain does not occupy the data stream.
         return self._timeline.add(phase, ("chain", stage, number), seconds=transfer.fill_s, after=[number])
 
     def _reduced(self, stage: int, ran: Sequence[Ran]) -> float:
@@ -364,10 +366,10 @@ class IterationTimeline:
 def _receives(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool], list[_Pass]]:
     """Lists the passes for whose input the rank posts a receive, by the pass after which it does so.
 
-    Keys are (number of the earlier pass, True if the receive also follows its send). A receive is posted one pass
-    early. One call of Megatron's sends to a neighbour and receives from the same neighbour; with several model
-    chunks (`together`) it receives from the other neighbour, next to the send of the previous pass of the same
-    direction.
+    Keys are (number of the earlier pass, True if the receive also follows its send). A receive is posted one
+    pass early. One call of Megatron's sends to a neighbour and receives from the same neighbour; with several
+    model chunks (`together`) it receives from the other neighbour, next to the send of the previous pass of
+    the same direction.
     """
     passes: dict[tuple[int, bool], list[_Pass]] = {}
     last: dict[Direction, int] = {}
@@ -384,8 +386,8 @@ def _receives(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool
 def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:
     """Lists a stage's passes in the 1F1B order of Narayanan et al. 2021 (arXiv 2104.04473).
 
-    Forwards fill the pipeline, then forwards and backwards alternate, then the remaining backwards follow. The
-    model chunk changes after every `pp` micro-batches, as in Megatron's `get_schedule_table`.
+    Forwards fill the pipeline, then forwards and backwards alternate, then the remaining backwards follow.
+    The model chunk changes after every `pp` micro-batches, as in Megatron's `get_schedule_table`.
     """
     pp, vpp, count = layout.pp, layout.vpp, layout.num_microbatches
     turns = [
@@ -394,8 +396,8 @@ def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:
         for chunk in range(vpp)
         for micro in range(first, min(first + pp, count))
     ]
-    # Stage n starts a gathering n passes earlier in its order than stage 0, so that all stages start at about the
-    # same time.
+    # Stage n starts a gathering n passes earlier in its order than stage 0, so that all stages start at about
+    # the same time.
     gathers = [chunk + 1 if 0 < chunk < vpp - 1 and micro == 0 else None for chunk, micro in turns[stage:]]
     forwards = [
         _Pass("forward", chunk, micro, gathers=number) for (chunk, micro), number in zip_longest(turns, gathers)

@@ -97,7 +97,8 @@ def layerwise(
 ) -> tuple[Assignment, tuple[Bucket, ...]]:
     """Returns the owners and buckets of `LayerWiseDistributedOptimizer` in megatron-core 0.19.
 
-    Parameters are packed undivided into equal padded shards by elements (`lay_out`). All hosts are 0 and have no
+    Parameters are packed undivided into equal padded shards by elements (`lay_out`). All hosts are 0 and have
+    no
     meaning: every TP rank of an owner updates its matrices.
 
     Args:

@@ -1,11 +1,11 @@
 """The simulated step of a strategy: the time of an iteration, and of each of its phases.
 
 This is one steady-state iteration from the first forward to the last updated weight. The gathering of the
-previous step's new parameters overlaps with the forward, the reduction of gradients with the last backward. Then
-come gradient norm and clipping, exchanges and matrix updates, and AdamW. Up to the updates one rank stands for each
-pipeline stage, because collectives keep the stage's ranks in step; updates are simulated for every rank whose work
-differs. Where ranks share a machine's cores (`ClusterConfig.cores`), everything that runs at the same time shares
-them. `compare.assumptions` lists what is left out.
+previous step's new parameters overlaps with the forward, the reduction of gradients with the last backward.
+Then come gradient norm and clipping, exchanges and matrix updates, and AdamW. Up to the updates one rank
+stands for each pipeline stage, because collectives keep the stage's ranks in step; updates are simulated for
+every rank whose work differs. Where ranks share a machine's cores (`ClusterConfig.cores`), everything that
+runs at the same time shares them. `compare.assumptions` lists what is left out.
 """
 
 import math
@@ -47,23 +47,24 @@ class StrategyResult:
     strategy: AnyStrategy
     iteration_s: float
     optimizer_s: float
-    """The seconds that the optimizer adds to the iteration: norm and clipping, AdamW's update, matrix updates, the
-    exchanges that no update hides, and the forward's wait for gathered parameters."""
+    """The seconds that the optimizer adds to the iteration: norm and clipping, AdamW's update, matrix
+    updates, the exchanges that no update hides, and the forward's wait for gathered parameters."""
     phases: Mapping[str, float]
-    """The seconds of each phase on the slowest rank. The phases of `IN_STEP` add up to `iteration_s`; the `_total`s
-    include what overlaps with other phases."""
+    """The seconds of each phase on the slowest rank. The phases of `IN_STEP` add up to `iteration_s`; the
+    `_total`s include what overlaps with other phases."""
     mean_phases: Mapping[str, float]
     """The phases averaged over all ranks; a rank that finishes early waits in `other`."""
     slowest_rank: int
     update_balance: float
-    """The maximum over ranks of the seconds of matrix updates, over their mean; 1.0 is perfect, and also the value
-    without matrix updates."""
+    """The maximum over ranks of the seconds of matrix updates, over their mean; 1.0 is perfect, and also the
+    value without matrix updates."""
     drawn: Callable[[], tuple[SimulatedEvent, ...]] = field(repr=False, compare=False)
     """The function that computes `events`."""
 
     @cached_property
     def events(self) -> tuple[SimulatedEvent, ...]:
-        """The timelines of the slowest rank and, unless it is the same, of the rank that finishes its updates first."""
+        """The timelines of the slowest rank and, unless it is the same, of the rank that finishes its updates
+        first."""
         return self.drawn()
 
 
@@ -109,7 +110,8 @@ class _Step:
 
     @cached_property
     def done(self) -> list[float]:
-        """The time, by stage, at which the slowest rank has finished its updates and the gathering after them."""
+        """The time, by stage, at which the slowest rank has finished its updates and the gathering after
+        them."""
         last = [0.0] * len(self.gather_s)
         for cell, end in zip(self.cells, self.updated, strict=True):
             last[cell.team.stage] = max(last[cell.team.stage], end)
@@ -127,7 +129,8 @@ class _Step:
 
     def _phases(self, number: int, before: Mapping[str, float]) -> dict[str, float]:
         cell, phases = self.cells[number], dict(before)
-        # Without overlap the stage gathers once its slowest rank is done; the wait for that rank counts as gathering.
+        # Without overlap the stage gathers once its slowest rank is done; the wait for that rank counts as
+        # gathering.
         gathered = self.done[cell.team.stage] - self.updated[number] if self.gather_s[cell.team.stage] else 0.0
         packed_s = cell.update.packed_s
         phases["norm_clip"] = self.clipped[number] - self.iteration.reduced_s[cell.team.stage] - packed_s
@@ -156,8 +159,8 @@ class _Step:
         """Returns the seconds for which the iteration waits for the optimizer.
 
         A wait for another stage's backward is not part of them, although runs measure it in norm_clip, or in
-        grad_reduce for a tied embedding. The rank with the latest sum of updates and gathering decides, because
-        another stage may gather longer than the stage that updates last.
+        grad_reduce for a tied embedding. The rank with the latest sum of updates and gathering decides,
+        because another stage may gather longer than the stage that updates last.
         """
         waited = [end + phases["param_gather"] for end, phases in zip(self.updated, self.phases, strict=True)]
         longest = self._latest(waited)
@@ -200,7 +203,8 @@ class _Simulation:
         )
 
     def _step(self) -> _Step:
-        """Simulates the iteration up to reduced gradients and the update phase, and puts norm and clipping between.
+        """Simulates the iteration up to reduced gradients and the update phase, and puts norm and clipping
+        between.
 
         The updates come first, because they decide how much of the gathering is left for the forward.
         """
@@ -261,8 +265,8 @@ class _Simulation:
         )
 
     def _chunks(self, stage: int) -> list[Chunk]:
-        """Lists a stage's chunks in the order of Megatron's buffers. The buffer of AdamW's parameters comes first,
-        because the embedding is the first parameter."""
+        """Lists a stage's chunks in the order of Megatron's buffers. The buffer of AdamW's parameters comes
+        first, because the embedding is the first parameter."""
         buffers = Buffers(self._config, self._layout, stage, stage_time(self._config, self._layout, stage))
         if not self._execution.has_owners:
             buckets = buffers.everything(sharded=not self._execution.everywhere)
@@ -342,8 +346,8 @@ class _Simulation:
 def _in_a_mean_step(config: RunConfig, workload: Workload) -> Workload:
     """Scales update costs from the busiest rank's mean to the mean of each step's slowest rank.
 
-    With refreshes these differ, because the slowest rank changes from step to step. Optimizers without refreshes
-    keep their costs.
+    With refreshes these differ, because the slowest rank changes from step to step. Optimizers without
+    refreshes keep their costs.
     """
     assignment, optimizer = workload.assignment, config.optimizer
     if not isinstance(optimizer, KroneckerConfig) or not workload.matrices:
@@ -355,7 +359,8 @@ def _in_a_mean_step(config: RunConfig, workload: Workload) -> Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class _Order:
-    """The order in which a stage's chunks are gathered under a plan: in the order in which the forward needs them."""
+    """The order in which a stage's chunks are gathered under a plan: in the order in which the forward needs
+    them."""
 
     overlapped: Sequence[int] = ()
     """The chunks gathered while matrices are updated: AdamW's parameters of the first model chunk."""
@@ -385,7 +390,8 @@ def _gathered_early(chunks: Sequence[Chunk], overlapped: Sequence[int], window: 
 
 
 def _units(config: RunConfig, layout: Layout) -> float:
-    """Returns the share of a GPU that its data-parallel collectives take; NCCL runs channels for each network port."""
+    """Returns the share of a GPU that its data-parallel collectives take; NCCL runs channels for each network
+    port."""
     cluster, group = config.cluster, Groups.of(layout, config.cluster).data
     ports = 1.0 if group.machines == 1 else group.per_machine / cluster.gpus_per_node
     return cluster.collective_units * ports

@@ -1,11 +1,12 @@
 """A small discrete-event simulator: tasks on streams, which may share links or a machine's processor cores.
 
-A stream runs its tasks one after another, in the order in which they were added. A task starts when its stream is
-free and all tasks it waits for have ended. It takes `seconds` at a fixed rate (computation, latency), then
-`link_s` on its link, where each of n simultaneous transfers gets an n-th of the rate.
+A stream runs its tasks one after another, in the order in which they were added. A task starts when its
+stream is free and all tasks it waits for have ended. It takes `seconds` at a fixed rate (computation,
+latency), then `link_s` on its link, where each of n simultaneous transfers gets an n-th of the rate.
 
 On a timeline with `cores`, a task that keeps cores busy takes `seconds + link_s` as long as there are enough
-cores. If the running tasks want more cores than there are, all of them slow down alike, as under a fair scheduler.
+cores. If the running tasks want more cores than there are, all of them slow down alike, as under a fair
+scheduler.
 
 The result is deterministic: of simultaneous tasks the one added first goes first.
 """
@@ -54,7 +55,8 @@ class _Shared:
     cores: float | None = None
     """The number of cores of a processor; None for a link."""
     crowding: float = 1.0
-    """The factor by which tasks take longer than with even shares, once they want twice as many cores as there are."""
+    """The factor by which tasks take longer than with even shares, once they want twice as many cores as
+    there are."""
     demand: float = 0.0
     """The number of cores that the active tasks would keep busy."""
     served: float = 0.0
@@ -99,7 +101,8 @@ class Timeline:
     """A set of tasks: `add` them, then `run`.
 
     Args:
-        cores: the number of cores that tasks share; None if tasks do not share cores, and `Task.cores` is ignored.
+        cores: the number of cores that tasks share; None if tasks do not share cores, and `Task.cores` is
+            ignored.
         crowding: see `ClusterConfig.crowding`.
     """
 
@@ -165,8 +168,8 @@ class Timeline:
 
         start, end = [0.0] * len(tasks), [-1.0] * len(tasks)
         links: dict[Hashable, _Shared] = {}
-        # (time, kind, number). Kind 0: the `seconds` of task `number` are over. Kind 1: a transfer may have ended on
-        # the link of task `number`.
+        # (time, kind, number). Kind 0: the `seconds` of task `number` are over. Kind 1: a transfer may have
+        # ended on the link of task `number`.
         events: list[tuple[float, int, int]] = []
         for number, count in enumerate(missing):
             if count == 0:

@@ -3,12 +3,12 @@
 Hosted (canzona, paper, asc): an owner's TP group runs its micro-groups as a pipeline (`planner.pipeline`).
 
 Duplicated (layerwise, sc): every TP rank updates the whole matrix, after an all-gather that it waits for.
-Megatron's Muon does elementwise work on the fragment that the rank stores; canzona's sc, for other optimizers,
-does all work on the whole matrix.
+Megatron's Muon does elementwise work on the fragment that the rank stores; canzona's sc, for other
+optimizers, does all work on the whole matrix.
 
 Both are written once, as calls of a `Pipeline`. `Alone` adds up the times of ranks that have a device each;
-`Crowded` adds tasks to a timeline, for ranks that share a machine's cores with all other ranks. `UpdatePhase` runs
-one of the two for all ranks of a strategy.
+`Crowded` adds tasks to a timeline, for ranks that share a machine's cores with all other ranks. `UpdatePhase`
+runs one of the two for all ranks of a strategy.
 """
 
 import math
@@ -154,7 +154,8 @@ class Crowded:
     Args:
         name: the name of the group, unique on the timeline.
         copies: the number of TP groups that do the same at the same time.
-        alike: the number of ranks of each group that one host stands for: 1, or tp where all ranks do the same.
+        alike: the number of ranks of each group that one host stands for: 1, or tp where all ranks do the
+            same.
         after: the task, by host, after which the host starts.
         norm_s: the least seconds of norm and clipping.
         adamw_s: the seconds of AdamW's update, which follows norm and clipping.
@@ -265,7 +266,8 @@ def _result(segments: Sequence[Segment], transfers: Sequence[Segment], begun: fl
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """The ranks of a stage that update together: an owner's TP group; for sc and adamw all ranks of the stage."""
+    """The ranks of a stage that update together: an owner's TP group; for sc and adamw all ranks of the
+    stage."""
 
     stage: int
     owner: int
@@ -276,8 +278,8 @@ class Team:
     elements: int
     """The number of reduced gradient elements on each rank."""
     clipped: int
-    """The number of these that are clipped in a separate pass. Gradients sent to a host in fp32 are scaled when the
-    host assembles them."""
+    """The number of these that are clipped in a separate pass. Gradients sent to a host in fp32 are scaled
+    when the host assembles them."""
     groups: tuple[MicroGroup, ...] = ()
     """The micro-groups, in order, of strategies with hosts."""
     members: tuple[int, ...] = ()
@@ -315,10 +317,12 @@ class UpdatePhase:
         self._adamw_factor = step_factor(config.cluster, "adamw_update", implementation(config))
 
     def run(self, gathered: Sequence[Sequence[Transfer]] | None) -> tuple[list[CellUpdate], list[float]]:
-        """Returns all cells, and by stage the seconds of gathering that fit into the time of the matrix updates.
+        """Returns all cells, and by stage the seconds of gathering that fit into the time of the matrix
+        updates.
 
         Args:
-            gathered: the gatherings of AdamW's parameters, by stage; None where they do not overlap with updates.
+            gathered: the gatherings of AdamW's parameters, by stage; None where they do not overlap with
+                updates.
         """
         stages = range(self._layout.pp)
         teams = [team for stage in stages for team in self._teams(stage)]
@@ -368,13 +372,15 @@ class UpdatePhase:
         ]
 
     def _scaled_on_its_way(self, matrix: Matrix) -> bool:
-        """Returns True if the host scales the matrix's gradient when it assembles the matrix (`engine.hosted`)."""
+        """Returns True if the host scales the matrix's gradient when it assembles the matrix
+        (`engine.hosted`)."""
         sent = self._hosts is not None and self._layout.tp > 1 and not matrix.replicated
         shared = self._hosts is not None and matrix.index in self._hosts.shares
         return sent and not shared and exchange_bytes(self._config)[1] == FP32
 
     def _alike(self, teams: Iterable[Team]) -> list[Team]:
-        """Merges teams of a stage with the same work into the first of them, which then stands for the ranks of all."""
+        """Merges teams of a stage with the same work into the first of them, which then stands for the ranks
+        of all."""
         alike: dict[Hashable, list[Team]] = {}
         for team in teams:
             work = tuple(tuple(map(self._kind, group.matrices)) for group in team.groups)
@@ -406,7 +412,8 @@ class UpdatePhase:
         """Runs the updates of all ranks on the cores that they share.
 
         Returns:
-            As `run`; the seconds are at full rate, of the part of the gathering that is done before the last update.
+            As `run`; the seconds are at full rate, of the part of the gathering that is done before the last
+            update.
         """
         timeline = Timeline(self._cores, self._config.cluster.crowding)
         adamw: list[list[int]] = []

@@ -1,15 +1,16 @@
-"""Sends a run's records to one tracker, as a separate process: `python -m canzona_cli.trackers.follow RUN NAME STEP`.
+"""Sends a run's records to one tracker, as a separate process: `python -m canzona_cli.trackers.follow RUN
+NAME STEP`.
 
-The launcher starts the process next to torchrun and closes its standard input when the run has ended. It reads
-the run's files, so ranks never wait for a tracker, however slow it is. If a tracker fails, the process tries
-again, with increasing pauses. The tracker's id of the run and the last step sent are stored in the run
+The launcher starts the process next to torchrun and closes its standard input when the run has ended. It
+reads the run's files, so ranks never wait for a tracker, however slow it is. If a tracker fails, the process
+tries again, with increasing pauses. The tracker's id of the run and the last step sent are stored in the run
 directory, so that the next launch continues the same curves.
 
 TensorBoard, Weights & Biases and MLflow have the same interface here, and receive the names and steps of
 metrics.jsonl. Destination and credentials come from each tracker's environment variables (`WANDB_API_KEY`,
 `WANDB_MODE`, `WANDB_PROJECT`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`, ...). Without
-`MLFLOW_TRACKING_URI`, MLflow writes a database in the run directory. Only the package of the tracker in use is
-imported.
+`MLFLOW_TRACKING_URI`, MLflow writes a database in the run directory. Only the package of the tracker in use
+is imported.
 """
 
 import math
@@ -44,7 +45,8 @@ _SAMPLE = "sample"
 _MOST_POINTS = 50
 """The largest number of points sent at once, because MLflow accepts a thousand values at a time."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-"""The first and the longest pause before a tracker that failed is tried again, in seconds. Each failure doubles it."""
+"""The first and the longest pause before a tracker that failed is tried again, in seconds. Each failure
+doubles it."""
 _PROJECT = "canzona"
 """The project of Weights & Biases, and the experiment of MLflow, unless the environment names another."""
 _MOST_PARAMETERS = 100
@@ -59,7 +61,8 @@ class Point:
     time: float
     """The time of the line, in seconds since 1970."""
     values: Mapping[str, float | str]
-    """The finite numbers and texts of the line, by name. MLflow has no texts with a step, so it gets only numbers."""
+    """The finite numbers and texts of the line, by name. MLflow has no texts with a step, so it gets only
+    numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +75,13 @@ class Tracked:
     id: str | None
     """The tracker's id of the run; None if the tracker does not know the run yet."""
     first_step: int
-    """The first step that will be added. Values that the tracker already has from this step on are outdated, because
-    the steps are made again."""
+    """The first step that will be added. Values that the tracker already has from this step on are outdated,
+    because the steps are made again."""
 
 
 class TensorBoard:
-    """The tracker that writes TensorBoard event files, record by record, so that a full disk is noticed at once."""
+    """The tracker that writes TensorBoard event files, record by record, so that a full disk is noticed at
+    once."""
 
     def __init__(self, run: Tracked) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -118,8 +122,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """The tracker that sends to Weights & Biases. The x axis is a metric `step`, because Weights & Biases ignores
-    values whose own step is lower than an earlier one."""
+    """The tracker that sends to Weights & Biases. The x axis is a metric `step`, because Weights & Biases
+    ignores values whose own step is lower than an earlier one."""
 
     def __init__(self, run: Tracked) -> None:
         quiet = {"CONSOLE": "off", "SILENT": "true", "ERROR_REPORTING": "false"}
@@ -145,7 +149,8 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """The tracker that sends to MLflow, through its client only, which has no global state and leaves no thread."""
+    """The tracker that sends to MLflow, through its client only, which has no global state and leaves no
+    thread."""
 
     def __init__(self, run: Tracked) -> None:
         patience = {"HTTP_REQUEST_MAX_RETRIES": "2", "HTTP_REQUEST_TIMEOUT": "20", "DISABLE_TELEMETRY": "true"}
@@ -189,9 +194,10 @@ def _set_defaults(package: str, values: Mapping[str, str]) -> None:
 Tracker = TensorBoard | WeightsAndBiases | MLflow
 """An open tracker.
 
-`id` is the tracker's id of the run, which a later launch passes as `Tracked.id`. `add` sends points, in the order of
-their file, and they are not sent again if it succeeds. `close` ends the run; its status is None if it is not known how
-the run ended. Every call may raise any exception of the tracker's package or of the network."""
+`id` is the tracker's id of the run, which a later launch passes as `Tracked.id`. `add` sends points, in the
+order of their file, and they are not sent again if it succeeds. `close` ends the run; its status is None if
+it is not known how the run ended. Every call may raise any exception of the tracker's package or of the
+network."""
 TRACKERS: Mapping[TrackerName, type[Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
@@ -201,10 +207,12 @@ TRACKERS: Mapping[TrackerName, type[Tracker]] = {
 
 
 class Follower:
-    """A process's connection from one run's records to one tracker; it continues where an earlier one stopped.
+    """A process's connection from one run's records to one tracker; it continues where an earlier one
+    stopped.
 
     Args:
-        start: the step after which this launch starts. Later steps that the tracker already has are sent again.
+        start: the step after which this launch starts. Later steps that the tracker already has are sent
+            again.
     """
 
     def __init__(self, files: RunFiles, name: TrackerName, *, start: int = 0) -> None:
@@ -248,7 +256,8 @@ class Follower:
             self._failures = 0
 
     def finish(self) -> None:
-        """Sends the remaining points after the run has ended, closes the tracker, and reports points that are lost."""
+        """Sends the remaining points after the run has ended, closes the tracker, and reports points that are
+        lost."""
         self.look(last=True)
         result = load_if_sound(self._files.result, RunResult)
         try:
@@ -307,7 +316,8 @@ class Follower:
 
 
 def _numbers(line: Mapping[str, object], prefix: str) -> dict[str, float | str]:
-    """Returns every finite number of a line by its prefixed name; numbers in a nested mapping as `outer/inner`."""
+    """Returns every finite number of a line by its prefixed name; numbers in a nested mapping as
+    `outer/inner`."""
     numbers: dict[str, float | str] = {}
     for name, value in line.items():
         if isinstance(value, Mapping):

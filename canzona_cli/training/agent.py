@@ -66,7 +66,8 @@ def _start(
     if args[:3] != (sys.executable, "-u", "-m"):
         raise ValueError(f"only a Python module can be started as a fork: {args}")
     rank = partial(_be_rank, args[3:], env)
-    # Python ignores some signals, such as SIGPIPE. Popen would reset them, which is right only for other programs.
+    # Python ignores some signals, such as SIGPIPE. Popen would reset them, which is right only for other
+    # programs.
     return subprocess.Popen(
         args,
         env=env,
@@ -85,8 +86,8 @@ def _be_rank(args: tuple[str, ...], env: dict[str, str]) -> NoReturn:
     """
     code: object = 0
     try:
-        # Close the inherited files: the sockets of the agent's store, so that its port is freed when the agent
-        # ends, and the pipe through which Popen waits for a program to start.
+        # Close the inherited files: the sockets of the agent's store, so that its port is freed when the
+        # agent ends, and the pipe through which Popen waits for a program to start.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.environ.clear()
         os.environ.update(env)

@@ -35,8 +35,8 @@ def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambd
     np.random.seed(config.train.seed)  # the state that libraries draw from
     timeout_s = 600.0
     if VARIABLE in os.environ and config.run.hang_timeout_s is not None:
-        # The library's timeout must be longer than the launcher's, because only the launcher can name the rank
-        # that the others wait for.
+        # The library's timeout must be longer than the launcher's, because only the launcher can name the
+        # rank that the others wait for.
         timeout_s = max(timeout_s, 1.2 * PATIENCE * config.run.hang_timeout_s)
     device, seed = config.cluster.device, config.train.seed
     if device == "cpu":

@@ -24,14 +24,15 @@ context-parallel ranks."""
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusFacts:
-    """The attributes that `GPTDataset` requires of its tokenizer. It reads token ids, never text, so these suffice."""
+    """The attributes that `GPTDataset` requires of its tokenizer. It reads token ids, never text, so these
+    suffice."""
 
     vocab_size: int
     eod: int | None
     name: str
     sets: tuple[tuple[int, int], ...]
-    """The tokens and documents of each set. Megatron's cached sample indices are identified by the data's path and
-    by these facts, so that data prepared again under the same path gets new indices."""
+    """The tokens and documents of each set. Megatron's cached sample indices are identified by the data's
+    path and by these facts, so that data prepared again under the same path gets new indices."""
 
     @property
     def pad(self) -> int:
@@ -63,7 +64,8 @@ class Datasets:
 
 
 def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> Datasets:
-    """Builds the run's training and validation samples. Rank 0 writes the sample indices, the other ranks read them."""
+    """Builds the run's training and validation samples. Rank 0 writes the sample indices, the other ranks
+    read them."""
     wants_validation = config.train.eval_interval > 0 and config.train.eval_batches > 0
     share = config.data.validation_fraction if wants_validation else 0.0
     batch = config.train.global_batch_size
@@ -119,14 +121,15 @@ def _build(
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
-        # The attention layers apply the causal mask themselves; a mask per sample would be seq_length^2 bytes.
+        # The attention layers apply the causal mask themselves; a mask per sample would be seq_length^2
+        # bytes.
         create_attention_mask=False,
         # A blend takes at most one sample more of a set than its share, and has one more sample for each set.
         mid_level_dataset_surplus=max(0.005, (len(sets) + 1 / min(weights)) / samples),
     )
     index = 0 if split[0] == 0 else 1
-    """The split, of Megatron's three, that is built: train or validation. It is part of the index files' names, and
-    does not affect the seed."""
+    """The split, of Megatron's three, that is built: train or validation. It is part of the index files'
+    names, and does not affect the seed."""
     settings.split_matrix = [split if each == index else None for each in range(3)]
     sizes = [samples if each == index else 0 for each in range(3)]
     built: torch.utils.data.Dataset[Batch] | None
@@ -139,8 +142,8 @@ class BatchStream(Iterator[Batch]):
     """An iterator over this data-parallel rank's micro-batches of consecutive global batches.
 
     In every layout, global batch `b` consists of the `global_batch_size` samples that start at sample
-    `first_sample + b * global_batch_size`. A micro-batch is `micro_batch_size` of these samples, so the number of
-    data-parallel ranks only decides which rank computes a sample.
+    `first_sample + b * global_batch_size`. A micro-batch is `micro_batch_size` of these samples, so the
+    number of data-parallel ranks only decides which rank computes a sample.
     """
 
     def __init__(self, dataset: torch.utils.data.Dataset[Batch], world: World, *, first_sample: int = 0) -> None:
@@ -161,8 +164,8 @@ class BatchStream(Iterator[Batch]):
                 batch_sampler=indices,
                 num_workers=2 if on_gpu else 0,
                 pin_memory=on_gpu,
-                # Without a generator, a loader draws a seed for its workers from torch's global one. Then torch's
-                # random state would depend on how often a run was validated and resumed.
+                # Without a generator, a loader draws a seed for its workers from torch's global one. Then
+                # torch's random state would depend on how often a run was validated and resumed.
                 generator=torch.Generator(),
             )
         )
@@ -173,7 +176,8 @@ class BatchStream(Iterator[Batch]):
             key: raw[key].to(self._world.device, non_blocking=True)
             for key in ("tokens", "labels", "loss_mask", "position_ids")
         }
-        # Counted before the sequence is divided, because all context-parallel ranks must divide by the same number.
+        # Counted before the sequence is divided, because all context-parallel ranks must divide by the same
+        # number.
         counted = batch["loss_mask"].sum()
         if self._world.layout.cp > 1:
             batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=self._world.groups.cp)
@@ -217,6 +221,7 @@ class Counted(Iterator[Batch]):
         """Returns the numbers of tokens and bytes in the batches of all ranks so far. Collective."""
         totals = self._totals.clone()
         torch.distributed.all_reduce(totals)
-        # Tensor-parallel ranks and pipeline stages receive the same batches, so each was counted tp * pp times.
+        # Tensor-parallel ranks and pipeline stages receive the same batches, so each was counted tp * pp
+        # times.
         tokens, size = (totals / (self._world.layout.tp * self._world.layout.pp)).tolist()
         return tokens, size

@@ -14,8 +14,8 @@ WINDOW = 64
 ENOUGH = 24
 """The number of losses needed before one can be a spike, because the loss of the first steps varies widely."""
 LEAST_RISE = 0.05
-"""The least rise of a spike over the mean, as a share of the mean. With large batches the loss hardly varies, and even
-many standard deviations are a negligible rise."""
+"""The least rise of a spike over the mean, as a share of the mean. With large batches the loss hardly varies,
+and even many standard deviations are a negligible rise."""
 NEW_LEVEL = 32
 """The number of high losses in a row after which they are the new normal level."""
 
@@ -59,8 +59,8 @@ class SpikeGuard:
 
     The losses of a spike do not enter the statistics, so a long spike does not hide itself. A loss that stays
     high is reported once, and becomes the new level after 32 steps. While the loss falls, the recent mean is
-    higher and the deviation larger, so the normal descent is never a spike. The recent losses are saved with every
-    checkpoint. The loss is the same on every rank, and so is the guard's result.
+    higher and the deviation larger, so the normal descent is never a spike. The recent losses are saved with
+    every checkpoint. The loss is the same on every rank, and so is the guard's result.
     """
 
     def __init__(self, settings: TrainConfig, memory: LossMemory = LossMemory()) -> None:
@@ -77,7 +77,8 @@ class SpikeGuard:
         """Returns the spike that starts at this step; None if none does.
 
         Args:
-            loss: the loss of this step over the global batch, nats per token. Do not call it for skipped steps.
+            loss: the loss of this step over the global batch, nats per token. Do not call it for skipped
+                steps.
         """
         if not self._watches or not math.isfinite(loss):
             return None
@@ -110,14 +111,14 @@ Rule = Literal["far", "validation"]
 SLACK: Final = 0.1
 """The share by which a loss must be above the limit before excess accumulates."""
 ENOUGH_EXCESS: Final = 16.0
-"""The accumulated excess that is a divergence, in multiples of the limit. A loss of twice the limit reaches it in 18
-steps, one of 1.3 times the limit in 80."""
+"""The accumulated excess that is a divergence, in multiples of the limit. A loss of twice the limit reaches
+it in 18 steps, one of 1.3 times the limit in 80."""
 LEAST_STEPS: Final = 4
 """The least number of steps that reach `ENOUGH_EXCESS`, however high their losses are."""
 SMOOTHING: Final = 1 / 16
 EARLY: Final = 32
-"""The step before which a validation loss must be twice as high to count, because the first steps are unstable without
-a warm-up."""
+"""The step before which a validation loss must be twice as high to count, because the first steps are
+unstable without a warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,8 @@ class Divergence:
         """Returns the error that reports the divergence as the end of the run.
 
         Args:
-            last: the run's last step, if it trained to the end in spite of the divergence; None if it stops now.
+            last: the run's last step, if it trained to the end in spite of the divergence; None if it stops
+                now.
         """
         reason, fix = self.words, "a lower optimizer.lr or a longer schedule.warmup_steps"
         if last is None:
@@ -167,11 +169,12 @@ class DivergenceGuard:
         return self.memory.excess >= ENOUGH_EXCESS if divergence.rule == "far" else self.memory.worse > 0
 
     def notice(self, step: int, loss: float | None) -> Divergence | None:
-        """Updates the memory after a step, and returns a divergence that is to be reported now; None if there is none.
+        """Updates the memory after a step, and returns a divergence that is to be reported now; None if there
+        is none.
 
         Args:
-            loss: the finite loss over the global batch, nats per token. None for a step that was skipped because
-                its gradients were not finite; it counts like a loss of twice the limit.
+            loss: the finite loss over the global batch, nats per token. None for a step that was skipped
+                because its gradients were not finite; it counts like a loss of twice the limit.
         """
         memory, first, smooth, best = self.memory, self.memory.first, self.memory.smooth, self.memory.best
         if first is None or smooth is None or best is None:
@@ -199,7 +202,8 @@ class DivergenceGuard:
     def validated(self, step: int, loss: float, *, final: bool) -> Divergence | None:
         """Updates the memory after a validation, and returns a divergence that is to be reported now, if any.
 
-        One bad validation suffices if its loss is not finite or it is the final one; otherwise two in a row do.
+        One bad validation suffices if its loss is not finite or it is the final one; otherwise two in a row
+        do.
 
         Args:
             step: the step after which the model was validated; 0 before the first.

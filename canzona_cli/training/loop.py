@@ -51,7 +51,8 @@ class Start:
     validate: bool = True
     """True if the model is validated before the first step."""
     validation: ValidationLoss | None = None
-    """The validation that an earlier launch made after the same step, but only after it had saved the checkpoint."""
+    """The validation that an earlier launch made after the same step, but only after it had saved the
+    checkpoint."""
 
 
 @dataclass
@@ -155,8 +156,8 @@ class Training:
         elapsed = time.perf_counter() - started
         ends = result.stop or result.save or step == trainee.config.train.steps
         if ends and isinstance(trainee.optimizer, CanzonaOptimizer):
-            # Fallbacks are normally counted in the next step. There may be none in this launch, and a checkpoint
-            # must include those of its own step.
+            # Fallbacks are normally counted in the next step. There may be none in this launch, and a
+            # checkpoint must include those of its own step.
             result = replace(result, fallbacks=result.fallbacks + trainee.optimizer.settle())
         self.progress = advanced(trainee, self.progress, result)
         self.record.step, self.record.loss = step, result.loss
@@ -203,7 +204,8 @@ class Training:
         self.progress = replace(self.progress, losses=self._spikes.remembered(self._divergence.memory))
 
     def _save_and_validate(self, step: int, *, wanted: bool, finished: bool) -> None:
-        """Saves, validates and samples as due after a step; after the last step, waits until the save is written."""
+        """Saves, validates and samples as due after a step; after the last step, waits until the save is
+        written."""
         config = self.trainee.config
         saver = self.saver if wanted or (finished and config.checkpoint.at_end) else None
         if saver is not None:
@@ -280,8 +282,8 @@ def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, elaps
 
 
 STEPS_BETWEEN = 50
-"""The number of steps between two garbage collections, which all ranks make after the same step. Cycles are rare,
-and those of canzona hold no tensors."""
+"""The number of steps between two garbage collections, which all ranks make after the same step. Cycles are
+rare, and those of canzona hold no tensors."""
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_p
 from canzona_cli.training.records import Journal
 
 WARM_UP_STEPS = 2
-"""The number of first steps that are not measured, because they include lazy initialisation: allocations, kernels,
-Megatron's first reduction, which is not overlapped."""
+"""The number of first steps that are not measured, because they include lazy initialisation: allocations,
+kernels, Megatron's first reduction, which is not overlapped."""
 
 _UPDATES = ("matrix_update", "adamw_update")
 """The phases whose load balance over ranks is part of the breakdown."""
@@ -140,7 +140,8 @@ class StepProfiler:
         torch.distributed.barrier()
 
     def after(self, step: int, *, final: bool) -> None:
-        """Stops the profiler and writes the trace after the last step to profile, or after the run's last step.
+        """Stops the profiler and writes the trace after the last step to profile, or after the run's last
+        step.
 
         All ranks wait for each other then, as in `before`.
 
@@ -175,14 +176,15 @@ LIMITS: Final[Mapping[str, float]] = {
 class StragglerWatch:
     """A detector of ranks that are slower than their peers and hold up the job.
 
-    Every rank must have one and call it after every step; rank 0 reports. In a synchronous job steps take the same
-    time on all ranks, so step times do not show who is slow. A rank's own time does: data, forward and backward
-    without waits for other ranks (`StepTiming.own_s`). The ranks of a pipeline stage do the same work, so in a
-    healthy job their own times are alike.
+    Every rank must have one and call it after every step; rank 0 reports. In a synchronous job steps take the
+    same time on all ranks, so step times do not show who is slow. A rank's own time does: data, forward and
+    backward without waits for other ranks (`StepTiming.own_s`). The ranks of a pipeline stage do the same
+    work, so in a healthy job their own times are alike.
 
-    A rank is a straggler if its median ratio to the median of its peers, over `WINDOW` steps, is above `LIMITS`, and
-    if its own time exceeds theirs by more than `COST` of the step time. On four healthy gloo ranks that shared two
-    cores with other jobs, at most a fifth of a rank's steps were 1.5 times slower than its peers'.
+    A rank is a straggler if its median ratio to the median of its peers, over `WINDOW` steps, is above
+    `LIMITS`, and if its own time exceeds theirs by more than `COST` of the step time. On four healthy gloo
+    ranks that shared two cores with other jobs, at most a fifth of a rank's steps were 1.5 times slower than
+    its peers'.
     """
 
     def __init__(self, world: World, timer: PhaseTimer, journal: Journal) -> None:
@@ -193,15 +195,16 @@ class StragglerWatch:
         self._warm = False
         """True after the first step, which is slow because it compiles, allocates and fills caches."""
         self._sent: tuple[int, float, Callable[[], list[float]]] | None = None
-        """The window that is being exchanged: its last step, its mean step time, and a function that returns the times
-        of all ranks."""
+        """The window that is being exchanged: its last step, its mean step time, and a function that returns
+        the times of all ranks."""
         self._known: frozenset[int] = frozenset()
         """The stragglers of the previous window, which have been reported."""
 
     def after_step(self, step: int) -> None:
         """Adds the newest step whose times are known, and compares the ranks once in `WINDOW` steps.
 
-        The comparison needs a small all-gather. Its result is only read one step later, so nobody waits for it.
+        The comparison needs a small all-gather. Its result is only read one step later, so nobody waits for
+        it.
         """
         if self._sent is not None:
             ended, step_s, arrived = self._sent

@@ -36,8 +36,9 @@ IMPORTED_BY_ALL: Final = (
 )
 """The slow imports that all kinds of ranks need, for `canzona_cli.training.agent`."""
 Work = Callable[[RunFiles, RankRecord, int], Ending]
-"""The function that does a rank's work. Its arguments are the run's files, the rank's record and the rank; it returns
-how the work ended. Slow imports belong inside it, so that the rank first reports that it has started."""
+"""The function that does a rank's work. Its arguments are the run's files, the rank's record and the rank; it
+returns how the work ended. Slow imports belong inside it, so that the rank first reports that it has
+started."""
 
 
 def run_rank(run_dir: Path, work: Work) -> NoReturn:
@@ -74,7 +75,8 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
     code = record.ended(ending)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is on disk and every process group is closed; tearing down torch would only take seconds more.
+    # Everything is on disk and every process group is closed; tearing down torch would only take seconds
+    # more.
     os._exit(code)
 
 
@@ -82,9 +84,9 @@ def listen_for_stops() -> threading.Event:
     """Returns an event that is set once a signal asks this rank to save and stop.
 
     Call it in the main thread, before any other thread is started. On Linux a separate thread waits for the
-    signals, so that they are noticed even while the training thread is inside a collective. That thread also sees
-    who sent a signal: torchrun sends SIGTERM to the remaining ranks after one has failed. Then the process
-    terminates, because a save is no longer possible.
+    signals, so that they are noticed even while the training thread is inside a collective. That thread also
+    sees who sent a signal: torchrun sends SIGTERM to the remaining ranks after one has failed. Then the
+    process terminates, because a save is no longer possible.
     """
     preempted = threading.Event()
     if sys.platform != "linux":  # no sigwaitinfo, so the sender of a signal is unknown
@@ -111,10 +113,10 @@ def listen_for_stops() -> threading.Event:
 class Pulse:
     """The heartbeat of training: it reports every change of phase, and every wait for other ranks.
 
-    All waits of the host for a collective, in canzona, Megatron or torch, end in `Work.wait`, which is replaced by a
-    function that reports the wait. With NCCL the device waits instead. Then the host waits where it first reads from
-    the device, at the gradient norm. Canzona reads through `PhaseTimer.fetch`, which reports the wait; the reads of
-    Megatron's own optimizers are reported by `instrument.attach`.
+    All waits of the host for a collective, in canzona, Megatron or torch, end in `Work.wait`, which is
+    replaced by a function that reports the wait. With NCCL the device waits instead. Then the host waits
+    where it first reads from the device, at the gradient norm. Canzona reads through `PhaseTimer.fetch`,
+    which reports the wait; the reads of Megatron's own optimizers are reported by `instrument.attach`.
     """
 
     def __init__(self, heart: Heart) -> None:
@@ -137,7 +139,8 @@ class Pulse:
         Work.wait = watched  # type: ignore[method-assign, assignment]
 
     def follow(self, timer: "PhaseTimer") -> None:
-        """Reports the timer's phases and waits as heartbeats from now on, and adds the time waited to the timer."""
+        """Reports the timer's phases and waits as heartbeats from now on, and adds the time waited to the
+        timer."""
         self._timer = timer
         timer.on_change = self._heart.phase
         timer.on_wait = self._heart.waits

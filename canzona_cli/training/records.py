@@ -44,7 +44,8 @@ _NOT_A_RUN = (
 
 
 class RankRecord:
-    """The file ranks/rank-NNNNN.json: how far this rank got, and how it ended. Written at its start and its end."""
+    """The file ranks/rank-NNNNN.json: how far this rank got, and how it ended. Written at its start and its
+    end."""
 
     def __init__(self, files: RunFiles, rank: int) -> None:
         self._path = files.rank(rank)
@@ -76,8 +77,8 @@ class RankRecord:
         """Records how this rank ended.
 
         Returns:
-            The exit code of the process: 0, so that torchrun does not treat a stop as a failure. Only if the file
-            cannot be written does the exit code say how the rank ended.
+            The exit code of the process: 0, so that torchrun does not treat a stop as a failure. Only if the
+            file cannot be written does the exit code say how the rank ended.
         """
         codes = {"done": ExitCode.OK, "interrupted": ExitCode.INTERRUPTED, "preempted": ExitCode.PREEMPTED}
         return ExitCode.OK if self._try_write(ending, codes[ending], None) else codes[ending]

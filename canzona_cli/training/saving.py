@@ -39,8 +39,8 @@ class _Save:
     step: int
     thread: threading.Thread | None = None
     failure: SaveFailed | None = None
-    """The error that stopped the save. On rank 0 it may be that of any rank; other ranks only have unexpected errors of
-    their own."""
+    """The error that stopped the save. On rank 0 it may be that of any rank; other ranks only have unexpected
+    errors of their own."""
     reported: bool = False
     """True once it was reported that the next save is due and waits for this one."""
 
@@ -80,12 +80,13 @@ class Saver:
         self._saved_at = clock()
 
     def due(self, step: int) -> bool:
-        """Returns True if a checkpoint is due after this step, by steps or by time. Called on rank 0, which decides.
+        """Returns True if a checkpoint is due after this step, by steps or by time. Called on rank 0, which
+        decides.
 
         While the previous save is still being written, a save that is due by time is postponed, and an event
-        reports it: a slow disk then costs checkpoints, not training time. A save that is due by steps is never
-        postponed, because `keep_every` relies on checkpoints of these steps; neither is one after the last step.
-        Training waits for the previous save instead.
+        reports it: a slow disk then costs checkpoints, not training time. A save that is due by steps is
+        never postponed, because `keep_every` relies on checkpoints of these steps; neither is one after the
+        last step. Training waits for the previous save instead.
         """
         settings = self._trainee.config.checkpoint
         if settings.every_steps is not None and step % settings.every_steps == 0:
@@ -105,9 +106,10 @@ class Saver:
     def save(self, progress: Progress) -> None:
         """Starts a save that is written while training continues. Collective.
 
-        If the previous save is not on the disk yet, training waits for it, because its memory is reused; an event
-        reports the wait. A failure is reported and does not end the run: earlier checkpoints remain, and the next
-        save tries again. With checkpoint.asynchronous=false, this waits until the save is written.
+        If the previous save is not on the disk yet, training waits for it, because its memory is reused; an
+        event reports the wait. A failure is reported and does not end the run: earlier checkpoints remain,
+        and the next save tries again. With checkpoint.asynchronous=false, this waits until the save is
+        written.
         """
         self._start(progress)
         if not self._trainee.config.checkpoint.asynchronous:
@@ -174,7 +176,8 @@ class Saver:
         save.thread.start()
 
     def _begin(self, save: _Save) -> bool:
-        """Makes the checkpoint's hidden folder on rank 0; returns True on every rank if that succeeded. Collective."""
+        """Makes the checkpoint's hidden folder on rank 0; returns True on every rank if that succeeded.
+        Collective."""
         world = self._trainee.world
         if world.rank == 0:
             try:
@@ -186,7 +189,8 @@ class Saver:
         return any(self._trainee.timer.read(ready))
 
     def _write(self, save: _Save, shard: Shard, header: Header, *, stall_s: float) -> None:
-        """Writes this rank's share, in the save's thread; rank 0 then completes the checkpoint and removes old ones.
+        """Writes this rank's share, in the save's thread; rank 0 then completes the checkpoint and removes
+        old ones.
 
         Args:
             stall_s: the seconds for which the save stopped training, for the event.
@@ -233,11 +237,12 @@ class Saver:
             self._journal.incident("retention", detail=detail, level="warning")
 
     def settle(self) -> SaveFailed | None:
-        """Waits until this rank has written its share of the last save; on rank 0, until the checkpoint is complete.
+        """Waits until this rank has written its share of the last save; on rank 0, until the checkpoint is
+        complete.
 
         Returns:
-            The error that stopped the save, None if nothing did. Repeated calls return the same until the next
-            save starts. Only rank 0 has the errors of all ranks.
+            The error that stopped the save, None if nothing did. Repeated calls return the same until the
+            next save starts. Only rank 0 has the errors of all ranks.
         """
         save = self._running
         if save is None or save.thread is None:

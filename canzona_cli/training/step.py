@@ -62,15 +62,16 @@ def train_step(
 ) -> StepResult:
     """Makes one step: forward and backward over all micro-batches, update, schedule.
 
-    The host waits for the device only once, for the gradient norm. The all-reduce of the loss and requests has
-    started by then, so reading its result costs nothing, and the host can launch the next step while the
+    The host waits for the device only once, for the gradient norm. The all-reduce of the loss and requests
+    has started by then, so reading its result costs nothing, and the host can launch the next step while the
     device still executes this step's update.
 
     Args:
-        stop_requested: returns True if this rank has a stop request. Called after the backward pass, so that a
-            request that comes earlier stops the run after this step. If it is True on any rank, all ranks stop.
-        save_due: returns True if a checkpoint is due after this step. Called at the same time; if it is True on any
-            rank, all ranks save.
+        stop_requested: returns True if this rank has a stop request. Called after the backward pass, so that
+            a request that comes earlier stops the run after this step. If it is True on any rank, all ranks
+            stop.
+        save_due: returns True if a checkpoint is due after this step. Called at the same time; if it is True
+            on any rank, all ranks save.
 
     Raises:
         NonFiniteGradients: on every rank together, with the step's loss and the ranks whose own loss was not
@@ -110,7 +111,8 @@ def train_step(
 
 @torch.no_grad()
 def validate(model: Model, batches: Iterator[Batch], *, global_batches: int) -> float:
-    """Returns the mean loss over `global_batches` global batches, in nats per token, on every rank. Collective."""
+    """Returns the mean loss over `global_batches` global batches, in nats per token, on every rank.
+    Collective."""
     with evaluating(model):
         losses = [loss for _ in range(global_batches) for loss in _forward_backward(model, batches, forward_only=True)]
     return _agree(model, losses)().loss
@@ -153,8 +155,8 @@ def _forward_step(
     """Runs the forward pass of one micro-batch, as Megatron's schedule requires.
 
     Returns:
-        The model's output (on the last stage the loss of each token, `[micro_batch, seq_length / cp]`), and the
-        function that turns it into the mean loss.
+        The model's output (on the last stage the loss of each token, `[micro_batch, seq_length / cp]`), and
+        the function that turns it into the mean loss.
     """
     with timer.phase("data"):
         batch = next(batches)
@@ -163,10 +165,11 @@ def _forward_step(
 
 
 def _mean_loss(mask: torch.Tensor, counted: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns this context-parallel rank's part of the micro-batch's mean loss twice: for backward and for the records.
+    """Returns this context-parallel rank's part of the micro-batch's mean loss twice: for backward and for
+    the records.
 
-    The parts add up to the mean over context-parallel ranks. Megatron's schedule multiplies each by cp, because
-    gradients are averaged over dp * cp ranks (`schedules.forward_step_calc_loss`).
+    The parts add up to the mean over context-parallel ranks. Megatron's schedule multiplies each by cp,
+    because gradients are averaged over dp * cp ranks (`schedules.forward_step_calc_loss`).
     """
     part = (losses.float() * mask).sum() / counted
     # The records need a copy, because the schedule scales the loss in place.
@@ -176,7 +179,8 @@ def _mean_loss(mask: torch.Tensor, counted: torch.Tensor, losses: torch.Tensor) 
 def _agree(
     trainee: Model, losses: list[torch.Tensor], *, stop_requested: bool = False, save_due: bool = False
 ) -> Callable[[], Agreed]:
-    """Starts one small all-reduce that averages the losses of all last stages and combines requests. Collective.
+    """Starts one small all-reduce that averages the losses of all last stages and combines requests.
+    Collective.
 
     Returns:
         A function that waits for the result and returns it.
@@ -221,9 +225,9 @@ def bad_losses(ranks: Sequence[int]) -> str:
 class Sampler:
     """A writer of sample texts: it continues one prompt greedily with the model in training, on any layout.
 
-    Every token takes a forward pass over the complete sequence, without a cache, with the schedule of a validation.
-    Nothing is random, and no state of training changes. All ranks make the same passes and collectives in the
-    same order, and agree on each token before the next.
+    Every token takes a forward pass over the complete sequence, without a cache, with the schedule of a
+    validation. Nothing is random, and no state of training changes. All ranks make the same passes and
+    collectives in the same order, and agree on each token before the next.
     """
 
     tokenizer: Tokenizer
@@ -249,7 +253,8 @@ def sampler_of(config: RunConfig, corpus: PreparedCorpus) -> Sampler | None:
 
 @torch.no_grad()
 def likeliest(model: Model, prompt: Sequence[int], *, tokens: int, end: int) -> list[int]:
-    """Returns the greedy continuation of the prompt: each token is the likeliest after all before it. Collective.
+    """Returns the greedy continuation of the prompt: each token is the likeliest after all before it.
+    Collective.
 
     Of equally likely tokens the lowest id is chosen.
 
@@ -305,9 +310,11 @@ def _next(model: Model, sequence: torch.Tensor, position: int) -> int:
 
 
 def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Runs a forward pass; returns the logits, `[1, seq / cp, vocab / tp]`, on the last stage, and none elsewhere.
+    """Runs a forward pass; returns the logits, `[1, seq / cp, vocab / tp]`, on the last stage, and none
+    elsewhere.
 
-    If the schedule needs several micro-batches, all are the same batch, and the first one's logits are returned.
+    If the schedule needs several micro-batches, all are the same batch, and the first one's logits are
+    returned.
     """
     layout = model.world.layout
     stored: list[torch.Tensor] = get_forward_backward_func()(

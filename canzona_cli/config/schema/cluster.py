@@ -86,7 +86,8 @@ class ClusterConfig:
         " CPU ranks.",
         PLAN,
     ] = 24
-    # NCCL logs "24 coll channels" for eight H100, and 24 for the links of eight A100: NVIDIA/nccl issues 1259 and 652.
+    # NCCL logs "24 coll channels" for eight H100, and 24 for the links of eight A100: NVIDIA/nccl issues 1259
+    # and 652.
     inter_node_channels: Annotated[
         Count, "Channels that NCCL uses in an inter-node group, per network port: a ring per port, two per ring.", PLAN
     ] = 2
@@ -238,9 +239,10 @@ class ClusterConfig:
         Unit("microseconds"),
         NOTHING,
     ] = 150.0
-    # Measured with Megatron-core 0.19 and gloo: 130 to 180 us of host processor time (16 layers of width 32 on 2
-    # ranks, 8 chunks per rank compared with 2, 4 micro-batches, the minimum of 40 steps). The same code runs with
-    # NCCL. How much of this time a busy GPU hides was not measured, so none of it is assumed hidden.
+    # Measured with Megatron-core 0.19 and gloo: 130 to 180 us of host processor time (16 layers of width 32
+    # on 2 ranks, 8 chunks per rank compared with 2, 4 micro-batches, the minimum of 40 steps). The same code
+    # runs with NCCL. How much of this time a busy GPU hides was not measured, so none of it is assumed
+    # hidden.
     step_factors: Annotated[
         dict[str, Factor],
         "Measured time of a phase in complete steps over the sum of its parts, by phase (norm_clip, exchange, "
@@ -269,7 +271,8 @@ class ClusterConfig:
 
     @property
     def fused_layers(self) -> bool:
-        """True if layers are built from Transformer Engine. While the setting is null, GPUs are assumed to have it."""
+        """True if layers are built from Transformer Engine. While the setting is null, GPUs are assumed to
+        have it."""
         return self.device == "cuda" if self.transformer_engine is None else self.transformer_engine
 
     @property

@@ -36,11 +36,11 @@ Grouping = Literal["greedy", "auto"]
 Mode = Literal["hosted", "shared"]
 """The ways to update a matrix: as a whole on its host, or jointly by the TP group of its owner."""
 Reduction = Literal["reduce", "ring"]
-"""The ways to reduce a bucket's gradients to their owners: one reduction per owner, or a reduce-scatter in equal
-parts followed by sending parts on to their owners."""
+"""The ways to reduce a bucket's gradients to their owners: one reduction per owner, or a reduce-scatter in
+equal parts followed by sending parts on to their owners."""
 Gathering = Literal["broadcast", "ring"]
-"""The ways to gather a bucket's weights: one broadcast per owner, or sending ranges into equal parts followed by an
-all-gather."""
+"""The ways to gather a bucket's weights: one broadcast per owner, or sending ranges into equal parts followed
+by an all-gather."""
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 """The supported trackers, by the name of their package."""
@@ -215,7 +215,8 @@ class Mesh:
     tp: Ranks
     pp: Ranks
     vpp: Count = 1
-    """The model chunks of each pipeline stage; chunk c of stage s has the layers of part `c * pp + s` of `pp * vpp`."""
+    """The model chunks of each pipeline stage; chunk c of stage s has the layers of part `c * pp + s` of `pp
+    * vpp`."""
     cp: Ranks
     dp: Ranks
 
@@ -235,7 +236,8 @@ class Mesh:
         return self.cells * self.pp
 
     def rank(self, stage: int, cell: int) -> int:
-        """Returns the global rank of cell `owner * tp + host` in Megatron's order: tp innermost, then cp, dp, pp."""
+        """Returns the global rank of cell `owner * tp + host` in Megatron's order: tp innermost, then cp, dp,
+        pp."""
         return stage * self.cells + cell
 
 
@@ -261,8 +263,8 @@ class Layout(Mesh):
     def bare(self) -> "Layout":
         """The layout reduced to tensor, pipeline and data-parallel ranks and model chunks, as a cache key.
 
-        Results that depend only on these are computed once for all layouts with the same value. Context-parallel
-        ranks count as data-parallel ones.
+        Results that depend only on these are computed once for all layouts with the same value.
+        Context-parallel ranks count as data-parallel ones.
         """
         return replace(
             self,
@@ -277,7 +279,7 @@ class Layout(Mesh):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The ranks of each axis, for display: (("TP", 2), ("DP", 4)). An axis with one rank is left out, except
-        DP."""
+        """The ranks of each axis, for display: (("TP", 2), ("DP", 4)). An axis with one rank is left out,
+        except DP."""
         axes = (("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("DP", self.dp))
         return tuple((name, ranks) for name, ranks in axes if ranks > 1 or name == "DP")
