@@ -218,8 +218,8 @@ def check_losses(result: BenchResult) -> None:
 
 
 def disagreements(result: BenchResult) -> list[Problem]:
-    """Returns a problem for each strategy whose losses differ from those of its `kin`, at the first step that
-    does.
+    """Returns a problem for each strategy whose losses differ from those of the strategy that they must equal
+    (`kin`), with the first step at which they differ.
 
     The reference is compared with itself across measurement groups.
     """

@@ -149,8 +149,8 @@ def last_steps(samples: Samples, count: int) -> Measured:
 
 
 def _optimizer_s(step: Sequence[StepSample]) -> float:
-    """Returns the seconds of the optimizer step: the slowest rank's `_UPDATING` phases, and of each of the
-    `_WAITING` phases the shortest time over ranks."""
+    """Returns the seconds of the optimizer step: the slowest rank's total over the `_UPDATING` phases, plus
+    each `_WAITING` phase's minimum over ranks."""
     updating_s = max(sum(sample.phases.get(name, 0.0) for name in _UPDATING) for sample in step)
     return updating_s + sum(min(sample.phases.get(name, 0.0) for sample in step) for name in _WAITING)
 

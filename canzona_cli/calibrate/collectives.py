@@ -112,11 +112,11 @@ def measure(members: Members, kind: Collective, make: Make, size: int, budget_s:
 
 
 def _between_work(members: Members, run: Transfer, budget_s: float) -> tuple[list[float], float]:
-    """Measures a collective between computations on CPU ranks.
+    """Measures a collective interleaved with matrix products on CPU ranks.
 
     Returns:
-        The seconds that a collective adds to the computation on the slowest rank, by repetition; and the
-        number of processor cores that the collective of a group keeps busy.
+        For each repetition the seconds that the collective adds on the slowest rank, and the number of
+        processor cores that one group's collective occupies.
     """
     team, side = members.team, torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16)
     product, touched = torch.empty_like(side), torch.ones(_TOUCHED // 4)

@@ -115,7 +115,7 @@ class _Job:
 
     @property
     def node_rank(self) -> int:
-        """The number of this node among the nodes of the run."""
+        """The rank of this node in the run, from 0."""
         return 0 if torchrun.node_count(self.config) == 1 else self.config.cluster.node_rank or 0
 
     @cached_property

@@ -24,10 +24,12 @@ class Changes:
 
 
 def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
-    """Compares two resolved runs by the effects that their settings declare.
+    """Returns the differences between a saved run and the run that resumes it: what forbids resuming, what
+    changes the loss curve, and what only distributes the work differently.
 
     Args:
         old: the run as it was saved.
+        new: the run as it would continue.
         step: the step of the checkpoint, for messages.
     """
     before, now = _settings(old), _settings(new)

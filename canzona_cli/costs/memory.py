@@ -198,8 +198,8 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in
     """Returns the placement of the matrices of `layers` layers over `cells`: largest first onto the least
     loaded cell, or, with `in_order`, cut evenly in natural order.
 
-    In natural order a matrix belongs to the cell in whose even share it starts, so the fullest cell has up to
-    one matrix more than the mean.
+    In natural order the elements are cut into equal slices, one for each cell. A matrix belongs to the cell
+    whose slice has its first element, so the fullest cell may exceed the mean by up to one matrix.
     """
     matrices = [shape for _ in range(layers) for shape in shapes]
     held: list[Counter[Shape]] = [Counter() for _ in range(cells)]

@@ -355,7 +355,8 @@ def _pass_s(config: RunConfig) -> float:
 
 
 def _memory_s(config: RunConfig) -> float:
-    """Returns the seconds to move one element through memory once in elementwise work."""
+    """Returns the seconds that elementwise work takes for an element and a fused pass, including the further
+    passes in `ELEMENTWISE_PASSES`."""
     cluster = config.cluster
     return ELEMENTWISE_PASSES[cluster.fused_layers] * element_bytes(config)[0] / memory_rate(cluster)
 
@@ -390,7 +391,7 @@ def _exchange(config: RunConfig, layout: Layout) -> Transfer:
 
 def _loss_sums(config: RunConfig, layout: Layout) -> Transfer:
     """Returns the three all-reduces of the vocabulary-parallel cross-entropy: the maximum, the target's logit
-    and the sum, an fp32 number a token each."""
+    and the sum of exponentials, each with one fp32 number per token."""
     if layout.tp == 1:
         return Transfer()
     links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp

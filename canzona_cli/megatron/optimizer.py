@@ -232,9 +232,9 @@ def megatron_muon(
 
 
 def megatron_adam(params: list[torch.nn.Parameter], settings: OptimizerBase) -> torch.optim.Optimizer:
-    """Makes AdamW for shards of masters, as `DistributedOptimizer` uses it: Transformer Engine's version
-    where it is installed."""
-    made: torch.optim.Optimizer = Adam(
+    """Builds the AdamW that `DistributedOptimizer` uses for its shards of fp32 masters: Transformer Engine's
+    if it is installed."""
+    optimizer: torch.optim.Optimizer = Adam(
         params,
         lr=settings.lr,
         weight_decay=settings.weight_decay,
