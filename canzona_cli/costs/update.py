@@ -185,8 +185,9 @@ def seconds(
 
 @lru_cache(maxsize=1024)
 def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
-    """Returns the form in which a (rows, cols) matrix is orthogonalised: the run's, or for `auto` the faster
-    on this device, if `gram_holds` and `GRAM_MIN_SIDE` allow the Gram form.
+    """Returns the form in which a (rows, cols) matrix is orthogonalised. For `auto` this is the Gram form if it
+    is accurate enough (`gram_holds`), the matrix is large enough (`GRAM_MIN_SIDE`), and it is faster by
+    `GRAM_GAIN`.
 
     It depends only on the algorithm, the shape and the profile, so a matrix has the same form on every rank.
     """
@@ -194,8 +195,10 @@ def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
         return a.form
     if not gram_holds(a, cluster):
         return "standard"
-    a = replace(a, stack=a.stack is True)
-    standard, gram = (_seconds(replace(a, form=form), rows, cols, cluster) for form in get_args(Form))
+    # How many matrices are stacked depends on the form, so forms are compared without a stack that is chosen.
+    unstacked = replace(a, stack=a.stack is True)
+    standard = _seconds(replace(unstacked, form="standard"), rows, cols, cluster)
+    gram = _seconds(replace(unstacked, form="gram"), rows, cols, cluster)
     return "gram" if min(rows, cols) >= GRAM_MIN_SIDE and gram <= GRAM_GAIN * standard else "standard"
 
 

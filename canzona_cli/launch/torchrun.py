@@ -82,7 +82,8 @@ def build(config: RunConfig, run_dir: Path, *, module: str = WORKER_MODULE) -> L
     """Builds the command that starts this machine's workers.
 
     Args:
-        config: Resolved. If several machines have no endpoint or node rank yet, the command has placeholders.
+        config: The resolved run. In a run on several machines, an endpoint or node rank that is not set yet
+            becomes a placeholder.
         run_dir: The only argument of the workers.
         module: The module that each worker runs as `python -m`.
     """

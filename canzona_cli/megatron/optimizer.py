@@ -241,4 +241,4 @@ def megatron_adam(params: list[torch.nn.Parameter], settings: OptimizerBase) -> 
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
     )
-    return made
+    return optimizer
