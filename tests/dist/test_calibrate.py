@@ -222,7 +222,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, said
-    assert "interrupted: what was measured is kept" in said
+    assert "interrupted: the numbers measured so far are kept" in said
     cluster = compose_run(["recipe=tiny", f"cluster={out}"]).config.cluster
     assert cluster.fp32_tflops == 0.2
     assert cluster.not_measured == ("memory", "adamw", "collectives", "model", "updates")
