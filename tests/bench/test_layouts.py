@@ -77,4 +77,4 @@ def test_the_recipe_trains_the_layout_that_was_fastest_and_leaves_the_rest_open(
     assert (again.name, again.gpus) == ("mine", config.gpus)
     assert (again.schedule, again.run, again.optimizer) == (config.schedule, config.run, config.optimizer)
     assert again.cluster == config.cluster, "a measured profile with its tables"
-    assert "1 s a step" in file.read_text(encoding="utf-8")
+    assert "1 s per step" in file.read_text(encoding="utf-8")

@@ -89,7 +89,7 @@ def test_what_was_left_out_without_waiting_is_counted_named_and_standard_from_th
     assert left_out(groups, torch.device("cpu")).tolist() == [len(MATRICES)]
     with caplog.at_level(logging.WARNING):
         settle(groups, masters)
-    assert [message.partition(" ")[0] for message in caplog.messages] == [matrix.name for matrix in MATRICES]
+    assert [message.partition(":")[0] for message in caplog.messages] == [matrix.name for matrix in MATRICES]
     assert left_out(groups, torch.device("cpu")).tolist() == [0]
     for old, master in zip(before, masters.values(), strict=True):
         torch.testing.assert_close(master.detach(), old * (1 - 0.01 * 0.1))

@@ -53,11 +53,11 @@ def test_a_wait_is_blamed_on_what_came_last() -> None:
     assert (ran.ready, ran.start, ran.end, ran.held_by) == (2.0, 3.0, 4.0, second)
 
 
-def test_tasks_in_a_circle_are_refused() -> None:
+def test_tasks_in_a_cycle_are_refused() -> None:
     timeline = Timeline()
     timeline.add("work", "a", after=[1])
     timeline.add("work", "a")
-    with pytest.raises(ValueError, match="circle"):
+    with pytest.raises(ValueError, match="wait for each other in a cycle"):
         timeline.run()
 
 
