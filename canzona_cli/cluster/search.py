@@ -18,14 +18,14 @@ from typing import Final
 import canzona_cli
 from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.config.caches import cache_root
-from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
+from canzona_cli.config.execution import AnyStrategy, with_strategy
 from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
 from canzona_cli.config.schema import Layout, Recompute, RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.costs.memory import MemoryEstimate, estimate
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
-from canzona_cli.planner.make import make_plan
-from canzona_cli.planner.memory import plan_memory
+from canzona_cli.planner.make import plan_of_run
+from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.codec import load_if_sound, save
 from canzona_cli.simulate.predict import Spent, estimated_step_seconds, simulate_run, spent
@@ -321,7 +321,7 @@ class _Simulated:
             layout=layout,
             iteration_s=self.result.iteration_s,
             optimizer_s=self.result.optimizer_s,
-            memory_bytes=(estimate(run, layout) if plan is None else plan_memory(run, layout, plan)).total,
+            memory_bytes=memory_of(run, layout, plan).total,
             spent=spent(run, layout, self.result),
         )
 
@@ -330,7 +330,7 @@ def _try(config: RunConfig, layout: Layout) -> _Simulated | None:
     """Simulates a layout; returns None if no plan fits or the settings are refused."""
     run = fill(config, layout)
     try:
-        plan = make_plan(run, layout) if execution_of(run) is Execution.PLANNED else None
+        plan = plan_of_run(run, layout)
     except (ConfigError, DoesNotFit):
         return None
     return _Simulated(run=run, layout=layout, plan=plan, result=simulate_run(run, layout, plan))

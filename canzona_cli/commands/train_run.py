@@ -18,7 +18,6 @@ from canzona_cli.commands.output import checked_inputs, progress, show, tell, te
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.overrides import parse_overrides
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.memory import estimate
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CanzonaError, ConfigError, ExitCode
 from canzona_cli.huggingface.folder import is_hugging_face, open_folder, recipe_of
@@ -35,6 +34,7 @@ from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import TrainView
 from canzona_cli.model.matrices import routing
+from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.plan_file import Obtained, obtain_plan
 from canzona_cli.report.errors import show_failure
 from canzona_cli.report.run import BreakdownView
@@ -185,7 +185,7 @@ def _print_start(
         corpus=corpus,
         plan=job.plan,
         ahead=outlook(config, job.layout, job.predicted.iteration_s),
-        memory=estimate(config, job.layout),
+        memory=memory_of(config, job.layout, None if job.plan is None else job.plan.plan),
         command=torchrun.build(config, run_dir),
         prepared=prepared,
     )

@@ -86,8 +86,6 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         yield "engine.exchange_dtype is ignored: with parallel.tp=1 there is no exchange between TP ranks"
     if tp is not None and tp > config.cluster.gpus_per_node:
         yield f"parallel.tp={tp} spans nodes of {config.cluster.gpus_per_node} ranks; expect slow tensor parallelism"
-    if "train.loss_spike_sigmas" in explicit and config.train.loss_spike == "ignore":
-        yield "train.loss_spike_sigmas is ignored: train.loss_spike is ignore"
     for key in ("sample_prompt", "sample_tokens"):
         if f"train.{key}" in explicit and config.train.sample_every == 0:
             yield f"train.{key} is ignored: train.sample_every is 0"
@@ -282,6 +280,7 @@ def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bo
         *_unused_schedule(config, explicit),
         *_unused_clipping(config, explicit),
         *_unused_precision(config, explicit),
+        *_unused_guards(config, explicit),
         *(_unused_engine(config, explicit) if training else ()),
     ]
     return with_own_values(config, problems)
@@ -337,6 +336,12 @@ def _unused_clipping(config: RunConfig, explicit: frozenset[str]) -> Iterator[Pr
     if "optimizer.clip" in explicit and optimizer.clip != "none" and optimizer.clip_grad == 0:
         reason = "has no effect: optimizer.clip_grad is 0, which switches clipping off"
         yield Problem(key="optimizer.clip", reason=reason, fix="write optimizer.clip_grad=1, or leave it out")
+
+
+def _unused_guards(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
+    if "train.loss_spike_sigmas" in explicit and config.train.loss_spike == "ignore":
+        reason = "has no effect: train.loss_spike is ignore"
+        yield Problem(key="train.loss_spike_sigmas", reason=reason, fix="write train.loss_spike=stop, or leave it out")
 
 
 def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:

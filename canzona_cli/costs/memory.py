@@ -1,7 +1,8 @@
 """The memory of a run's fullest GPU: lasting state, memory needed during computation, and the GPU's capacity.
 
-`estimate` needs no plan and estimates memory from shapes alone. It is used to rank layouts, and for
+`estimate` needs no plan and estimates memory from shapes alone. It is used to search layouts, and for
 strategies without a plan. `planner.memory.plan_memory` knows every rank's matrices, micro-groups and buckets.
+Every command shows `planner.memory.memory_of`, which is the latter wherever there is a plan.
 Both add up the same parts. They differ in which matrices a rank keeps (`placement`, or the plan) and in the
 size of the engine's buffers (`least_step_bytes`, or `step_buffers`). State is counted as Megatron-core 0.19
 keeps it.
@@ -51,6 +52,8 @@ class Memory:
     parts: Mapping[str, int]
     capacity: int
     """The bytes that a run may use: the memory of the profile's GPU minus its reserve."""
+    worst_rank: str
+    """The rank that needs most: `rank 5`, or in an estimate `every rank` or a stage such as `pp stage 0`."""
 
     @property
     def total(self) -> int:
@@ -70,8 +73,6 @@ class MemoryEstimate(Memory):
     never needed at the same time counts once: `workspace` is only what is needed beyond the logits and
     activations freed before. `exchange` is the least that the engine's buffers and its optimizers' scratch
     need under any plan."""
-    worst_rank: str
-    """The rank that needs most: `every rank`, or a stage such as `pp stage 0`."""
 
     @property
     def forward(self) -> int:

@@ -286,6 +286,15 @@ def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tupl
     return replace(config, engine=replace(config.engine, strategy="canzona")), notes
 
 
+def plan_of_run(config: RunConfig, layout: Layout) -> Plan | None:
+    """Makes the plan that a resolved run executes; None if the run's strategy has no plan.
+
+    Raises:
+        ConfigError, DoesNotFit: as `make_plan`.
+    """
+    return make_plan(config, layout) if execution_of(config) is Execution.PLANNED else None
+
+
 def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
     """Makes the plan of a resolved run (see `cluster.fit.resolve`); it is the same on every rank and node.
 

@@ -32,7 +32,7 @@ from canzona_cli.costs.buffers import (
     transient,
     workspace_bytes,
 )
-from canzona_cli.costs.memory import Memory, capacity, factor_bytes, optimizer_state
+from canzona_cli.costs.memory import Memory, capacity, estimate, factor_bytes, optimizer_state
 from canzona_cli.costs.sharing import Share
 from canzona_cli.model.geometry import interleaved_kinds
 from canzona_cli.model.matrices import Matrix
@@ -228,9 +228,14 @@ class PlanMemory(Memory):
     workspace and exchange. Memory that is never needed at the same time counts once, see
     `costs.buffers.Transient.parts`. `exchange` is `buffers.lasting`."""
     worst: Place
-    """The rank that needs most."""
+    """The place of `worst_rank`."""
     buffers: StepBuffers
     """The engine's buffers on the worst rank."""
+
+
+def memory_of(config: RunConfig, layout: Layout, plan: Plan | None) -> Memory:
+    """Returns the memory of the fullest rank of a run: under its plan, or estimated for a run without one."""
+    return estimate(config, layout) if plan is None else plan_memory(config, layout, plan)
 
 
 def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
@@ -267,6 +272,7 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     # Fragments are counted from the plan, because a user's own shapes differ from those of `stage_weights`.
     stored = weights.others + sum(m.fragment_elements(mesh.tp) for m in plan.matrices if m.stage == stage)
     padding = sum(bucket.padding for bucket in plan.buckets if bucket.stage == stage)
+    place = Place.of(mesh, stage, worst)
     return PlanMemory(
         parts=MappingProxyType(
             {
@@ -276,7 +282,8 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
                 **varying(worst),
             }
         ),
-        worst=Place.of(mesh, stage, worst),
+        worst=place,
+        worst_rank=f"rank {place.rank}",
         capacity=capacity(config),
         buffers=buffers[worst],
     )

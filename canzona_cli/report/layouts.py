@@ -10,13 +10,15 @@ from rich.text import Text
 
 from canzona_cli.bench.simulated import SIZES
 from canzona_cli.cluster import fit
-from canzona_cli.cluster.search import Candidate, LayoutSearch, Tried, candidates, search
+from canzona_cli.cluster.gpus import with_layers_here
+from canzona_cli.cluster.search import LayoutSearch, Tried, candidates, fill, search
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import RunConfig
-from canzona_cli.costs.memory import GIB, capacity
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.memory import GIB, Memory, capacity
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.model.families import family_of, parameter_count
-from canzona_cli.planner.make import make_plan, plannable
+from canzona_cli.planner.make import make_plan, plan_of_run, plannable
+from canzona_cli.planner.memory import memory_of
 from canzona_cli.report.header import layout_name, optimizer_words, rank_word
 from canzona_cli.report.page import Page, Screen, headed, note, wrapped
 from canzona_cli.report.tables import Table, rows_table
@@ -263,14 +265,16 @@ class LayoutRow:
     """The layout of a recipe on one number of GPUs."""
 
     gpus: int
-    candidate: Candidate | None
+    layout: Layout | None
     """The chosen layout, or if none fits the one that needs least memory; None if no layout is legal."""
+    memory: Memory | None
+    """The memory of the fullest rank in this layout."""
     note: str
     """The settings with which a layout would fit, or the reason why no layout is legal; empty if one fits."""
 
     @property
     def fits(self) -> bool:
-        return self.candidate is not None and self.candidate.fits
+        return self.layout is not None and not self.note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,8 +290,8 @@ class Layouts(Page):
             {
                 "gpus": row.gpus,
                 "fits": row.fits,
-                "layout": None if row.candidate is None else asdict(row.candidate.layout),
-                "memory_bytes": None if row.candidate is None else row.candidate.memory.total,
+                "layout": None if row.layout is None else asdict(row.layout),
+                "memory_bytes": None if row.memory is None else row.memory.total,
                 "note": row.note,
             }
             for row in self.rows
@@ -328,7 +332,7 @@ class Layouts(Page):
 
 def layouts(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -> Layouts:
     """Chooses a layout for each number of GPUs; the number that `config` sets is ignored."""
-    free = replace(config, cluster=replace(config.cluster, nodes=None))
+    free = replace(config, cluster=replace(with_layers_here(config.cluster), nodes=None))
     return Layouts(config=free, rows=tuple(_row(replace(free, gpus=gpus)) for gpus in gpu_counts))
 
 
@@ -336,18 +340,25 @@ def _row(config: RunConfig) -> LayoutRow:
     try:
         best = fit.choose(config)
     except ConfigError as error:
-        return LayoutRow(gpus=config.gpus, candidate=None, note="; ".join(map(_reason, error.problems)))
+        return LayoutRow(gpus=config.gpus, layout=None, memory=None, note="; ".join(map(_reason, error.problems)))
     if best is not None:
-        return LayoutRow(gpus=config.gpus, candidate=best, note="")
+        run, note = fill(config, best.layout), ""
+        memory: Memory = best.memory
+        try:
+            memory = memory_of(run, best.layout, plan_of_run(run, best.layout))
+        except DoesNotFit as error:
+            note = "; ".join(f"{problem.reason}: {problem.fix}" for problem in error.problems)
+        return LayoutRow(gpus=config.gpus, layout=best.layout, memory=memory, note=note)
     least = min(candidates(config), key=lambda candidate: candidate.memory.total)
     ways = [override for override, _ in fit.suggestions(config)]
-    return LayoutRow(gpus=config.gpus, candidate=least, note=f"would fit with {' or '.join(ways)}" if ways else "")
+    note = f"would fit with {' or '.join(ways)}" if ways else "needs a smaller model, or GPUs with more memory"
+    return LayoutRow(gpus=config.gpus, layout=least.layout, memory=least.memory, note=note)
 
 
 def _layout_cells(row: LayoutRow) -> tuple[str, ...]:
-    if row.candidate is None:
+    layout, memory = row.layout, row.memory
+    if layout is None or memory is None:
         return f"{row.gpus}", "not possible", "", "", ""
-    layout, memory = row.candidate.layout, row.candidate.memory
     needs = f"{memory.total / GIB:.1f}" if memory.total >= GIB else f"{memory.total / GIB:.2f}"
     if not row.fits:
         return f"{row.gpus}", "does not fit", "", "", needs

@@ -9,7 +9,7 @@ from rich.text import Text
 from canzona_cli.cluster.doctor import Diagnosis, Status
 from canzona_cli.cluster.profiles import Profile
 from canzona_cli.config.recipes import shown
-from canzona_cli.report.page import Page, Screen, note, wrapped
+from canzona_cli.report.page import Page, Screen, note, remarks, wrapped
 from canzona_cli.report.tables import Table
 from canzona_cli.run.words import clean, plural
 
@@ -34,8 +34,7 @@ class ProfileList(Page):
             cluster = profile.cluster
             origin = "built-in" if profile.builtin else shown(profile.path)
             if cluster is None:
-                reason = f"{profile.problems[0].key} {profile.problems[0].reason}"
-                table.add_row(profile.name, *["?"] * 6, f"cannot be used: {reason}", origin, style="yellow")
+                table.add_row(profile.name, *["?"] * 7, origin, style="yellow")
                 continue
             sizes = (cluster.memory_gib, cluster.bf16_tflops, cluster.memory_gb_per_s)
             links = (cluster.intra_node_gb_per_s, cluster.inter_node_gb_per_s)
@@ -48,6 +47,11 @@ class ProfileList(Page):
         )
         yield note(
             "calibrated: measured by `canzona calibrate`; `canzona clusters show NAME` lists where each number is from"
+        )
+        yield from remarks(
+            f"{profile.name} cannot be used: {problem.key} {problem.reason}; {problem.fix}"
+            for profile in self.profiles
+            for problem in profile.problems
         )
 
 

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import leaves
-from canzona_cli.costs.memory import GIB, estimate
+from canzona_cli.costs.memory import GIB
 from canzona_cli.errors import ConfigError
-from canzona_cli.planner.memory import plan_memory
+from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.plan_file import read_plan
 from canzona_cli.report.charts import MEMORY, Bar, Bars, Lane, Lanes, LoadMap, LoadMaps, planned_lanes
@@ -147,7 +147,7 @@ def _memory(
 ) -> Iterator[RenderableType]:
     if config is None or layout is None:
         return
-    account = estimate(config, layout) if plan is None else plan_memory(config, layout, plan)
+    account = memory_of(config, layout, plan)
     parts = [(name, float(account.parts[name])) for name in MEMORY if account.parts.get(name)]
     # With much more capacity than that, the parts would be too narrow to see.
     limit = account.capacity if account.capacity <= 4 * account.total else None

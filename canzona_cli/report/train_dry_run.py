@@ -13,7 +13,7 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.secrets import redacted, shown_value
-from canzona_cli.costs.memory import GIB, MemoryEstimate
+from canzona_cli.costs.memory import GIB, Memory
 from canzona_cli.errors import CanzonaError
 from canzona_cli.launch.torchrun import (
     ENDPOINT_PLACEHOLDER,
@@ -39,7 +39,7 @@ from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.words import clean, plural
 from canzona_cli.simulate.predict import Outlook
 
-VERSION = 1
+VERSION = 2
 
 
 def resolved_json(config: RunConfig, layout: Layout, plan: Obtained | None) -> dict[str, object]:
@@ -100,7 +100,7 @@ class DryRun(Page):
     """The corpus of the run; None if it is not prepared yet, as the built-in one before the first run."""
     plan: Obtained | None
     ahead: Outlook
-    memory: MemoryEstimate
+    memory: Memory
     command: LaunchCommand
     prepared: bool = False
     """True for `--prepare-only`: the run directory is written, and the command is not run."""
@@ -115,7 +115,7 @@ class DryRun(Page):
                 "parts_bytes": dict(memory.parts),
                 "total_bytes": memory.total,
                 "capacity_bytes": memory.capacity,
-                "worst_rank": str(memory.worst_rank),
+                "worst_rank": memory.worst_rank,
             },
             "outlook": asdict(self.ahead),
             "data": self._sets(),

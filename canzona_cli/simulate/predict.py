@@ -9,7 +9,7 @@ from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, s
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.buffers import bucket_elements, element_bytes, lay_out, stage_weights
 from canzona_cli.costs.links import Groups, Links
-from canzona_cli.costs.memory import checkpoint_bytes, estimate
+from canzona_cli.costs.memory import checkpoint_bytes
 from canzona_cli.costs.model import NormClip, hop, passes, stage_time
 from canzona_cli.costs.sharing import HOSTED, shares
 from canzona_cli.costs.update import adamw_seconds, implementation, step_factor, update_costs
@@ -17,7 +17,7 @@ from canzona_cli.model.families import flops_per_token
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.buckets import even_bucket, stage_parameters, stages
-from canzona_cli.planner.memory import plan_memory
+from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.packing import simple_bound
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan
 from canzona_cli.run.breakdown import Prediction
@@ -35,7 +35,6 @@ def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
     """
     config = with_cores(config)
     result = simulate_run(config, layout, plan)
-    memory = (plan_memory(config, layout, plan) if plan is not None else estimate(config, layout)).total
     return Prediction(
         strategy=result.strategy,
         profile=config.cluster.name,
@@ -45,7 +44,7 @@ def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
         phases=dict(result.mean_phases),
         cores=config.cluster.cores if config.cluster.device == "cpu" else None,
         load_balance=result.update_balance,
-        memory_bytes=memory,
+        memory_bytes=memory_of(config, layout, plan).total,
         events=result.events,
     )
 

@@ -100,7 +100,6 @@ def test_a_run_may_be_as_short_as_one_step(steps: int) -> None:
         ("engine=layerwise optimizer.graph=true", "optimizer.graph"),
         ("parallel.tp=1 engine.exchange_dtype=bf16", "engine.exchange_dtype"),
         ("optimizer=soap engine=sc engine.layout=contiguous", "engine.layout"),
-        ("train.loss_spike=ignore train.loss_spike_sigmas=4", "train.loss_spike_sigmas"),
         ("optimizer.graph=true", "optimizer.graph"),
     ],
 )
@@ -122,6 +121,7 @@ UNUSED = [
     ("train.precision=fp32 train.grad_reduce_dtype=bf16", "train.grad_reduce_dtype"),
     ("optimizer.clip=none optimizer.clip_grad=2", "optimizer.clip_grad"),
     ("optimizer.clip_grad=0 optimizer.clip=adamw", "optimizer.clip"),
+    ("train.loss_spike=ignore train.loss_spike_sigmas=4", "train.loss_spike_sigmas"),
     ("engine=sc train.non_finite=skip", "train.non_finite"),
     ("optimizer=adamw train.non_finite=stop", "train.non_finite"),
     ("engine=sc parallel.tp=2 engine.exchange_dtype=bf16", "engine.exchange_dtype"),

@@ -1,0 +1,57 @@
+"""`canzona plan`, `canzona train --dry-run` and `canzona recipes layouts` show the same memory for the same run."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.commands.support import canzona
+
+SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
+
+
+def _shown(cache: Path, *arguments: str) -> Mapping[str, object]:
+    environment = {"CUDA_VISIBLE_DEVICES": "", "CANZONA_CACHE": str(cache)}
+    result = canzona(*arguments, "--json", cwd=cache, environment=environment)
+    assert result.returncode == 0, result.stderr
+    content = json.loads(result.stdout)
+    assert isinstance(content, dict)
+    return content
+
+
+def _bytes_in(content: object, *path: str) -> object:
+    for name in path:
+        assert isinstance(content, Mapping)
+        content = content[name]
+    return content
+
+
+def _rows(cache: Path, recipe: str) -> Sequence[Mapping[str, object]]:
+    recipes = _shown(cache, "recipes", "layouts", recipe)["recipes"]
+    assert isinstance(recipes, list)
+    [shown] = recipes
+    return [row for row in shown["rows"] if row["fits"]]
+
+
+@pytest.mark.parametrize("recipe", ["qwen3-tiny", *(pytest.param(size, marks=pytest.mark.sweep) for size in SIZES)])
+def test_three_commands_show_one_account(recipe: str, tmp_path: Path) -> None:
+    """Over the six sizes these are more than 40 runs; all must agree to the byte."""
+    rows = _rows(tmp_path, recipe)
+    assert len(rows) >= (2 if recipe == "qwen3-tiny" else 6)
+    for row in rows[:2] if recipe == "qwen3-tiny" else rows:
+        run = (f"recipe={recipe}", f"gpus={row['gpus']}")
+        planned = _shown(tmp_path, "plan", *run, "--dry-run")
+        trained = _shown(tmp_path, "train", *run, "--dry-run")
+        assert planned["layout"] == {name: value for name, value in _layout(trained).items() if name in _layout(planned)}
+        assert (
+            row["memory_bytes"]
+            == _bytes_in(planned, "memory", "per_gpu_bytes", "total")
+            == _bytes_in(trained, "memory", "total_bytes")
+        ), run
+
+
+def _layout(content: Mapping[str, object]) -> Mapping[str, object]:
+    layout = content["layout"]
+    assert isinstance(layout, Mapping)
+    return layout
