@@ -7,7 +7,6 @@ tensor-parallel ranks. For each phase, the measured time over the predicted time
 profile.
 """
 
-import itertools
 import json
 import os
 import shutil
@@ -17,11 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
 
 import yaml
 
-from canzona_cli.bench.results import BenchResult, StrategyBench
+from canzona_cli.bench.results import BenchResult
 from canzona_cli.bench.session import Say, prepare, run
 from canzona_cli.calibrate.profile import (
     FULL,
@@ -30,11 +28,10 @@ from canzona_cli.calibrate.profile import (
     Orders,
     Quantity,
     Record,
+    fitted,
     profile_of,
     read_record,
     shortened,
-    significant,
-    with_peak,
 )
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.machine import machine_facts
@@ -51,8 +48,6 @@ from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.launch.view import TrainView
 from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
 from canzona_cli.run.machine import cores
-from canzona_cli.run.phases import Phase
-from canzona_cli.run.words import layout_code
 
 WORKER_MODULE = "canzona_cli.calibrate.worker"
 NOISE = 0.2
@@ -328,16 +323,6 @@ _REPLACED = ("gpus", "cluster", "parallel", "optimizer", "engine", "run", "train
 """The settings that the short benches choose themselves and that the user's overrides cannot change."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepFactors:
-    """The ratios of measured to predicted time in complete steps."""
-
-    computing: float
-    """The ratio for forward and backward, by which the profile's factors for them are multiplied."""
-    phases: Mapping[str, float]
-    """The ratios for the other phases, for `ClusterConfig.step_factors`."""
-
-
 class ShortBenches:
     """Short benches of the recipe's model, shortened to a few layers.
 
@@ -415,61 +400,9 @@ def with_steps(calibration: Calibration, benches: ShortBenches, write: Callable[
             )
             profile = replace(profile, not_measured=(*profile.not_measured, "steps"))
             break
-    result = replace(with_profile(_fitted(profile, results) if results else profile), outcome=outcome)
+    result = replace(with_profile(fitted(profile, results) if results else profile), outcome=outcome)
     write(result)
     return result
-
-
-def _fitted(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterConfig:
-    """Returns the profile with the factors of its benches, of which there is at least one."""
-    fitted = factors(results)
-    scaled = ("forward_factor", "forward_module_us", "backward_factor", "backward_module_us")
-    changes = {name: significant(getattr(profile, name) * fitted.computing) for name in scaled}
-    # `canzona tune` leaves these layouts out when it reports errors of predictions.
-    layouts = ", ".join(dict.fromkeys(layout_code(result.layout) for result in results))
-    measured_on = {**profile.measured_on, "fitted_on": layouts}
-    changed = replace(profile, step_factors=dict(fitted.phases), measured_on=measured_on, **changes)  # type: ignore[arg-type]
-    return with_peak(changed)
-
-
-def factors(results: Sequence[BenchResult]) -> StepFactors:
-    """Computes the factors from the data-parallel bench and, if it was run, the tensor-parallel bench after
-    it.
-
-    The factor of forward and backward comes from the data-parallel bench, where these have no collectives.
-    Both have one factor. It includes the waits for gradients and parameters, because the operating system
-    gives the ranks unequal shares of the cores, and the faster ranks wait there.
-    """
-    phases: dict[str, float] = {}
-    for prefix, (updating, elementwise) in {"": ("canzona", "canzona"), "megatron/": ("sc", "adamw")}.items():
-        benched: dict[Phase, str] = {
-            "matrix_update": updating,
-            "exchange": updating,
-            "norm_clip": elementwise,
-            "adamw_update": elementwise,
-        }
-        for phase, strategy in benched.items():
-            # Early ranks wait for late ones in norm and clip, so the shortest time is the one without a wait.
-            rank: Literal["min", "mean"] = "min" if phase == "norm_clip" else "mean"
-            factor = _factor([result.strategies[strategy] for result in results], (phase,), rank)
-            if factor is not None:
-                phases[f"{prefix}{phase}"] = factor
-    computing_phases: tuple[Phase, ...] = ("forward", "backward", "grad_reduce", "param_gather")
-    computing = _factor(results[0].strategies.values(), computing_phases, "mean")
-    assert computing is not None
-    return StepFactors(computing=computing, phases=phases)
-
-
-def _factor(benches: Iterable[StrategyBench], phases: Sequence[Phase], rank: Literal["min", "mean"]) -> float | None:
-    """Returns measured over predicted time, summed over phases and benches; None where no bench has the
-    phases."""
-    measured = predicted = 0.0
-    for bench, phase in itertools.product(benches, phases):
-        expected, seconds = bench.predicted.phases.get(phase, 0.0), bench.measured.phases.get(phase)
-        if seconds is not None and expected > 0:
-            measured += seconds.min_s if rank == "min" else seconds.mean_s
-            predicted += expected
-    return significant(measured / predicted) if predicted > 0 and measured > 0 else None
 
 
 def _replaced(override: str) -> bool:

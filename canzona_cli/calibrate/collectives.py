@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from canzona_cli.calibrate.compute import Team, joined
 from canzona_cli.calibrate.profile import Effort, Measurement, Recorder
+from canzona_cli.calibrate.timing import Team, joined
 from canzona_cli.config.schema import Collective
 from canzona_cli.megatron.owner_bucket_group import device_seconds, grouped, share_together
 from canzona_cli.megatron.owner_collectives import broadcast_each, reduce_each

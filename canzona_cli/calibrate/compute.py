@@ -6,129 +6,26 @@ weight is finite, and write it in the model's precision. As many different matri
 are updated in turn, because in training each update finds the caches full of other matrices.
 """
 
-import datetime
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from canzona_cli.calibrate.profile import Effort, Measurement, Quantity, Record, Recorder, measured_runs
+from canzona_cli.calibrate.timing import LEAST, Team, Work, clock, repeat, timed, wait
 from canzona_cli.config.schema import MomentumConfig, MuonConfig, RunConfig, Splitting
 from canzona_cli.costs.update import COPY_EFFICIENCY, algorithm, label, peak_seconds, seconds
 from canzona_cli.engine.build import optimizer_factory
 from canzona_cli.engine.wire import Write, write_finite
 from canzona_cli.megatron import model
 from canzona_cli.megatron.optimizer import megatron_adam, megatron_muon, wrap_data_parallel
-from canzona_cli.megatron.parallel import World, gather
+from canzona_cli.megatron.parallel import World
 from canzona_cli.model.matrices import Matrix, layer_shapes
 from canzona_cli.optimizers.kronecker import SIDES, KroneckerOptimizer, pack, unpack
 from canzona_cli.optimizers.matrix_optimizer import ProductPrecision, products
-
-Work = Callable[[], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Values:
-    """A member's measurements, as sent to the other members."""
-
-    values: tuple[float, ...]
-
-
-LEAST, MOST = 3, 400
-"""The fewest and the most repetitions of a measurement; fewer only if `LEAST` would take over four times the
-budget."""
-_SAMPLE_S = 1e-3
-"""The shortest sample in seconds; of quicker work, several calls make a sample."""
-
-
-class Team:
-    """The first `size` ranks of the job, which measure while the other ranks sleep.
-
-    The ranks synchronise over gloo even on GPUs, because a rank that waits in gloo does not use a processor.
-    """
-
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        """Makes the team's gloo group. Collective over all ranks of the job."""
-        self.rank, self.size, self.device = rank, size, device
-        self.member = rank < size
-        self._group = dist.new_group(list(range(size)), backend="gloo", timeout=datetime.timedelta(minutes=10))
-
-    def meet(self) -> None:
-        """Waits until all members have called this."""
-        if self.size > 1:
-            dist.barrier(group=joined(self._group))
-
-    def gather(self, values: Sequence[float]) -> list[tuple[float, ...]]:
-        """Gathers the values of all members, in rank order, on all members."""
-        return [member.values for member in gather(_Values(values=tuple(values)), group=joined(self._group))]
-
-    def decide(self, value: float) -> float:
-        """Returns the largest of all members' values, so that all members make the same decision."""
-        return max(of_member for (of_member,) in self.gather([value]))
-
-    def samples(self, work: Work, budget_s: float) -> list[float]:
-        """Measures the seconds of one call of `work` while all members run it; returns the samples of all
-        members."""
-        self.meet()
-        return [sample for of_rank in self.gather(repeat(work, self.device, budget_s)) for sample in of_rank]
-
-
-def joined(group: dist.ProcessGroup | int) -> dist.ProcessGroup:
-    """Returns a group made by `new_group`, which is not a group on ranks that are not members.
-
-    Raises:
-        AssertionError: this rank is not a member.
-    """
-    assert isinstance(group, dist.ProcessGroup), "not a member"
-    return group
-
-
-def repeat(work: Work, device: torch.device, budget_s: float) -> list[float]:
-    """Measures the seconds of one call of `work`, with as many samples as the budget allows.
-
-    The first call, and a second one that decides how many calls make a sample, are not counted.
-    """
-    first = timed(work, device)
-    calls = max(1, round(_SAMPLE_S / max(timed(work, device), 1e-7))) if first < _SAMPLE_S else 1
-    samples: list[float] = []
-    begin = time.perf_counter()
-    while True:
-        samples.append(timed(work, device, calls))
-        spent = time.perf_counter() - begin
-        if len(samples) >= MOST or spent > 4 * budget_s or (spent > budget_s and len(samples) >= LEAST):
-            return samples
-
-
-def timed(work: Work, device: torch.device, calls: int = 1) -> float:
-    """Returns the mean seconds of `calls` consecutive calls, by `clock`."""
-    wait(device)
-    begin = clock(device)
-    for _ in range(calls):
-        work()
-    wait(device)
-    return (clock(device) - begin) / calls
-
-
-def clock(device: torch.device) -> float:
-    """Returns a time in seconds from an arbitrary start: processor time on CPU ranks with one thread,
-    otherwise wall time.
-
-    A rank that shares a core sleeps while other ranks run, for longer than most measured operations take, so
-    wall times would either include all of a sleep or none of it. Processor time does not include sleep or
-    other programs, but it includes the effect of the other ranks on the caches.
-    """
-    single_threaded = device.type == "cpu" and torch.get_num_threads() == 1
-    return time.process_time() if single_threaded else time.perf_counter()
-
-
-def wait(device: torch.device) -> None:
-    """Waits for a GPU to finish; does nothing on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True, kw_only=True)

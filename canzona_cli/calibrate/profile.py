@@ -1,10 +1,12 @@
 """The measurements that the ranks of a calibration report, and the cluster profile made from them. No torch."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from canzona_cli.bench.results import BenchResult, StrategyBench
 from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.config.schema import (
     STANDARD_ONLY,
@@ -27,7 +29,9 @@ from canzona_cli.costs.model import stage_time
 from canzona_cli.run.codec import parse, read_lines
 from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
 from canzona_cli.run.machine import cores
+from canzona_cli.run.phases import Phase
 from canzona_cli.run.statistics import Quartiles
+from canzona_cli.run.words import layout_code
 
 Part = Literal["arithmetic", "memory", "adamw", "collectives", "model", "updates"]
 """The parts of a calibration, in the order of measurement. A part that was not measured comes from the base
@@ -369,3 +373,65 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def significant(value: float) -> float:
     """Rounds a measured value to four significant digits."""
     return float(f"{value:.4g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFactors:
+    """The ratios of measured to predicted time in complete steps."""
+
+    computing: float
+    """The ratio for forward and backward, by which the profile's factors for them are multiplied."""
+    phases: Mapping[str, float]
+    """The ratios for the other phases, for `ClusterConfig.step_factors`."""
+
+
+def fitted(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterConfig:
+    """Returns the profile with the factors of its benches, of which there is at least one."""
+    steps = factors(results)
+    scaled = ("forward_factor", "forward_module_us", "backward_factor", "backward_module_us")
+    changes = {name: significant(getattr(profile, name) * steps.computing) for name in scaled}
+    # `canzona tune` leaves these layouts out when it reports errors of predictions.
+    layouts = ", ".join(dict.fromkeys(layout_code(result.layout) for result in results))
+    measured_on = {**profile.measured_on, "fitted_on": layouts}
+    changed = replace(profile, step_factors=dict(steps.phases), measured_on=measured_on, **changes)  # type: ignore[arg-type]
+    return with_peak(changed)
+
+
+def factors(results: Sequence[BenchResult]) -> StepFactors:
+    """Computes the factors from the data-parallel bench and, if it was run, the tensor-parallel bench after
+    it.
+
+    The factor of forward and backward comes from the data-parallel bench, where these have no collectives.
+    Both have one factor. It includes the waits for gradients and parameters, because the operating system
+    gives the ranks unequal shares of the cores, and the faster ranks wait there.
+    """
+    phases: dict[str, float] = {}
+    for prefix, (updating, elementwise) in {"": ("canzona", "canzona"), "megatron/": ("sc", "adamw")}.items():
+        benched: dict[Phase, str] = {
+            "matrix_update": updating,
+            "exchange": updating,
+            "norm_clip": elementwise,
+            "adamw_update": elementwise,
+        }
+        for phase, strategy in benched.items():
+            # Early ranks wait for late ones in norm and clip, so the shortest time is the one without a wait.
+            rank: Literal["min", "mean"] = "min" if phase == "norm_clip" else "mean"
+            factor = _factor([result.strategies[strategy] for result in results], (phase,), rank)
+            if factor is not None:
+                phases[f"{prefix}{phase}"] = factor
+    computing_phases: tuple[Phase, ...] = ("forward", "backward", "grad_reduce", "param_gather")
+    computing = _factor(results[0].strategies.values(), computing_phases, "mean")
+    assert computing is not None
+    return StepFactors(computing=computing, phases=phases)
+
+
+def _factor(benches: Iterable[StrategyBench], phases: Sequence[Phase], rank: Literal["min", "mean"]) -> float | None:
+    """Returns measured over predicted time, summed over phases and benches; None where no bench has the
+    phases."""
+    measured = predicted = 0.0
+    for bench, phase in itertools.product(benches, phases):
+        expected, seconds = bench.predicted.phases.get(phase, 0.0), bench.measured.phases.get(phase)
+        if seconds is not None and expected > 0:
+            measured += seconds.min_s if rank == "min" else seconds.mean_s
+            predicted += expected
+    return significant(measured / predicted) if predicted > 0 and measured > 0 else None

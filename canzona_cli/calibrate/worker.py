@@ -22,13 +22,13 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
     from canzona_cli.calibrate.collectives import Members, group_sizes, measure_collectives
     from canzona_cli.calibrate.compute import (
-        Team,
         measure_adamw,
         measure_arithmetic,
         measure_memory,
         measure_model,
         measure_updates,
     )
+    from canzona_cli.calibrate.timing import Team
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.engine.kernels import choose_kernels
     from canzona_cli.megatron import parallel

@@ -9,7 +9,8 @@ from typing import Final
 
 import torch
 
-from canzona_cli.calibrate.compute import Group, Team, Variant
+from canzona_cli.calibrate.compute import Group, Variant
+from canzona_cli.calibrate.timing import Team
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.costs.update import algorithm, flops, seconds

@@ -17,7 +17,8 @@ from typing import Final
 
 import torch
 
-from canzona_cli.calibrate.compute import Group, Team, Variant, expected, shapes, update_samples, variants
+from canzona_cli.calibrate.compute import Group, Variant, expected, shapes, update_samples, variants
+from canzona_cli.calibrate.timing import Team
 from canzona_cli.config.compose import compose_run
 from canzona_cli.costs.update import algorithm, flops, work
 from canzona_cli.optimizers.matrix_optimizer import products

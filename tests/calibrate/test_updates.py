@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from canzona_cli.calibrate.compute import LEAST, MOST, Group, expected, repeat, shapes, variants
+from canzona_cli.calibrate.compute import Group, expected, shapes, variants
 from canzona_cli.calibrate.profile import FULL, QUICK, Orders
+from canzona_cli.calibrate.timing import LEAST, MOST, repeat
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import MuonConfig
 from canzona_cli.costs.update import algorithm, label
@@ -78,7 +79,7 @@ def test_a_number_is_repeated_within_its_budget(monkeypatch: pytest.MonkeyPatch)
         now += 0.01
 
     clocks = SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now)
-    monkeypatch.setattr("canzona_cli.calibrate.compute.time", clocks)
+    monkeypatch.setattr("canzona_cli.calibrate.timing.time", clocks)
     assert len(repeat(work, CPU, 0.002)) == 1, "a call that is four times its budget is not repeated"
     assert len(repeat(work, CPU, 0.015)) == LEAST
     assert len(repeat(work, CPU, 0.055)) == 6
@@ -98,7 +99,7 @@ def test_of_ranks_that_take_turns_on_a_core_the_time_of_the_processor_counts(
         wall += 0.032 if round(worked / 0.002) % 4 == 0 else 0.002
 
     clocks = SimpleNamespace(perf_counter=lambda: wall, process_time=lambda: worked)
-    monkeypatch.setattr("canzona_cli.calibrate.compute.time", clocks)
+    monkeypatch.setattr("canzona_cli.calibrate.timing.time", clocks)
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     found = repeat(work, CPU, 1.0)
     assert sum(found) / len(found) == pytest.approx(0.002 if of == "processor" else 0.0095, rel=0.05)

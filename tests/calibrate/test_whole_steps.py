@@ -7,7 +7,8 @@ import pytest
 
 from canzona_cli.bench.results import BenchResult
 from canzona_cli.calibrate import calibrate
-from canzona_cli.calibrate.calibrate import Calibration, ShortBenches, factors, with_steps
+from canzona_cli.calibrate.calibrate import Calibration, ShortBenches, with_steps
+from canzona_cli.calibrate.profile import factors
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 from canzona_cli.simulate.predict import simulate_run

@@ -15,8 +15,9 @@ from rich.console import Console
 from canzona_cli.calibrate import collectives, compute
 from canzona_cli.calibrate.calibrate import calibrate, prepared, write_profile
 from canzona_cli.calibrate.collectives import KINDS, ROW, Members, group_sizes, measure_collectives
-from canzona_cli.calibrate.compute import Team, shapes, update_samples, variants
+from canzona_cli.calibrate.compute import shapes, update_samples, variants
 from canzona_cli.calibrate.profile import Effort, Measurement, Recorder
+from canzona_cli.calibrate.timing import Team
 from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.compose import compose_run
