@@ -39,11 +39,11 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
         if before.get(key) != now.get(key)
     }
     problems = tuple(_impossible(differing, step))
-    foreign = any(problem.key in affecting(OPTIMIZER) for problem in problems)
+    other_optimizer = any(problem.key in affecting(OPTIMIZER) for problem in problems)
     warnings = tuple(
         f"{key} is {_shown(value)} now; up to step {step:,} it was {_shown(previous)}"
         for key, (previous, value) in differing.items()
-        if key in affecting(CURVE) and not (foreign and key.startswith("optimizer."))
+        if key in affecting(CURVE) and not (other_optimizer and key.startswith("optimizer."))
     )
     spread = (
         f"{key} {_shown(differing[key][0])} -> {_shown(differing[key][1])}"

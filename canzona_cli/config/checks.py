@@ -1,7 +1,7 @@
-"""Checks whether the values of a run work together, and detects settings that were typed but have no effect.
+"""Checks whether the values of a run work together, and detects settings of the command line without effect.
 
-A run is refused if ignoring a setting would change what is trained; if training stays the same, there is a
-warning. The arithmetic of layouts is in `config.layout_rules`.
+A run is refused if ignoring a setting would change what is trained; otherwise there is a warning. The
+arithmetic of layouts is in `config.layout_rules`.
 """
 
 import ast
@@ -48,12 +48,11 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
 
 
 def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool = True) -> Iterator[str]:
-    """Yields a warning for each typed setting that is ignored, and for each value that will probably work
-    badly.
+    """Yields a warning for each setting of the command line that is ignored, and for each value that will
+    probably work badly.
 
-    These do not change what is trained; settings that would are refused (`unused_problems`). Without
-    `training`, a plan is made whatever strategy the run has, so the settings of plans are not reported as
-    ignored.
+    Ignored settings that would change what is trained are refused instead (`unused_problems`). Without
+    `training`, a plan is made whatever strategy the run has, so the settings of plans are not reported.
     """
     execution, strategy = execution_of(config), config.engine.strategy
     if execution is Execution.ADAMW and explicit & {"engine", "engine.strategy"}:
@@ -268,11 +267,11 @@ def _measurements(config: RunConfig) -> Iterator[Problem]:
 
 
 def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> list[Problem]:
-    """Lists typed settings that the run would ignore, so that it would train something else than was asked
-    for.
+    """Returns a problem for each setting of the command line that the run would ignore and that was meant to
+    change what is trained.
 
     Args:
-        explicit: dotted keys, and groups, that the command line sets.
+        explicit: the dotted keys and the groups that the command line sets.
         training: False for planning only, which makes canzona's plan whatever the run's strategy.
     """
     problems = [
@@ -357,8 +356,8 @@ def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Prob
         yield Problem(key="train.non_finite", reason=reason, fix=instead)
     if adamw:
         return
-    rounds = engine.exchange_dtype == "bf16" and config.parallel.tp != 1
-    if "engine.exchange_dtype" in explicit and rounds:
+    exchanges_bf16 = engine.exchange_dtype == "bf16" and config.parallel.tp != 1
+    if "engine.exchange_dtype" in explicit and exchanges_bf16:
         reason = f"has no effect: {why}, which sends gradients between TP ranks in fp32"
         yield Problem(key="engine.exchange_dtype", reason=reason, fix=instead)
     if execution.ours:
@@ -379,7 +378,7 @@ _DYNAMIC = {"globals", "exec", "setattr"}
 
 
 def source_problem(place: str, name: str) -> str | None:
-    """Returns why a file or module does not have this class, without importing it.
+    """Returns the reason why a file or module does not have this class, without importing it.
 
     Returns None if the class is there, or if only running the code could show whether it is.
 
@@ -431,7 +430,7 @@ def _missing(path: Path, name: str) -> str | None:
     starred = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(ast.parse(text)))
     if starred or used & _DYNAMIC or bound & {name, "__getattr__"}:
         return None
-    classes = [inside.get_name() for inside in module.get_children() if inside.get_type() == "class"]
+    classes = [scope.get_name() for scope in module.get_children() if scope.get_type() == "class"]
     near = closest(name, classes)
     others = f"its classes are {', '.join(classes)}" if classes else "it has no class"
     return f"{path} has no {name}; " + (others if near is None else f"did you mean {near}?")

@@ -1,5 +1,5 @@
-"""Loads the configuration of one run: Hydra composes recipe, groups and overrides; then the values are typed
-and checked together."""
+"""Loads the configuration of one run: Hydra composes recipe, groups and overrides; then the values are
+converted to their types and checked together."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -64,12 +64,13 @@ def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), 
 
 
 def load_resolved(path: Path) -> RunConfig:
-    """Reads the config.yaml of a run directory, also of older versions. Raises ConfigError with every
-    problem."""
+    """Reads the config.yaml of a run directory, even one that an older version wrote.
+
+    Raises ConfigError with every problem.
+    """
     tree = read_yaml(path)
-    if (
-        isinstance(run := tree.get("run"), dict) and "tensorboard" in run
-    ):  # older runs have this switch instead of `trackers`
+    run = tree.get("run")
+    if isinstance(run, dict) and "tensorboard" in run:  # older runs have this switch instead of `trackers`
         run["trackers"] = ["tensorboard"] if run.pop("tensorboard") else []
     bring_up_to_date(tree)
     unsafe = list(content_problems(tree, shown(path)))
@@ -167,9 +168,10 @@ def _choose_batch(tree: dict[str, object], asked: Overrides) -> None:
 
 
 def _choose_source(tree: dict[str, object], asked: Overrides) -> None:
-    """Switches `data.source` from stdlib to prepared if the command line gives a path or a blend.
+    """Switches `data.source` from stdlib to prepared if the command line gives a path or a blend, but no data
+    group or source.
 
-    So `data=prepared` may be left out. The recipe's tokenizer settings are dropped.
+    So users may leave out `data=prepared`. The recipe's tokenizer settings are dropped.
     """
     typed = asked.values.get("data.path") or asked.values.get("data.blend")
     data = tree.get("data")
@@ -254,8 +256,8 @@ def _checked_alone(asked: Overrides) -> list[Problem]:
         put(tree, key, value)
     optimizer = tree.get("optimizer")
     if isinstance(optimizer, dict):
-        having = [settings()[f"optimizer.{name}"].optimizers for name in optimizer if name != "name"]
-        optimizer.setdefault("name", next(iter(sorted(frozenset.intersection(*having) or {"muon"})), "muon"))
+        supporting = [settings()[f"optimizer.{name}"].optimizers for name in optimizer if name != "name"]
+        optimizer.setdefault("name", next(iter(sorted(frozenset.intersection(*supporting) or {"muon"})), "muon"))
     built = build(tree, texts=asked.texts, where="the command line")
     return [problem for problem in built if _among(problem.key, asked.values)] if isinstance(built, list) else []
 

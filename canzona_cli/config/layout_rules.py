@@ -78,12 +78,12 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
         yield from pipeline_problems(model.num_layers, pp, parallel.vpp or 1)
     elif parallel.vpp is not None:
         yield from uneven_problems("parallel.vpp", parallel.vpp, [(model.num_layers, "layers")], "chunks")
-    spread = (tp or 1) * (pp or 1) * cp
-    if config.gpus % spread:
+    copy_ranks = (tp or 1) * (pp or 1) * cp
+    if config.gpus % copy_ranks:
         used = [f"{name} {size}" for name, size in (("tp", tp), ("pp", pp), ("cp", cp)) if size not in (None, 1)]
-        product = " * ".join(used) + (f" = {spread}" if len(used) > 1 else "")
-        above = -(-config.gpus // spread) * spread
-        below = above - spread
+        product = " * ".join(used) + (f" = {copy_ranks}" if len(used) > 1 else "")
+        above = -(-config.gpus // copy_ranks) * copy_ranks
+        below = above - copy_ranks
         reason = f"is not a multiple of {product}, the ranks one copy of the model takes"
         fix = f"use gpus={above}" + (f" or gpus={below}" if below else "") + ", or a smaller parallel size"
         yield Problem(key="gpus", reason=reason, fix=fix)
@@ -129,8 +129,8 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
     if batch is None:
         return
     if parallel.tp is not None and parallel.pp is not None and parallel.cp is not None:
-        spread = parallel.tp * parallel.pp * parallel.cp
-        dp = config.gpus // spread if config.gpus % spread == 0 else 1
+        copy_ranks = parallel.tp * parallel.pp * parallel.cp
+        dp = config.gpus // copy_ranks if config.gpus % copy_ranks == 0 else 1
     else:
         dp = 1  # not known yet: `canzona_cli.cluster.fit` chooses a dp that divides the batch
     pp = parallel.pp if (parallel.vpp or 1) > 1 else None

@@ -114,7 +114,8 @@ def text_value(text: str) -> str:
     """Returns a text as the value of an override, quoted if Hydra's grammar might read it as something else."""
     if _PLAIN.fullmatch(text):
         return text
-    return "'" + re.sub(r"(\\*)('|$)", lambda at: 2 * at[1] + ("\\'" if at[2] else ""), text) + "'"
+    # In Hydra's grammar a backslash is an escape only in front of a quote, so only those are doubled.
+    return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text) + "'"
 
 
 def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
@@ -124,9 +125,9 @@ def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
         return removed
     names = sections().get(key)
     if names is not None:
-        some = settings()[f"{key}.{sorted(names)[0]}"].key
+        example = f"{key}.{min(names)}"
         reason = f"is a section{where}, not a setting"
-        return Problem(key=key, value=text, reason=reason, fix=f"for example {some}=VALUE")
+        return Problem(key=key, value=text, reason=reason, fix=f"for example {example}=VALUE")
     for words, (reason, fix) in _NOT_HERE.items():
         if matching := {*words} & {*re.split(r"[._]", key.lower())}:
             return Problem(key=key, value=text, reason=f"{reason}{where}", fix=fix.format(min(matching)))

@@ -53,7 +53,7 @@ def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
     """Returns the files of a group's options, sorted by name; of equal names, the first folder takes
     precedence.
 
-    A folder without group folders contains recipes.
+    A folder without group folders is itself a folder of recipes.
     """
     options: dict[str, Path] = {}
     for folder in dirs:
@@ -126,8 +126,8 @@ def _unknown_option(group: str, asked: str, dirs: Sequence[Path]) -> Problem:
             reason = f"there is no {group} of this name, but there is a file {file}"
             return Problem(key=group, value=asked, reason=reason, fix=f"write {group}={shown(Path(file))}")
     meant = closest_option(asked, options)
-    there = f"there are {', '.join(options)}"
-    fix = f"did you mean {meant}? ({there})" if meant else there
+    available = f"there are {', '.join(options)}"
+    fix = f"did you mean {meant}? ({available})" if meant else available
     return Problem(key=group, value=asked, reason=f"there is no such {group}", fix=fix)
 
 
@@ -213,8 +213,10 @@ def recipe_text(config: "RunConfig", *, origin: str, notes: Sequence[str] = ()) 
 
 
 def write_recipe(destination: Path, text: str, *, force: bool, what: str = "a recipe") -> None:
-    """Writes a recipe or profile. Raises ConfigError if `check_destination` refuses the path, or if writing
-    fails."""
+    """Writes a recipe or profile.
+
+    Raises ConfigError if `check_destination` refuses the path, or if writing fails.
+    """
     check_destination(destination, force=force, what=what)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)

@@ -129,7 +129,9 @@ def safety_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: bool) -> Iterator[Problem]:
-    """Yields what a recipe asks for although only the command line may: custom code, and `..` in folders.
+    """Yields a problem for custom code, and for each folder with `..`, that only the recipe asks for.
+
+    Both are accepted only on the command line.
 
     Args:
         explicit: the dotted keys that the command line sets.
@@ -202,9 +204,9 @@ def _from_environment() -> list[str]:
 def _hide_named(match: re.Match[str]) -> str:
     name, value = match["name"], match["value"]
     # "key: value" and "the token: missing" are prose, not assignments.
-    sentence = name.lower() in ("key", "token") and ":" in match["between"]
+    prose = name.lower() in ("key", "token") and ":" in match["between"]
     harmless = re.fullmatch(r"-?[\d.]+(e-?\d+)?|None|null|true|false|(VALUE|NAME)[?.]?|\$\w+", value) is not None
-    if sentence or harmless or not secret_name(name):
+    if prose or harmless or not secret_name(name):
         return match[0]
     return f"{name}{match['between']}{HIDDEN}"
 

@@ -45,7 +45,7 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
     """
     problems: list[Problem] = []
     choices = [_values(argument, problems) for argument in arguments]
-    swept = [key_of(argument) for argument, swept_values in zip(arguments, choices, strict=True) if swept_values]
+    swept = [key_of(argument) for argument, values in zip(arguments, choices, strict=True) if values]
     if not swept and not problems:
         reason, fix = "no setting has several values", "for example optimizer.lr=1e-3,3e-3, or train.seed='range(1,5)'"
         problems.append(Problem(key="--sweep", reason=reason, fix=fix))
@@ -55,25 +55,24 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
         if count > 1
     ]
     refuse(problems)
-    swept_values = []
+    runs = []
     lists = [values or (argument,) for argument, values in zip(arguments, choices, strict=True)]
     for overrides in itertools.islice(itertools.product(*lists), MOST_RUNS + 1):
-        values = {
-            key: text
-            for override, several in zip(overrides, choices, strict=True)
-            if several
-            for key, _, text in [override.partition("=")]
-        }
-        swept_values.append(Combination(name=_name(values), values=values, overrides=overrides))
-    if len(swept_values) > MOST_RUNS:
+        chosen = {}
+        for override, values in zip(overrides, choices, strict=True):
+            if values:
+                key, _, text = override.partition("=")
+                chosen[key] = text
+        runs.append(Combination(name=_name(chosen), values=chosen, overrides=overrides))
+    if len(runs) > MOST_RUNS:
         reason = f"asks for more than {MOST_RUNS:,} runs"
         raise ConfigError(Problem(key="--sweep", reason=reason, fix="sweep fewer values at a time"))
-    return tuple(_distinct(swept_values))
+    return tuple(_distinct(runs))
 
 
 def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
     """Returns the overrides that a sweep expands to; empty if the argument is not a sweep or cannot be
-    expanded."""
+    expanded. Problems of the sweep are added to `problems`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -109,8 +108,9 @@ def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
 def _name(values: Mapping[str, str]) -> str:
     """Returns the directory name of a run: `lr=0.001_seed=2`, with the full key where bare names are
     ambiguous."""
-    last = Counter(key.rpartition(".")[2] for key in values)
-    short = {key: bare if last[bare := key.rpartition(".")[2]] == 1 else key for key in values}
+    bare = {key: key.rpartition(".")[2] for key in values}
+    count = Counter(bare.values())
+    short = {key: name if count[name] == 1 else key for key, name in bare.items()}
     name = "_".join(f"{short[key]}={value.strip('\'"')}" for key, value in values.items())
     return re.sub(r"[^\w.+=-]", "-", name, flags=re.ASCII)[:_LONGEST_NAME]
 

@@ -40,7 +40,7 @@ _COMPLETE = {"model": "name", "optimizer": "name", "engine": "strategy", "cluste
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeInfo:
-    """One line of `canzona recipes list`."""
+    """A recipe, as `canzona recipes list` shows it."""
 
     name: str
     path: Path
@@ -66,11 +66,15 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
     dirs = (*user_recipes_dirs(recipes_dirs), builtin)
     recipes = []
     for name, path in group_options("recipe", dirs).items():
+        tree: dict[str, object] = {}
+        error = ""
         try:
-            given = {"recipe": path} if lies_flat(path) else {}
-            (tree, _), error = composed({"recipe": name} if not given else {}, given, dirs), ""
+            if lies_flat(path):
+                tree, _ = composed({}, {"recipe": path}, dirs)
+            else:
+                tree, _ = composed({"recipe": name}, {}, dirs)
         except ConfigError as problem:
-            tree, error = {}, problem.problems[0].reason
+            error = problem.problems[0].reason
         gpus = tree.get("gpus")
         is_builtin = path.parent.parent == builtin
         recipes.append(
@@ -286,7 +290,7 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
     for key, value in written.items():
         if value == _MISSING:
             continue
-        if _stands_for(key, texts, ()) > _LONGEST:
+        if _resolved_length(key, texts, ()) > _LONGEST:
             reason = "its references form a cycle or expand to a text that is too long"
             problems.append(Problem(key=key, value=value, reason=reason, fix="write the value itself"))
             continue
@@ -303,9 +307,9 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
     return resolved
 
 
-def _stands_for(name: str, texts: Mapping[str, str], within: tuple[str, ...]) -> int:
-    """Returns the length of a setting or section with references resolved, or more than `_LONGEST` for a
-    cycle.
+def _resolved_length(name: str, texts: Mapping[str, str], within: tuple[str, ...]) -> int:
+    """Returns the length of a setting or section once its references are resolved; for a cycle, a number
+    above `_LONGEST`.
 
     Only texts with references, and the texts they refer to, are counted.
 
@@ -320,7 +324,7 @@ def _stands_for(name: str, texts: Mapping[str, str], within: tuple[str, ...]) ->
         for reference in REFERENCE.findall(text):
             if key in within or length > _LONGEST:
                 return _LONGEST + 1
-            length += _stands_for(reference, texts, (*within, key))
+            length += _resolved_length(reference, texts, (*within, key))
     return length
 
 

@@ -49,19 +49,7 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
             try:
                 parts[name] = adapter(kind).validate_json(json.dumps(value), strict=True)
             except ValidationError as error:
-                for detail in error.errors(include_url=False):
-                    key = ".".join([name, *(str(part) for part in detail["loc"][:1])])
-                    setting = setting_of(key)
-                    if len(detail["loc"]) <= 1 or (setting is not None and setting.kind == "choice"):
-                        problems.append(_explained(key, detail["type"], detail["input"], texts, where))
-                        continue
-                    inner = value[detail["loc"][0]] if isinstance(value, Mapping) else value
-                    if isinstance(inner, Mapping):
-                        key, inner = f"{key}.{detail['loc'][1]}", inner[detail["loc"][1]]
-                    if all(problem.key != key for problem in problems):  # report a list once, not each bad entry
-                        bound = _bound(detail["type"], detail.get("ctx", {}), detail["input"])
-                        reason = f"contains {detail['input']}, which must be {bound}" if bound else ""
-                        problems.append(_bad_inside(key, inner, reason, texts, where))
+                problems += _invalid(name, value, error, texts, where)
         elif name in sections():
             try:  # an absent section gets its defaults, if all its settings have one
                 parts[name] = adapter(kind).validate_json("{}", strict=True)
@@ -70,6 +58,28 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
         elif settings()[name].required:
             problems.append(_missing(name, where))
     return problems or RunConfig(**parts)  # type: ignore[arg-type]
+
+
+def _invalid(
+    name: str, value: object, error: ValidationError, texts: Mapping[str, str], where: str
+) -> Iterator[Problem]:
+    """Yields a problem for each value of a section that pydantic refused, and a single one for each list."""
+    lists = set()
+    for detail in error.errors(include_url=False):
+        location, entry = detail["loc"], detail["input"]
+        key = ".".join([name, *(str(part) for part in location[:1])])
+        setting = setting_of(key)
+        if len(location) <= 1 or (setting is not None and setting.kind == "choice"):
+            yield _explained(key, detail["type"], entry, texts, where)
+            continue
+        inner = value[location[0]] if isinstance(value, Mapping) else value
+        if isinstance(inner, Mapping):
+            key, inner = f"{key}.{location[1]}", inner[location[1]]
+        if key not in lists:
+            lists.add(key)
+            bound = _bound(detail["type"], detail.get("ctx", {}), entry)
+            reason = f"contains {entry}, which must be {bound}" if bound else ""
+            yield _bad_inside(key, inner, reason, texts, where)
 
 
 _BOUNDS = {

@@ -100,7 +100,7 @@ def prepare(
 
 
 def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Path]:
-    """Launches the ranks; returns their evaluation and its run directory, which has their logs.
+    """Launches the ranks; returns the evaluation and its run directory, which has the logs of the ranks.
 
     Raises:
         KeyboardInterrupt: somebody stopped the evaluation.
@@ -124,8 +124,8 @@ def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Pat
 
 
 def _with_layout(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """Chooses the layout: of those whose forward pass fits into memory, one with the most data-parallel
-    ranks."""
+    """Returns the run with a layout filled in: the one with the most data-parallel ranks of those whose
+    forward pass fits into memory. Raises DoesNotFit if there is none."""
     config = replace(config, cluster=with_layers_here(config.cluster))
     possible = candidates(config)
     fitting = [candidate for candidate in possible if candidate.memory.forward <= candidate.memory.capacity]

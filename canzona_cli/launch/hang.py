@@ -1,9 +1,9 @@
 """Detects that a run hangs, and which rank the others wait for.
 
 A run hangs if none of this machine's ranks makes progress for `run.hang_timeout_s`. Every change of phase
-counts as progress, and so do both ends of every wait for other ranks: many times per step. Where a single
-operation may take long (start-up, reading data, saving, the first step, which may compile), the limit is
-`PATIENCE` times as long.
+counts as progress, and so do the start and the end of every wait for other ranks. Where a single operation
+may take long (start-up, reading data, saving, the first step, which may compile), the limit is `PATIENCE`
+times as long.
 
 The culprit is, in this order: a process whose heartbeat has stopped (stopped, swapped out, or waiting for a
 disk); a rank that never started; a rank that is stuck in its own work while others wait for it; the rank that
@@ -24,7 +24,7 @@ from canzona_cli.run.heartbeat import BEAT_S, PATIENCE, STACKS_SIGNAL, VARIABLE,
 from canzona_cli.run.records import Incident
 
 _LONGEST_LOOK_S: Final = 5.0
-"""The most seconds that count between two looks, so that a suspended machine is not taken for a hang."""
+"""The most seconds of silence that one look adds, so that a suspended machine is not taken for a hang."""
 _AFTER_OTHERS_S: Final = 5.0
 _NO_BEAT_S: Final = 10 * BEAT_S
 _WRITE_STACKS_S: Final = 1.0

@@ -86,7 +86,7 @@ class Machines:
 
     def arrive(self, *, patience_s: float = MEETING_PATIENCE_S) -> str:
         """Announces this machine and waits until machine 0 has seen it; returns the rendezvous endpoint.
-        Every machine but machine 0 calls this; the run directory is then filled.
+        Every machine except machine 0 calls this. On return, machine 0 has filled the run directory.
 
         Machine 0 must answer with the token of this process, so files of an earlier launch do not count.
 
@@ -125,8 +125,8 @@ class Machines:
         return self._failed_since is not None and now - self._failed_since > FAILURE_GRACE_S
 
     def may_know_better(self) -> bool:
-        """Returns True for `HANG_GRACE_S` from the first call: another machine may report the hanging rank
-        meanwhile. Call this where all ranks of this machine only wait."""
+        """Returns True until `HANG_GRACE_S` after the first call, while another machine may still report the
+        hanging rank. Call this if all ranks of this machine only wait."""
         if self._nodes == 1:
             return False
         now = time.monotonic()
@@ -192,12 +192,13 @@ class Machines:
     def _ended(self) -> dict[int, Outcome]:
         """Reads the outcomes of the machines that have ended, by node rank, in the order in which they ended
         by the shared file system's clock."""
-        outcomes = {
-            number: (self._end(number).stat().st_mtime_ns, outcome)
-            for number in range(self._nodes)
-            if (outcome := load_if_sound(self._end(number), Outcome)) is not None
-        }
-        return {number: outcomes[number][1] for number in sorted(outcomes, key=lambda number: outcomes[number][0])}
+        outcomes: dict[int, Outcome] = {}
+        ended_at: dict[int, int] = {}
+        for number in range(self._nodes):
+            outcome = load_if_sound(self._end(number), Outcome)
+            if outcome is not None:
+                outcomes[number], ended_at[number] = outcome, self._end(number).stat().st_mtime_ns
+        return {number: outcomes[number] for number in sorted(outcomes, key=ended_at.__getitem__)}
 
     def _end(self, number: int) -> Path:
         return self._folder / f"ended-{number}.json"
@@ -222,9 +223,9 @@ def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
         for number, outcome in ended.items()
         if outcome.failed
     ]
-    first = next(iter([*(o for o in failed if not o.secondary), *gone, *failed]), None)
-    if first is not None:
-        return first
+    causes = [outcome for outcome in failed if not outcome.secondary]
+    if causes or gone or failed:
+        return (causes or gone or failed)[0]
     # Without a failure, any other outcome overrules `done`: the ranks of one machine may just have finished
     # when the run was asked to stop. Machine 0 comes first because its rank 0 completes checkpoints.
     in_order = [outcome for _, outcome in sorted(ended.items())]

@@ -44,7 +44,7 @@ _TRACEBACK_LINES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(RunResult):
-    """The outcome of a run: the fields of `result.json`, and what else the terminal shows of a failure."""
+    """The outcome of a run: the fields of `result.json`, and details of a failure for the terminal."""
 
     traceback: tuple[str, ...] = ()
     """The last lines of the failing rank's traceback; empty for a user's mistake, which the message explains."""

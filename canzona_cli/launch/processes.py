@@ -1,4 +1,4 @@
-"""Starts the launcher's child processes, which are killed with the launcher, as are their own children."""
+"""Starts child processes that are killed if the launcher dies, and kills processes with their descendants."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from canzona_cli.run import orphan
 from canzona_cli.run.files import RunFiles
 
 PATIENCE_S = 30.0
-"""The seconds that all trackers together get after a run's end to send the rest."""
+"""The seconds that all trackers together get after a run's end to send the remaining records."""
 
 
 def start_child(

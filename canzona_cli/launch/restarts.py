@@ -87,10 +87,15 @@ def run_with_restarts(
     Args:
         attempt: a function that starts the run, watches it to its end, and writes `result.json`.
     """
-    while (wait_s := (outcome := attempt()).again_in_s) is not None:
+    while True:
+        outcome = attempt()
+        wait_s = outcome.again_in_s
+        if wait_s is None:
+            return outcome
         number = f"restart {restarts.done + 1} of {restarts.most}"
         say(f"restarting in {duration(wait_s)} ({number}; press Ctrl-C to cancel)")
-        if (reason := _asked_to_stop(files, requests, wait_s)) is None:
+        reason = _asked_to_stop(files, requests, wait_s)
+        if reason is None:
             restarts.done += 1
             continue
         message = f"stopped before the restart, after a failure at step {outcome.step:,}: {outcome.message}"
@@ -108,7 +113,6 @@ def run_with_restarts(
             with suppress(OSError):  # the disk may be full; the exit code says the same
                 save(files.result, stopped.result)
         return stopped
-    return outcome
 
 
 def _asked_to_stop(files: RunFiles, requests: Requests, wait_s: float) -> StopReason | None:

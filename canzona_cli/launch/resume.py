@@ -295,7 +295,7 @@ def set_aside(files: RunFiles, resumption: Resumption | None) -> list[str]:
     numbers = [int(path.name) for path in files.attempts.iterdir() if path.name.isdecimal()]
     folder = files.attempts / str(max(numbers, default=0) + 1)
     folder.mkdir()
-    left = (
+    leftovers = (
         *(files.command, files.result, files.stop, files.resume, files.config, files.layout, files.plan),
         *(files.environment, files.routing, files.kernels, files.predicted, files.breakdown, files.trace),
         *(files.timelines, files.profile, files.ranks, files.logs),
@@ -305,11 +305,11 @@ def set_aside(files: RunFiles, resumption: Resumption | None) -> list[str]:
     curve = (files.metrics, files.validation, files.events)
     if resumption is None:
         trained = files.metrics.exists()
-        for path in (*left, *curve, files.checkpoints):
+        for path in (*leftovers, *curve, files.checkpoints):
             _move(path, folder)
         note = f"starts over: there was no checkpoint to continue from; the earlier files are in {folder}"
         return [note] if trained else []
-    for path in left:
+    for path in leftovers:
         _move(path, folder)
     for path in curve:
         _cut(path, folder, resumption)
@@ -333,7 +333,10 @@ def _cut(path: Path, folder: Path, resumption: Resumption) -> None:
     after: list[str] = []
     for line in text.splitlines(keepends=True):
         value = json_object(line.encode())
-        (before if value is not None and line.endswith("\n") and _is_before(value, resumption) else after).append(line)
+        if value is not None and line.endswith("\n") and _is_before(value, resumption):
+            before.append(line)
+        else:
+            after.append(line)
     if after:
         write_text_atomic(folder / path.name, "".join(after))
         write_text_atomic(path, "".join(before))

@@ -111,8 +111,8 @@ class RunDirectory:
             CheckpointInvalid: as for `resumption`.
             EnvironmentProblem: files cannot be moved or written.
         """
-        inside = replace(config, run=replace(config.run, dir=str(self.path)))
-        checkpoint = resumption(inside, layout, again=self._again)
+        in_this_directory = replace(config, run=replace(config.run, dir=str(self.path)))
+        checkpoint = resumption(in_this_directory, layout, again=self._again)
         try:
             if self._used:
                 resumes_here = checkpoint is not None and checkpoint.of_this_run

@@ -1,7 +1,7 @@
 """Fills in the node rank, rendezvous endpoint and run directory of a run from its Slurm step.
 
 This happens only inside a step (`srun canzona train ...`). The shell of a batch job or of `salloc` is not a
-step: a command there runs only on the job's first machine. Settings of the user are not changed.
+step: a command there runs only on the job's first machine. Settings that the user has set are not changed.
 """
 
 import os
@@ -88,7 +88,7 @@ def adopt(config: RunConfig, step: SlurmStep | None) -> Adopted:
     directory.
 
     Args:
-        config: Resolved.
+        config: the resolved configuration.
         step: None fills in nothing.
 
     Raises:

@@ -111,9 +111,9 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
     """Fills in the batch script of a run.
 
     Args:
-        config: Resolved.
-        options: Checked.
-        arguments: The arguments of `canzona train`, or the file that contains them (`write_arguments`).
+        config: the resolved configuration.
+        options: the options of the job, which `check` has accepted.
+        arguments: the arguments of `canzona train`, or the file that contains them (`write_arguments`).
 
     Raises:
         ConfigError: the recipe's name is not a valid name of a job.

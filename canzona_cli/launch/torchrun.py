@@ -82,10 +82,10 @@ def build(config: RunConfig, run_dir: Path, *, module: str = WORKER_MODULE) -> L
     """Builds the command that starts this machine's workers.
 
     Args:
-        config: The resolved run. In a run on several machines, an endpoint or node rank that is not set yet
+        config: the resolved run. In a run on several machines, an endpoint or node rank that is not set yet
             becomes a placeholder.
-        run_dir: The only argument of the workers.
-        module: The module that each worker runs as `python -m`.
+        run_dir: the only argument of the workers.
+        module: the module that each worker runs as `python -m`.
     """
     nodes = node_count(config)
     node_rank = 0 if nodes == 1 else config.cluster.node_rank
@@ -169,9 +169,9 @@ def _can_bind() -> bool:
     torchrun does this with numactl, and fails for a node none of whose CPUs this process may use.
     """
     allowed = os.sched_getaffinity(0) if sys.platform == "linux" else set()
-    beside = [{int(cpu.name[3:]) for cpu in node.glob("cpu[0-9]*")} for node in _NUMA_NODES.glob("node[0-9]*")]
-    nodes = [cpus for cpus in beside if cpus]
-    return shutil.which("numactl") is not None and len(nodes) > 1 and all(cpus & allowed for cpus in nodes)
+    cpus_of_nodes = [{int(cpu.name[3:]) for cpu in node.glob("cpu[0-9]*")} for node in _NUMA_NODES.glob("node[0-9]*")]
+    with_cpus = [cpus for cpus in cpus_of_nodes if cpus]
+    return shutil.which("numactl") is not None and len(with_cpus) > 1 and all(cpus & allowed for cpus in with_cpus)
 
 
 def _several_nodes(config: RunConfig, run_dir: Path) -> list[str]:
