@@ -73,10 +73,10 @@ class BenchView(Page):
             if any(phase in s.measured.phases or s.predicted.phases.get(phase) for s in strategies.values())
         ]
         summaries = {name: list(_summary(strategy)) for name, strategy in strategies.items()}
-        below = next(iter(summaries.values()))
+        summary_rows = next(iter(summaries.values()))
         return GroupedTable(
             head="phase",
-            labels=[*map(phase_name, phases), *(label for label, _, _ in below)],
+            labels=[*map(phase_name, phases), *(label for label, _, _ in summary_rows)],
             groups=[
                 Columns(
                     title=clean(name) + (" *" if strategy.alone else ""),
@@ -91,16 +91,14 @@ class BenchView(Page):
             sections=(len(phases), len(phases) + 5),
             styles=[
                 *("dim" if phase.endswith("_total") else "" for phase in phases),
-                *(style for _, style, _ in below),
+                *(style for _, style, _ in summary_rows),
             ],
         )
 
     def _ranks(self) -> Iterator[RenderableType]:
         """Draws the update time and the tensor memory of every rank; only HTML pages show them."""
-        layout, measured = (
-            self.result.layout,
-            {name: self.result.strategies[name].measured for name in order(self.result)},
-        )
+        layout = self.result.layout
+        measured = {name: self.result.strategies[name].measured for name in order(self.result)}
         cells = layout.tp * layout.owners
         loads = {name: bench.update_s for name, bench in measured.items() if len(bench.update_s) == cells}
         maps = [LoadMap(title=name, loads=seconds) for name, seconds in loads.items() if any(seconds)]
@@ -232,10 +230,11 @@ def _losses(result: BenchResult, name: str) -> Text:
     losses = result.strategies[name].measured.losses
     text = Text(f"{number(losses[0], '.4f')} to {number(losses[-1], '.4f')} in {plural(len(losses), 'step')}")
     relatives = kin(result)
-    if (like := relatives[name]) != name:
-        theirs = result.strategies[like].measured.losses
-        apart = max(abs(a - b) / abs(b) for a, b in zip(losses, theirs, strict=True))
-        text.append(f", at most {100 * apart:.2g}% from {clean(like)}'s")
+    relative = relatives[name]
+    if relative != name:
+        others = result.strategies[relative].measured.losses
+        apart = max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
+        text.append(f", at most {100 * apart:.2g}% from {clean(relative)}'s")
     elif name != result.reference and [*relatives.values()].count(name) == 1:
         text.append(", not compared: it computes different updates", style="dim")
     return text
@@ -248,7 +247,7 @@ def _why(result: BenchResult, name: str) -> str:
 
 
 def phase_name(phase: str) -> str:
-    """Returns a phase's name, or for a total the indented `  with overlap`: its row follows its phase's."""
+    """Returns a phase's name; for a total, `  with overlap`, because its row is below that of its phase."""
     return "  with overlap" if phase.endswith("_total") else PHASES[phase].name if phase in PHASES else phase
 
 

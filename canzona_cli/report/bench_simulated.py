@@ -151,7 +151,7 @@ def _yardsticks(cells: Sequence[SimulatedCell], title: str, show: Callable[[Trie
     """Returns a column for each strategy that is also simulated in its own fastest layout.
 
     Args:
-        show: writes a cell from that layout and from canzona's overhead over it.
+        show: formats a cell, given the fastest layout and canzona's overhead over it.
     """
     rows = (
         tuple(MISSING if best is None else show(best, cell.overhead(name)) for name, best in cell.yardsticks.items())

@@ -1,5 +1,5 @@
-"""The screens of `canzona calibrate`: progress, then each measured number with its spread and the base
-profile's."""
+"""The screens of `canzona calibrate`: progress, then each measured number with its spread and the number of
+the base profile."""
 
 import time
 from collections.abc import Iterator, Mapping

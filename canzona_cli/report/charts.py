@@ -159,7 +159,7 @@ def legend(parts: Sequence[tuple[str, str]], inks: Mapping[str, Ink], width: int
     parts only.
 
     Args:
-        parts: (name, text behind the mark of that part).
+        parts: (name, text after the mark of the part).
         width: the most characters of a line.
     """
     line = Text()
@@ -250,8 +250,8 @@ def planned_lanes(events: Sequence[SimulatedEvent]) -> list[Lane]:
 
 
 def lane(intervals: Iterable[Interval], start: float, end: float, width: int, *, colour: bool) -> Text:
-    """Draws a lane of `width` characters. Each shows the phase that takes most of its time slice, faint if
-    phases fill less than half of the slice."""
+    """Draws a lane of `width` characters. Each character shows the phase that takes most of its time slice,
+    faint if phases fill less than half of the slice."""
     drawn = Text(no_wrap=True)
     step = (end - start) / width
     first = 0
@@ -279,8 +279,8 @@ def lane(intervals: Iterable[Interval], start: float, end: float, width: int, *,
 
 
 def _joined(intervals: Iterable[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
-    """Yields as many intervals as a screen can show: neighbours of the same name are joined, and an interval
-    that is too short to see is left out if it follows the last interval closely."""
+    """Yields the intervals between start and end, cut off there, at the resolution of a screen: neighbours of
+    the same name are joined, and an interval too short to see is left out if it follows another closely."""
     finest = (end_s - start_s) / _FINEST
     last: Interval | None = None
     for interval in sorted(intervals, key=lambda part: part.start_s):

@@ -250,8 +250,8 @@ class AllVerified(Page):
 
 @contextmanager
 def bar_of_bytes(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar on standard error if that is a terminal; yields a function to call with each
-    number of further bytes done."""
+    """Shows a progress bar on standard error if that is a terminal; yields a function to call with the number
+    of bytes done since its last call."""
     console = Console(stderr=True, highlight=False)
     columns = (
         TextColumn(doing),

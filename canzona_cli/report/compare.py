@@ -222,5 +222,5 @@ def _losses_by(key: str, values: list[float], several: Several) -> Curves:
         )
         for name, figure in (("lowest validation loss", "best_validation"), ("last training loss", "loss"))
     ]
-    spread = min(values) > 0 and max(values) / min(values) > 5
-    return Curves(title=f"loss by {key}", curves=curves, axes="log x" if spread else "linear", x=key)
+    wide_range = min(values) > 0 and max(values) / min(values) > 5
+    return Curves(title=f"loss by {key}", curves=curves, axes="log x" if wide_range else "linear", x=key)

@@ -76,7 +76,8 @@ def line_chart(points: Sequence[tuple[float, float]], width: int, height: int) -
     heights = _dot_columns(points, columns * x_dots)
     grid = [[0] * columns for _ in range(rows)]
     scale = (rows * y_dots - 1) / (high - low)
-    for (x0, v0), (x1, v1) in itertools.pairwise(heights) if len(heights) > 1 else [(heights[0], heights[0])]:
+    segments = list(itertools.pairwise(heights)) or [(heights[0], heights[0])]
+    for (x0, v0), (x1, v1) in segments:
         y0, y1 = (round((high - v) * scale) for v in (v0, v1))
         for x, y in _segment(x0, y0, x1, y1):
             grid[y // y_dots][x // x_dots] |= _BRAILLE[x % x_dots][y % y_dots]
@@ -275,7 +276,8 @@ class _Chart:
         looks: list[str] = []
         place = -1
         for curve in self._curves:
-            place += not curve.dashed or not looks
+            if not curve.dashed or not looks:
+                place += 1
             again = curve.dashed or place >= _COLOURS
             looks.append(f"c{place % _COLOURS}{' again' if again else ''}")
         return looks
@@ -291,13 +293,14 @@ class _Chart:
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns at most about `_MOST_POINTS` points, with the lowest and highest point of each stretch."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     stretches = _MOST_POINTS // 2
     extremes: list[tuple[float, float]] = []
     for place in range(stretches):
-        some = points[place * len(points) // stretches : (place + 1) * len(points) // stretches]
-        extremes += sorted({min(some, key=lambda p: p[1]), max(some, key=lambda p: p[1])})
+        stretch = points[place * len(points) // stretches : (place + 1) * len(points) // stretches]
+        extremes += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
     return [points[0], *(point for point in extremes if points[0][0] < point[0] < points[-1][0]), points[-1]]
 
 

@@ -228,7 +228,7 @@ class FastestLayouts(Page):
         }
         named = sorted(apart.items(), key=lambda pair: -abs(pair[1]))
         least = _WORTH_NAMING / 10 * first.iteration_s
-        reasons = [f"{step_time(abs(by))} {_sign(by)} {name}" for name, by in named[:3] if abs(by) > least]
+        reasons = [f"{step_time(abs(by))} {_less_or_more(by)} {name}" for name, by in named[:3] if abs(by) > least]
         return (
             f"{layout_name(first.layout)} has the shortest simulated step per sequence. The next, "
             f"{layout_name(second.layout)}, is {self._slower(second):.2%} slower; compared with it, for a batch, "
@@ -253,8 +253,8 @@ def _shares(tried: Tried) -> list[tuple[str, float]]:
     return [(name, seconds / tried.iteration_s) for name, seconds in tried.spent.limits]
 
 
-def _sign(by: float) -> str:
-    return "less" if by > 0 else "more"
+def _less_or_more(saved: float) -> str:
+    return "less" if saved > 0 else "more"
 
 
 GPU_COUNTS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -266,7 +266,7 @@ class LayoutRow:
 
     gpus: int
     layout: Layout | None
-    """The chosen layout, or if none fits the one that needs least memory; None if no layout is legal."""
+    """The chosen layout; if none fits, the one that needs the least memory; None if no layout is legal."""
     memory: Memory | None
     """The memory of the fullest rank in this layout."""
     note: str

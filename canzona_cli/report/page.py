@@ -39,9 +39,9 @@ class Page(ABC):
         screen = Screen(width=options.max_width, colour=colour)
         # With `soft_wrap`, only paragraphs may be wider than the screen, so that a long path in them is not
         # broken.
-        inside = options.update(no_wrap=False, overflow="fold") if options.no_wrap else options
+        folding = options.update(no_wrap=False, overflow="fold") if options.no_wrap else options
         for part in self.parts(screen):
-            yield from console.render(part, options if isinstance(part, Page | Wrapped) else inside)
+            yield from console.render(part, options if isinstance(part, Page | Wrapped) else folding)
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,11 @@ class Wrapped:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = max(8, options.max_width - max(self.first.cell_len, len(self.rest)))
-        lines: Iterable[Text] = [self.text] if self.unbroken else _at_spaces(self.text, width)
-        lines = lines if options.no_wrap else self.text.wrap(console, width)
+        lines: Iterable[Text] = [self.text]
+        if not options.no_wrap:
+            lines = self.text.wrap(console, width)
+        elif not self.unbroken:
+            lines = _at_spaces(self.text, width)
         for number, line in enumerate(lines):
             line.rstrip()
             head = self.first if number == 0 else self.rest

@@ -24,7 +24,7 @@ from canzona_cli.simulate.compare import STRATEGIES, Study, Variant
 from canzona_cli.simulate.step import StrategyResult
 
 _NO_GAP = 1e-6
-"""The relative gap between plan and lower bound below which the plan counts as optimal: rounding."""
+"""The relative gap to the lower bound below which a plan counts as optimal; it may be a rounding error."""
 
 
 @dataclass(frozen=True, kw_only=True)

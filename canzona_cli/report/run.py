@@ -161,8 +161,8 @@ class BreakdownView(Page):
 
     @property
     def _comparable(self) -> bool:
-        """True if measured and planned times may be compared. Not if the profile is of other hardware, and
-        not for CPU ranks on an uncalibrated profile, where errors of 60 to 90% are usual."""
+        """True if measured and planned times may be compared. False if the profile is of other hardware, and
+        for CPU ranks on an uncalibrated profile, where errors of 60 to 90% are usual."""
         planned = self.breakdown.planned
         if planned is None or planned.mismatches:
             return False

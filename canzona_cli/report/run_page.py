@@ -40,8 +40,8 @@ _MOODS: Mapping[str, Mood] = {"done": "good", "failed": "bad", "diverged": "bad"
 
 
 def run_page(summary: RunSummary) -> Document:
-    """Returns the page of a run; reads its layout, plan, timelines, environment and settings where they
-    exist."""
+    """Returns the page of a run; reads its layout, plan, timelines and environment from the run directory if
+    they exist."""
     files, config, breakdown = RunFiles(summary.run_dir), summary.config, summary.breakdown
     layout = load_if_sound(files.layout, Layout)
     try:
@@ -128,7 +128,8 @@ def _loads(breakdown: Breakdown | None, plan: Plan | None) -> Iterator[Renderabl
     if plan is not None:
         hosts, stages = plan.subject.layout.tp, range(plan.subject.layout.pp)
     planned = {stage: plan.loads(stage) for stage in stages} if plan is not None else {}
-    slowest = max(by_stage or planned, key=lambda stage: max((by_stage or planned)[stage]), default=None)
+    known = by_stage or planned
+    slowest = max(known, key=lambda stage: max(known[stage]), default=None)
     if slowest is None:
         return
     maps = [
@@ -149,7 +150,7 @@ def _memory(
         return
     account = memory_of(config, layout, plan)
     parts = [(name, float(account.parts[name])) for name in MEMORY if account.parts.get(name)]
-    # With much more capacity than that, the parts would be too narrow to see.
+    # Beside a much larger capacity, the parts would be too narrow to see.
     limit = account.capacity if account.capacity <= 4 * account.total else None
     total = f"{size(account.total)} of {size(account.capacity)}"
     rows = [Bar(label="planned", parts=parts, value=total, limit=limit)]
@@ -192,8 +193,8 @@ def _measured_lanes(ranks: Sequence[RankTimeline], layout: Layout | None) -> Lan
         step, shift = rank.steps[-1], shifts[rank.clock] - begin
         place = "" if layout is None else f" ({place_of(rank.rank, layout)})"
         rows.append(Lane(label=f"rank {rank.rank}{place}", intervals=_shifted(step.phases, shift), begins=True))
-        flying = lanes(step.transfers)
-        rows += [Lane(label="in flight", intervals=_shifted(lane, shift)) for lane in flying[:2]]
+        transfers = lanes(step.transfers)
+        rows += [Lane(label="in flight", intervals=_shifted(lane, shift)) for lane in transfers[:2]]
     end = max(rank.steps[-1].end_s + shifts[rank.clock] for rank in ranks)
     return Lanes(title="measured", rows=rows, end_s=end - begin)
 
