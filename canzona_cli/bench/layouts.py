@@ -54,7 +54,7 @@ class LayoutBench:
     """An entry for each round; fields that are tuples over rounds have one element in each entry."""
     predicted: Predicted
     fitted: bool
-    """True where the cluster profile was fitted to steps with the same parallel sizes."""
+    """True if the cluster profile was fitted to steps with the same parallel sizes."""
 
     @property
     def iteration_s(self) -> tuple[float, ...]:
@@ -87,7 +87,7 @@ class LayoutBench:
         }
 
     def phase_error(self, phase: str) -> float | None:
-        """Returns the prediction's error for a phase; None where the phase is less than `LEAST_SHARE` of the
+        """Returns the prediction's error for a phase; None if the phase is less than `LEAST_SHARE` of the
         step."""
         seconds = self.phases.get(phase, 0.0)
         if seconds < LEAST_SHARE * self.median_s:
@@ -138,18 +138,18 @@ class Accuracy:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneResult(TurnsResult):
-    """The result of a tuning: layouts of one run that were measured in turns."""
+    """The result of a tuning: layouts of one run, measured in interleaved rounds."""
 
     gpus: int
     fitted_on: str
-    """The layouts whose steps the profile was fitted to; empty where it was not fitted."""
+    """The layouts whose steps the profile was fitted to; empty if it was not fitted."""
     steps: int
     """The number of measured steps of each turn, without the warm-up."""
     warm_up_steps: int
     legal: int
     """The number of layouts that are possible and fit into memory."""
     everything: bool
-    """True where all possible layouts were to be measured."""
+    """True if all possible layouts were to be measured."""
     chosen: str
     """The layout that a run gets without tuning, which the simulator predicts to be the fastest."""
     layouts: Mapping[str, LayoutBench]
@@ -163,12 +163,13 @@ class TuneResult(TurnsResult):
         return min(self.layouts, key=lambda name: self.layouts[name].per_sequence_s)
 
     def slower(self, name: str) -> float:
-        """Returns by what share a layout measured slower than the fastest; 0.03 is 3%."""
+        """Returns the relative difference of a layout's time per sequence to the fastest layout's: 0.03 is 3%
+        slower."""
         return self.layouts[name].per_sequence_s / self.layouts[self.best].per_sequence_s - 1
 
     @property
     def certain(self) -> bool:
-        """True where the fastest layout is the simulator's choice, or their quartiles do not overlap."""
+        """True if the fastest layout is the simulator's choice, or their quartiles do not overlap."""
         if self.best == self.chosen or self.chosen not in self.layouts:
             return self.best == self.chosen
         best, chosen = (
@@ -184,16 +185,17 @@ class TuneResult(TurnsResult):
         if not unseen:
             return None
         phases = {phase: list(_phase_errors(unseen, phase)) for phase in IN_STEP}
-        orders = [
-            (slower.predicted_per_sequence_s > faster.predicted_per_sequence_s)
-            for faster, slower in (sorted(pair, key=_per_sequence_s) for pair in itertools.combinations(unseen, 2))
+        pairs = [sorted(pair, key=_per_sequence_s) for pair in itertools.combinations(unseen, 2)]
+        in_order = [
+            slower.predicted_per_sequence_s > faster.predicted_per_sequence_s
+            for faster, slower in pairs
             if slower.per_sequence_s / faster.per_sequence_s - 1 > APART
         ]
         return Accuracy(
             step=Errors.of([(layout, layout.error, 1.0) for layout in unseen]),
             phases={phase: Errors.of(errors) for phase, errors in phases.items() if errors},
-            pairs=len(orders),
-            in_order=sum(orders),
+            pairs=len(in_order),
+            in_order=sum(in_order),
         )
 
 
@@ -201,7 +203,7 @@ def content_of(result: TuneResult, recipe: str | None) -> dict[str, object]:
     """Returns the content of `--json` and of tune.json; `result` holds the data that all figures come from.
 
     Args:
-        recipe: the file of the tuned recipe; None where none was written.
+        recipe: the file of the tuned recipe; None if none was written.
     """
     return {
         "version": result.VERSION,
@@ -380,18 +382,18 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
         f"{plural(tuning.rounds, 'round')} of {plural(tuning.steps, 'step')} after {WARM_UP_STEPS} warm-up steps; "
         f"predicted to take about {duration(tuning.seconds)}; writes to {files.root}"
     )
-    left = sit(first, files.sitting(0), turns, corpus, name="layouts", say=say)
+    group_files = sit(first, files.sitting(0), turns, corpus, name="layouts", say=say)
     fitted_on = str(config.cluster.measured_on.get("fitted_on", ""))
-    reasons = {name: BenchFiles.failure(left, name) for name in entrants}
+    reasons = {name: BenchFiles.failure(group_files, name) for name in entrants}
     failed = {name: clean(path.read_text(encoding="utf-8")) for name, path in reasons.items() if path.exists()}
     if len(failed) == len(entrants):
-        log = f"see the ranks' logs in {left.root}"
+        log = f"see the ranks' logs in {group_files.root}"
         raise WorkerCrashed(*(Problem(key=name, reason=reason, fix=log) for name, reason in failed.items()))
     layouts = {
         name: LayoutBench(
             layout=entry.layout,
             measured=tuple(
-                last_steps(read_samples(BenchFiles.turn(left, number, name))[name], tuning.steps)
+                last_steps(read_samples(BenchFiles.turn(group_files, number, name))[name], tuning.steps)
                 for number in range(tuning.rounds)
             ),
             predicted=entry.predicted,

@@ -105,7 +105,7 @@ class Sitting:
 
     strategies: tuple[Entrant, ...]
     alone: bool = False
-    """True where the only strategy does not fit into memory together with the reference."""
+    """True if the only strategy does not fit into memory together with the reference."""
 
 
 def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, steps: int) -> LineUp:
@@ -172,8 +172,8 @@ def into_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting
         if needed > capacity(reference.config):
             return False
         # The reserved memory of a CPU rank holds Python, torch and megatron-core.
-        each = needed + int(reference.config.cluster.reserved_gib * GIB)
-        return available_bytes is None or ranks * each <= SHARE * available_bytes
+        per_rank = needed + int(reference.config.cluster.reserved_gib * GIB)
+        return available_bytes is None or ranks * per_rank <= SHARE * available_bytes
 
     shared: list[list[Entrant]] = [[reference]]
     alone = []
@@ -238,15 +238,14 @@ def _split_alike(config: RunConfig, names: Sequence[AnyStrategy], notes: list[st
 
 
 def _with_common_form(config: RunConfig, names: Sequence[AnyStrategy], *, form_set: bool) -> tuple[RunConfig, str]:
-    """Sets the standard form for all strategies if a strategy of Megatron's takes part, which has no other
-    form.
+    """Sets the standard form for all strategies if one of them runs Megatron's code, which has no other form.
 
     Args:
-        form_set: True where the user set `optimizer.form`, which is then left as it is.
+        form_set: True if the user set `optimizer.form`, which is then left as it is.
 
     Returns:
-        The configuration and the sentence for `BenchResult.arithmetic`, which is empty where all forms agree
-        anyway.
+        The configuration and the sentence for `BenchResult.arithmetic`, which is empty if nothing had to be
+        changed or explained.
     """
     optimizer = config.optimizer
     megatron = [name for name in names if name != "adamw" and not execution_of(with_strategy(config, name)).ours]

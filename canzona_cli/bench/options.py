@@ -101,7 +101,7 @@ def read_options(
 
     Args:
         strategies: the typed words, each of which may hold several strategies, separated by commas.
-        values: the typed words, likewise.
+        values: the typed words, each of which may hold several values of the sweep, separated by commas.
         gpus: numbers and ranges; None means `SIMULATED_GPUS` with --simulate.
     """
     names = _words(strategies)

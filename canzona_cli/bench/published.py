@@ -50,7 +50,7 @@ class Series:
     micro_batch_size: int
     seq_length: int
     batch_per_gpu: float | None = None
-    """The sequences per step and GPU; null where `global_batch_size` is set."""
+    """The sequences per step and GPU; null if `global_batch_size` is set."""
     global_batch_size: int | None = None
     precision: Literal["bf16", "fp8"]
     cluster: dict[str, bool | float] = field(default_factory=dict)
@@ -62,14 +62,14 @@ class Series:
     memory_bytes: dict[int, int] = field(default_factory=dict)
     """The peak memory that torch allocated on a GPU, by number of GPUs."""
     why_not_fitted: str | None = None
-    """The reason why the series is not used to fit the profile or to compute errors; null where it is used."""
+    """The reason why the series is not used to fit the profile or to compute errors; null if it is used."""
     source: str
     date: object
     """The year, month or day of publication."""
 
     @property
     def predicted(self) -> bool:
-        """True where canzona can train in this precision, so that a prediction is possible."""
+        """True if canzona can train in this precision, so that a prediction is possible."""
         return self.precision == "bf16"
 
     @property

@@ -85,7 +85,7 @@ class StrategyBench:
     """A key of the updates: strategies with the same key compute the same updates, so their losses must
     agree."""
     alone: bool = False
-    """True where the strategy ran alone, because it did not fit into memory together with the reference."""
+    """True if the strategy ran alone, because it did not fit into memory together with the reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ class BenchResult(TurnsResult):
         )
 
     def predicted_overhead(self, strategy: str) -> float | None:
-        """Returns by what share a strategy's predicted iteration is longer than AdamW's; 0.01 is 1%."""
+        """Returns the predicted overhead of a strategy's iteration over AdamW's; 0.01 is 1%."""
         if strategy == "adamw" or "adamw" not in self.strategies:
             return None
         mine, adamw = self.strategies[strategy], self.strategies["adamw"]
@@ -212,7 +212,7 @@ def check_losses(result: BenchResult) -> None:
     """Checks that strategies which compute the same update had the same losses.
 
     Raises:
-        StrategiesDisagree: they had not; with a problem for each strategy that differs.
+        StrategiesDisagree: lists each strategy whose losses differ.
     """
     refuse(disagreements(result), StrategiesDisagree)
 
@@ -237,7 +237,7 @@ def kin(result: BenchResult) -> dict[str, str]:
     """Returns, for each strategy, the strategy whose losses it must match.
 
     This is the reference if both compute the same updates, otherwise the first strategy with the same
-    updates, which may be the strategy itself. AdamW has no other with the same updates.
+    updates, which may be the strategy itself. For AdamW it is AdamW.
     """
     firsts: dict[str, str] = {result.strategies[result.reference].arithmetic: result.reference}
     return {
@@ -311,8 +311,8 @@ def _speedups(result: BenchResult) -> Iterator[tuple[str, Speedup | str]]:
             continue
         missing = next((note for note in result.notes if note.startswith(f"without {name}:")), "")
         for what, speedup in (("optimizer", result.optimizer_speedup), ("iteration", result.iteration_speedup)):
-            there = name in result.strategies
-            yield f"{what}_vs_{name}", speedup(name) if there else missing or f"{name} did not take part"
+            took_part = name in result.strategies
+            yield f"{what}_vs_{name}", speedup(name) if took_part else missing or f"{name} did not take part"
 
 
 def _claim(speedup: Speedup | str, disagree: bool) -> Quartiles | str:

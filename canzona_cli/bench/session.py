@@ -128,10 +128,10 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
             rounds=WARM_UP_ROUNDS + session.rounds,
             steps_per_turn=session.steps_per_turn,
         )
-        left = sit(sitting.strategies[0], files.sitting(number), turns, corpus, name=name, say=say)
+        group_files = sit(sitting.strategies[0], files.sitting(number), turns, corpus, name=name, say=say)
         measurements.append({
             strategy: measured(samples, warm_up_rounds=WARM_UP_ROUNDS, steps_per_turn=session.steps_per_turn)
-            for strategy, samples in read_samples(left).items()
+            for strategy, samples in read_samples(group_files).items()
         })  # fmt: skip
     result = _result(session, sittings, measurements, machine)
     # The result is saved even if the strategies' losses disagree.

@@ -41,13 +41,12 @@ class SimulatedCell:
     gpus: int
     study: Study | None
     reason: str = ""
-    """The reason why no layout is possible; empty where `study` is set."""
+    """The reason why no layout is possible; empty if `study` is set."""
     yardsticks: Mapping[str, Tried | None] = MappingProxyType({})
     """The strategies of `YARDSTICKS`, each in its fastest layout; None for a strategy that fits in no layout."""
 
     def overhead(self, yardstick: str) -> float | None:
-        """Returns by what share canzona's time per sequence is longer than a yardstick's in its fastest
-        layout.
+        """Returns canzona's overhead per sequence over a yardstick in its fastest layout; 0.01 is 1%.
 
         None without a study, or if the yardstick fits in no layout.
         """

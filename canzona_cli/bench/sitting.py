@@ -55,7 +55,7 @@ class BenchFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """The turns of a sitting: which strategies (or layouts) run, in which order and how often."""
+    """The turns of a measurement group: which strategies (or layouts) run, in which order and how often."""
 
     names: tuple[str, ...]
     """The names in the order of the first round. Each round starts one name later than the round before."""
@@ -68,7 +68,7 @@ class Turns:
     """The most extra warm-up steps of a turn. They run as long as the step before had to redo updates (Muon's
     Gram form in standard form), which takes longer than planned."""
     apart: bool = False
-    """True where each turn runs in separate processes. Layouts need this, because Megatron supports only one
+    """True if each turn runs in separate processes. Layouts need this, because Megatron supports only one
     layout in a process."""
 
     def order(self, round_: int) -> Sequence[str]:
@@ -106,8 +106,8 @@ class Samples:
 
 
 def write_samples(files: RunFiles, samples: Mapping[str, Samples]) -> None:
-    """Writes the samples by strategy. Rank 0 only."""
-    write_text_atomic(_samples(files), json.dumps({name: asdict(mine) for name, mine in samples.items()}) + "\n")
+    """Writes the samples by strategy. Only rank 0 calls this."""
+    write_text_atomic(_samples(files), json.dumps({name: asdict(each) for name, each in samples.items()}) + "\n")
 
 
 def read_samples(files: RunFiles) -> dict[str, Samples]:
@@ -123,7 +123,7 @@ def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int, skip
         skipped: the number of steps at the start of each turn that are not counted.
     """
     steps = len(samples.losses)
-    turns = [
+    turns = [  # the samples by turn, counted step and rank
         [[rank[step] for rank in samples.ranks] for step in range(first + skipped, first + steps_per_turn)]
         for first in range(warm_up_rounds * steps_per_turn, steps, steps_per_turn)
     ]

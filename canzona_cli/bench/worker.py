@@ -93,8 +93,8 @@ def _turn(files: RunFiles, rank: int, number: int, name: str) -> NoReturn:
     code: int = ExitCode.OK
     try:
         turns = replace(Turns.read(files), names=(name,), rounds=1)
-        left = BenchFiles.turn(files, number, name)
-        if not _take_turns(files, left, record, rank, turns, turn=f"round {number} {name}"):
+        output = BenchFiles.turn(files, number, name)
+        if not _take_turns(files, output, record, rank, turns, turn=f"round {number} {name}"):
             code = ExitCode.INTERRUPTED
     except BaseException as error:
         code = ExitCode.CRASH
@@ -109,15 +109,14 @@ def _turn(files: RunFiles, rank: int, number: int, name: str) -> NoReturn:
 
 
 def _take_turns(
-    files: RunFiles, left: RunFiles, record: RankRecord, rank: int, turns: Turns, *, turn: str = ""
+    files: RunFiles, output: RunFiles, record: RankRecord, rank: int, turns: Turns, *, turn: str = ""
 ) -> bool:
     """Builds every strategy (or the one layout) with its own model, optimizer and batches, and runs all
     turns.
 
     Args:
-        left: the folder for the samples, which rank 0 writes.
-        turn: the name of the turn where each turn has its own processes; empty where this process runs all
-            turns.
+        output: the folder for the samples, which rank 0 writes.
+        turn: the name of the turn if each turn has its own processes; empty if this process runs all turns.
 
     Returns:
         False after a request to stop.
@@ -160,8 +159,8 @@ def _take_turns(
         return False
     samples = gather_samples(running)
     if rank == 0:
-        left.root.mkdir(exist_ok=True)
-        write_samples(left, samples)
+        output.root.mkdir(exist_ok=True)
+        write_samples(output, samples)
     return True
 
 

@@ -2,7 +2,7 @@
 
 The workers write `breakdown.json`. Times are in seconds; `min_s`, `mean_s` and `max_s` are over ranks, of
 each rank's mean over the measured steps. Phases with `in_step` follow one another and add up to the step. The
-others (`*_total`) are all communication of a kind, including what was overlapped with other phases.
+others (`*_total`) are the full time of a kind of communication, including the part that was overlapped.
 `predicted.json` has the prediction; runs of earlier versions do not have this file.
 """
 
@@ -76,7 +76,7 @@ class Prediction:
     """The timelines of the slowest rank and of the rank that has least to update."""
 
     def as_json(self) -> dict[str, object]:
-        """Returns all fields but the events, which only a trace needs."""
+        """Returns all fields except the events, which only a trace needs."""
         return {name: value for name, value in plain(self).items() if name != "events"}
 
 

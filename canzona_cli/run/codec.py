@@ -105,7 +105,7 @@ def load_if_sound[T](path: Path, kind: type[T]) -> T | None:
 
 
 class JsonLines:
-    """A reader of the JSON objects that are appended to a growing file. An object counts once its line ends.
+    """A reader of a growing file to which JSON objects are appended, one per line.
 
     Args:
         only_new: True skips the present content of the file, which an earlier launch wrote.
@@ -117,8 +117,8 @@ class JsonLines:
         self._partial = b""
 
     def read(self) -> list[dict[str, object]]:
-        """Returns the objects that were added since the last call; none while the file does not exist. Lines
-        that are not JSON objects are skipped."""
+        """Returns the objects whose lines were completed since the last call; none while the file does not
+        exist. Lines that are not JSON objects are skipped."""
         try:
             if self._path.stat().st_size == self._offset:
                 return []
@@ -144,7 +144,7 @@ def read_lines[T](path: Path, kind: type[T]) -> tuple[list[T], int]:
 
 
 def record_of[T](kind: type[T], line: dict[str, object] | None) -> T | None:
-    """Parses a line as a record; returns None if it is not a valid one."""
+    """Converts a parsed line to a record; returns None if the line is None or not a valid record."""
     try:
         return None if line is None else parse(kind, line)
     except Damaged:

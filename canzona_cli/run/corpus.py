@@ -18,7 +18,7 @@ says less and less about other text."""
 _STDLIB_TOKENS: Final = {"byte": 11_300_000}
 """The training tokens in the sources of Python's standard library (11.5 MB in 3.12), by tokenizer."""
 _STDLIB_WORDS: Final = 2_900_000
-"""The same for all other tokenizers, at about four bytes per token."""
+"""The training tokens in these sources for all other tokenizers, at about four bytes per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def read_corpus(files: RunFiles) -> PreparedCorpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Supply:
-    """The tokens that a run needs, and the tokens that there are."""
+    """The number of tokens that a run needs, and the number that is available."""
 
     needed: int
     """The number of tokens that the run reads in all its steps."""
@@ -126,13 +126,13 @@ def tokens_wanted(config: RunConfig, layout: Layout, *, steps: int | None = None
 
 
 def supply(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = None) -> Supply | None:
-    """Compares the tokens that a run reads with the tokens that there are.
+    """Compares the number of tokens that a run reads with the number that is available.
 
     Args:
         corpus: the corpus of the run. None estimates the built-in corpus, so that no data needs to be read.
 
     Returns:
-        The comparison; None for a corpus of the user that is not given.
+        The comparison; None if the run reads a user's corpus and `corpus` is None.
     """
     needed = tokens_wanted(config, layout)
     if corpus is not None:

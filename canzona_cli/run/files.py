@@ -104,7 +104,7 @@ class RunFiles:
             self.stop.touch()
 
     def stop_reason(self) -> StopReason:
-        """Reads why the workers shall stop; `interrupted` if the file has no valid reason."""
+        """Reads the reason why the workers must stop; `interrupted` if the file has no valid reason."""
         return "preempted" if (read_json(self.stop) or {}).get("reason") == "preempted" else "interrupted"
 
     def stop_requested(self) -> bool:

@@ -128,8 +128,7 @@ class Heartbeats:
     """The launcher's side of the heartbeat: the memory of this machine's ranks."""
 
     def __init__(self, ranks: range, *, places: Sequence[str | None] = ("/dev/shm", None)) -> None:
-        """
-        Creates the ranks' files in the first folder that can be written.
+        """Creates the ranks' files in the first folder that can be written.
 
         Args:
             places: folders to try in this order; None is the folder for temporary files.

@@ -42,7 +42,7 @@ class Speedup:
     @classmethod
     def of(cls, slower: Sequence[float], faster: Sequence[float]) -> "Speedup":
         """Computes the speed-up from the times of the same rounds."""
-        ratios = [theirs / ours for theirs, ours in zip(slower, faster, strict=True)]
+        ratios = [slow / fast for slow, fast in zip(slower, faster, strict=True)]
         return cls(ratio=Quartiles.of(ratios), distinct=not Quartiles.of(slower).overlaps(Quartiles.of(faster)))
 
 

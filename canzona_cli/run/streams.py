@@ -69,8 +69,8 @@ def unattended() -> None:
 
 
 def unheard() -> OSError | None:
-    """Flushes both streams; returns why output was lost. None if nothing was lost, the reader has exited, or
-    this is a training run."""
+    """Flushes both streams; returns the error at which output was first lost. None if nothing was lost, the
+    reader has exited, or this is a training run."""
     sys.stdout.flush()
     sys.stderr.flush()
     lost = _Stream.lost

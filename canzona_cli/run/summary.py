@@ -71,17 +71,17 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
     for folder in (files, *_launches(files)):
         records += read_lines(folder.validation, ValidationLoss)[0]
     moments = [record.time for record in records if record.time is not None]
-    trained_s = time_in_launches(records)
-    if not lasting or trained_s is None or (wall_s := max(moments) - min(moments)) <= 0:
+    launched_s = time_in_launches(records)
+    wall_s = max(moments, default=0.0) - min(moments, default=0.0)
+    if not lasting or launched_s is None or wall_s <= 0:
         return None
     return Goodput(
-        wall_s=wall_s, kept_s=_seconds(lasting), redone_s=math.fsum(redone), between_s=max(0.0, wall_s - trained_s)
+        wall_s=wall_s, kept_s=_seconds(lasting), redone_s=math.fsum(redone), between_s=max(0.0, wall_s - launched_s)
     )
 
 
 def time_in_launches(records: Sequence[Record]) -> float | None:
-    """Adds up the seconds from the first to the last record of each launch, without the time between
-    launches. None if no record has a time.
+    """Adds up the seconds from the first to the last record of each launch; None if no record has a time.
 
     Args:
         records: the records of all launches, in any order.
@@ -168,7 +168,7 @@ class RunSummary:
     goodput: Goodput | None = None
     """The goodput over all launches in the directory; None before the first step."""
     supply: Supply | None = None
-    """The tokens that the run needs and the tokens that there are; None if unknown."""
+    """The number of tokens that the run needs, and the number that is available; None if unknown."""
     warnings: tuple[str, ...] = field(default=())
     """The warnings in events.jsonl: slow ranks, loss spikes, failed saves."""
     notes: tuple[str, ...] = field(default=())
@@ -190,11 +190,11 @@ class RunSummary:
     def as_json(self) -> dict[str, object]:
         """Returns the stable output of `canzona report --json`. New keys keep `version`; any other change
         raises it."""
-        alike = ("name", "status", "exit_code", "message", "step", "steps_planned", "elapsed_s", "skipped", "fallbacks")
+        plain = ("name", "status", "exit_code", "message", "step", "steps_planned", "elapsed_s", "skipped", "fallbacks")
         return {
             "version": VERSION,
             "run_dir": str(self.run_dir),
-            **{field: getattr(self, field) for field in alike},
+            **{field: getattr(self, field) for field in plain},
             "restarts": self.restarts,
             "go_on": self.go_on,
             "goodput": None if self.goodput is None else self.goodput.as_json(),
@@ -318,8 +318,10 @@ def _error_json(result: RankResult) -> dict[str, object]:
 
 def _ends(losses: Sequence[tuple[int, float | None]]) -> dict[str, object] | None:
     """Returns the first and the last loss with their steps; None if there are none."""
-    ends = {"first": losses[:1], "last": losses[-1:]}
-    return {name: {"step": step, "loss": loss} for name, [(step, loss)] in ends.items()} if losses else None
+    if not losses:
+        return None
+    (first_step, first), (last_step, last) = losses[0], losses[-1]
+    return {"first": {"step": first_step, "loss": first}, "last": {"step": last_step, "loss": last}}
 
 
 def _suggest(run_dir: Path) -> str:
