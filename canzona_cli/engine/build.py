@@ -243,7 +243,7 @@ def _specific_settings(chosen: OptimizerBase) -> dict[str, object]:
 
 
 def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind, on_fallback: OnFallback | None) -> MakeOptimizer:
-    workspace, how = Workspace(), algorithm(config)
+    workspace, update = Workspace(), algorithm(config)
 
     def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         shapes = {(matrix.rows, matrix.cols) for matrix in matrices}
@@ -252,9 +252,9 @@ def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind, on_fallba
             chosen.lr,  # the schedule sets its own before the first step
             weight_decay=chosen.weight_decay,
             precision=config.train.precision,
-            graph=how.graph,
-            stack={shape: stack_of(how, *shape, config.cluster) for shape in shapes},
-            form={shape: form_of(how, *shape, config.cluster) for shape in shapes},
+            graph=update.graph,
+            stack={shape: stack_of(update, *shape, config.cluster) for shape in shapes},
+            form={shape: form_of(update, *shape, config.cluster) for shape in shapes},
             on_fallback=on_fallback,
             workspace=workspace,
             **_specific_settings(chosen),

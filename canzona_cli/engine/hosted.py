@@ -108,14 +108,11 @@ class HostedGroup:
         self._flag_places = torch.tensor(
             [place for _, place in arriving], dtype=torch.int64, device=self._wiring.device
         )
-        self._weight_unpack = [
-            (
-                places[parcel.matrix.index],
-                Write(target=weight, source=_at(weights.receive, parcel.offset, weight), rounded=weight),
-            )
-            for parcel in weights.route.receives
-            for weight in (fragments.weight(parcel.matrix),)
-        ]
+        self._weight_unpack: list[tuple[int, Write]] = []
+        for parcel in weights.route.receives:
+            weight = fragments.weight(parcel.matrix)
+            write = Write(target=weight, source=_at(weights.receive, parcel.offset, weight), rounded=weight)
+            self._weight_unpack.append((places[parcel.matrix.index], write))
 
     def run(self, stage: int, scale: float) -> None:
         """Runs stage 0, 1 or 2 of the pipeline (`planner.order`); `scale` multiplies gradients (clipping)."""
@@ -249,8 +246,8 @@ def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[
 def runs(
     matrices: Sequence[Matrix], limit: int, size: Callable[[Matrix], int] = lambda matrix: matrix.elements
 ) -> list[list[Matrix]]:
-    """Splits matrices into runs of consecutive ones whose sizes add up to at most `limit`. A matrix that
-    alone exceeds `limit` is a run of its own."""
+    """Splits matrices into consecutive runs whose sizes add up to at most `limit`. A matrix that is larger
+    than `limit` is a run by itself."""
     batches: list[list[Matrix]] = []
     filled = 0
     for matrix in matrices:
@@ -293,5 +290,5 @@ def _packed(exchange: AllToAll, parcels: Iterable[tuple[Parcel, torch.Tensor]]) 
 
 
 def _at(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns a view of a flat buffer from `offset` on, in the shape of `like`."""
+    """Returns a view of the elements of a flat buffer from `offset` on, in the shape of `like`."""
     return buffer[offset : offset + like.numel()].view(like.shape)

@@ -47,18 +47,20 @@ _NAMES: Mapping[torch.dtype, Literal["bf16", "fp16"]] = {torch.bfloat16: "bf16",
 
 
 def product_shapes(config: RunConfig, device: torch.device) -> dict[Shape, frozenset[Call]]:
-    """Returns the shapes of the run's products that have symmetric results and are not batched, smallest
-    first, each in the dtype that its form uses on `device`, with the calls that are made of it. Empty if the
-    run does not have such
-    products: its optimizer does not orthogonalise, is not canzona's, or does not run in bf16."""
-    how = algorithm(config)
-    if not RULES[how.name].orthogonal or how.custom or how.precision != "bf16" or not execution_of(config).ours:
+    """Returns the shapes of the run's unbatched products with symmetric results, smallest first, and the
+    calls that are made of each. A shape includes the dtype that its form uses on `device`.
+
+    Empty if the optimizer does not orthogonalise, is not canzona's, or does not run in bf16.
+    """
+    update = algorithm(config)
+    orthogonal = RULES[update.name].orthogonal and not update.custom
+    if not orthogonal or update.precision != "bf16" or not execution_of(config).ours:
         return {}
     products: dict[Shape, frozenset[Call]] = {}
     for rows, cols in matrix_shapes(config):
-        if stack_of(how, rows, cols, config.cluster) > 1:
+        if stack_of(update, rows, cols, config.cluster) > 1:
             continue
-        standard = form_of(how, rows, cols, config.cluster) == "standard"
+        standard = form_of(update, rows, cols, config.cluster) == "standard"
         dtype = torch.bfloat16 if standard else products_type(torch.bfloat16, device)
         side, long = sorted((rows, cols))
         calls: tuple[tuple[int, Call], ...] = ((long, "tall" if rows > cols else "wide"), (side, "square"))
@@ -81,7 +83,7 @@ def choose_kernels(
     begin: Callable[[str], None] = lambda shape: None,
 ) -> Kernels:
     """Chooses the kernel of each product, installs the kernels for all further updates, and returns the
-    choices, the same on every rank. Also tests if updates can be replayed as CUDA graphs. Collective on CUDA;
+    choices, the same on every rank. Also tests whether updates can be replayed as CUDA graphs. Collective on CUDA;
     on a CPU it only reports which products are computed in strips.
 
     Args:
@@ -211,8 +213,10 @@ def _cases(shape: Shape, calls: Iterable[Call], device: torch.device) -> Iterabl
     square = torch.randn(side, side, device=device).mul_(side**-0.5)
     a = (square + square.mT).mul_(0.5).to(dtype)
     x = torch.randn(side, long, device=device).mul_(long**-0.5).to(dtype)
-    for short in (x.mT.contiguous().mT if call == "tall" else x for call in sorted(calls) if call != "square"):
-        yield _Case(short, short.mT, a, 1.0, in_place=True) if in_place else _Case(short, short.mT)
+    for call in sorted(calls):
+        if call != "square":
+            operand = x.mT.contiguous().mT if call == "tall" else x
+            yield _Case(operand, operand.mT, a, 1.0, in_place=True) if in_place else _Case(operand, operand.mT)
     if "square" in calls and in_place:
         p = torch.addmm(a, a, a, beta=-0.5, alpha=2.0)
         yield _Case(p, a.mT, a, 1.0, in_place=True)

@@ -82,9 +82,9 @@ def settle(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.nn.Paramet
     for group in groups:
         if not isinstance(group.optimizer, Muon):
             continue
-        left = {id(master) for master in group.optimizer.settle()}
+        skipped = {id(master) for master in group.optimizer.settle()}
         for matrix in group.hosted:
-            if id(masters[matrix.index]) in left:
+            if id(masters[matrix.index]) in skipped:
                 _log.warning("%s: the last update was left out because %s", matrix.name, LOST)
 
 
@@ -153,8 +153,8 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
 
     @abstractmethod
     def step_with_ready_grads(self) -> bool:
-        """Updates this rank's matrices from reduced gradients. Returns True, because steps are skipped before
-        this call."""
+        """Updates this rank's matrices from reduced gradients. Always returns True: a step to skip does not
+        get here."""
 
     @abstractmethod
     def fallbacks(self) -> torch.Tensor:

@@ -107,8 +107,11 @@ class PlannedOptimizer(MasterOptimizer):
         """Gathers the updated parameters over the data-parallel ranks. With `overlap_param_gather`, only the
         buckets that the forward pass needs first are started (`owner_bucket_group.install` chains the
         others); otherwise all matrix buckets are gathered now."""
-        ahead = gathering_order(self._chunks)[:GATHERED_AHEAD]
-        for bucket in ahead if self._overlap else reversed(matrix_groups(self._chunks)):
+        if self._overlap:
+            buckets = gathering_order(self._chunks)[:GATHERED_AHEAD]
+        else:
+            buckets = matrix_groups(self._chunks)[::-1]
+        for bucket in buckets:
             bucket.start_param_sync()
 
     # --- what went wrong in an update ---

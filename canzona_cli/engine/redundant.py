@@ -41,7 +41,7 @@ class FragmentGather:
         return self._send.nbytes + self._receive.nbytes
 
     def travels(self, matrix: Matrix) -> bool:
-        """Returns True if a TP rank does not store all of the matrix, so that it has to be communicated."""
+        """Returns True if a TP rank does not store all of the matrix, so that its fragments must be sent."""
         return self._tp > 1 and not matrix.replicated
 
     def spared(self, matrix: Matrix) -> bool:

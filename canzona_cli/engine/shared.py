@@ -114,23 +114,20 @@ class Sharing:
         self._places = {matrix.index: place for place, matrix in enumerate(self.hosted)}
         self.matrices = [SharedMatrix(wiring, matrix, self.optimizer, self._gradient) for matrix in matrices]
         self.beside = [Workspace() for _ in range(LANES - 1)]
-        """The scratch of the matrices that are updated interleaved with one that uses the optimizer's
-        scratch."""
+        """The scratch of the matrices that are updated at the same time as one that uses the optimizer's."""
         self._lanes = [
             Together(
                 place=wiring.rank,
                 count=wiring.fragments.tp,
-                total=self._travelling("all_reduce"),
-                swap=self._travelling("all_to_all_single"),
-                gather=self._travelling("all_gather_into_tensor"),
+                total=self._timed("all_reduce"),
+                swap=self._timed("all_to_all_single"),
+                gather=self._timed("all_gather_into_tensor"),
                 workspace=workspace,
             )
             for workspace in (None, *self.beside)
         ]
 
-    def _travelling(
-        self, name: Literal["all_reduce", "all_to_all_single", "all_gather_into_tensor"]
-    ) -> Callable[..., Wait]:
+    def _timed(self, name: Literal["all_reduce", "all_to_all_single", "all_gather_into_tensor"]) -> Callable[..., Wait]:
         """Returns a function that starts the named collective over the TP ranks and returns a function that
         waits for it; both are timed as exchanges."""
         timer, watcher = self._wiring.timer, self._wiring.watcher
@@ -162,18 +159,18 @@ class Sharing:
         """Updates all matrices in Gram form, interleaved in the order of `planner.order.turns`, and writes
         their weights, except for matrices that are left to `update_alone`. Collective over the TP ranks."""
         running: dict[int, Turns[None]] = {}
-        landing: dict[int, Sequence[Wait] | None] = {}
+        pending: dict[int, Sequence[Wait] | None] = {}
         for place, part in turns(self._parts):
             shared, last = self.matrices[place], part + 1 == self._parts[place]
             with self._wiring.timer.phase("matrix_update"):
                 if part == 0:
                     running[place] = shared.together(scale, self._lanes[place % LANES])
-                for wait in landing.get(place) or ():
+                for wait in pending.get(place) or ():
                     wait()
-                landing[place] = next(running[place], None)
+                pending[place] = next(running[place], None)
             if not last:
                 continue
-            assert landing[place] is None, "the plan is for another optimizer: the update has more parts than planned"
+            assert pending[place] is None, "the plan is for another optimizer: the update has more parts than planned"
             if not shared.left:
                 with self._wiring.timer.phase("exchange"):
                     shared.publish()
