@@ -1,5 +1,5 @@
-"""Optimizers that update whole matrices. They are ordinary `torch.optim.Optimizer`s: all but `SharedMuon`,
-which updates fragments through collectives that it is given, know nothing of ranks."""
+"""Optimizers that update whole matrices. They are ordinary `torch.optim.Optimizer`s. Only `SharedMuon`, which
+updates fragments with collectives that are passed to it, knows about ranks."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -30,7 +30,7 @@ def rounding(terms: int) -> float:
 
 def eigenbasis(symmetric: torch.Tensor) -> torch.Tensor:
     """Returns the eigenvectors of a positive semi-definite matrix (side, side) in the columns of a matrix,
-    that of the largest eigenvalue first, with signs such that the largest element of each is positive.
+    largest eigenvalue first, with signs such that the element of the largest magnitude is positive.
 
     Eigenvectors whose eigenvalue is below rounding are arbitrary: any basis of the remaining space, which the
     next rounding error changes completely. They are replaced by the complement that Householder reflections
@@ -69,9 +69,10 @@ def orthonormal(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         raise LinAlgError("the result is not finite")
     if all_settled:
         return basis
-    first = known.to(torch.int8).argsort(descending=True, stable=True)[..., None, :].expand_as(basis)
-    mixed = torch.where(known[..., None, :], basis, previous.to(basis.dtype)).gather(-1, first)
-    return torch.where(settled[..., None, None], basis, torch.empty_like(basis).scatter_(-1, first, _qr(mixed)[0]))
+    # QR makes each column orthogonal to the columns before it, so columns with a defined direction come first.
+    order = known.to(torch.int8).argsort(descending=True, stable=True)[..., None, :].expand_as(basis)
+    mixed = torch.where(known[..., None, :], basis, previous.to(basis.dtype)).gather(-1, order)
+    return torch.where(settled[..., None, None], basis, torch.empty_like(basis).scatter_(-1, order, _qr(mixed)[0]))
 
 
 def _qr(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,10 +91,10 @@ def with_fallback(
     """Returns `compute(matrix)`, repeated in fp64 if it fails in fp32; None if it fails in fp64 too.
 
     Args:
-        compute: Raises LinAlgError if it fails.
+        compute: A function that raises LinAlgError if it fails.
         matrix: fp32.
         what: The name of the decomposition in reports.
-        report: Called with a text if `compute` failed in fp32 or in both.
+        report: A function that is called with a text if `compute` failed in fp32, or in both.
     """
     try:
         return compute(matrix)

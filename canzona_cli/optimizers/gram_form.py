@@ -31,15 +31,13 @@ Error. With u the unit roundoff, relative and elementwise, take roundings to be 
 / 3 (Higham, Mary 2019, doi:10.1137/18M1226312). Two of them are amplified in a segment of k steps. Relative
 to the root mean square of the m singular values they contribute:
 
-- The rounding of the Gram matrix. An error E with |E|_F^2 = u^2 / 3 |R|_F^2 has become Q E Q by the last
-    step,
+- The rounding of the Gram matrix. An error E with |E|_F^2 = u^2 / 3 |R|_F^2 has become Q E Q by the last step,
   where Q is the product of the first k - 1 polynomials, and |Q E Q|_F is about |E|_F |Q|_F^2 / m. The last
   polynomial a + b A + c A A multiplies it by |b|: |b| u / 3^0.5 |R|_F |Q|_F^2 / m^1.5. Small singular values
   suffer most, because the segment stretches them most.
 - The rounding of Q. The error E X has |E X|_F^2 = u^2 / 3 sum_ij Q_ij^2 A_jj. This is at most what it would
-    be if
-  the rows of Q and X were unrelated, |E X|_F^2 = u^2 / 3 |Q|_F^2 |X|_F^2 / m, because Q is small where X is
-  large.
+  be if the rows of Q and X were unrelated, |E X|_F^2 = u^2 / 3 |Q|_F^2 |X|_F^2 / m, because Q is small where
+  X is large.
 
 Outside the polynomials' range these estimates do not hold. `cans` reaches the very edge of the range, and a
 single rounding can cross it: for a Gaussian 16 x 48 in bf16 the largest singular value became 3.6, where the
@@ -194,7 +192,7 @@ class Polynomial:
     """The product without gamma I: (..., side, side), in a workspace."""
     gamma: Number
     before: Number
-    """The norm of some rows of the product of all steps but the last."""
+    """The norm of the sampled rows of the product of all steps except the last."""
     slope: float
     """The coefficient b of the last step."""
     last: tuple[torch.Tensor, Number | None, torch.Tensor, Number]
@@ -227,12 +225,12 @@ class Polynomial:
         side = p.size(-1)
         every = _every(side)
         first = -(-rows.start // every) * every
-        some = p[..., first : rows.stop : every, :]
+        sample = p[..., first : rows.stop : every, :]
         if value is not None:
-            some = some.clone()
-            some[..., first::every].diagonal(dim1=-2, dim2=-1).add_(_flat(value))
-        product = torch.matmul(some, r).float() + alpha * some.float()
-        return _number(product.mul_(some.float()).sum((-2, -1)) / -(-side // every))
+            sample = sample.clone()
+            sample[..., first::every].diagonal(dim1=-2, dim2=-1).add_(_flat(value))
+        product = torch.matmul(sample, r).float() + alpha * sample.float()
+        return _number(product.mul_(sample.float()).sum((-2, -1)) / -(-side // every))
 
     def apply(self, x: torch.Tensor, out: torch.Tensor, *, wide: bool) -> None:
         """Writes (gamma I + q) x, multiplied from x's short side, into `out`. Must be called last, because
@@ -338,14 +336,15 @@ def _numbers(steps: tuple[Step, ...], alpha: float) -> tuple[float, ...]:
 def norm_of_rows(square: torch.Tensor, gamma: Number | None = None) -> Number:
     """Returns the Frobenius norm of the sampled rows of `square`, or of gamma I + `square`."""
     every = _every(square.size(-1))
-    some = square[..., ::every, :]
+    sample = square[..., ::every, :]
     if gamma is not None:
-        some = some.clone()
-        some[..., ::every].diagonal(dim1=-2, dim2=-1).add_(_flat(gamma))
-    return _number(torch.linalg.vector_norm(some, dim=(-2, -1), dtype=torch.float32))
+        sample = sample.clone()
+        sample[..., ::every].diagonal(dim1=-2, dim2=-1).add_(_flat(gamma))
+    return _number(torch.linalg.vector_norm(sample, dim=(-2, -1), dtype=torch.float32))
 
 
 def _every(side: int) -> int:
+    """Returns the distance between two sampled rows of a square."""
     return -(-side // SAMPLES)
 
 
@@ -399,5 +398,5 @@ def mean_square(x: torch.Tensor, *, wide: bool | None = None) -> Number:
         wide: True if the short side is the rows; None: decided by the shape of `x`.
     """
     short = x if (x.size(-2) <= x.size(-1) if wide is None else wide) else x.mT
-    some = short[..., :: _every(short.size(-2)), :]
-    return _number(torch.linalg.vector_norm(some, dim=(-2, -1), dtype=torch.float32).square() / some.size(-2))
+    sample = short[..., :: _every(short.size(-2)), :]
+    return _number(torch.linalg.vector_norm(sample, dim=(-2, -1), dtype=torch.float32).square() / sample.size(-2))

@@ -5,11 +5,9 @@ capture. torch 2.11 (the oldest version that canzona supports) to 2.14 need all 
 cuBLAS has a workspace for each stream, allocated by the first product on it:
 
 - A workspace allocated during a capture is part of that graph's pool. The pool is then never freed, and torch
-    2.11
-  fails an assertion when something else is captured into it.
+  2.11 fails an assertion when something else is captured into it.
 - torch 2.12 to 2.14 free the workspace when a graph of that stream is deleted, even if other graphs were
-    captured on
-  the same stream (pytorch#193402).
+  captured on the same stream (pytorch#193402).
 
 From torch 2.15 on, a workspace lives as long as its product.
 """

@@ -1,5 +1,4 @@
-"""KL-Shampoo: Shampoo whose two factors are estimated jointly, by minimising a KL divergence (Lin et al.
-2025,
+"""KL-Shampoo: Shampoo whose two factors are estimated jointly, by minimising a KL divergence (Lin et al. 2025,
 arXiv:2509.03378)."""
 
 from collections.abc import Mapping, Sequence

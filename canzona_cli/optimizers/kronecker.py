@@ -45,9 +45,9 @@ class KroneckerOptimizer(MatrixOptimizer):
     (a root or an eigenbasis) from each factor, and the direction of the update from the gradient.
 
     State of a matrix: `step`, the number of its updates so far; `L` (rows, rows) and `R` (cols, cols), the
-    factors,
-    packed: moving averages corrected for their start at zero; and what the subclass adds. A side longer than
-    `max_preconditioner_dim` does not have a factor. A refresh computes in fp32, whatever `precision` is.
+    packed factors, which are moving averages corrected for their start at zero; and what the subclass adds. A
+    side longer than `max_preconditioner_dim` does not have a factor. A refresh computes in fp32, whatever
+    `precision` is.
     """
 
     symmetric: tuple[str, ...] = ("",)
@@ -135,7 +135,7 @@ class KroneckerOptimizer(MatrixOptimizer):
         """
 
     def _refreshed(self, p: torch.Tensor) -> None:
-        """Is called after all sides of matrix `p` have been refreshed."""
+        """Does nothing; a subclass may override it. Called after all sides of `p` have been refreshed."""
 
     @abstractmethod
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -218,7 +218,8 @@ class KroneckerOptimizer(MatrixOptimizer):
 
     def _lengths(self, p: torch.Tensor) -> list[tuple[Side, int]]:
         """Returns the sides of `p` that have a factor, with their lengths."""
-        return [at for at in zip(SIDES, p.shape, strict=True) if at[1] <= self.max_preconditioner_dim]
+        lengths = zip(SIDES, p.shape, strict=True)
+        return [(side, length) for side, length in lengths if length <= self.max_preconditioner_dim]
 
     def _square(self, p: torch.Tensor, count: int, length: int) -> torch.Tensor:
         """Returns scratch for squares: (count, length, length)."""

@@ -92,7 +92,7 @@ def products(precision: ProductPrecision) -> Iterator[None]:
     full fp32. Products of bf16 and fp16 accumulate in fp32."""
     cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = cuda.fp32_precision, cpu.fp32_precision
-    parts = cuda.allow_bf16_reduced_precision_reduction, cuda.allow_fp16_reduced_precision_reduction
+    reductions = cuda.allow_bf16_reduced_precision_reduction, cuda.allow_fp16_reduced_precision_reduction
     cuda.fp32_precision, cpu.fp32_precision = ("tf32" if precision == "tf32" else "ieee"), "ieee"
     # Otherwise cuBLAS may split a long sum (25,600 terms of a Gram matrix) and add the partial sums in bf16
     # or fp16.
@@ -101,7 +101,7 @@ def products(precision: ProductPrecision) -> Iterator[None]:
         yield
     finally:
         cuda.fp32_precision, cpu.fp32_precision = before
-        cuda.allow_bf16_reduced_precision_reduction, cuda.allow_fp16_reduced_precision_reduction = parts
+        cuda.allow_bf16_reduced_precision_reduction, cuda.allow_fp16_reduced_precision_reduction = reductions
 
 
 class Workspace:

@@ -92,9 +92,8 @@ class Muon(MatrixOptimizer):
             ns_steps: Number of Newton-Schulz iterations.
             coefficients: The polynomials of these iterations (`newton_schulz.COEFFICIENTS`).
             scale_mode: How the size of the update depends on the matrix's shape, see `scale`.
-            scale_factor: Factor of that size. 0.2 with "spectral" gives the update the RMS of AdamW's (Liu et
-                al.
-                2025, arXiv:2502.16982).
+            scale_factor: Factor of that size. 0.2 with "spectral" gives the update the RMS of AdamW's
+                (Liu et al. 2025, arXiv:2502.16982).
             precision: The precision of the iteration's products, which accumulate in fp32. Momentum and
                 weights are always fp32. With "bf16", the Gram form uses fp16 where fp16 is as fast
                 (`gram_form.products_type`).
@@ -154,15 +153,17 @@ class Muon(MatrixOptimizer):
             count_down(self.state[p])
 
     def _update_all(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
-        for _, same in groupby(sorted(matrices, key=self._batch_key) if self.stack else matrices, key=self._batch_key):
-            of_shape = list(same)
-            most = self._batch_size(of_shape)
-            for first in range(0, len(of_shape), most):
-                together = of_shape[first : first + most]
-                if len(together) > 1:
-                    self._update_stack(together, group)
+        """Updates matrices of the same shape and form in batches of at most `_batch_size`."""
+        ordered = sorted(matrices, key=self._batch_key) if self.stack else matrices
+        for _, alike in groupby(ordered, key=self._batch_key):
+            of_shape = list(alike)
+            size = self._batch_size(of_shape)
+            for first in range(0, len(of_shape), size):
+                batch = of_shape[first : first + size]
+                if len(batch) > 1:
+                    self._update_stack(batch, group)
                 else:
-                    super()._update_group(together, group)
+                    super()._update_group(batch, group)
 
     def _set_rates(self, p: torch.Tensor, group: Mapping[str, float]) -> None:
         """Copies the group's learning rate and weight decay to the device, where a captured graph reads them."""
@@ -171,8 +172,8 @@ class Muon(MatrixOptimizer):
         muon_cuda.set_rates(self._rates[id(group)], group["lr"], group["weight_decay"])
 
     def _graph_key(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> Hashable:
-        """Returns everything else that may change and that a captured update of these matrices depends on: if
-        it differs from the previous step's, the update must not be replayed."""
+        """Returns everything that may change, apart from `_rates`, and that a captured update of these
+        matrices depends on. If it differs from the previous step's, the update must not be replayed."""
         state = [value for p in matrices for value in self.state[p].values() if isinstance(value, torch.Tensor)]
         gradients = [p.grad for p in matrices if p.grad is not None]
         places = tuple(tensor.data_ptr() for tensors in (matrices, gradients, state) for tensor in tensors)
@@ -182,7 +183,7 @@ class Muon(MatrixOptimizer):
         return group["momentum"], decay, self.workspace.nbytes, places
 
     def _batch_size(self, of_shape: Sequence[torch.Tensor]) -> int:
-        """Returns how many matrices of one shape are updated in one batch at most."""
+        """Returns the largest number of these matrices, all of one shape, to update in one batch."""
         if isinstance(self.stack, bool):
             return len(of_shape) if self.stack else 1
         rows, cols = of_shape[0].shape

@@ -1,5 +1,5 @@
-"""Products whose result is known to be symmetric: only half of it is computed and then mirrored, where that
-is faster.
+"""Computes products whose result is known to be symmetric. Where that is faster, only half of the result is
+computed and then mirrored.
 
 On CPUs the product is computed in strips of rows; on CUDA by the kernel that a measurement at the start of
 the run chose (`engine.kernels`); otherwise as an ordinary product.
