@@ -131,9 +131,9 @@ def finish(
     Args:
         partial: the folder that `begin` made.
         world_size: the number of ranks that call `write_part`.
-        header: the contents of the manifest besides its tables.
+        header: the fields of the manifest other than its tables.
         texts: the text of further files, by name: `config.yaml`, `layout.json`, `plan.json`.
-        timeout_s: gives up after this many seconds in which the files have not grown.
+        timeout_s: the seconds without growth of any file after which the save has failed.
 
     Returns:
         The checkpoint's folder, `step-00000030`. An existing checkpoint of the same step is replaced;

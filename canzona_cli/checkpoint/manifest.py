@@ -126,7 +126,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """The manifest's entry for a stored tensor: a complete one, or a piece of one."""
+    """The manifest's entry for a stored tensor: a complete tensor, or a piece of one."""
 
     file: str
     dtype: str
@@ -147,7 +147,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The contents of a manifest besides its tables."""
+    """The fields of a manifest other than its tables."""
 
     progress: Progress
     optimizer: str
@@ -172,7 +172,7 @@ class Manifest(Header):
 
     @property
     def bytes(self) -> int:
-        """Returns the total size of all files except the manifest itself."""
+        """The total size of all files except the manifest itself."""
         return sum(file.bytes for file in self.files.values())
 
 

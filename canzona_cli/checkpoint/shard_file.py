@@ -28,7 +28,7 @@ _CHUNK = 8 << 20
 def write_shard(
     path: Path, tensors: Mapping[str, Buffer], *, metadata: Mapping[str, str] | None = None
 ) -> tuple[StoredFile, dict[str, StoredTensor]]:
-    """Writes a new safetensors file, hashes it meanwhile, and syncs it to the disk.
+    """Writes and hashes a new safetensors file, and syncs it to the disk.
 
     Args:
         tensors: the tensors by name. They are written from their own memory, which must not change meanwhile.
@@ -36,7 +36,7 @@ def write_shard(
         metadata: the header's `__metadata__`; None for none.
 
     Returns:
-        Size and hash of the file, and its table of tensors.
+        The size and hash of the file, and its table of tensors.
 
     Raises:
         OSError: the file could not be written; a part of it may be left.

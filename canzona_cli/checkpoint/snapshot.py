@@ -75,7 +75,7 @@ class _Contents:
     """The tensors by the names that they are stored under."""
     scalars: Mapping[str, Scalar]
     piece: Piece | None = None
-    """The piece that each of the tensors is; None if they are complete tensors."""
+    """The piece of a unit that each tensor contains; None for complete tensors."""
 
 
 class Snapshots:
@@ -129,8 +129,8 @@ class Snapshots:
         return self._writers
 
     def _copy(self, name: str, tensor: torch.Tensor, piece: Piece | None = None) -> Buffer:
-        """Copies a tensor to its host buffer; a copy from a GPU is asynchronous, so synchronise before
-        reading it."""
+        """Copies a tensor to its host buffer. A copy from a GPU is asynchronous, so the caller must
+        synchronise before reading the buffer."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = self._buffers[name] = self._new_buffer(tensor)

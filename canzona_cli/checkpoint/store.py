@@ -116,7 +116,8 @@ class CheckpointStore:
             hidden = hidden_name(name)
             if hidden is None:
                 continue
-            path, (visible, state) = self.root / name, hidden
+            path = self.root / name
+            visible, state = hidden
             if state == "replaced" and not os.path.lexists(self.root / visible):
                 os.rename(path, self.root / visible)
                 continue
@@ -136,9 +137,15 @@ class CheckpointStore:
         A checkpoint that is hidden because it is being replaced, or that a killed replacement left hidden, is
         included.
         """
-        names = self._names()
-        waiting = {h[0]: self.root / name for name in names if (h := hidden_name(name)) and h[1] == "replaced"}
-        paths = waiting | {name: self.root / name for name in names if step_of(name) is not None}
+        replaced: dict[str, Path] = {}
+        visible: dict[str, Path] = {}
+        for name in self._names():
+            hidden = hidden_name(name)
+            if hidden is not None and hidden[1] == "replaced":
+                replaced[hidden[0]] = self.root / name
+            elif step_of(name) is not None:
+                visible[name] = self.root / name
+        paths = replaced | visible
         return dict(sorted(paths.items(), key=lambda item: step_of(item[0]) or 0))
 
     def _backwards(self) -> Iterator[StoredCheckpoint]:
@@ -264,7 +271,7 @@ class Chosen:
 
     @property
     def newest(self) -> StoredCheckpoint:
-        """Returns the newest checkpoint; raises ConfigError if there is none."""
+        """The newest checkpoint; raises ConfigError if there is none."""
         return self.required().checkpoints[-1]
 
     def at(self, step: int | None) -> StoredCheckpoint:

@@ -40,8 +40,7 @@ def eval(
     """Compute loss, perplexity and bits per byte of a checkpoint.
 
     The checkpoint is not changed, and any layout that fits can be used. Without settings it repeats the run's
-    own
-    validation: same samples, layout and arithmetic, and therefore the same loss.
+    own validation: same samples, layout and arithmetic, and therefore the same loss.
     """
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.commands.output import progress, show, warn, write_out

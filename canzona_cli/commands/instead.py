@@ -51,8 +51,9 @@ def other_options(command: Command, words: Sequence[str], unread: str) -> list[P
         if option != unread and (not option.startswith("--") or len(option) == 2 or option in command.options):
             continue
         after = words[place + 1] if place + 1 < len(words) else ""
-        given = value if equals else after if after[:1] != "-" and "=" not in after else ""
-        options.append(_other_option(command, option, given))
+        if not equals and not after.startswith("-") and "=" not in after:
+            value = after
+        options.append(_other_option(command, option, value))
     return options or [_other_option(command, unread, "")]
 
 

@@ -53,8 +53,8 @@ def warn_about(composed: "Composed", *notes: str, training: bool = True) -> None
 def checked_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | None":
     """Checks the data of a run without training, warns about problems with the data, and returns the corpus.
 
-    The corpus is None for the standard library's sources with a built-in tokenizer, which need no check. A
-    note says that custom optimizer code is not tested here.
+    The corpus is None for the standard library's sources with a built-in tokenizer, which need no check. For
+    a custom optimizer, a note says that its code is not tested here.
 
     Raises:
         ConfigError: as `canzona_cli.data.corpus.look_at_data`.

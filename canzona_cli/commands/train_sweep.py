@@ -1,6 +1,6 @@
-"""`canzona train --sweep`: one run after another, each in a directory named after its values.
+"""`canzona train --sweep`: trains one run after another, each in a directory named after its values.
 
-In a task of a Slurm array, only the run of this task.
+A task of a Slurm array trains only the run with the number of the task.
 """
 
 import shlex
@@ -111,22 +111,22 @@ def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests) -
 def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
     """Shows a row for each run with a directory, the runs that were not started, and commands to resume and
     to report."""
-    left = [root / run.combination.name for run in runs if holds_run(RunFiles(root / run.combination.name))]
+    started = [root / run.combination.name for run in runs if holds_run(RunFiles(root / run.combination.name))]
     typer.echo()
-    if left:
-        show(SeveralView(several=several_runs(left)))
-    never = [run.combination.words for run in runs if root / run.combination.name not in left]
-    if never:
-        tell(f"not started: {', '.join(never)}", "yellow")
+    if started:
+        show(SeveralView(several=several_runs(started)))
+    not_started = [run.combination.words for run in runs if root / run.combination.name not in started]
+    if not_started:
+        tell(f"not started: {', '.join(not_started)}", "yellow")
     if stopped:
         tell(f"stopped; the same command with run.dir={shlex.quote(str(root))} resumes each run")
-    if left:
+    if started:
         tell(f"canzona report --compare {shlex.quote(str(root))}/*  shows this again; --html FILE.html writes a page")
 
 
 def _root(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:
-    """Returns the parent directory of the runs: run.dir, or a new name with the Slurm job's id, which a
-    requeue keeps, or the time."""
+    """Returns the parent directory of the runs: run.dir, or a directory named after the Slurm job, whose id a
+    requeue keeps, or a new one named after the time."""
     settings = runs[0].config.run
     if settings.dir is not None:
         return Path(settings.dir).absolute()
@@ -137,8 +137,8 @@ def _root(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:
 
 
 def _overrides(run: SweptRun, root: Path) -> list[str]:
-    kept_overrides = [override for override in run.combination.overrides if key_of(override) != "run.dir"]
-    return [*kept_overrides, f"run.dir={text_value(str(root / run.combination.name))}"]
+    others = [override for override in run.combination.overrides if key_of(override) != "run.dir"]
+    return [*others, f"run.dir={text_value(str(root / run.combination.name))}"]
 
 
 def _of_task(runs: Sequence[SweptRun], task: int) -> SweptRun:
