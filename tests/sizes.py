@@ -1,5 +1,6 @@
 """Runs of every Qwen3 size, built from the schema alone, for tests of counts, memory and fitting."""
 
+from dataclasses import replace
 from typing import Literal
 
 from canzona_cli.config.schema import (
@@ -69,6 +70,11 @@ def model(size: Size) -> ModelConfig:
         vocab_size=vocabulary,
         tied_embeddings=tied,
     )
+
+
+def llama(size: Size) -> ModelConfig:
+    """Returns a Llama of this shape: without QK-norm, and with its own rotary base and epsilon."""
+    return replace(model(size), name=f"llama-{size}", qk_norm=False, rope_base=500_000.0, norm_eps=1e-5)
 
 
 def run(

@@ -78,7 +78,7 @@ def show(where: Where = None, as_json: AsJson = False) -> None:
 @app.command("import")
 def import_(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A Hugging Face folder of a Qwen3 model with safetensors.")
+        Path, typer.Argument(metavar="DIR", help="A Hugging Face folder of a Qwen3 or Llama model with safetensors.")
     ],
     out: Annotated[
         Path, typer.Option("--out", metavar="RUN", help="The run directory to create; it must be empty or not exist.")

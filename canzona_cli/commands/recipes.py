@@ -107,7 +107,7 @@ def copy(
 
 @app.command("from-hf")
 def from_hf(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder of a Qwen3 model.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder of a Qwen3 or Llama model.")],
     destination: Annotated[Path, typer.Argument(metavar="DEST.yaml", help="The file to write.")],
     overrides: OverrideList = None,
     recipes_dir: RecipesDirs = None,

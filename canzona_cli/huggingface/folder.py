@@ -5,6 +5,7 @@ files in the folder itself; these may be links, as in Hugging Face's cache. The 
 that an export writes beside its weights: tokenizer and generation settings.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.tree import list_recipes
 from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.huggingface.foreign import FILE, read_model, tensor_names
-from canzona_cli.model.families import family_of, parameter_count
+from canzona_cli.model.families import family_of, family_problems, parameter_count
 from canzona_cli.model.geometry import unit_shape
 from canzona_cli.run.corpus import read_corpus
 from canzona_cli.run.files import RunFiles
@@ -82,14 +83,19 @@ class HuggingFaceFolder:
             ConfigError: lists every setting that differs, and the first 20 tensors that are missing,
                 unexpected, or of another shape or type.
         """
+        other = family_problems(self.as_config(), model, str(self.path))
         wrong = shortened([*self._wrong_tensors(model)], _MOST, key="tensors")
-        refuse([*self._other_settings(model), *wrong])
+        refuse([*other, *self._other_settings(model), *wrong])
+
+    def as_config(self) -> ModelConfig:
+        """Returns the model without a name."""
+        return ModelConfig(name="", **self.model)  # type: ignore[arg-type]
 
     def _other_settings(self, model: ModelConfig) -> Iterator[Problem]:
         settings = asdict(model)
         for name, value in self.model.items():
             if settings[name] != value and name != "init_std":
-                shown = str(value).lower() if isinstance(value, bool) else f"{value}"
+                shown = _typed(value)
                 reason, fix = f"is {shown} in {self.path / FILE}", f"model.{name}={shown}"
                 yield Problem(key=f"model.{name}", value=settings[name], reason=reason, fix=fix)
 
@@ -105,7 +111,8 @@ class HuggingFaceFolder:
                 yield Problem(key=name, value=list(stored.shape), reason=reason, fix=fix)
         for name, stored in self.tensors.items():
             if name not in units and not (name == family_of(model).foreign.output and model.tied_embeddings):
-                yield Problem(key=name, reason="canzona's Qwen3 has no such tensor", fix=fix)
+                title = family_of(model).title
+                yield Problem(key=name, reason=f"canzona's {title} has no such tensor", fix=fix)
             elif stored.dtype not in {code for code, _ in DTYPES.values()}:
                 reason = f"is not one of {', '.join(DTYPES)}"
                 yield Problem(key=name, value=stored.dtype, reason=reason, fix="give weights that are not quantised")
@@ -214,12 +221,13 @@ def _nearest(folder: HuggingFaceFolder) -> str:
         for recipe in list_recipes()
         if recipe.builtin and recipe.model is not None
     }
-    elements = parameter_count(ModelConfig(name="", **folder.model)).total  # type: ignore[arg-type]
+    elements = parameter_count(folder.as_config()).total
     return min(sizes, key=lambda name: abs(math.log(sizes[name]) - math.log(elements)))
 
 
 def _typed(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    """Returns a setting's value as it is typed."""
+    return json.dumps(value)
 
 
 @dataclass(frozen=True, kw_only=True)

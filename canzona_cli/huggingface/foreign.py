@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import Final
 
 from canzona_cli.config.schema import ModelConfig
-from canzona_cli.errors import Problem, refuse
-from canzona_cli.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of, foreign_family
-from canzona_cli.model.family import Foreign
+from canzona_cli.errors import ConfigError, Problem, refuse
+from canzona_cli.model.families import EMBEDDING, FAMILIES, FINAL_NORM, OUTPUT, family_of
+from canzona_cli.model.family import Family
 
 FILE: Final = "config.json"
 _WIDTHS: Final = {
@@ -31,6 +31,8 @@ _WIDTHS: Final = {
 _NUMBERS: Final = {"rope_base": "rope_theta", "norm_eps": "rms_norm_eps", "init_std": "initializer_range"}
 """The model's settings that are any numbers, and their keys in `config.json`."""
 _TIED: Final = "tie_word_embeddings"
+_LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The constants of rope type `llama3` in every published Llama; Megatron-core knows no others."""
 
 
 def read_model(tree: Mapping[str, object]) -> dict[str, object]:
@@ -39,10 +41,12 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
     Raises:
         ConfigError: canzona does not support the model; lists every key that prevents it.
     """
-    foreign = foreign_family(tree.get("model_type")).foreign
-    problems = list(_unusable(tree, foreign))
+    family = _family(tree.get("model_type"))
+    foreign = family.foreign
+    problems = list(_unusable(tree, family))
     settings: dict[str, object] = {}
-    flat = {**foreign.defaults} | {key: value for key, value in {**tree, **_rope(tree)}.items() if value is not None}
+    given = {key: value for key, value in {**tree, **_rope(tree)}.items() if value is not None}
+    flat = {**foreign.defaults(given), **given}
     for setting, key in _WIDTHS.items():
         value = flat.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -59,7 +63,22 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
     if not isinstance(settings["tied_embeddings"], bool):
         problems.append(_problem(_TIED, tree[_TIED], "is neither true nor false"))
     refuse(problems)
+    factor = _rope(tree).get("factor") if _rope_type(_rope(tree)) == "llama3" else None
+    settings["rope_scaling"] = float(factor) if isinstance(factor, int | float) else None
     return {**settings, **foreign.fixed}
+
+
+def _family(model_type: object) -> Family:
+    """Returns the family with a `model_type`.
+
+    Raises:
+        ConfigError: canzona does not have the family.
+    """
+    for family in FAMILIES:
+        if family.foreign.model_type == model_type:
+            return family
+    known = " or ".join(family.foreign.model_type for family in FAMILIES)
+    raise ConfigError(_problem("model_type", model_type, f"is not {known}"))
 
 
 def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[str, object]:
@@ -68,16 +87,12 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
 
     Args:
         dtype: the type of the exported weights: bfloat16, float16 or float32.
-        max_positions: the longest sequence of the model, in tokens.
-
-    Raises:
-        ConfigError: the model is not a Qwen3, because it does not normalise queries and keys.
+        max_positions: the longest sequence of the model, in tokens; a scaled rotary embedding raises it to the
+            context that it stretches to.
     """
     foreign = family_of(model).foreign
-    if not model.qk_norm:
-        reason = "Hugging Face's Qwen3 normalises queries and keys, and this model does not"
-        refuse([Problem(key="model.qk_norm", value=False, reason=reason, fix="export a model with qk_norm")])
     settings = asdict(model)
+    stretched = int(_LLAMA3["original_max_position_embeddings"] * (model.rope_scaling or 0))
     return {
         "architectures": [foreign.architecture],
         "model_type": foreign.model_type,
@@ -86,13 +101,16 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "max_position_embeddings": max_positions,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "rope_scaling": None,
+        "max_position_embeddings": max(max_positions, stretched),
+        "rope_scaling": _scaling(model),
+        **foreign.written,
         "use_cache": True,
         "torch_dtype": dtype,
     }
+
+
+def _scaling(model: ModelConfig) -> Mapping[str, object] | None:
+    return None if model.rope_scaling is None else {"rope_type": "llama3", "factor": model.rope_scaling, **_LLAMA3}
 
 
 def _rope(tree: Mapping[str, object]) -> Mapping[str, object]:
@@ -103,29 +121,51 @@ def _rope(tree: Mapping[str, object]) -> Mapping[str, object]:
     return {}
 
 
-def _unusable(tree: Mapping[str, object], foreign: Foreign) -> Iterator[Problem]:
+def _unusable(tree: Mapping[str, object], family: Family) -> Iterator[Problem]:
+    foreign, ours = family.foreign, f"canzona's {family.title}"
     for key, values in foreign.must_be.items():
         if (value := tree.get(key)) not in values:
             required = "null" if values[0] is None else str(values[0]).lower()
-            yield _problem(key, value, f"must be {required} in canzona's Qwen3")
+            yield _problem(key, value, f"must be {required} in {ours}")
     architectures = tree.get("architectures")
     if architectures not in (None, [foreign.architecture]):
         yield _problem("architectures", architectures, f"is not {foreign.architecture}")
     layers = tree.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or {*map(str, layers)} - {"full_attention"}):
-        yield _problem("layer_types", layers, "every layer of canzona's Qwen3 has full attention")
+        yield _problem("layer_types", layers, f"every layer of {ours} has full attention")
     for key in ("rope_parameters", "rope_scaling"):
-        rope = tree.get(key)
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else "default"
-        if rope is not None and (not isinstance(rope, Mapping) or kind != "default"):
-            yield _problem(key, rope, "canzona's rotary embedding is not scaled")
-        elif isinstance(rope, Mapping) and rope.get("partial_rotary_factor", 1) != 1:
-            yield _problem(key, rope, "canzona's rotary embedding rotates all dimensions of a head")
+        if (rope := tree.get(key)) is not None and (reason := _wrong_rope(rope)):
+            yield _problem(key, rope, reason)
+
+
+def _wrong_rope(rope: object) -> str | None:
+    """Returns the reason why a rotary embedding cannot be used; None if it can."""
+    if not isinstance(rope, Mapping):
+        return "is not an object"
+    if rope.get("partial_rotary_factor", 1) != 1:
+        return "canzona's rotary embedding rotates all dimensions of a head"
+    match _rope_type(rope):
+        case "default":
+            return None
+        case "llama3":
+            factor = rope.get("factor")
+            if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor >= 1:
+                return "its factor is not a number of at least 1"
+            if {key: rope.get(key) for key in _LLAMA3} == _LLAMA3:
+                return None
+            return "canzona's has " + ", ".join(f"{key} {value:g}" for key, value in _LLAMA3.items())
+        case _:
+            return "canzona's rotary embedding is scaled as Llama 3.1's (rope_type llama3), or not at all"
+
+
+def _rope_type(rope: Mapping[str, object]) -> object:
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def _problem(key: str, value: object, reason: str) -> Problem:
-    fix = f"only a Qwen3 without experts, biases, sliding windows and rope scaling can be imported ({FILE})"
-    return Problem(key=key, value=value, reason=reason, fix=fix)
+    titles = " or ".join(family.title for family in FAMILIES)
+    limits = "without experts, biases, sliding windows and rope scaling but llama3's"
+    return Problem(key=key, value=value, reason=reason, fix=f"only a {titles} {limits} can be imported ({FILE})")
 
 
 @lru_cache(maxsize=4)

@@ -54,7 +54,7 @@ class Writer:
         on_bytes: called with the number of bytes of each weight that has been read.
 
     Raises:
-        ConfigError: the run's tokenizer is not known, or the model is not a Qwen3 of Hugging Face.
+        ConfigError: the run's tokenizer is not known.
         CheckpointInvalid: the checkpoint lacks a weight, or a weight is not finite.
         EnvironmentProblem: this machine does not have the device.
     """

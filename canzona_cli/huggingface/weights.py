@@ -213,8 +213,7 @@ def export_weights(
         on_bytes: called with the number of bytes of each part that is about to be written.
 
     Raises:
-        ConfigError: the model is not a Qwen3 of Hugging Face, `out` is not empty, or a weight is too large
-            for fp16.
+        ConfigError: `out` is not empty, or a weight is too large for fp16.
         CheckpointInvalid: the checkpoint lacks a weight, or a weight is not finite.
         EnvironmentProblem: the folder cannot be written.
     """

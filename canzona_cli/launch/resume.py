@@ -20,6 +20,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.huggingface.folder import is_hugging_face, open_folder
+from canzona_cli.model.families import family_problems
 from canzona_cli.run.codec import load_if_sound, read_lines
 from canzona_cli.run.corpus import PreparedCorpus, tokens_wanted
 from canzona_cli.run.files import RunFiles, json_object, write_text_atomic
@@ -147,7 +148,8 @@ def _from_weights_of(
     config: RunConfig, checkpoint: Path, manifest: Manifest, saved: RunConfig, *, of_this_run: bool = False
 ) -> Resumption:
     """Returns the start from only the weights of a checkpoint, whose model must have the same shapes."""
-    refuse(shape_problems(saved, config, str(checkpoint)))
+    other = family_problems(saved.model, config.model, str(checkpoint))
+    refuse([*other, *shape_problems(saved, config, str(checkpoint))])
     return _first_step(
         config, checkpoint, created=manifest.created, tokenizer=saved.data.tokenizer, of_this_run=of_this_run
     )
@@ -250,7 +252,7 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run
     with of_checkpoint(checkpoint):
         before = layout_words(read_layout(checkpoint / "layout.json"))
     layouts = [] if before == layout_words(layout) else [f"{before} -> {layout_words(layout)}"]
-    problems = [*between.problems]
+    problems = [*family_problems(saved.model, config.model, str(checkpoint)), *between.problems]
     if progress.step > config.train.steps or (progress.step == config.train.steps and not of_this_run):
         reason = f"the checkpoint was saved at step {progress.step:,}, but the run ends at step {config.train.steps:,}"
         fix = f"train.steps={2 * progress.step}, or an earlier checkpoint: checkpoint.resume=NAME"

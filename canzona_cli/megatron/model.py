@@ -21,19 +21,20 @@ from torch.autograd.function import FunctionCtx
 
 from canzona_cli.cluster.machine import compiling_lacks
 from canzona_cli.config.schema import ModelConfig, Recompute, RunConfig
-from canzona_cli.megatron import qwen3
+from canzona_cli.megatron import dense
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Weight
 from canzona_cli.model.geometry import weight_of
+from canzona_cli.model.llama import LLAMA
 from canzona_cli.model.qwen3 import QWEN3
 
 _LOG = logging.getLogger(__name__)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
-_LAYERS = {QWEN3.name: qwen3}
+_LAYERS = {QWEN3.name: dense, LLAMA.name: dense}
 """The module that builds the layers of each model family, by the family's name."""
 
 

@@ -3,25 +3,31 @@
 from dataclasses import dataclass
 
 from canzona_cli.config.schema import ModelConfig
+from canzona_cli.errors import Problem
 from canzona_cli.model.family import Copies, Family
+from canzona_cli.model.llama import LLAMA
 from canzona_cli.model.qwen3 import QWEN3
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
-FAMILIES = (QWEN3,)
+FAMILIES = (QWEN3, LLAMA)
 
 
 def family_of(model: ModelConfig) -> Family:
-    """Returns the family of a model; always Qwen3, because a recipe's model section describes no other
-    family."""
-    return QWEN3
+    """Returns the family of a model, which its settings determine: a dense model without QK-norm is a Llama."""
+    return QWEN3 if model.qk_norm else LLAMA
 
 
-def foreign_family(model_type: object) -> Family:
-    """Returns the family with Hugging Face's `model_type`; Qwen3 for an unknown type, which its reader then
-    refuses."""
-    return next((family for family in FAMILIES if family.foreign.model_type == model_type), QWEN3)
+def family_problems(old: ModelConfig, new: ModelConfig, source: str) -> tuple[Problem, ...]:
+    """Returns a problem if `old`, whose weights are in `source`, is of another family than `new`."""
+    theirs, ours = family_of(old).title, family_of(new).title
+    if theirs == ours:
+        return ()
+    reason = f"is a {ours}, but the weights in {source} are a {theirs}'s"
+    return (
+        Problem(key="model", value=new.name, reason=reason, fix=f"choose the recipe of a {theirs}, or other weights"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 need to know about a kind of model.
 
 Each family is one `Family` value, as in `canzona_cli.model.qwen3`. Its Megatron layers need torch, so they
-are in `canzona_cli.megatron`, under the family's name. Parameters have Megatron's names, without the prefix
+are in `canzona_cli.megatron.model`, by the family's name. Parameters have Megatron's names, without the prefix
 of the layer.
 """
 
@@ -134,15 +134,17 @@ class Foreign:
     model_type: str
     config: str
     """The name of the configuration class."""
-    defaults: Mapping[str, object]
-    """The values of keys that a `config.json` may leave out."""
+    defaults: Callable[[Mapping[str, object]], Mapping[str, object]]
+    """Returns the values of keys that a `config.json` may leave out, given those that it has."""
     must_be: Mapping[str, tuple[object, ...]]
     """The accepted values of keys that the family fixes; the first is the family's value."""
     fixed: Mapping[str, object]
     """The settings of a recipe's model section that are constant in this format."""
-    embedding: str
-    output: str
-    final_norm: str
+    written: Mapping[str, object]
+    """The constant keys that an export writes for this family only."""
+    embedding: str = "model.embed_tokens.weight"
+    output: str = "lm_head.weight"
+    final_norm: str = "model.norm.weight"
     layer: Mapping[str, str]
     """The names within a layer by unit, in the order of the model."""
 
@@ -152,6 +154,8 @@ class Family:
     """A kind of model."""
 
     name: str
+    title: str
+    """The name that messages use."""
     weights: Callable[[ModelConfig], tuple[Weight, ...]]
     """The 2-D parameters of a layer, in the order in which Megatron creates modules and fills gradient
     buffers."""
@@ -164,5 +168,6 @@ class Family:
     forward_flops: Callable[[ModelConfig, int], float]
     """The matrix-multiply FLOPs of one token's forward pass, averaged over a sequence of the given length."""
     foreign: Foreign
-    published: Mapping[str, tuple[str, str]]
-    """The published parameter counts by recipe: total, and without embeddings, as the model cards round them."""
+    published: Mapping[str, tuple[str, str | None]]
+    """The published parameter counts by recipe, as the model cards round them: the total, and the count without
+    embeddings if it is published."""

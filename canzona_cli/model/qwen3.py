@@ -1,134 +1,20 @@
-"""The dense Qwen3 family. Models that differ from it only in QK-norm, such as Llama 3, are described by it
-too.
+"""The dense Qwen3 family.
 
 Source: Qwen3 Technical Report, arXiv 2505.09388, the published `config.json` files, and `Qwen3ForCausalLM`
 and `Qwen3Config` of transformers 4.51 and later.
 """
 
-from functools import lru_cache
+from canzona_cli.model.dense import LAYER_NAMES, dense_family
+from canzona_cli.model.family import Foreign
 
-from canzona_cli.config.schema import ModelConfig
-from canzona_cli.model.family import Activations, Attention, Band, Family, Foreign, Norm, Weight, Work
-
-
-@lru_cache(maxsize=64)
-def _weights(model: ModelConfig) -> tuple[Weight, ...]:
-    hidden, ffn, head, groups = model.hidden_size, model.ffn_hidden_size, model.head_dim, model.num_query_groups
-    queries = model.num_attention_heads // groups * head
-    attention = (Band("q", queries), Band("k", head), Band("v", head))
-    return (
-        Weight(
-            name="self_attention.linear_proj.weight",
-            kind="proj",
-            parts=(Band("proj", hidden),),
-            cols=groups * queries,
-            cut="cols",
-        ),
-        Weight(
-            name="self_attention.linear_qkv.weight",
-            kind="qkv",
-            parts=attention,
-            cols=hidden,
-            repeats=groups,
-            cut="repeats",
-        ),
-        Weight(
-            name="mlp.linear_fc1.weight",
-            kind="fc1",
-            parts=(Band("gate", ffn), Band("up", ffn)),
-            cols=hidden,
-            cut="parts",
-        ),
-        Weight(name="mlp.linear_fc2.weight", kind="down", parts=(Band("down", hidden),), cols=ffn, cut="cols"),
-    )
-
-
-@lru_cache(maxsize=64)
-def _norms(model: ModelConfig) -> tuple[Norm, ...]:
-    """Lists the norms of a layer; the norms of queries and keys have one weight per head dimension."""
-    of_heads = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight") if model.qk_norm else ()
-    return (
-        Norm(
-            name="input_layernorm.weight",
-            fused="self_attention.linear_qkv.layer_norm_weight",
-            elements=model.hidden_size,
-            part="qkv",
-        ),
-        *(Norm(name=name, elements=model.head_dim, part="qkv") for name in of_heads),
-        Norm(
-            name="pre_mlp_layernorm.weight",
-            fused="mlp.linear_fc1.layer_norm_weight",
-            elements=model.hidden_size,
-            part="fc1",
-        ),
-    )
-
-
-@lru_cache(maxsize=64)
-def _work(model: ModelConfig) -> tuple[Work, ...]:
-    """Lists the modules of a layer with their memory traffic.
-
-    A norm passes over the residual stream twice, a residual addition three times. SwiGLU passes over the
-    MLP's width three times.
-    """
-    proj, qkv, fc1, fc2 = _weights(model)
-    return (
-        Work(part="qkv", weight=qkv, stream=2, attention=_attention(model)),
-        Work(part="proj", weight=proj, stream=3),
-        Work(part="fc1", weight=fc1, stream=2, elements=3 * model.ffn_hidden_size),
-        Work(part="fc2", weight=fc2, stream=3),
-    )
-
-
-def _attention(model: ModelConfig) -> Attention:
-    return Attention(
-        queries=model.num_attention_heads * model.head_dim,
-        keys=model.num_query_groups * model.head_dim,
-        normalised=model.qk_norm,
-    )
-
-
-def _activations(model: ModelConfig, fused: bool) -> Activations:
-    """Counts the activations of a layer with hidden size h, a heads and g query groups of width d, MLP width
-    f:
-    - residual stream: the inputs of two norms and of the two linear layers after them, 4 h;
-    - attention: fused qkv (a + 2g) d, which v keeps alive; queries copied from it, a d; rotated q and k,
-      (a + g) d; context, a d;
-    - SwiGLU: gate and up, 2 f; their product, f; if not fused, also silu(gate) and a copy of up.
-    """
-    core = _attention(model)
-    queries, keys, ffn = core.queries, core.keys, model.ffn_hidden_size
-    fused_qkv, rotated, context = queries + 2 * keys, queries + keys, queries
-    swiglu = (3 if fused else 5) * ffn
-    return Activations(stream=4, cut=fused_qkv + queries + rotated + context + swiglu, largest=3 * ffn)
-
-
-def _forward_flops(model: ModelConfig, seq_length: int) -> float:
-    """Counts the matrix-multiply FLOPs of one token's forward pass.
-
-    There are two per weight in the layers and in the output layer, tied or not; the embedding is a look-up.
-    In each layer q k^T and the weighted sum over v add 2 * 2 * seq_length * heads * head_dim, halved because
-    a causal token attends to half of the sequence on average. Norms, rotary embedding and softmax are left
-    out.
-    """
-    matrices = model.num_layers * sum(weight.elements for weight in _weights(model))
-    output_layer = model.vocab_size * model.hidden_size
-    attention_core = 2 * seq_length * _attention(model).queries * model.num_layers
-    return 2.0 * (matrices + output_layer) + attention_core
-
-
-QWEN3 = Family(
+QWEN3 = dense_family(
     name="qwen3",
-    weights=_weights,
-    norms=_norms,
-    work=_work,
-    activations=_activations,
-    forward_flops=_forward_flops,
+    title="Qwen3",
     foreign=Foreign(
         architecture="Qwen3ForCausalLM",
         model_type="qwen3",
         config="Qwen3Config",
-        defaults={"head_dim": 128, "rms_norm_eps": 1e-6, "initializer_range": 0.02},
+        defaults=lambda _: {"head_dim": 128, "rms_norm_eps": 1e-6, "initializer_range": 0.02},
         must_be={
             "model_type": ("qwen3",),
             "hidden_act": ("silu", None),
@@ -139,22 +25,8 @@ QWEN3 = Family(
             "num_experts": (0, None),
         },
         fixed={"qk_norm": True},
-        embedding="model.embed_tokens.weight",
-        output="lm_head.weight",
-        final_norm="model.norm.weight",
-        layer={
-            "input_layernorm.weight": "input_layernorm",
-            "q": "self_attn.q_proj",
-            "k": "self_attn.k_proj",
-            "v": "self_attn.v_proj",
-            "self_attention.q_layernorm.weight": "self_attn.q_norm",
-            "self_attention.k_layernorm.weight": "self_attn.k_norm",
-            "proj": "self_attn.o_proj",
-            "pre_mlp_layernorm.weight": "post_attention_layernorm",
-            "gate": "mlp.gate_proj",
-            "up": "mlp.up_proj",
-            "down": "mlp.down_proj",
-        },
+        written={"use_sliding_window": False, "sliding_window": None},
+        layer=LAYER_NAMES,
     ),
     published={
         "qwen3-0.6b": ("0.6 B", "0.44 B"),

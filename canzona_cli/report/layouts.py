@@ -308,7 +308,8 @@ class Layouts(Page):
         published = family_of(model).published
         if model.name in published:
             total, body = published[model.name]
-            parameters += f" (published {total}), {_billions(parameters_of.non_embedding)} without embeddings ({body})"
+            parameters += f" (published {total}), {_billions(parameters_of.non_embedding)} without embeddings"
+            parameters += f" ({body})" if body else ""
         yield wrapped(parameters, "dim")
         yield wrapped(
             f"batch: sequences per step = micro-batch x accumulation x DP; PP2x9: 2 pipeline stages of 9 model chunks "

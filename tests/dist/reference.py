@@ -1,27 +1,39 @@
-"""Hugging Face's Qwen3 as the independent reference: same shapes, our weights, its own code."""
+"""Hugging Face's Qwen3 and Llama as the independent references: same shapes, our weights, their own code."""
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from canzona_cli.config.schema import ModelConfig
 from tests.dist.whole import Weights
 
+type Reference = Qwen3ForCausalLM | LlamaForCausalLM
 
-def hugging_face_model(shape: ModelConfig, weights: Weights, *, max_length: int) -> Qwen3ForCausalLM:
-    """`Qwen3ForCausalLM` in fp32 with `weights`; built from its configuration, nothing is downloaded.
+
+def hugging_face_model(shape: ModelConfig, weights: Weights, *, max_length: int) -> Reference:
+    """The reference in fp32 with `weights`; built from its configuration, nothing is downloaded.
 
     Raises:
         RuntimeError: `weights` lacks one of its parameters or has one too many.
     """
-    model = Qwen3ForCausalLM(hugging_face_config(shape, max_length=max_length)).float()
+    model = random_model(shape, max_length=max_length)
     tied = {"lm_head.weight": weights["model.embed_tokens.weight"]} if shape.tied_embeddings else {}
     model.load_state_dict({**weights, **tied}, strict=True)
     return model
 
 
-def hugging_face_config(shape: ModelConfig, *, max_length: int) -> Qwen3Config:
-    """The same shape in Hugging Face's words."""
-    return Qwen3Config(
+def random_model(shape: ModelConfig, *, max_length: int) -> Reference:
+    """The reference in fp32 with the weights that Hugging Face draws."""
+    config = hugging_face_config(shape, max_length=max_length)
+    model = Qwen3ForCausalLM(config) if isinstance(config, Qwen3Config) else LlamaForCausalLM(config)
+    return model.float()
+
+
+def hugging_face_config(shape: ModelConfig, *, max_length: int) -> Qwen3Config | LlamaConfig:
+    """The same shape in Hugging Face's words; Llama 3.1's scaling as its published files have it."""
+    scaled = {"rope_type": "llama3", "factor": shape.rope_scaling, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaled["original_max_position_embeddings"] = 8192
+    scaling = {"rope_type": "default"} if shape.rope_scaling is None else scaled
+    return (Qwen3Config if shape.qk_norm else LlamaConfig)(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.ffn_hidden_size,
@@ -31,19 +43,19 @@ def hugging_face_config(shape: ModelConfig, *, max_length: int) -> Qwen3Config:
         head_dim=shape.head_dim,
         max_position_embeddings=max_length,
         rms_norm_eps=shape.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_base},
+        rope_parameters={**scaling, "rope_theta": shape.rope_base},
         tie_word_embeddings=shape.tied_embeddings,
         attn_implementation="eager",
         use_cache=False,
     )
 
 
-def weights_of(model: Qwen3ForCausalLM) -> Weights:
+def weights_of(model: Reference) -> Weights:
     """Its weights under the same names; the output layer of tied embeddings only once."""
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def token_losses(model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def token_losses(model: Reference, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross entropy of each token: `[batch, seq_length]` tokens and labels to `[batch, seq_length]`, nats."""
     logits = model(input_ids=tokens).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)

@@ -1,4 +1,4 @@
-"""Our Qwen3 computes what Hugging Face's Qwen3 computes, whatever the layout.
+"""Our Qwen3 and Llama compute what Hugging Face's compute, whatever the layout.
 
 The reference shares no code with Megatron-core: it is built from the same shapes, given the weights that the ranks
 hold, and runs in one process.
@@ -21,7 +21,8 @@ from tests.dist.whole import Part, Weights, assemble, named_parameters, part_of
 
 BATCH, SEQ = 2, 64
 # Of the largest logit. Seen: 0 on one rank and 1e-6 on several, where sums run in another order (fp32 carries 6e-8 per
-# operation). What it must not hide: norm_eps 1e-5 instead of 1e-6 moves a logit by 1e-4.
+# operation). What it must not hide: norm_eps 1e-5 instead of 1e-6 moves a logit by 1e-4,
+# Llama 3.1's rope scaling by 8e-2.
 RELATIVE = 1e-5
 
 
@@ -81,12 +82,19 @@ def _run_ours(*overrides: str) -> tuple[list[Output], Weights, torch.Tensor, tor
     return outputs, weights, torch.from_numpy(logits), torch.from_numpy(losses)
 
 
-@pytest.mark.parametrize(("tied", "tp"), [(False, 1), (True, 4)], ids=["untied", "tied"])
-def test_logits_and_losses_are_those_of_hugging_face(tied: bool, tp: int) -> None:
-    outputs, weights, logits, losses = _run_ours(
-        f"gpus={tp}", f"parallel.tp={tp}", f"model.tied_embeddings={str(tied).lower()}"
-    )
-    assert ("lm_head.weight" in weights) is not tied
+LLAMA = ("model.qk_norm=false", "model.rope_base=500000", "model.norm_eps=1e-5")
+KINDS: dict[str, tuple[str, ...]] = {
+    "untied": ("gpus=1", "model.tied_embeddings=false"),
+    "tied": ("gpus=4", "parallel.tp=4", "model.tied_embeddings=true"),
+    "llama": ("gpus=2", "parallel.tp=2", "model.tied_embeddings=false", *LLAMA),
+    "llama 3.1": ("gpus=1", "model.tied_embeddings=false", *LLAMA, "model.rope_scaling=8"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_losses_are_those_of_hugging_face(kind: str) -> None:
+    outputs, weights, logits, losses = _run_ours(*KINDS[kind])
+    assert ("lm_head.weight" in weights) is (kind != "tied")
     assert logits.std() > 0.5, "the reference says nothing: its logits are almost constant"
     ours = torch.cat([torch.from_numpy(output.logits) for output in outputs], dim=-1)
     assert ours.shape == logits.shape

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load, load_file, save
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from canzona_cli.config.schema import ModelConfig
 from tests.dist.ranks import run_ranks
-from tests.dist.reference import hugging_face_config
+from tests.dist.reference import random_model
 
 Weights = dict[str, torch.Tensor]
 
@@ -16,7 +16,7 @@ Weights = dict[str, torch.Tensor]
 def random_folder(
     path: Path, shape: ModelConfig, *, dtype: torch.dtype = torch.float32, max_length: int = 64, shard: str = "50GB"
 ) -> Weights:
-    """Save a random Qwen3 there; its weights by name, each once.
+    """Save a random Qwen3 or Llama there; its weights by name, each once.
 
     They are ten times the usual and norms are not 1, so that a wrong rotation, head or norm shows. In a process of its
     own: transformers begins threads.
@@ -25,7 +25,7 @@ def random_folder(
     @torch.no_grad()
     def write() -> None:
         torch.manual_seed(7)
-        model = Qwen3ForCausalLM(hugging_face_config(shape, max_length=max_length)).float()
+        model = random_model(shape, max_length=max_length)
         for parameter in model.parameters():
             parameter.mul_(10) if parameter.dim() > 1 else parameter.mul_(1 + 0.3 * torch.randn(parameter.shape))
         model.to(dtype).save_pretrained(path, max_shard_size=shard)

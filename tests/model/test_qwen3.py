@@ -28,6 +28,7 @@ def test_counts_agree_with_every_digit_of_the_model_card(size: Size) -> None:
     for ours, published in zip(
         (count.total, count.non_embedding), family_of(model(size)).published[f"qwen3-{size}"], strict=True
     ):
+        assert published is not None
         digits = len(published.removesuffix(" B").partition(".")[2])
         assert f"{ours / 1e9:.{digits}f} B" == published
 

@@ -41,7 +41,7 @@ WSD_DECAY_SHARE = 10
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer of the Qwen3 family (RMSNorm, QK-norm, SwiGLU, GQA, RoPE, no bias)."""
+    """A decoder-only transformer with RMSNorm, SwiGLU, GQA, RoPE and no bias, as Qwen3 and Llama are."""
 
     name: Annotated[str, "Name of the model, for reports.", NOTHING]
     num_layers: Annotated[Layers, "Transformer layers.", MODEL | PLAN]
@@ -53,8 +53,13 @@ class ModelConfig:
     vocab_size: Annotated[Side, "Rows of the embedding.", MODEL | PLAN]
     tied_embeddings: Annotated[bool, "Share one weight between embedding and output layer.", MODEL | PLAN]
     rope_base: Annotated[float, Range(at_least=1, at_most=1e12), "Base of the rotary embedding.", CURVE] = 1_000_000.0
+    rope_scaling: Annotated[
+        Annotated[float, Range(at_least=1, at_most=1e6)] | None,
+        "Factor of Llama 3.1's scaling of the rotary embedding, which stretches a context of 8,192 tokens; null: none.",
+        CURVE,
+    ] = None
     norm_eps: Annotated[Epsilon, "Epsilon of the RMSNorms.", CURVE] = 1e-6
-    qk_norm: Annotated[bool, "Normalise queries and keys, head by head.", MODEL] = True
+    qk_norm: Annotated[bool, "Normalise queries and keys, head by head: true for Qwen3, false for Llama.", MODEL] = True
     init_std: Annotated[
         Positive,
         "Standard deviation of the initial weights; residual projections use `init_std / sqrt(2 * num_layers)`.",

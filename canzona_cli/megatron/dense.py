@@ -1,4 +1,4 @@
-"""The layers of the Qwen3 family, as Megatron-core's specifications and settings."""
+"""The layers of dense decoders, as Megatron-core's specifications and settings."""
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -35,4 +35,9 @@ def transformer_settings(model: ModelConfig) -> dict[str, object]:
 
 def model_settings(model: ModelConfig) -> dict[str, object]:
     """Returns the arguments of `GPTModel` that determine how positions are encoded."""
-    return {"position_embedding_type": "rope", "rotary_base": model.rope_base}
+    return {
+        "position_embedding_type": "rope",
+        "rotary_base": model.rope_base,
+        "rope_scaling": model.rope_scaling is not None,
+        "rope_scaling_factor": model.rope_scaling,
+    }

@@ -1,0 +1,50 @@
+"""The Llama family, versions 2 and 3: dense decoders without QK-norm.
+
+Source: The Llama 3 Herd of Models, arXiv 2407.21783, the published `config.json` files, and
+`LlamaForCausalLM` and `LlamaConfig` of transformers 4.43 and later.
+"""
+
+from collections.abc import Mapping
+
+from canzona_cli.model.dense import LAYER_NAMES, QK_NORMS, dense_family
+from canzona_cli.model.family import Foreign
+
+
+def _defaults(tree: Mapping[str, object]) -> Mapping[str, object]:
+    """Returns the defaults of `LlamaConfig`; the published files leave the width of a head out."""
+    heads, hidden = tree.get("num_attention_heads"), tree.get("hidden_size")
+    width = {"head_dim": hidden // heads} if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 else {}
+    return width | {
+        "num_key_value_heads": heads,
+        "rope_theta": 10_000.0,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+    }
+
+
+LLAMA = dense_family(
+    name="llama",
+    title="Llama",
+    foreign=Foreign(
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        config="LlamaConfig",
+        defaults=_defaults,
+        must_be={
+            "model_type": ("llama",),
+            "hidden_act": ("silu", None),
+            "attention_bias": (False, None),
+            "attention_dropout": (0, None),
+            "mlp_bias": (False, None),
+            "quantization_config": (None,),
+        },
+        fixed={"qk_norm": False},
+        written={"mlp_bias": False},
+        layer={unit: name for unit, name in LAYER_NAMES.items() if unit not in QK_NORMS},
+    ),
+    published={
+        "llama3-8b": ("8.03 B", None),
+        "llama3-70b": ("70.6 B", None),
+        "llama3-405b": ("406 B", None),
+    },
+)
