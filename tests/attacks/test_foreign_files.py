@@ -131,7 +131,7 @@ def test_a_tensor_that_two_files_have_is_nobodys(tmp_path: Path) -> None:
         {"num_hidden_layers": 10**15},
         {"rope_theta": 1e300},
         {"hidden_size": "64"},
-        {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+        {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
         {"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "evil"},
         {"num_experts": 8},
         {"quantization_config": {"quant_method": "fp8"}},
@@ -140,7 +140,7 @@ def test_a_tensor_that_two_files_have_is_nobodys(tmp_path: Path) -> None:
     ],
     ids=lambda changed: "-".join(changed),
 )
-def test_settings_that_no_qwen3_has_are_refused(changed: dict[str, object], tmp_path: Path) -> None:
+def test_settings_that_no_known_model_has_are_refused(changed: dict[str, object], tmp_path: Path) -> None:
     """Before anything as large as they say is made."""
     settings(tmp_path, **changed)
     shard(tmp_path / "model.safetensors", {"a": ENTRY})
