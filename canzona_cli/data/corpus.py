@@ -339,8 +339,8 @@ def _length_problems(config: RunConfig, pair: PairInfo, part: PreparedSet, *, bl
     elif part.train_tokens < needed or (_held_out(config) > 0 and part.validation_tokens < needed):
         which = "training" if part.train_tokens < needed else "validation"
         left = min(part.train_tokens, part.validation_tokens)
-        of = f" of {part.name}" if blended else ""
-        reason = f"leaves {left:,} tokens{of} for {which}, but a sample needs {needed:,}"
+        of_set = f" of {part.name}" if blended else ""
+        reason = f"leaves {left:,} tokens{of_set} for {which}, but a sample needs {needed:,}"
         yield problem_with(config, "data.validation_fraction", reason, _better_fraction(pair, needed))
 
 

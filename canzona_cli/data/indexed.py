@@ -120,8 +120,9 @@ class PairWriter:
         assert tokens.dtype == self.dtype, (tokens.dtype, self.dtype)
         if not len(lengths):
             return
-        reached = np.cumsum(lengths, dtype=np.int64)
+        reached = np.cumsum(lengths, dtype=np.int64)  # the tokens up to the end of each sequence
         closing = np.flatnonzero(last)
+        # The sequences that end a document which has tokens, including those of earlier calls.
         ending = closing[np.diff(reached[closing], prepend=-self._document_tokens) > 0]
         begun = int(reached[closing[-1]]) if len(closing) else -self._document_tokens
         self._document_tokens = int(reached[-1]) - begun

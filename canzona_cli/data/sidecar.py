@@ -57,12 +57,12 @@ class Tally:
 
     @property
     def bad(self) -> int:
-        """Returns the number of lines that were skipped."""
+        """The number of lines that were skipped."""
         return sum(self.bad_kinds.values())
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Returns the numbers of documents, lines and files that were skipped, by reason, without zeros."""
+        """The numbers of documents, lines and files that were skipped, by reason, without zeros."""
         reasons = {"empty": self.empty, **self.bad_kinds, "binary file": len(self.skipped)}
         return {reason: number for reason, number in reasons.items() if number}
 

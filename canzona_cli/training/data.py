@@ -189,12 +189,12 @@ def _indices(
 ) -> list[list[int]]:
     """Lists the sample numbers of each micro-batch of one data-parallel rank, in order."""
     per_step = global_batch_size // (micro_batch_size * dp)
-    return [
-        list(range(start, start + micro_batch_size))
-        for batch in range(first_sample, total - global_batch_size + 1, global_batch_size)
-        for micro in range(per_step)
-        for start in [batch + (micro * dp + dp_rank) * micro_batch_size]
-    ]
+    micro_batches = []
+    for batch_start in range(first_sample, total - global_batch_size + 1, global_batch_size):
+        for micro in range(per_step):
+            start = batch_start + (micro * dp + dp_rank) * micro_batch_size
+            micro_batches.append(list(range(start, start + micro_batch_size)))
+    return micro_batches
 
 
 class Counted(Iterator[Batch]):

@@ -42,20 +42,20 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     refuse(contract.PROBLEMS, EnvironmentProblem)
     model = Model(config=config, world=world, chunks=build_model(config, world), timer=PhaseTimer(world.device))
     Pulse(record.heart).follow(model.timer)
-    journal.stage("build data", ", ".join(str(one.prefix) for one in corpus.sets))
+    journal.stage("build data", ", ".join(str(part.prefix) for part in corpus.sets))
     parts = build_validation(config, corpus, cache=cache_root(config) / "indices")
     lengths = token_bytes(corpus)
     checkpoint = Path(point.checkpoint)
     journal.stage("load", checkpoint.name)
     load_weights(model, checkpoint, verify_together(world, checkpoint))
     journal.stage("validate", f"step {point.step}")
-    losses, read = {}, []
+    losses, totals = {}, []
     for part in parts:
         batches = Counted(BatchStream(part.samples, world), world, None if lengths is None else lengths.values)
         losses[part.name] = validate(model, batches, global_batches=config.train.eval_batches)
-        read.append(batches.totals())
-    tokens = sum(of_set for of_set, _ in read)
-    size = sum(part.share * size * tokens / of_set for part, (of_set, size) in zip(parts, read, strict=True))
+        totals.append(batches.totals())
+    tokens = sum(of_set for of_set, _ in totals)
+    size = sum(part.share * size * tokens / of_set for part, (of_set, size) in zip(parts, totals, strict=True))
     loss = sum(part.share * losses[part.name] for part in parts)
     if rank == 0:
         evaluation = Evaluation(

@@ -161,7 +161,7 @@ class DivergenceGuard:
 
     @property
     def since(self) -> int | None:
-        """Returns the first step since which the loss is too high; None if it is not too high."""
+        """The first step since which the loss is too high; None if it is not too high."""
         return self.memory.since if self.memory.excess > 0 else None
 
     def goes_on(self, divergence: Divergence) -> bool:
@@ -169,8 +169,7 @@ class DivergenceGuard:
         return self.memory.excess >= ENOUGH_EXCESS if divergence.rule == "far" else self.memory.worse > 0
 
     def notice(self, step: int, loss: float | None) -> Divergence | None:
-        """Updates the memory after a step, and returns a divergence that is to be reported now; None if there
-        is none.
+        """Updates the memory after a step; returns a divergence if it must be reported now, else None.
 
         Args:
             loss: the finite loss over the global batch, nats per token. None for a step that was skipped
@@ -200,7 +199,7 @@ class DivergenceGuard:
         return None
 
     def validated(self, step: int, loss: float, *, final: bool) -> Divergence | None:
-        """Updates the memory after a validation, and returns a divergence that is to be reported now, if any.
+        """Updates the memory after a validation; returns a divergence if it must be reported now, else None.
 
         One bad validation suffices if its loss is not finite or it is the final one; otherwise two in a row
         do.

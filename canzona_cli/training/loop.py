@@ -76,8 +76,8 @@ class Training:
         memory = self.progress.losses
         self._spikes = SpikeGuard(self.trainee.config.train, memory)
         self._divergence = DivergenceGuard(self.trainee.config, memory)
-        self._lost: Divergence | None = None
-        """The divergence that was reported and has not ended, with train.divergence=warn."""
+        self._ongoing: Divergence | None = None
+        """The divergence that was last reported, with train.divergence=warn."""
 
     def run(self) -> Ending:
         """Makes the remaining steps of the run, with their validations and saves.
@@ -116,7 +116,7 @@ class Training:
                 self.journal.step(step_metrics(trainee, self.progress, result, elapsed))
                 self._check(step, result)
                 if result.stop and not finished:
-                    # Without the validation that may be due, which may take as long as many steps.
+                    # A validation that is due is skipped, because it may take as long as many steps.
                     return self._stop()
                 self._save_and_validate(step, wanted=result.save, finished=finished)
                 collect_after(step)
@@ -131,8 +131,8 @@ class Training:
         Raises:
             Diverged: on every rank together.
         """
-        if self._lost is not None and self._divergence.goes_on(self._lost):
-            raise self._lost.error(last=self.progress.step)
+        if self._ongoing is not None and self._divergence.goes_on(self._ongoing):
+            raise self._ongoing.error(last=self.progress.step)
 
     def _step(self, step: int, batches: BatchStream) -> tuple[StepResult, float]:
         """Makes one step, updates the progress, and returns the step's result and its duration in seconds.
@@ -195,8 +195,8 @@ class Training:
         """Reports a divergence; returns True if the run must stop, with train.divergence=stop."""
         facts = {"step": divergence.step, "since": divergence.since, "rule": divergence.rule}
         self.journal.incident("divergence", detail=divergence.words, level="warning", **facts)
-        if self._lost is None or not self._divergence.goes_on(self._lost):
-            self._lost = divergence
+        if self._ongoing is None or not self._divergence.goes_on(self._ongoing):
+            self._ongoing = divergence
         return self.trainee.config.train.divergence == "stop"
 
     def _remember(self) -> None:

@@ -106,7 +106,7 @@ def _peak_memory(world: World) -> float:
 
 
 ALL_RANKS = 8
-"""The largest number of ranks of which all are profiled. With more, only rank 0 is, because traces are large."""
+"""The largest number of ranks that are all profiled. With more ranks only rank 0 is, as traces are large."""
 
 
 class StepProfiler:
@@ -177,7 +177,7 @@ class StragglerWatch:
     """A detector of ranks that are slower than their peers and hold up the job.
 
     Every rank must have one and call it after every step; rank 0 reports. In a synchronous job steps take the
-    same time on all ranks, so step times do not show who is slow. A rank's own time does: data, forward and
+    same time on all ranks, so step times do not show which rank is slow. A rank's own time does: data, forward and
     backward without waits for other ranks (`StepTiming.own_s`). The ranks of a pipeline stage do the same
     work, so in a healthy job their own times are alike.
 

@@ -137,7 +137,9 @@ class Saver:
             SaveFailed: on every rank together; the message names the last checkpoint.
         """
         failure = self.settle()
-        failed = _Failure(reason=None if failure is None else f"{failure.problems[0].reason}; {self._kept()}")
+        failed = _Failure(
+            reason=None if failure is None else f"{failure.problems[0].reason}; {self._last_checkpoint()}"
+        )
         agreed = gather(failed)[0].reason  # rank 0 completes checkpoints, so its result counts
         if agreed is not None:
             raise SaveFailed(
@@ -225,7 +227,7 @@ class Saver:
         if not isinstance(error, SaveFailed):
             error = SaveFailed(Problem(key="checkpoint", reason=f"{type(error).__name__}: {error}"))
         save.failure = error
-        detail = f"step {save.step:,} was not saved: {error.problems[0].reason}; {self._kept()}"
+        detail = f"step {save.step:,} was not saved: {error.problems[0].reason}; {self._last_checkpoint()}"
         self._journal.incident("save_failed", step=save.step, detail=detail, level="warning")
 
     def _retain(self) -> None:
@@ -255,5 +257,5 @@ class Saver:
                 self._alive()
         return save.failure
 
-    def _kept(self) -> str:
+    def _last_checkpoint(self) -> str:
         return f"the last checkpoint is {self._last}" if self._last else "there is no checkpoint yet"

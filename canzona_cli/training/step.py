@@ -46,7 +46,7 @@ class StepResult(Agreed):
     """True if the gradients were not finite and no weight changed (`train.non_finite=skip`)."""
     fallbacks: int = 0
     """The number of matrices, on all ranks, whose update in the previous step failed and was replaced by the
-    optimizer's fallback. Those of the last step come from `CanzonaOptimizer.settle`."""
+    optimizer's fallback. `CanzonaOptimizer.settle` returns the number of the last step."""
     captures: int = 0
     """The number of CUDA graphs of updates that were captured before this step, on all ranks."""
     bad_ranks: tuple[int, ...] = ()

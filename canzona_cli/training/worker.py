@@ -56,7 +56,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
     journal.kernels(choose_kernels(config, world.device, begin=trying))
 
-    journal.stage("build data", ", ".join(str(one.prefix) for one in corpus.sets))
+    journal.stage("build data", ", ".join(str(part.prefix) for part in corpus.sets))
     datasets = build_datasets(config, corpus, cache=cache_root(config) / "indices")
 
     start, resumed = Start(), load_if_sound(files.resume, ResumePoint)
