@@ -84,7 +84,7 @@ def group_sizes(ranks: int) -> list[int]:
 
 
 def measure_collectives(members: Members, effort: Effort, recorder: Recorder) -> None:
-    """Measures all kinds and sizes of collectives in groups of one size. Members only."""
+    """Measures all kinds and sizes of collectives in groups of one size. Collective over the members."""
     for kind, make in KINDS.items():
         if kind == "send" and members.size != 2:
             continue
@@ -118,15 +118,15 @@ def _between_work(members: Members, run: Transfer, budget_s: float) -> tuple[lis
         For each repetition the seconds that the collective adds on the slowest rank, and the number of
         processor cores that one group's collective occupies.
     """
-    team, side = members.team, torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16)
-    product, touched = torch.empty_like(side), torch.ones(_TOUCHED // 4)
+    team, factor = members.team, torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16)
+    product, touched = torch.empty_like(factor), torch.ones(_TOUCHED // 4)
 
     def row(calls: int, *, communicating: bool) -> tuple[float, float]:
         """Returns wall and processor seconds of one call."""
         team.meet()
         begin, worked = time.perf_counter(), time.process_time()
         for _ in range(calls):
-            torch.mm(side, side, out=product)
+            torch.mm(factor, factor, out=product)
             touched.neg_()
             if communicating:
                 run()
@@ -138,10 +138,11 @@ def _between_work(members: Members, run: Transfer, budget_s: float) -> tuple[lis
     pilot = team.decide(min(sum(wall for wall, _ in pair(1)) for _ in range(_PILOTS)))
     calls = max(1, min(_CALLS, int(budget_s / LEAST / pilot)))
     pairs = [pair(calls) for _ in range(_repetitions(budget_s, calls * pilot))]
-    both, alone = (_slowest(team, [rows[which][0] for rows in pairs]) for which in (0, 1))
+    with_it = _slowest(team, [wall for (wall, _), _ in pairs])
+    without = _slowest(team, [wall for _, (wall, _) in pairs])
     # A difference within the noise of the computation counts as a microsecond.
-    added = [max(_LEAST_S, with_it - without) for with_it, without in zip(both, alone, strict=True)]
-    processor = [statistics.median(with_it[1] - without[1] for with_it, without in pairs)]
+    added = [max(_LEAST_S, both - alone) for both, alone in zip(with_it, without, strict=True)]
+    processor = [statistics.median(both - alone for (_, both), (_, alone) in pairs)]
     busy = sum(of_rank for (of_rank,) in team.gather(processor)) / members.groups / Quartiles.of(added).median
     return added, min(max(busy, 0.0), float(cores()))
 
@@ -203,8 +204,8 @@ def _broadcast(size: int, members: Members) -> Transfer:
 
 
 def _ranges(data: torch.Tensor, members: Members) -> list[tuple[torch.Tensor, int]]:
-    """Returns (range, owner) pairs: on GPUs a range for each rank, because in a run they share the link and
-    one launch; on CPU ranks a single range, because gloo runs each collective in its own thread."""
+    """Returns (range, owner) pairs: on GPUs one for each rank, because in a run all ranges share the link and
+    one launch; on CPU ranks only one, because gloo runs each collective in its own thread."""
     if members.device.type == "cpu":
         return [(data, 0)]
     return [(part, owner) for owner, part in enumerate(data.chunk(members.size))]
@@ -223,8 +224,7 @@ def _reduce_scatter(size: int, members: Members) -> Transfer:
 
 
 def _all_to_all(size: int, members: Members) -> Transfer:
-    """Prepares an all-to-all of equal parts: `size` bytes go to the other ranks, and another part stays on
-    this."""
+    """Prepares an all-to-all of equal parts: `size` bytes go to the other ranks; one more part stays here."""
     sent = members.buffer(max(1, size * members.size // (members.size - 1)), torch.float32)
     received = torch.empty_like(sent)
     return lambda: _finish(dist.all_to_all_single(received, sent, group=members.group, async_op=True))

@@ -3,7 +3,7 @@ updates.
 
 An update is timed as the engine runs it, except for the exchange: clip the gradient, step, check that the new
 weight is finite, and write it in the model's precision. As many different matrices as the model has layers
-are updated in turn, because in training each update finds the caches full of other matrices.
+are updated one after another, because in training each update finds the caches full of other matrices.
 """
 
 import time
@@ -62,7 +62,8 @@ them."""
 
 
 def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
-    """Measures the rates of matrix products and decompositions, and the time of a launch. Team only."""
+    """Measures the rates of matrix products and decompositions, and the time of a launch. Collective over the
+    team."""
     sizes = SIZES[team.device.type]
     for size in sizes.products:
         factors = (torch.randn(size, size, device=team.device).bfloat16() for _ in range(3))
@@ -89,9 +90,10 @@ def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
 
 
 def measure_memory(team: Team, effort: Effort, recorder: Recorder) -> None:
-    """Measures memory bandwidth by a copy between buffers that are too large for any cache. Team only.
+    """Measures memory bandwidth by a copy between buffers that are too large for any cache.
 
     The measured rate is divided by `COPY_EFFICIENCY`, the share of the bandwidth that a copy reaches.
+    Collective over the team.
     """
     elements = SIZES[team.device.type].copied_bytes // 4
     source, target = (torch.ones(elements, device=team.device) for _ in range(2))
@@ -214,7 +216,7 @@ def shapes(config: RunConfig) -> list[tuple[int, int]]:
 def measure_updates(
     team: Team, config: RunConfig, effort: Effort, recorder: Recorder, elapsed: Callable[[], float]
 ) -> None:
-    """Measures every variant's update of every shape, quick ones first. Team only.
+    """Measures every variant's update of every shape, quick ones first. Collective over the team.
 
     Updates that would take too long to measure are left to the cost model and recorded as skipped.
 
@@ -225,8 +227,8 @@ def measure_updates(
     for cost_s, variant, (rows, cols) in sorted(items, key=lambda item: item[0]):
         late = max(0.0, elapsed() + cost_s - effort.end_s) if cost_s > 1.0 else 0.0
         if cost_s > effort.largest_item_s or team.decide(late) > 0.0:
-            late_by = f"measuring it would take about {cost_s:.0f} s"
-            recorder.report(Record(skipped=(f"{variant.label} of {rows} x {cols}: {late_by}",)))
+            reason = f"measuring it would take about {cost_s:.0f} s"
+            recorder.report(Record(skipped=(f"{variant.label} of {rows} x {cols}: {reason}",)))
             continue
         samples = update_samples(team, variant, rows, cols, effort.item_s)
         recorder.add(Measurement.of("updates", samples, variant.label, rows, cols))
@@ -234,7 +236,7 @@ def measure_updates(
 
 def measure_adamw(team: Team, config: RunConfig, effort: Effort, recorder: Recorder) -> None:
     """Measures AdamW's nanoseconds per element: the update of a flat fp32 shard and the copy into the model's
-    weights. Team only."""
+    weights. Collective over the team."""
     shard = torch.nn.Parameter(torch.randn(ADAMW_ELEMENTS, device=team.device))
     shard.grad = torch.randn_like(shard)
     weight = torch.empty(ADAMW_ELEMENTS, dtype=_dtype(config), device=team.device)
@@ -254,17 +256,17 @@ def expected(variant: Variant, rows: int, cols: int) -> float:
     For SOAP and Shampoo, this is the time of three steps with a refresh, which take far longer than other
     steps.
     """
-    how, cluster = algorithm(variant.config), replace(variant.config.cluster, measured_updates=())
+    update, cluster = algorithm(variant.config), replace(variant.config.cluster, measured_updates=())
     if isinstance(variant.config.optimizer, MomentumConfig):
-        return 8 * seconds(how, rows, cols, cluster)
-    return 3 * peak_seconds(how, rows, cols, cluster)
+        return 8 * seconds(update, rows, cols, cluster)
+    return 3 * peak_seconds(update, rows, cols, cluster)
 
 
 def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s: float) -> list[float]:
     """Measures the seconds of one update of one (rows, columns) matrix; returns the samples of all members.
 
-    For SOAP and Shampoo a sample is the mean over a refresh period: of one sample of a step without refresh
-    and of the median step with refresh, weighted by how often each occurs.
+    For SOAP and Shampoo, a sample is the mean over a refresh period, from one step without refresh and the
+    median of the steps with refresh, weighted by how often each occurs.
     """
     group = Group(variant, rows, cols, team.device)
     optimizer = group.optimizer
@@ -345,8 +347,8 @@ class Group:
 
 
 def _count(variant: Variant, rows: int, cols: int, device: torch.device) -> int:
-    """Returns how many matrices to update: one for each layer, at most what `_BYTES_AT_ONCE` allows, and one
-    for large matrices of SOAP and Shampoo, whose updates take long."""
+    """Returns the number of matrices in a group: one per layer, but no more than `_BYTES_AT_ONCE` allows, and
+    only one for large matrices of SOAP and Shampoo, whose updates take long."""
     squares = 0 if isinstance(variant.config.optimizer, MomentumConfig) else rows * rows + cols * cols
     if squares and max(rows, cols) > 1024:
         return 1

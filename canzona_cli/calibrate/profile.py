@@ -78,7 +78,7 @@ class Effort:
     sizes: tuple[int, ...] = (8, 64 << 10, 1 << 20, 8 << 20)
     """The sizes of collectives, in bytes."""
     large: int | None = 32 << 20
-    """A further size of collectives in bytes, which is measured where it is quick enough; None without one."""
+    """A further size of collectives in bytes, measured if it is quick enough; None for no further size."""
 
     def on(self, device: Device) -> "Effort":
         """Returns the effort with the sizes for a type of device: on GPUs up to the buckets of the largest
@@ -172,7 +172,7 @@ class Recorder:
         self.report(Record(measurements=(measurement,)))
 
     def report(self, more: Record) -> None:
-        """Appends to the record; does nothing on other ranks than 0."""
+        """Appends to the record; does nothing on ranks other than 0."""
         if self._writes:
             append_json_line(self._path, asdict(more))
 
@@ -221,20 +221,15 @@ def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
     chosen: dict[str, OptimizerConfig] = {optimizer.name: optimizer for optimizer in usual}
     if isinstance(settings, NewtonSchulzConfig | KroneckerConfig):
         chosen[settings.name] = settings
-    return tuple(
-        replace(config, optimizer=each)
-        for optimizer in chosen.values()
-        for each in (
-            [
-                replace(optimizer, form=form, stack=stack)
-                for form in get_args(Form)
-                if form == "standard" or optimizer.coefficients not in STANDARD_ONLY
-                for stack in (False, True)
-            ]
-            if isinstance(optimizer, MomentumConfig)
-            else [optimizer]
-        )
-    )
+    optimizers: list[OptimizerConfig] = []
+    for optimizer in chosen.values():
+        if not isinstance(optimizer, MomentumConfig):
+            optimizers.append(optimizer)
+            continue
+        for form in get_args(Form):
+            if form == "standard" or optimizer.coefficients not in STANDARD_ONLY:
+                optimizers += [replace(optimizer, form=form, stack=stack) for stack in (False, True)]
+    return tuple(replace(config, optimizer=optimizer) for optimizer in optimizers)
 
 
 def profile_of(
@@ -386,7 +381,7 @@ class StepFactors:
 
 
 def fitted(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterConfig:
-    """Returns the profile with the factors of its benches, of which there is at least one."""
+    """Returns the profile with factors from its benches (at least one)."""
     steps = factors(results)
     scaled = ("forward_factor", "forward_module_us", "backward_factor", "backward_module_us")
     changes = {name: significant(getattr(profile, name) * steps.computing) for name in scaled}
@@ -401,12 +396,12 @@ def factors(results: Sequence[BenchResult]) -> StepFactors:
     """Computes the factors from the data-parallel bench and, if it was run, the tensor-parallel bench after
     it.
 
-    The factor of forward and backward comes from the data-parallel bench, where these have no collectives.
-    Both have one factor. It includes the waits for gradients and parameters, because the operating system
-    gives the ranks unequal shares of the cores, and the faster ranks wait there.
+    Forward and backward share a factor. It comes from the data-parallel bench, where they have no
+    collectives, and includes the waits for gradients and parameters, because the operating system gives the
+    ranks unequal shares of the cores, and the faster ranks wait there.
     """
     phases: dict[str, float] = {}
-    for prefix, (updating, elementwise) in {"": ("canzona", "canzona"), "megatron/": ("sc", "adamw")}.items():
+    for prefix, updating, elementwise in (("", "canzona", "canzona"), ("megatron/", "sc", "adamw")):
         benched: dict[Phase, str] = {
             "matrix_update": updating,
             "exchange": updating,
@@ -426,7 +421,7 @@ def factors(results: Sequence[BenchResult]) -> StepFactors:
 
 
 def _factor(benches: Iterable[StrategyBench], phases: Sequence[Phase], rank: Literal["min", "mean"]) -> float | None:
-    """Returns measured over predicted time, summed over phases and benches; None where no bench has the
+    """Returns measured over predicted time, summed over phases and benches; None if no bench has the
     phases."""
     measured = predicted = 0.0
     for bench, phase in itertools.product(benches, phases):

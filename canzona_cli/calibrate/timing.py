@@ -21,10 +21,10 @@ class _Values:
 
 
 LEAST, MOST = 3, 400
-"""The fewest and the most repetitions of a measurement; fewer only if `LEAST` would take over four times the
-budget."""
+"""The fewest and the most samples of a measurement; fewer only if `LEAST` samples would take over four times
+the budget."""
 _SAMPLE_S = 1e-3
-"""The shortest sample in seconds; of quicker work, several calls make a sample."""
+"""The shortest sample in seconds; a sample of quicker work consists of several calls."""
 
 
 class Team:
@@ -60,7 +60,7 @@ class Team:
 
 
 def joined(group: dist.ProcessGroup | int) -> dist.ProcessGroup:
-    """Returns a group made by `new_group`, which is not a group on ranks that are not members.
+    """Returns a group made by `new_group`, with the type of a group.
 
     Raises:
         AssertionError: this rank is not a member.
@@ -72,7 +72,7 @@ def joined(group: dist.ProcessGroup | int) -> dist.ProcessGroup:
 def repeat(work: Work, device: torch.device, budget_s: float) -> list[float]:
     """Measures the seconds of one call of `work`, with as many samples as the budget allows.
 
-    The first call, and a second one that decides how many calls make a sample, are not counted.
+    The first call, and a second that decides how many calls a sample has, are not counted.
     """
     first = timed(work, device)
     calls = max(1, round(_SAMPLE_S / max(timed(work, device), 1e-7))) if first < _SAMPLE_S else 1

@@ -1,4 +1,4 @@
-"""The choice of a layout for a model on a number of GPUs, and suggestions where no layout fits.
+"""Chooses the layout of a run, and suggests changes if no layout fits.
 
 The user's settings are hard constraints. Every null is searched, with the same result on every machine.
 """
@@ -32,9 +32,8 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
     Resolving the result again changes nothing.
 
     Raises:
-        ConfigError: the settings are impossible, or leave a matrix optimizer no matrix; carries every
-            problem.
-        DoesNotFit: no possible layout fits the profile's memory; carries changes that would make one fit.
+        ConfigError: the settings are impossible, or leave a matrix optimizer without matrices; lists every problem.
+        DoesNotFit: no possible layout fits the profile's memory; lists changes that would make one fit.
     """
     routing(config)
     config = replace(config, cluster=with_layers_here(config.cluster))
@@ -89,8 +88,8 @@ def _does_not_fit(config: RunConfig) -> Problem:
 def suggestions(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     """Yields single changes that make `config` fit, each as overrides and as the changed configuration.
 
-    The change that alters the job least comes first. Of GPU counts and of sequence lengths only the nearest
-    that fits is yielded.
+    The change that alters the job least comes first. Only the smallest number of GPUs and the longest
+    sequences that fit are yielded.
     """
     for ladder in _changes(config):
         for override, changed in ladder:
@@ -158,7 +157,7 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
     """Composes and resolves every run of a sweep, so that none is refused hours later.
 
     Raises:
-        CanzonaError: at least one run is wrong; a problem that only some runs have names their values.
+        CanzonaError: at least one run is refused; a problem of only some runs names the first one's values.
     """
     runs: list[SweptRun] = []
     failed: list[tuple[Combination, CanzonaError]] = []
@@ -179,7 +178,7 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
         for problem in failure.problems:
             reported.setdefault((problem.key, problem.reason), []).append((problem, combination.words))
     _, first_failure = failed[0]
-    raise type(first_failure)(*(_merged(same, len(requested)) for same in reported.values()))
+    raise type(first_failure)(*(_merged(alike, len(requested)) for alike in reported.values()))
 
 
 def _with_scaled_minimum(
@@ -200,11 +199,11 @@ def _with_scaled_minimum(
     return replace(combination, overrides=(*overrides, f"{MIN_LR_RATIO}={recipe.min_lr / recipe.lr:.6g}"))
 
 
-def _merged(same: Sequence[tuple[Problem, str]], runs: int) -> Problem:
-    """Returns a problem that several runs share, with the first run's values unless all `runs` have the
-    problem."""
-    (problem, words), *more = same
-    if len(same) == runs:
+def _merged(alike: Sequence[tuple[Problem, str]], runs: int) -> Problem:
+    """Merges the same problem of several runs into one; adds the first run's values unless all `runs` have
+    the problem."""
+    (problem, words), *more = alike
+    if len(alike) == runs:
         return problem
     others = f" and {plural(len(more), 'other')}" if more else ""
     return replace(problem, reason=f"{problem.reason}, in the run with {words}{others}")

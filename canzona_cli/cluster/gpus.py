@@ -1,9 +1,8 @@
 """The GPUs of this machine, and what a plan asks about them. Imports only fast modules, because plans load
 it.
 
-GPUs come from nvidia-smi, which is part of the driver, otherwise from /proc. CUDA_VISIBLE_DEVICES is applied
-as CUDA
-does: the first entry that names no device hides all entries after it.
+GPUs are listed by nvidia-smi, which is part of the driver, or else read from /proc. CUDA_VISIBLE_DEVICES is
+applied as CUDA does: the first entry that names no device hides all entries after it.
 """
 
 import importlib.util
@@ -104,7 +103,7 @@ def _index(gpus: tuple[GpuInfo, ...], entry: str) -> int | None:
 
 
 def read_smi(listing: str | None) -> tuple[GpuInfo, ...] | None:
-    """Parses the output of nvidia-smi, one line per GPU; None if there is none."""
+    """Parses the output of nvidia-smi, one line per GPU; returns None if there is no output."""
     if listing is None:
         return None
     rows = [[field.strip() for field in line.split(",")] for line in listing.splitlines()]
@@ -116,7 +115,7 @@ def read_smi(listing: str | None) -> tuple[GpuInfo, ...] | None:
 
 
 def read_proc(root: Path) -> tuple[GpuInfo, ...]:
-    """Reads the files `<pci address>/information`, one per GPU, with its `Model` and `GPU UUID`."""
+    """Reads names and UUIDs from the files `<pci address>/information`, one per GPU."""
     gpus = []
     for information in sorted(root.glob("*/information")):
         fields = dict(line.split(":", 1) for line in information.read_text().splitlines() if ":" in line)

@@ -34,7 +34,7 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 def machine_facts(device: Device) -> dict[str, str | int | float]:
-    """Returns processor, cores, memory, torch, and for a GPU profile the GPU; nothing that identifies the
+    """Returns processor, cores, memory, torch's version, and for "cuda" the GPU; nothing that identifies the
     machine."""
     facts: dict[str, str | int | float] = {
         "device": device,
@@ -160,9 +160,9 @@ def driver_problem() -> Problem | None:
 
 
 def driver_cuda() -> Release | None:
-    """Returns the newest CUDA that the driver runs, or None.
+    """Returns the newest CUDA release that the driver runs; None without a driver.
 
-    If NVIDIA's compatibility package is on the library path, the result is that package's release.
+    If NVIDIA's compatibility package is on the library path, this is the package's release.
     """
     version = ctypes.c_int()
     try:
@@ -188,7 +188,7 @@ def torch_cuda() -> Release | None:
 def torch_lacks() -> list[str]:
     """Lists the features that canzona uses if torch has them, and that the torch installed here lacks.
 
-    Training is right with every torch that canzona admits. Imports no torch.
+    Training is correct without them. Does not import torch.
     """
     spec, version = importlib.util.find_spec("torch"), installed_version("torch")
     if version is None or spec is None or spec.origin is None:
@@ -249,8 +249,7 @@ def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:
     matches.
 
     Args:
-        chosen: the value: prefixes of names; full names after a leading `=`; all but those after a leading
-            `^`.
+        chosen: the value: prefixes of names; full names after a leading `=`; a leading `^` excludes them.
         alone: True if the run uses this machine only, so that the loopback interface is usable.
     """
     if not chosen:
@@ -298,9 +297,9 @@ def _dotted(release: Release) -> str:
 
 
 def compiling_lacks() -> str | None:
-    """Returns what torch.compile lacks on this machine; None if nothing is missing.
+    """Returns the name of something that torch.compile needs and this machine lacks; None if it has all.
 
-    torch.compile generates Triton kernels. Triton builds the C code that launches them once on every machine,
+    torch.compile generates Triton kernels. Triton compiles the C code that launches them on each machine,
     with $CC, gcc or clang and Python's headers (`triton.runtime.build`).
     """
     if importlib.util.find_spec("triton") is None:

@@ -203,7 +203,7 @@ estimates hardly ever exceed the simulation by more."""
 EXHAUSTIVE_RANKS = 1024
 """The largest number of ranks for which every layout within `MARGIN` is simulated."""
 MOST_BEYOND = 10
-"""The largest number of simulations with more ranks, where a simulation takes a second; more if more layouts
+"""The largest number of simulations for runs with more ranks, where each takes a second; more if more layouts
 are asked for."""
 
 
@@ -255,7 +255,7 @@ def search(config: RunConfig, count: int = 1) -> LayoutSearch:
 
 
 def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> Tried | None:
-    """Returns the fastest layout of the run under another strategy; None if no layout fits.
+    """Returns the fastest layout of the run with another strategy; None if no layout fits.
 
     The planned layout is always tried too, because a search with limited simulations may miss it.
     """
@@ -268,14 +268,14 @@ def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> T
 def _search(config: RunConfig, count: int) -> LayoutSearch:
     fitting = [candidate.layout for candidate in candidates(config) if candidate.fits]
     estimated = ((_estimated_s(config, layout), layout) for layout in fitting)
-    waiting = sorted(estimated, key=lambda pair: (pair[0], _plainness(pair[1])))
+    quickest_first = sorted(estimated, key=lambda pair: (pair[0], _plainness(pair[1])))
     best: dict[float, _Simulated] = {}
     known: set[tuple[Layout, float, float]] = set()
-    repeating: dict[Layout, float] = {}
+    seconds_without: dict[Layout, float] = {}
     """The seconds per sequence of simulated layouts, by layout without recomputation. The same layout with
     more recomputation is never faster, so it can be skipped."""
     simulated = 0
-    for estimated_s, layout in waiting:
+    for estimated_s, layout in quickest_first:
         slowest = max(sorted(best)[:count]) * (1 + ALIKE) if len(best) >= count else math.inf
         enough = config.gpus > EXHAUSTIVE_RANKS and best and simulated >= max(count, MOST_BEYOND)
         if estimated_s > MARGIN * slowest or enough:
@@ -286,14 +286,14 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
         unsliced = replace(layout, cp=1, dp=layout.owners, micro_batch_size=1)
         same = (unsliced, layout.micro_batch_size / layout.cp, estimated_s)
         plain = replace(layout, recompute="none")
-        if same in known or repeating.get(plain, 0.0) > slowest:
+        if same in known or seconds_without.get(plain, 0.0) > slowest:
             continue
         simulated += 1
         result = _try(config, layout)
         if result is not None:
             known.add(same)
             # Rounded, because equal times may differ by the order of summation.
-            seconds = repeating[plain] = float(f"{result.result.iteration_s / layout.global_batch_size:.5e}")
+            seconds = seconds_without[plain] = float(f"{result.result.iteration_s / layout.global_batch_size:.5e}")
             best[seconds] = min(result, best.get(seconds, result), key=lambda either: _plainness(either.layout))
     fastest = tuple(best[seconds].tried() for seconds in sorted(best)[:count])
     return LayoutSearch(best=fastest, legal=len(fitting), simulated=simulated)
@@ -315,7 +315,7 @@ class _Simulated:
     result: StrategyResult
 
     def tried(self) -> Tried:
-        """Adds memory and the parts of the step, which are needed for the fastest layouts only."""
+        """Adds the memory and the parts of the step, which only the fastest layouts need."""
         run, layout, plan = self.run, self.layout, self.plan
         return Tried(
             layout=layout,

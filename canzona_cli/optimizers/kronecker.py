@@ -249,7 +249,7 @@ class KroneckerOptimizer(MatrixOptimizer):
     def _eigenbases(
         self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor
     ) -> Sequence[torch.Tensor | None]:
-        """Returns the eigenvectors of each factor (length, length); None where the decomposition failed."""
+        """Returns the eigenvectors of each factor (length, length); None if its decomposition failed."""
         return [
             with_fallback(eigenbasis, factor, f"the eigendecomposition of {side}", partial(self._report, p))
             for (p, side), factor in zip(stack, factors, strict=True)

@@ -320,7 +320,7 @@ class LoadMap:
 
     @property
     def balance(self) -> float | None:
-        """The largest load over the mean; None where there is no load."""
+        """The largest load over the mean; None without any load."""
         total = sum(self.loads)
         return max(self.loads) * len(self.loads) / total if total > 0 else None
 

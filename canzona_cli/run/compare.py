@@ -46,7 +46,7 @@ class Compared:
     plans: tuple[str | None, str | None]
     """The hashes of the executed plans; None for a strategy that executes none."""
     settings: Mapping[str, tuple[object, object]]
-    """Resolved settings that differ, by key; None where a run has no such setting."""
+    """Resolved settings that differ, by key; None if a run has no such setting."""
     first: Loss | None
     """The losses at the first step that both logged."""
     last: Loss | None

@@ -149,8 +149,8 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """The tracker that sends to MLflow, through its client only, which has no global state and leaves no
-    thread."""
+    """The tracker that sends to MLflow. It uses only MLflow's client, which has no global state and leaves no
+    thread behind."""
 
     def __init__(self, run: Tracked) -> None:
         patience = {"HTTP_REQUEST_MAX_RETRIES": "2", "HTTP_REQUEST_TIMEOUT": "20", "DISABLE_TELEMETRY": "true"}
@@ -207,8 +207,7 @@ TRACKERS: Mapping[TrackerName, type[Tracker]] = {
 
 
 class Follower:
-    """A process's connection from one run's records to one tracker; it continues where an earlier one
-    stopped.
+    """Sends one run's records to one tracker; continues where an earlier process stopped.
 
     Args:
         start: the step after which this launch starts. Later steps that the tracker already has are sent
@@ -219,7 +218,8 @@ class Follower:
         self._files, self._name = files, name
         paths = {"": files.metrics, "validation_": files.validation, _SAMPLE: files.events}
         self._records = {kind: JsonLines(path) for kind, path in paths.items()}
-        """The files of records, by the prefix of their values' names. Of events, only sample texts are sent."""
+        """The files of records, by the prefix of their values' names. From the events, only sample texts are
+        sent."""
         self._state = load_if_sound(files.tracker(name), TrackerState) or TrackerState()
         begin = {kind: min(self._state.taken.get(kind, -1), start) for kind in self._records}
         self._state = replace(self._state, taken=begin)
@@ -230,7 +230,8 @@ class Follower:
         self._not_before = 0.0
 
     def look(self, *, last: bool = False) -> None:
-        """Reads new points and sends all that wait, unless the tracker failed a moment ago. Never raises.
+        """Reads new points and sends all that are not sent yet, unless the tracker failed a moment ago. Never
+        raises.
 
         Args:
             last: sends the points even if the tracker failed a moment ago.
@@ -287,9 +288,10 @@ class Follower:
                 step, when = line.pop("step", None), line.pop("time", None)
                 if not isinstance(step, int) or (kind == _SAMPLE and line.get("event") != _SAMPLE):
                     continue
-                values = (
-                    {_SAMPLE: f"{line.get('prompt')}{line.get('text')}"} if kind == _SAMPLE else _numbers(line, kind)
-                )
+                if kind == _SAMPLE:
+                    values: dict[str, float | str] = {_SAMPLE: f"{line.get('prompt')}{line.get('text')}"}
+                else:
+                    values = _numbers(line, kind)
                 moment = float(when) if isinstance(when, int | float) else time.time()
                 yield kind, Point(step=step, time=moment, values=values)
 
