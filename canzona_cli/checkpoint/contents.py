@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Final
@@ -136,12 +137,19 @@ def _in_model(name: str, model: ModelConfig) -> bool:
     if layer is None:
         return name in (EMBEDDING, OUTPUT) or name.endswith("norm.weight")
     part = name.split(".", 2)[2]
-    kinds = {kind for weight in family_of(model).weights(model) for kind in weight.kinds}
-    known = part in kinds or part.endswith("norm.weight")
+    known = part in _in_layer(model) or part.endswith("norm.weight")
     if head := _HEAD.fullmatch(part):
         of_queries = part.startswith("q")
         known = int(head[1]) < (model.num_attention_heads if of_queries else model.num_query_groups)
     return known and int(layer[1]) < model.num_layers
+
+
+@lru_cache(maxsize=4)
+def _in_layer(model: ModelConfig) -> frozenset[str]:
+    """Returns the names of a layer's matrices, of any splitting but per head, and of its routers."""
+    family = family_of(model)
+    matrices = (f"{weight.inside}{kind}" for weight in family.weights(model) for kind in weight.kinds)
+    return frozenset([*matrices, *(router.name for router in family.routers(model))])
 
 
 def _rectangle(shape: Sequence[int]) -> tuple[int, int]:

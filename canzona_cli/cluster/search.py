@@ -22,6 +22,7 @@ from canzona_cli.config.execution import AnyStrategy, with_strategy
 from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
 from canzona_cli.config.schema import Layout, Recompute, RunConfig
 from canzona_cli.config.settings import problem_with
+from canzona_cli.costs.buffers import matrix_shapes
 from canzona_cli.costs.memory import MemoryEstimate, estimate
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
 from canzona_cli.planner.make import plan_of_run
@@ -205,6 +206,10 @@ EXHAUSTIVE_RANKS = 1024
 MOST_BEYOND = 10
 """The largest number of simulations for runs with more ranks, where each takes a second; more if more layouts
 are asked for."""
+MANY_MATRICES = 4096
+"""The number of matrices above which a simulation takes seconds, which only models with experts have."""
+FEWEST = 2
+"""The largest number of simulations for such models; more if more layouts are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,10 +279,10 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
     seconds_without: dict[Layout, float] = {}
     """The seconds per sequence of simulated layouts, by layout without recomputation. The same layout with
     more recomputation is never faster, so it can be skipped."""
-    simulated = 0
+    simulated, most = 0, _most_simulated(config)
     for estimated_s, layout in quickest_first:
         slowest = max(sorted(best)[:count]) * (1 + ALIKE) if len(best) >= count else math.inf
-        enough = config.gpus > EXHAUSTIVE_RANKS and best and simulated >= max(count, MOST_BEYOND)
+        enough = best and simulated >= max(count, most)
         if estimated_s > MARGIN * slowest or enough:
             break
         # k times as many slices of sequences with k times the micro-batch leave tokens, messages and owners
@@ -297,6 +302,13 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
             best[seconds] = min(result, best.get(seconds, result), key=lambda either: _plainness(either.layout))
     fastest = tuple(best[seconds].tried() for seconds in sorted(best)[:count])
     return LayoutSearch(best=fastest, legal=len(fitting), simulated=simulated)
+
+
+def _most_simulated(config: RunConfig) -> float:
+    """Returns the number of layouts to simulate at most."""
+    if config.model.num_layers * len(matrix_shapes(config)) > MANY_MATRICES:
+        return FEWEST
+    return MOST_BEYOND if config.gpus > EXHAUSTIVE_RANKS else math.inf
 
 
 def _estimated_s(config: RunConfig, layout: Layout) -> float:

@@ -43,6 +43,7 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
         *_cluster(config),
         *_measurements(config),
         *(_recorded_steps(config) if training else ()),
+        *(_not_yet(config) if training else ()),
     ]
     return [*with_own_values(config, problems), *safety_problems(config)]
 
@@ -107,9 +108,18 @@ def _values(config: RunConfig) -> Iterator[Problem]:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name) is None:
         reason = "must be a name for the run directory: up to 100 letters, digits, dots, dashes and underscores"
         yield Problem(key="name", reason=reason, fix="for example name=my-run")
+    yield from _experts(config)
     if config.model.head_dim % 2:
         reason = "must be even: rotary embedding rotates pairs of dimensions"
         yield Problem(key="model.head_dim", reason=reason, fix=f"use model.head_dim={config.model.head_dim + 1}")
+
+
+def _experts(config: RunConfig) -> Iterator[Problem]:
+    experts, chosen = config.model.num_experts, config.model.experts_per_token
+    if 0 < experts < chosen:
+        reason = f"is fewer than the {chosen} experts that a token goes to"
+        fix = f"use model.num_experts={chosen} or more, or 0 for a dense model"
+        yield Problem(key="model.num_experts", value=experts, reason=reason, fix=fix)
 
 
 def _schedule(config: RunConfig) -> Iterator[Problem]:
@@ -237,6 +247,12 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key="cluster.node_rank", reason=reason, fix=f"use cluster.node_rank=0 to {cluster.nodes - 1}")
 
 
+def _not_yet(config: RunConfig) -> Iterator[Problem]:
+    if config.model.num_experts:
+        reason = "models with experts can be planned, but not trained yet"
+        yield Problem(key="model.num_experts", reason=reason, fix="use `canzona plan --dry-run`, or a dense model")
+
+
 def _recorded_steps(config: RunConfig) -> Iterator[Problem]:
     """Checks that the steps to trace or profile are steps of the run."""
     last = config.train.steps
@@ -280,6 +296,7 @@ def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bo
         *_unused_clipping(config, explicit),
         *_unused_precision(config, explicit),
         *_unused_guards(config, explicit),
+        *_unused_experts(config, explicit),
         *(_unused_engine(config, explicit) if training else ()),
     ]
     return with_own_values(config, problems)
@@ -290,6 +307,19 @@ def _unused_precision(config: RunConfig, explicit: frozenset[str]) -> Iterator[P
     if "train.grad_reduce_dtype" in explicit and train.grad_reduce_dtype == "bf16" and train.precision == "fp32":
         reason = "has no effect: train.precision is fp32, whose gradients are summed in fp32"
         yield Problem(key="train.grad_reduce_dtype", reason=reason, fix="leave it out, or use train.precision=bf16")
+
+
+def _unused_experts(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
+    model = config.model
+    if model.num_experts == 0:
+        for key in ("experts_per_token", "balancing_loss", "balancing_weight"):
+            if f"model.{key}" in explicit:
+                reason = "has no effect: model.num_experts is 0, so the model has no experts"
+                yield Problem(key=f"model.{key}", reason=reason, fix="set model.num_experts, or leave it out")
+    elif "model.balancing_weight" in explicit and model.balancing_loss == "none":
+        reason = "has no effect: model.balancing_loss is none"
+        fix = "use model.balancing_loss=sequence or global, or leave it out"
+        yield Problem(key="model.balancing_weight", reason=reason, fix=fix)
 
 
 def _unused_data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:

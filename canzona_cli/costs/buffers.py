@@ -15,7 +15,7 @@ from functools import lru_cache
 from canzona_cli.config.execution import Execution, execution_of, splitting_of
 from canzona_cli.config.schema import Layout, ModelConfig, MomentumConfig, NorMuonConfig, RunConfig
 from canzona_cli.costs.update import RULES, algorithm, form_of, stack_of
-from canzona_cli.model.families import family_of, norm_parameters
+from canzona_cli.model.families import family_of, replicated_parameters
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.optimizers.muon_facts import BLOCK
 from canzona_cli.optimizers.shampoo_facts import STACKED_SQUARES, factored_sides
@@ -254,7 +254,7 @@ class StageWeights:
     matrices: int
     """The elements of 2-D layer weights."""
     others: int
-    """The elements that AdamW updates: embedding, output layer, norms."""
+    """The elements that AdamW updates: embedding, output layer, norms, routers."""
     largest: int
     """The elements of the largest single parameter."""
 
@@ -272,7 +272,7 @@ def _stage_weights(model: ModelConfig, t: int, p: int, stage: int) -> StageWeigh
     vocabulary = model.vocab_size * model.hidden_size // t
     first, last = stage == 0, stage == p - 1
     copies = int(first) + int(last and not (first and model.tied_embeddings))
-    others = layers * norm_parameters(model) + copies * vocabulary + (model.hidden_size if last else 0)
+    others = layers * replicated_parameters(model) + copies * vocabulary + (model.hidden_size if last else 0)
     return StageWeights(
         matrices=layers * sum(rows * cols // t for rows, cols in shapes),
         others=others,

@@ -152,6 +152,8 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     - fc1: product T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: product T x f/t x h, residual 3 T h/x;
     - the backward pass computes two products for each product and 2.5 times core attention, moves twice the
       elements, and adds every weight's gradient to its buffer once a micro-batch;
+    - experts: one product for each, with an equal share of the tokens; they travel nowhere (see the family's
+      `Work`);
     - half an all-reduce of the residual stream before qkv and fc1 and after proj, fc2 and the embedding (with
       sequence parallelism an all-gather or a reduce-scatter), and the same in the backward pass.
     """
@@ -204,10 +206,11 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
 def _module(config: RunConfig, layout: Layout, work: Work) -> Module:
     """Returns one module of the first layer."""
     cluster, tokens, weight = config.cluster, micro_batch_tokens(config, layout), work.weight.stored(layout.tp)
-    products_s = _product(config, tokens, weight.cols, weight.rows)
+    dispatched = max(1, tokens * work.experts_per_token // work.experts)
+    products_s = work.experts * _product(config, dispatched, weight.cols, weight.rows)
     moved: float = work.stream * stream_elements(config, layout) + tokens * (work.elements // layout.tp)
     core_s, core_backward_s, (gather, scatter) = 0.0, 0.0, (Transfer(), Transfer())
-    starts = 1.0
+    starts, weights = 1.0, work.experts * weight.elements
     if work.attention is not None:
         moved += _head_passes(config, work.attention) * tokens * _heads(work.attention, layout)
         core_s, core_backward_s, (gather, scatter) = _core_attention(config, layout, work.attention)
@@ -224,9 +227,9 @@ def _module(config: RunConfig, layout: Layout, work: Work) -> Module:
         part=work.part,
         layer=0,
         forward_s=forward_s,
-        backward_s=_backward(cluster, layout, backward + _accumulate_s(config) * weight.elements, starts),
+        backward_s=_backward(cluster, layout, backward + _accumulate_s(config) * weights, starts),
         again_s={"none": 0.0, "selective": core_again_s, "full": forward_s}[layout.recompute],
-        weights=weight.elements,
+        weights=weights,
         moves=(transfer, transfer_back.then(moved_again)),
     )
 

@@ -7,6 +7,7 @@ from canzona_cli.errors import Problem
 from canzona_cli.model.family import Copies, Family
 from canzona_cli.model.llama import LLAMA
 from canzona_cli.model.qwen3 import QWEN3
+from canzona_cli.model.qwen3_moe import QWEN3_MOE
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -15,7 +16,10 @@ FAMILIES = (QWEN3, LLAMA)
 
 
 def family_of(model: ModelConfig) -> Family:
-    """Returns the family of a model, which its settings determine: a dense model without QK-norm is a Llama."""
+    """Returns the family of a model, which its settings determine: a model with experts is a Qwen3-MoE, a dense
+    model without QK-norm is a Llama."""
+    if model.num_experts:
+        return QWEN3_MOE
     return QWEN3 if model.qk_norm else LLAMA
 
 
@@ -41,32 +45,44 @@ class ParameterCount:
     """All 2-D weights except the embedding and the output layer; a matrix optimizer updates these."""
     norms: int
     """The weights of all layers' norms and of the final norm."""
+    routers: int
+    idle: int
+    """The parameters of the experts that a token does not go to."""
 
     @property
     def non_embedding(self) -> int:
         """The parameters without embedding and output layer, as model cards count them."""
-        return self.layer_matrices + self.norms
+        return self.layer_matrices + self.norms + self.routers
 
     @property
     def total(self) -> int:
         """All parameters; a tied output layer is counted once, with the embedding."""
         return self.non_embedding + self.embedding + self.output
 
+    @property
+    def active(self) -> int:
+        """The parameters that a token uses; all of them without experts."""
+        return self.total - self.idle
+
 
 def parameter_count(model: ModelConfig) -> ParameterCount:
     """Counts the parameters of a model."""
-    vocabulary = model.vocab_size * model.hidden_size
+    family, layers, vocabulary = family_of(model), model.num_layers, model.vocab_size * model.hidden_size
+    work = family.work(model)
+    idle = sum((part.experts - part.experts_per_token) * part.weight.elements for part in work)
     return ParameterCount(
         embedding=vocabulary,
         output=0 if model.tied_embeddings else vocabulary,
-        layer_matrices=model.num_layers * sum(weight.elements for weight in family_of(model).weights(model)),
-        norms=model.num_layers * norm_parameters(model) + model.hidden_size,
+        layer_matrices=layers * sum(weight.elements for weight in family.weights(model)),
+        norms=layers * sum(norm.elements for norm in family.norms(model)) + model.hidden_size,
+        routers=layers * sum(router.elements for router in family.routers(model)),
+        idle=layers * idle,
     )
 
 
-def norm_parameters(model: ModelConfig) -> int:
-    """Counts the elements of all norms of one layer."""
-    return sum(norm.elements for norm in family_of(model).norms(model))
+def replicated_parameters(model: ModelConfig) -> int:
+    """Counts the elements of one layer's norms and routers."""
+    return sum(parameter.elements for parameter in family_of(model).replicated(model))
 
 
 def matrix_copies(model: ModelConfig) -> Copies:
@@ -83,6 +99,6 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     They are three times the forward's, because the backward computes the gradients of inputs and of weights.
     Recomputation of activations does not count. The convention is PaLM's (arXiv 2204.02311, appendix B) with
     the causal half of attention and with the output layer, as in Megatron-LM's
-    `num_floating_point_operations`.
+    `num_floating_point_operations`; of experts, only those count that a token goes to.
     """
     return 3.0 * family_of(model).forward_flops(model, seq_length)

@@ -48,6 +48,8 @@ class Weight:
     columns."""
     copies: Copies = "data"
     """The group whose ranks hold copies of each fragment."""
+    inside: str = ""
+    """The prefix of its units' names in a layer: `experts.17.` for an expert's weight."""
 
     @property
     def rows(self) -> int:
@@ -91,6 +93,23 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """The weight that chooses the experts of a token. AdamW updates it, and every TP rank has a copy."""
+
+    name: str
+    rows: int
+    """The number of experts."""
+    cols: int
+    part: Part
+    """The module that uses the choice."""
+    copies: tuple[Copies, ...] = ("data", "tp")
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """The size of core attention: elements of one token's queries and keys, over all TP ranks."""
 
@@ -112,6 +131,9 @@ class Work:
     elements: int = 0
     """The further elements per token that are read or written, over all TP ranks."""
     attention: Attention | None = None
+    experts: int = 1
+    """The number of experts that each have a weight like `weight`; 1 without experts."""
+    experts_per_token: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +183,8 @@ class Family:
     buffers."""
     norms: Callable[[ModelConfig], tuple[Norm, ...]]
     """The norms of a layer in the same order."""
+    routers: Callable[[ModelConfig], tuple[Router, ...]] = lambda model: ()
+    """The routers of a layer."""
     work: Callable[[ModelConfig], tuple[Work, ...]]
     """The modules of a layer in forward order."""
     activations: Callable[[ModelConfig, bool], Activations]
@@ -171,3 +195,7 @@ class Family:
     published: Mapping[str, tuple[str, str | None]]
     """The published parameter counts by recipe, as the model cards round them: the total, and the count without
     embeddings if it is published."""
+
+    def replicated(self, model: ModelConfig) -> tuple[Norm | Router, ...]:
+        """Returns the parameters of a layer that every TP rank holds whole; AdamW updates them."""
+        return *self.norms(model), *self.routers(model)

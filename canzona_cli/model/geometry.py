@@ -10,13 +10,14 @@ times. TP divides either the repeats, or each part, or the columns:
     embedding, output layer 1 x [vocabulary]                TP divides rows
 
 In *model space* nothing is divided or interleaved. Its tensors are called units: q, k, v, gate, up, proj and
-down of each layer (`layers.3.q`; rows are outputs, heads in order), and every other parameter, under its
+down of each layer (`layers.3.q`; rows are outputs, heads in order; `layers.3.experts.17.gate` for an
+expert's), and every other parameter, under its
 Megatron name in the model. The splitting decides which matrices a parameter holds: each of its parts, or all
 parts fused, which is the parameter as a single TP rank would store it.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -38,9 +39,13 @@ def weight_of(name: str, model: ModelConfig) -> Weight | None:
         unit = EMBEDDING if model.tied_embeddings else name
         vocabulary = Band("other", model.vocab_size)
         return Weight(name=unit, kind="other", parts=(vocabulary,), cols=model.hidden_size, cut="parts")
-    part = _layer_of(name)[1]
-    weight = next((weight for weight in family_of(model).weights(model) if weight.name == part), None)
+    weight = _weights_by_name(model).get(_layer_of(name)[1])
     return weight and replace(weight, name=name)
+
+
+@lru_cache(maxsize=16)
+def _weights_by_name(model: ModelConfig) -> Mapping[str, Weight]:
+    return {weight.name: weight for weight in family_of(model).weights(model)}
 
 
 # ------------------------------------------------------------------------------------------- in model space
@@ -97,12 +102,13 @@ def stored_blocks(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[
     """Locates a stored tensor in model space: a unit, or a matrix of any splitting.
 
     Args:
-        name: layers.3.q, layers.3.q.5 (a head), layers.3.qkv, layers.3.fc1, or the name of any other unit.
+        name: layers.3.q, layers.3.q.5 (a head), layers.3.qkv, layers.3.experts.17.fc1, or the name of any
+            other unit.
     """
     layer, part = _layer_of(name)
     if head := _HEAD.fullmatch(part):
         return (replace(_all_of(f"{layer}{head[1]}", shape), unit_row=int(head[2]) * model.head_dim),)
-    fused = _fused(part, model)
+    fused = _fused_weights(model).get(part)
     return (_all_of(name, shape),) if fused is None else tuple(_blocks(fused, layer, 1, 0))
 
 
@@ -111,12 +117,22 @@ def unit_shape(unit: str, model: ModelConfig) -> tuple[int, ...]:
     if unit in (EMBEDDING, OUTPUT):
         return model.vocab_size, model.hidden_size
     name = _layer_of(unit)[1]
-    for weight in family_of(model).weights(model):
-        for part in weight.parts:
-            if part.kind == name:
-                return weight.repeats * part.rows, weight.cols
-    norms = {norm.name: norm.elements for norm in family_of(model).norms(model)}
-    return (norms.get(name, model.hidden_size),)
+    return _unit_shapes(model).get(name, (model.hidden_size,))
+
+
+@lru_cache(maxsize=16)
+def _unit_shapes(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
+    """Returns the shapes of the units of a layer by name."""
+    family = family_of(model)
+    return {
+        **{norm.name: (norm.elements,) for norm in family.norms(model)},
+        **{router.name: (router.rows, router.cols) for router in family.routers(model)},
+        **{
+            f"{weight.inside}{part.kind}": (weight.repeats * part.rows, weight.cols)
+            for weight in family.weights(model)
+            for part in weight.parts
+        },
+    }
 
 
 def whole_shape(name: str, model: ModelConfig) -> tuple[int, ...]:
@@ -124,13 +140,14 @@ def whole_shape(name: str, model: ModelConfig) -> tuple[int, ...]:
     layer, part = _layer_of(name)
     if head := _HEAD.fullmatch(part):
         return model.head_dim, unit_shape(f"{layer}{head[1]}", model)[1]
-    fused = _fused(part, model)
+    fused = _fused_weights(model).get(part)
     return unit_shape(name, model) if fused is None else (fused.rows, fused.cols)
 
 
-def _fused(kind: str, model: ModelConfig) -> Weight | None:
-    """Returns the parameter whose parts together are one matrix of that kind; None if there is none."""
-    return next((weight for weight in family_of(model).weights(model) if weight.kind == kind), None)
+@lru_cache(maxsize=16)
+def _fused_weights(model: ModelConfig) -> Mapping[str, Weight]:
+    """Returns the parameters of a layer by the name of the matrix that all their parts form together."""
+    return {f"{weight.inside}{weight.kind}": weight for weight in family_of(model).weights(model)}
 
 
 def _blocks(weight: Weight, layer: str, tp: int, rank: int) -> Iterator[Block]:
@@ -141,7 +158,7 @@ def _blocks(weight: Weight, layer: str, tp: int, rank: int) -> Iterator[Block]:
             # The number of repeats on earlier ranks; `repeat` counts those on this rank.
             before = 0 if stored.cut == "cols" else rank * stored.repeats
             yield Block(
-                unit=weight.name if part.kind == "other" else f"{layer}{part.kind}",
+                unit=weight.name if part.kind == "other" else f"{layer}{weight.inside}{part.kind}",
                 unit_row=(before + repeat) * part.rows,
                 unit_col=rank * stored.cols if stored.cut == "cols" else 0,
                 row=row,
@@ -239,8 +256,14 @@ def head_of(matrix: Matrix) -> int | None:
 
 
 def _weight_with(matrix: Matrix, model: ModelConfig) -> Weight | None:
-    """Returns the parameter that holds matrices of this kind; None for user-defined kinds."""
-    return next((weight for weight in family_of(model).weights(model) if matrix.kind in weight.kinds), None)
+    """Returns a parameter that holds matrices of this kind, which for experts is any expert's; None for
+    user-defined kinds."""
+    return _holders(model).get(matrix.kind)
+
+
+@lru_cache(maxsize=16)
+def _holders(model: ModelConfig) -> Mapping[Kind, Weight]:
+    return {kind: weight for weight in family_of(model).weights(model) for kind in weight.kinds}
 
 
 def _parts_of(matrix: Matrix, weight: Weight) -> tuple[int, int]:

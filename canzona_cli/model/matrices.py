@@ -221,7 +221,7 @@ def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatri
             for head in range(heads or 1):
                 matrices.append(
                     LayerMatrix(
-                        name=f"{kind}.{head}" if heads else kind,
+                        name=f"{kind}.{head}" if heads else f"{parameter.inside}{kind}",
                         kind=kind,
                         rows=rows // (heads or 1),
                         cols=parameter.cols,
@@ -241,11 +241,12 @@ def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatri
 def _cut_by_tp(matrices: Iterable[LayerMatrix]) -> Iterator[tuple[int, str]]:
     """Yields (number, name) of what tensor parallelism divides evenly: rows, columns, or heads."""
     for matrix in matrices:
-        name = matrix.name.partition(".")[0]
         if matrix.slices:
-            yield matrix.slices, f"heads of {name}"
-        elif matrix.shard_dim is not None:
-            yield (matrix.rows, f"rows of {name}") if matrix.shard_dim == 0 else (matrix.cols, f"columns of {name}")
+            yield matrix.slices, f"heads of {matrix.kind}"
+        elif matrix.shard_dim == 0:
+            yield matrix.rows, f"rows of {matrix.kind}"
+        elif matrix.shard_dim == 1:
+            yield matrix.cols, f"columns of {matrix.kind}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +254,8 @@ class Routed:
     """A group of parameters or matrices whose names differ only in numbers."""
 
     pattern: str
-    """The name with `*` for numbers: layers.*.q or, per head, layers.*.q.* for matrices; Megatron's name for
-    parameters."""
+    """The name with `*` for numbers: layers.*.q, layers.*.experts.*.gate or, per head, layers.*.q.* for
+    matrices; Megatron's name for parameters."""
     count: int
     elements: int
     """The elements of all of them together."""
@@ -283,14 +284,11 @@ def routing(config: RunConfig) -> Routing:
     alone = execution_of(config) is Execution.ADAMW
     vocabulary = model.vocab_size * model.hidden_size
     family = family_of(model)
-    weights = {weight.name: weight.elements for weight in family.weights(model)} if alone else {}
-    norms = {norm.name: norm.elements for norm in family.norms(model)}
+    weights = [(weight.name, weight.elements) for weight in family.weights(model)] if alone else []
+    replicated = [(parameter.name, parameter.elements) for parameter in family.replicated(model)]
     rest = (
         Routed(pattern=EMBEDDING, count=1, elements=vocabulary),
-        *(
-            Routed(pattern=f"decoder.layers.*.{name}", count=layers, elements=layers * elements)
-            for name, elements in (weights | norms).items()
-        ),
+        *_patterns("decoder.layers.*.", layers, [*weights, *replicated]),
         Routed(pattern=FINAL_NORM, count=1, elements=model.hidden_size),
         *(() if model.tied_embeddings else (Routed(pattern=OUTPUT, count=1, elements=vocabulary),)),
     )
@@ -305,9 +303,19 @@ def _routed(config: RunConfig) -> tuple[Routed, ...]:
             reason = f"every matrix has longer sides, so {chosen.name} would update no matrix"
             fix = f"use at least optimizer.max_preconditioner_dim={shortest}, or optimizer=adamw"
             raise ConfigError(problem_with(config, "optimizer.max_preconditioner_dim", reason, fix))
+    of_layer = [(matrix.name, matrix.rows * matrix.cols) for matrix in layer_matrices(model, splitting)]
+    return _patterns("layers.*.", model.num_layers, of_layer)
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$")
+"""The number of a head or of an expert in a name."""
+
+
+def _patterns(layer: str, layers: int, named: Iterable[tuple[str, int]]) -> tuple[Routed, ...]:
+    """Groups what each of `layers` layers has by pattern; `named` are names in a layer and their elements."""
     counts, elements = Counter[str](), Counter[str]()
-    for matrix in layer_matrices(model, splitting):
-        pattern = "layers.*." + re.sub(r"\.\d+$", ".*", matrix.name)
-        counts[pattern] += model.num_layers
-        elements[pattern] += model.num_layers * matrix.rows * matrix.cols
+    for name, size in named:
+        pattern = layer + _NUMBER.sub("*", name)
+        counts[pattern] += layers
+        elements[pattern] += layers * size
     return tuple(Routed(pattern=pattern, count=counts[pattern], elements=elements[pattern]) for pattern in counts)

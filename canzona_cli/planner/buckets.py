@@ -16,6 +16,7 @@ Once owners are known, `buckets` orders the parameters inside each bucket:
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from types import MappingProxyType
 from typing import NamedTuple
@@ -110,8 +111,26 @@ def cut(parameters: Sequence[Parameter], bucket_elements: int | None, *, stage: 
 def stage_buckets(
     matrices: Sequence[Matrix], stage: int, tp: int, bucket_elements: int | None
 ) -> list[list[Parameter]]:
-    """Lists the parameters of each bucket of a stage, see `cut`."""
-    return cut(stage_parameters(matrices, stage, tp), bucket_elements, stage=stage)
+    """Lists the parameters of each bucket of a stage, see `cut`; do not change the lists, they are cached."""
+    return _stage_buckets(_Same(matrices), stage, tp, bucket_elements)
+
+
+class _Same(NamedTuple):
+    """A list of matrices as the key of a cache. Only the same object is equal, because comparing thousands of
+    matrices takes longer than what is cached."""
+
+    matrices: Sequence[Matrix]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.matrices is other.matrices
+
+    def __hash__(self) -> int:
+        return id(self.matrices)
+
+
+@lru_cache(maxsize=32)
+def _stage_buckets(same: _Same, stage: int, tp: int, bucket_elements: int | None) -> list[list[Parameter]]:
+    return cut(stage_parameters(same.matrices, stage, tp), bucket_elements, stage=stage)
 
 
 def _cut(parameters: Sequence[Parameter], limit: int | None) -> list[list[Parameter]]:

@@ -48,7 +48,12 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
     Args:
         shapes: the user's own shapes if these are planned instead of `config.model`.
     """
-    model: dict[str, Scalar] = {name: getattr(config.model, name) for name in affecting(PLAN, "model")}
+    model: dict[str, Scalar] = {
+        name: value
+        for name in affecting(PLAN, "model")
+        for value in (getattr(config.model, name),)
+        if value or name != "num_experts"  # left out of dense models, so that older plans keep their hashes
+    }
     return Subject(
         model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
         layout=layout.mesh,

@@ -34,15 +34,15 @@ class Chunk:
 def after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
     """Returns the seconds of the blocking all-reduces that follow a stage's gradient reduction.
 
-    With sequence parallelism the gradients of norms are summed over TP; a tied embedding's gradients are
+    With sequence parallelism the gradients of norms and routers are summed over TP; a tied embedding's gradients are
     summed over the first and the last stage.
     """
     model, cluster = config.model, config.cluster
     links, (_, grad) = Links(cluster=cluster), element_bytes(config)
     total = 0.0
     if layout.sequence_parallel and layout.tp > 1:
-        norms = sum(norm.elements for norm in family_of(model).norms(model) if "tp" in norm.copies)
-        size = model.num_layers // layout.pp * norms * grad
+        copied = sum(each.elements for each in family_of(model).replicated(model) if "tp" in each.copies)
+        size = model.num_layers // layout.pp * copied * grad
         total += links.all_reduce(size, Groups.of(layout, cluster).holding("tp")).seconds
     if model.tied_embeddings and layout.pp > 1 and stage in (0, layout.pp - 1):
         apart = layout.owners * layout.tp * (layout.pp - 1)
@@ -105,24 +105,25 @@ class Buffers:
         )
 
     def _parameters(self, *, layers: bool) -> list[tuple[int, int]]:
-        """Lists (elements, module) in registration order; a norm counts to the module that uses its output.
+        """Lists (elements, module) in registration order; a norm or router counts to the module that uses its
+        output.
 
         Args:
             layers: False to leave out the matrices of the layers.
         """
         model, parameters = self._config.model, []
-        family, norms = family_of(model), Counter[Part]()
-        for norm in family.norms(model):
-            norms[norm.part] += norm.elements
-        part_of = {work.weight.name: work.part for work in family.work(model)}
-        registered: list[Part] = ["embedding", *(part_of[weight.name] for weight in family.weights(model)), "output"]
+        family, replicated = family_of(model), Counter[Part]()
+        for parameter in family.replicated(model):
+            replicated[parameter.part] += parameter.elements
+        parts = dict.fromkeys(self._part_of[weight.kind] for weight in family.weights(model))
+        registered: list[Part] = ["embedding", *parts, "output"]
         order = sorted(
             range(len(self._modules)), key=lambda n: (self._modules[n].layer, registered.index(self._modules[n].part))
         )
         for number in order:
             module = self._modules[number]
             weights = module.weights if layers or module.part in ("embedding", "output") else 0
-            parameters.append((weights + norms[module.part], number))
+            parameters.append((weights + replicated[module.part], number))
         return [(size, number) for size, number in parameters if size]
 
     def _cut(self, parameters: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -31,6 +31,8 @@ NonFinite = Literal["stop", "skip"]
 Divergence = Literal["stop", "warn"]
 LossSpike = Literal["ignore", "warn", "stop"]
 DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
+Experts = Annotated[int, Range(at_least=0, at_most=1024)]
+BalancingLoss = Literal["none", "sequence", "global"]
 
 WARMUP_SHARE = 20
 """The divisor of the decay steps that gives the warm-up steps: a twentieth."""
@@ -41,12 +43,13 @@ WSD_DECAY_SHARE = 10
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer with RMSNorm, SwiGLU, GQA, RoPE and no bias, as Qwen3 and Llama are."""
+    """A decoder-only transformer with RMSNorm, SwiGLU, GQA, RoPE and no bias, as Qwen3 and Llama are, dense or with
+    experts."""
 
     name: Annotated[str, "Name of the model, for reports.", NOTHING]
     num_layers: Annotated[Layers, "Transformer layers.", MODEL | PLAN]
     hidden_size: Annotated[Side, "Width of the residual stream.", MODEL | PLAN]
-    ffn_hidden_size: Annotated[Side, "Width of the feed-forward layers.", MODEL | PLAN]
+    ffn_hidden_size: Annotated[Side, "Width of the feed-forward layers, or of each expert.", MODEL | PLAN]
     num_attention_heads: Annotated[Heads, "Query heads.", MODEL | PLAN]
     num_query_groups: Annotated[Heads, "Key/value heads (GQA groups).", MODEL | PLAN]
     head_dim: Annotated[Side, "Width of one attention head.", MODEL | PLAN]
@@ -60,6 +63,16 @@ class ModelConfig:
     ] = None
     norm_eps: Annotated[Epsilon, "Epsilon of the RMSNorms.", CURVE] = 1e-6
     qk_norm: Annotated[bool, "Normalise queries and keys, head by head: true for Qwen3, false for Llama.", MODEL] = True
+    num_experts: Annotated[
+        Experts, "Experts of every layer, each a feed-forward network; 0: a dense model.", MODEL | PLAN
+    ] = 0
+    experts_per_token: Annotated[int, Range(at_least=2, at_most=1024), "Experts that each token goes to.", CURVE] = 2
+    balancing_loss: Annotated[
+        BalancingLoss,
+        "Loss that spreads tokens evenly over experts, computed over each sequence or over the global batch.",
+        CURVE,
+    ] = "sequence"
+    balancing_weight: Annotated[Share, "Weight of `balancing_loss`.", CURVE] = 1e-3
     init_std: Annotated[
         Positive,
         "Standard deviation of the initial weights; residual projections use `init_std / sqrt(2 * num_layers)`.",
