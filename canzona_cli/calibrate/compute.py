@@ -57,8 +57,8 @@ SIZES = {
 """The sizes by type of device."""
 _LAUNCHES = 200
 _MODEL_BUDGET = 12
-"""The budget for forward and backward, in units of `Effort.item_s`: every prediction of a step depends on
-them."""
+"""The budget for forward and backward, in units of `Effort.item_s`. It is large because every prediction of a
+step depends on them."""
 
 
 def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:

@@ -289,8 +289,8 @@ def _progress_of(view: TrainView, requests: Requests) -> Iterator[Callable[[str,
 
 
 def _claim(job: _Job) -> RunDirectory:
-    """Returns the run directory. Node 0 creates it or resumes in it; the other nodes wait there later for
-    node 0's address."""
+    """Returns the run directory. Node 0 creates it or resumes in it; the other nodes only read it, because
+    `_meet` waits there for node 0's address."""
     if job.node_rank == 0:
         return RunDirectory.create(job.config, resumes=True)
     return RunDirectory(RunFiles(Path(job.config.run.dir or "").absolute()))

@@ -1,4 +1,4 @@
-"""Checks whether the values of a run work together, and detects settings of the command line without effect.
+"""Checks that the settings of a run work together, and finds settings on the command line that have no effect.
 
 A run is refused if ignoring a setting would change what is trained; otherwise there is a warning. The
 arithmetic of layouts is in `config.layout_rules`.
@@ -64,8 +64,8 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         for key in ("layout", "alpha", "grouping", "mode", "c_max_mib", "reduction", "exchange_dtype", "plan"):
             if f"engine.{key}" in explicit:
                 yield f"engine.{key} is ignored: {why}, which does not use a plan"
-        for key in ("stack", "graph") if not execution.ours else ():
-            if f"optimizer.{key}" in explicit:
+        for key in ("stack", "graph"):
+            if f"optimizer.{key}" in explicit and not execution.ours:
                 yield f"optimizer.{key} is ignored: {why}, which runs Megatron's own optimizer"
         if execution is Execution.ADAMW and "engine.splitting" in explicit:
             yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"

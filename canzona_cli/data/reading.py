@@ -51,7 +51,7 @@ _BATCH_ITEMS: Final = 8192
 _PARQUET_ROWS: Final = 128
 
 _POLL_S = 0.2
-"""The time after which a read of a pipe checks for signals, in seconds."""
+"""The interval in seconds at which a read of a pipe checks for signals."""
 LONGEST_LINE = 128 << 20
 """The longest line that is read, in bytes. A longer line is skipped as a bad line, because parsing it would
 need several times as much memory."""

@@ -153,8 +153,8 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
 
     @abstractmethod
     def step_with_ready_grads(self) -> bool:
-        """Updates this rank's matrices from reduced gradients. Always returns True: a step to skip does not
-        get here."""
+        """Updates this rank's matrices from reduced gradients. Always returns True; it is not called in a step
+        that is skipped."""
 
     @abstractmethod
     def fallbacks(self) -> torch.Tensor:

@@ -165,8 +165,9 @@ class PlannedOptimizer(MasterOptimizer):
         for group in self.groups:
             group.send_weights()
             group.receive_weights()
-        for matrix in self._sharing.matrices if self._sharing is not None else ():
-            matrix.publish()
+        if self._sharing is not None:
+            for matrix in self._sharing.matrices:
+                matrix.publish()
         self._wiring.aside.join()
 
     def _gather_whole(self, matrices: Sequence[Matrix]) -> None:

@@ -59,7 +59,7 @@ class SharedMatrix:
         self.master.grad = None
 
     def alone(self, scale: float, group: torch.distributed.ProcessGroup | None) -> None:
-        """Updates the fragment in standard form, in the same step. Collective."""
+        """Updates the fragment in standard form if `together` has set `left`. Collective."""
         self._take_gradient(scale)
         self._optimizer.alone(
             self.master,

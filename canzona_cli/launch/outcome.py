@@ -183,7 +183,7 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
 
 
 def _failed(workers: Workers, first: RankResult) -> Outcome:
-    """Returns the outcome of a run that ended with an error of one of its ranks."""
+    """Returns the outcome of a run that ended because rank `first.rank` failed."""
     error = first.error or RankError()
     if first.status == "diverged":
         return _diverged(workers, first.rank, error)

@@ -46,11 +46,11 @@ def kill_tree(child: subprocess.Popen[bytes]) -> None:
     """Kills a process and all its descendants, unless the process has ended. Some descendants have sessions
     of their own, so killing the process group would not be enough."""
     if child.poll() is None:
-        processes = list[psutil.Process]()
+        processes: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):  # the process may end meanwhile
-            family = psutil.Process(child.pid)
-            family.suspend()  # so that no child is started between listing and killing
-            processes = [*family.children(recursive=True), family]
+            ancestor = psutil.Process(child.pid)
+            ancestor.suspend()  # so that no child is started between listing and killing
+            processes = [*ancestor.children(recursive=True), ancestor]
         for process in processes:
             kill(process)
         child.wait()

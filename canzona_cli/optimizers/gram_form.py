@@ -220,7 +220,7 @@ class Polynomial:
         return self.left_of(slice(0, self.q.size(-1)))
 
     def left_of(self, rows: slice) -> Number:
-        """Returns the part of `left` that the sampled rows among `rows` contribute."""
+        """Returns the contribution of `rows` to `left`; the contributions of all rows add up to `left`."""
         p, value, r, alpha = self.last
         side = p.size(-1)
         every = _every(side)
@@ -383,10 +383,11 @@ def blend(out: torch.Tensor, a: torch.Tensor, x: Number, b: torch.Tensor, y: Num
 
 
 def _sides(x: torch.Tensor, q: torch.Tensor, *, wide: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the factors of the product that multiplies `x` by `q` from x's short side.
+    """Returns the factors of the product of `q` and x's short side: (q, x) for a wide `x`, (x, q^T) for a
+    tall one.
 
-    q is symmetric up to rounding. For a tall `x`, q is transposed so that later steps are applied last in
-    both cases; otherwise the error of a 66 x 64 matrix in bf16 would be twice that of a 64 x 66 matrix.
+    q is symmetric up to rounding. The transpose keeps the factor of the last step outermost; without it the
+    error of a 66 x 64 matrix in bf16 would be twice that of a 64 x 66 matrix.
     """
     return (q, x) if wide else (x, q.mT)
 

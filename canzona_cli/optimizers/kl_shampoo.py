@@ -52,8 +52,8 @@ class KLShampoo(KroneckerOptimizer):
         return {**super().state_shapes(p), **bases, **vectors, "exp_avg": tuple(p.shape)}
 
     def _factor_inputs(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
-        """Returns the gradient whitened on the other side, and averages it into the eigenvalues. In fp32
-        whatever `precision` is."""
+        """Returns, for each side, the gradient whitened on the other side, and averages it into the
+        eigenvalues. Always in fp32."""
         with products("fp32"):
             return self._whitened(p, grad)
 
@@ -71,7 +71,11 @@ class KLShampoo(KroneckerOptimizer):
         left = torch.mm(basis.mT, grad, out=self.workspace.like("sandwich_L", p))
         right = torch.mm(grad, other, out=self.workspace.like("sandwich_R", p))
         both = self.workspace.like("turned", p)
-        self._follow(p, torch.mm(*((basis.mT, right) if p.size(0) <= p.size(1) else (left, other)), out=both), roots)
+        if p.size(0) <= p.size(1):
+            torch.mm(basis.mT, right, out=both)
+        else:
+            torch.mm(left, other, out=both)
+        self._follow(p, both, roots)
         return {"L": right.mul_(roots["R"]), "R": left.mul_(roots["L"].unsqueeze(1)).mT}
 
     def _follow(self, p: torch.Tensor, turned: torch.Tensor, roots: Mapping[Side, torch.Tensor]) -> None:

@@ -126,7 +126,7 @@ def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
 
 
 def product_bytes(a: Algorithm) -> int:
-    """Returns the bytes of an element in Newton-Schulz."""
+    """Returns the bytes per element of the matrices that Newton-Schulz multiplies."""
     return 2 if a.precision == "bf16" else 4
 
 

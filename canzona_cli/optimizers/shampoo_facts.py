@@ -19,8 +19,8 @@ STACKED_SQUARES = 2**22
 """The most elements of a stack of squares that one call of a refresh takes on a GPU, where stacks of small
 squares save launches. A CPU does not gain by stacks."""
 NEWTON_PRODUCTS = {2: 31, 1: 29}
-"""The number of products of an inverse root by Newton's iteration, by the number of sides of the matrix with
-roots."""
+"""The number of products of an inverse root by Newton's iteration, by the number of the matrix's sides that
+have roots."""
 
 
 @dataclass(frozen=True, kw_only=True)

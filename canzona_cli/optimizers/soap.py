@@ -75,7 +75,7 @@ class SOAP(KroneckerOptimizer):
         basis.copy_(new)
 
     def _refreshed(self, p: torch.Tensor) -> None:
-        """Bounds the updates after a refresh, which could exceed Adam's.
+        """Bounds the updates after a refresh; without this, they could exceed Adam's.
 
         The first moment is rotated into the new basis, the second is not. Where the second moment is close to
         zero in a new direction, updates would be thousands of learning rates long. If the update is longer

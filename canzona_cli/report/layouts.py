@@ -300,15 +300,15 @@ class Layouts(Page):
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         model, cluster = self.config.model, self.config.cluster
-        parameters_of = parameter_count(model)
+        counted = parameter_count(model)
         optimizer = optimizer_words(self.config.optimizer.name, self.config.engine.strategy)
         job = f" on {cluster.name}, {optimizer}, sequences of {self.config.train.seq_length} tokens"
         yield headed(self.config.name, job)
-        parameters = f"{_billions(parameters_of.total)} parameters"
+        parameters = f"{_billions(counted.total)} parameters"
         published = family_of(model).published
         if model.name in published:
             total, body = published[model.name]
-            parameters += f" (published {total}), {_billions(parameters_of.non_embedding)} without embeddings"
+            parameters += f" (published {total}), {_billions(counted.non_embedding)} without embeddings"
             parameters += f" ({body})" if body else ""
         yield wrapped(parameters, "dim")
         yield wrapped(

@@ -52,7 +52,7 @@ class PreparedCorpus:
 
     @property
     def prefix(self) -> Path:
-        """The prefix of the first set, beside which is the tokenizer of all sets."""
+        """The prefix of the first set; the tokenizer of all sets lies next to it."""
         return self.sets[0].prefix
 
     @property

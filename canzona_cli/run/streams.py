@@ -45,8 +45,8 @@ class _Stream(io.FileIO):
         return len(text)
 
     def _has_room(self) -> bool:
-        """Waits until the reader takes data. A reader that has exceeded `patience_s` is not waited for again
-        until it reads."""
+        """Waits until the reader takes data, at most `patience_s`; returns True if it does. After that, waits
+        no more until it has read."""
         wait_s = 0.0 if self._stuck and self.patience_s is not None else self.patience_s
         self._stuck = not select.select([], [self], [], wait_s)[1]
         return not self._stuck

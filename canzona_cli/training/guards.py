@@ -114,7 +114,7 @@ ENOUGH_EXCESS: Final = 16.0
 """The accumulated excess that is a divergence, in multiples of the limit. A loss of twice the limit reaches
 it in 18 steps, one of 1.3 times the limit in 80."""
 LEAST_STEPS: Final = 4
-"""The least number of steps that reach `ENOUGH_EXCESS`, however high their losses are."""
+"""The fewest steps in which the excess can reach `ENOUGH_EXCESS`, however high the losses are."""
 SMOOTHING: Final = 1 / 16
 EARLY: Final = 32
 """The step before which a validation loss must be twice as high to count, because the first steps are

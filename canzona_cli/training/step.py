@@ -310,8 +310,8 @@ def _next(model: Model, sequence: torch.Tensor, position: int) -> int:
 
 
 def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Runs a forward pass; returns the logits, `[1, seq / cp, vocab / tp]`, on the last stage, and none
-    elsewhere.
+    """Runs a forward pass; returns a list with the logits, `[1, seq / cp, vocab / tp]`, on the last stage, an
+    empty list elsewhere.
 
     If the schedule needs several micro-batches, all are the same batch, and the first one's logits are
     returned.
@@ -334,6 +334,7 @@ def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 def _logits_of(
     batches: Iterator[dict[str, torch.Tensor]], chunk: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor, bool], torch.Tensor]]:
-    """Runs the forward pass of one micro-batch; the function returned makes the schedule collect the logits."""
+    """Runs the forward pass of one micro-batch. Returns the output, and the function that the schedule calls
+    with it to get the data to collect: the logits."""
     batch = next(batches)
     return chunk(batch["tokens"], batch["position_ids"], None), lambda logits, non_loss_data: logits
