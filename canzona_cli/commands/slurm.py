@@ -219,6 +219,7 @@ def _say(job: "Submitted", config: "RunConfig") -> None:
         "job": f"{job.job_id}, {config.name} on {plural(node_count(config), 'machine')}",
         "log": str(job.log),
         "run": _run_dir(job, config),
+        **({"setup": "; ".join(config.cluster.setup)} if config.cluster.setup else {}),
         "watch": f"squeue --jobs={job.job_id}",
         "requeue": f"scancel --signal=USR2 {job.job_id}  (saves a checkpoint, requeues, resumes from it)",
         "end": f"scancel {job.job_id}  (its checkpoints stay)",

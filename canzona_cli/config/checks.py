@@ -25,6 +25,8 @@ from canzona_cli.errors import Problem, closest
 
 BYTE_TOKENIZER_IDS = 257
 """The ids of the byte tokenizer: 256 bytes and an end-of-document token."""
+SRUN_OPTIONS = ("--nodes", "--ntasks", "--ntasks-per-node", "--kill-on-bad-exit", "--wait")
+"""The options of srun that the job script sets."""
 
 
 def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem]:
@@ -242,6 +244,13 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
     if cluster.rdzv_id is not None and re.fullmatch(r"\w[\w.-]*", cluster.rdzv_id) is None:
         reason = "must be a folder name for torchrun's logs: only letters, digits, dots, dashes and underscores"
         yield Problem(key="cluster.rdzv_id", reason=reason, fix="for example cluster.rdzv_id=my-run")
+    for option in cluster.srun_args:
+        name = option.partition("=")[0]
+        if not name.startswith("--") or name in SRUN_OPTIONS:
+            reason = "is set by the job script" if name in SRUN_OPTIONS else "is not a long option of srun"
+            yield Problem(
+                key="cluster.srun_args", value=option, reason=reason, fix="for example --container-image=FILE"
+            )
     if cluster.nodes is not None and cluster.node_rank is not None and cluster.node_rank >= cluster.nodes:
         reason = f"machines are numbered from 0 to {cluster.nodes - 1}"
         yield Problem(key="cluster.node_rank", reason=reason, fix=f"use cluster.node_rank=0 to {cluster.nodes - 1}")

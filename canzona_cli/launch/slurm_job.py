@@ -145,14 +145,40 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
         directives[option] = shlex.quote(value) if value else ""
         removed.discard(option)
     text = _with_directives(template_text(), directives, removed)
+    cluster = config.cluster
+    needs = f"{node_count(config)} {ranks_per_node(config) if cluster.device == 'cuda' else 0}"
+    begin, end = text.index("#     sbatch "), text.index("#\n#SBATCH ")
+    text = f"{text[:begin]}{_FILLED_IN}{text[end:]}"
     for line, replacement in (
-        ('overrides=("$@")', _overrides(arguments)),
-        ("canzona=${CANZONA:-canzona}", f"canzona={shlex.quote(_this_command())}"),
+        ('overrides=("$@")', f"{_NO_ARGUMENTS}\n{_overrides(arguments)}"),
+        ('canzona=("${CANZONA:-canzona}")', f"canzona=({_words(cluster.command or (_this_command(),))})"),
         ("requeues=${CANZONA_REQUEUES:-20}", f"requeues={options.requeues}"),
+        ("srun_args=()", f"srun_args=({_words(cluster.srun_args)})"),
+        ('#     module load cuda && source "$HOME/venv/bin/activate"', _setup(cluster.setup)),
+        ('needs=$("${canzona[@]}" slurm --needs "${overrides[@]}") || exit', f'needs="{needs}"'),
     ):
         assert text.count(f"\n{line}\n") == 1, line
         text = text.replace(f"\n{line}\n", f"\n{replacement}\n")
     return text
+
+
+_FILLED_IN = """\
+# Filled in by `canzona slurm`: submit it without arguments. You may edit it; nothing else uses it.
+"""
+_NO_ARGUMENTS = '(($# == 0)) || { echo "this script has its settings in it and takes no arguments: $*" >&2; exit 2; }'
+_FAILED = 'echo "cluster.setup: this line failed with code $?: $BASH_COMMAND" >&2; exit 3'
+
+
+def _setup(lines: Sequence[str]) -> str:
+    """Returns the lines of `cluster.setup`, as a block that ends the job if one of them fails; without any,
+    the template's example."""
+    if not lines:
+        return '#     module load cuda && source "$HOME/venv/bin/activate"'
+    return "\n".join([f"trap '{_FAILED}' ERR", *lines, "trap - ERR"])
+
+
+def _words(words: Sequence[str]) -> str:
+    return " ".join(quoted(word) for word in words)
 
 
 def write_arguments(folder: Path, name: str, arguments: Sequence[str]) -> Path:

@@ -88,13 +88,26 @@ def outlook_rows(config: RunConfig, ahead: Outlook) -> list[tuple[str, str]]:
             f"{count(ahead.tokens_per_s)} tokens/s, {count(ahead.tokens_per_s_per_gpu)} per {unit}, "
             f"MFU {100 * ahead.mfu:.1f}% (simulated)",
         ),
-        ("training", f"{duration(ahead.training_s)} for {config.train.steps:,} steps, without saves and validation"),
+        (
+            "training",
+            f"{duration(ahead.training_s)} for {config.train.steps:,} steps, without saves and validation"
+            f"{_cost(config, ahead)}",
+        ),
         (
             "checkpoints",
             f"{size(ahead.checkpoint_bytes)} each, {number} kept: {size(number * ahead.checkpoint_bytes)} on disk; "
             f"saving needs about {size(ahead.host_bytes)} of host memory on each machine",
         ),
     ]
+
+
+def _cost(config: RunConfig, ahead: Outlook) -> str:
+    """Returns the GPU hours of a run and, if the profile has a price, their cost; nothing for CPU ranks."""
+    if config.cluster.device != "cuda":
+        return ""
+    price = config.cluster.gpu_hour_price
+    cost = "" if price is None else f", a cost of {ahead.gpu_hours * price:,.0f} at {price:g} an hour"
+    return f": {ahead.gpu_hours:,.0f} GPU hours{cost}"
 
 
 def describe_plan(obtained: Obtained) -> str:

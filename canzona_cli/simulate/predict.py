@@ -143,6 +143,8 @@ class Outlook:
     """Model FLOP utilisation: model FLOPs over the profile's bf16 peak, as measured in runs."""
     training_s: float
     """The seconds of all steps, without start-up, saves and validation."""
+    gpu_hours: float
+    """The hours of all ranks together in that time."""
     checkpoint_bytes: int
     """The bytes of one checkpoint."""
     checkpoints_kept: int
@@ -162,6 +164,7 @@ def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
         tokens_per_s_per_gpu=per_gpu,
         mfu=per_gpu * flops_per_token(config.model, train.seq_length) / (config.cluster.bf16_tflops * 1e12),
         training_s=train.steps * iteration_s,
+        gpu_hours=layout.world_size * train.steps * iteration_s / 3600,
         checkpoint_bytes=saved,
         checkpoints_kept=keep.keep + (train.steps // keep.keep_every if keep.keep_every else 0),
         host_bytes=round(saved / machines),

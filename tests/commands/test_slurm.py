@@ -126,14 +126,12 @@ def test_environment_between_machines_is_set_deliberately_and_shown(
         ("(null)", "", "32", ""),
     ],
 )
-def test_a_bare_script_asks_for_the_machines_and_gpus_it_lacks(
+def test_a_bare_script_names_the_machines_and_gpus_that_it_lacks(
     tmp_path: Path, dealt: str, on_node: str, nodes: str, expected: str
 ) -> None:
     """Slurm's commands are stand-ins here, because no test machine has GPUs to deal out."""
     stand_ins = {
         "sinfo": f"echo '{dealt}'",
-        "squeue": "echo 1:00:00",
-        "sbatch": 'echo sbatch "$@"',
         "srun": "echo srun",
     }
     for name, line in stand_ins.items():
@@ -155,14 +153,11 @@ def test_a_bare_script_asks_for_the_machines_and_gpus_it_lacks(
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        check=True,
+        check=False,
         timeout=PATIENCE_S,
     )
-    asked = [line for line in done.stdout.splitlines() if line.startswith(("sbatch ", "srun"))]
     if expected:
-        [line] = asked
-        words = line.split()
-        assert set(expected.split()) <= set(words)
-        assert ("--gpus-per-node=8" in words) == ("gpus" in expected)
+        assert done.returncode == 2
+        assert done.stdout.rstrip().endswith(f"Submit it with: sbatch {expected}")
     else:
-        assert asked == ["srun"]
+        assert (done.returncode, done.stdout) == (0, "srun\n")

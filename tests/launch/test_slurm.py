@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from canzona_cli.config.schema import ClusterConfig, RunConfig
+from canzona_cli.config.settings import settings
 from canzona_cli.errors import ConfigError, EnvironmentProblem
 from canzona_cli.launch import slurm
 from canzona_cli.launch.slurm import SlurmStep, adopt, current_step, first_host
@@ -219,6 +221,43 @@ def test_overrides_reach_bash_as_they_are_and_never_the_directives(overrides: li
     code = f"{script[begin:end]}printf '%s\\0' \"${{overrides[@]}}\""
     said = subprocess.run(["bash", "-c", code], capture_output=True, check=True).stdout
     assert said == b"".join(argument.encode() + b"\0" for argument in arguments)
+
+
+def test_a_filled_in_script_takes_no_arguments_and_needs_no_canzona_on_the_host() -> None:
+    script = render(two_nodes(), JobOptions(), ["recipe=x"])
+    assert "sbatch scripts/train.sbatch" not in script
+    assert '\nneeds="2 0"\n' in script
+    done = subprocess.run(["bash", "-s", "gpus=8"], input=script, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "takes no arguments: gpus=8" in done.stderr
+
+
+def test_set_up_lines_srun_options_and_a_container_are_in_the_script() -> None:
+    config = two_nodes(
+        setup=("module load cuda", "export A='b c'"),
+        srun_args=("--container-image=/a b.sqsh",),
+        command=("apptainer", "exec", "x y.sif", "canzona"),
+    )
+    script = render(config, JobOptions(), [])
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert "\nmodule load cuda\nexport A='b c'\ntrap - ERR\n" in script
+    assert "\nsrun_args=('--container-image=/a b.sqsh')\n" in script
+    assert "\ncanzona=(apptainer exec 'x y.sif' canzona)\n" in script
+    assert directives(script) == directives(render(two_nodes(), JobOptions(), []))
+
+
+def test_examples_of_the_manual_are_yaml_and_their_settings_exist() -> None:
+    manual = (Path(slurm.__file__).parent / "README.md").read_text(encoding="utf-8")
+    recipe, job, task = (yaml.safe_load(text.partition("```")[0]) for text in manual.split("```yaml\n")[1:])
+    assert {f"cluster.{name}" for name in recipe["cluster"]} <= set(settings())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    commands = [container["command"][2].removeprefix("exec "), task["run"].replace("\\\n", "")]
+    for command in commands:
+        program, verb, *overrides = command.split()
+        assert (program, verb) == ("canzona", "train")
+        keys = {word.partition("=")[0] for word in overrides if "=" in word}
+        assert keys - {"recipe"} <= set(settings())
+        assert {"cluster.nodes", "cluster.node_rank", "cluster.rdzv_endpoint", "run.dir"} <= keys
 
 
 def test_kept_arguments_are_private_and_read_back_as_they_were(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Jobs on a real Slurm of two nodes: the bare script and `canzona slurm` are one job, which trains on both."""
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -41,21 +42,18 @@ def test_the_bare_script_and_canzona_slurm_are_the_same_job_and_train_on_both_no
     steps = ("train.steps=3", "checkpoint.at_end=false")
     script = str(REPOSITORY / "scripts" / "train.sbatch")
     bare = slurm.command(
-        *("sbatch", "--parsable", "--time=5", script, *SMALL, *steps), cwd=here, environment=environment
+        *("sbatch", "--parsable", "--time=5", "--nodes=2", script, *SMALL, *steps), cwd=here, environment=environment
     )
     assert bare.returncode == 0, bare.stderr
-    first = slurm.wait_for(bare.stdout.strip())
-    forwarded = Path(first["StdOut"]).read_text()
-    assert "the run needs 2 nodes with" in forwarded, forwarded
-    again = forwarded.rstrip().rpartition(" ")[2]
-    by_sbatch = slurm.wait_for(again, "COMPLETED")
+    number_of_bare = bare.stdout.strip()
+    by_sbatch = slurm.wait_for(number_of_bare, "COMPLETED")
 
     rendered = submit(slurm, here, environment, "--job-name=canzona", *SMALL, *steps)
     by_canzona = slurm.wait_for(rendered, "COMPLETED")
 
     assert {key: by_sbatch[key] for key in SAME} == {key: by_canzona[key] for key in SAME}
     assert by_canzona["NumNodes"] == "2"
-    for job, number in ((by_sbatch, again), (by_canzona, rendered)):
+    for job, number in ((by_sbatch, number_of_bare), (by_canzona, rendered)):
         log = Path(job["StdOut"])
         assert log == here / f"canzona-{number}.out"
         assert f"from Slurm job {number}: the run directory, machine 1 of 2" in log.read_text()
@@ -65,7 +63,7 @@ def test_the_bare_script_and_canzona_slurm_are_the_same_job_and_train_on_both_no
         assert (result["status"], result["step"]) == ("done", 3)
         assert {read_json(files.rank(rank)) is not None for rank in range(2)} == {True}
         assert files.agent_log(1).exists(), "machine 1 had a launcher of its own"
-    metrics = [RunFiles(here / "runs" / f"qwen3-tiny-{n}").metrics.read_text() for n in (again, rendered)]
+    metrics = [RunFiles(here / "runs" / f"qwen3-tiny-{n}").metrics.read_text() for n in (number_of_bare, rendered)]
     assert [text.count("\n") for text in metrics] == [3, 3]
     shutil.rmtree(here / "runs")
 
@@ -78,6 +76,37 @@ def test_a_mistake_ends_the_job_with_its_code_and_it_is_not_queued_again(
     job = slurm.wait_for(done.stdout.strip(), "FAILED")
     assert (job["ExitCode"], job["Restarts"]) == ("2:0", "0")
     assert "did you mean train.steps" in " ".join(Path(job["StdOut"]).read_text().split())
+
+
+def test_a_job_in_a_container_with_set_up_lines_trains_on_both_nodes(
+    slurm: Slurm, here: Path, environment: dict[str, str]
+) -> None:
+    """The container command is a stand-in, which notes its arguments and the environment and runs the rest."""
+    container = here / "container"
+    container.write_text(
+        f'#!/bin/sh\necho "in $1 on node $SLURM_NODEID with $SET_UP" >>{here}/seen\nshift\nexec "$@"\n'
+    )
+    container.chmod(0o755)
+    job_id = submit(
+        *(slurm, here, environment, *SMALL, "train.steps=1", "checkpoint.at_end=false"),
+        *("cluster.setup=['export SET_UP=modules']", "cluster.srun_args=['--label']"),
+        f"cluster.command=['{container}','image.sif','{CANZONA}']",
+    )
+    log = Path(slurm.wait_for(job_id, "COMPLETED")["StdOut"]).read_text()
+    seen = sorted((here / "seen").read_text().splitlines())
+    assert seen == [f"in image.sif on node {node} with modules" for node in (0, 1)]
+    assert re.search("^[01]: ", log, re.MULTILINE), "srun was given --label"
+    assert (read_json(RunFiles(here / "runs" / f"qwen3-tiny-{job_id}").result) or {})["status"] == "done"
+
+
+def test_a_set_up_line_that_fails_ends_the_job_before_it_trains(
+    slurm: Slurm, here: Path, environment: dict[str, str]
+) -> None:
+    job_id = submit(slurm, here, environment, *SMALL, "cluster.setup=['true','module load no-such-module']")
+    ended = slurm.wait_for(job_id, "FAILED")
+    assert ended["ExitCode"] == "3:0"
+    assert "cluster.setup: this line failed with code 127: module load" in Path(ended["StdOut"]).read_text()
+    assert not (here / "runs" / f"qwen3-tiny-{job_id}").exists()
 
 
 def test_each_task_of_an_array_has_a_run_and_a_log_of_its_own(

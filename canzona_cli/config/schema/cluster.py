@@ -268,6 +268,28 @@ class ClusterConfig:
         str | None, "host:port that every node can reach; needed if nodes > 1.", Example("node0:29500"), NOTHING
     ] = None
     rdzv_id: Annotated[str | None, "Name of the rendezvous, the same on all nodes of a run.", NOTHING] = None
+    setup: Annotated[
+        tuple[str, ...],
+        "Shell lines that a Slurm job runs on its first node before the run; all nodes inherit the environment."
+        " A line that fails ends the job.",
+        Example('["module load cuda","export NCCL_IB_HCA=mlx5"]'),
+        NOTHING,
+    ] = ()
+    srun_args: Annotated[
+        tuple[str, ...],
+        "Further options of srun in a Slurm job, such as those of a container plugin.",
+        Example('["--container-image=/images/canzona.sqsh"]'),
+        NOTHING,
+    ] = ()
+    command: Annotated[
+        tuple[str, ...],
+        "The command that starts canzona in a Slurm job; empty: the one that submits the job.",
+        Example('["apptainer","exec","--nv","canzona.sif","canzona"]'),
+        NOTHING,
+    ] = ()
+    gpu_hour_price: Annotated[
+        Positive | None, "Price of one GPU for an hour, in any currency; dry runs then show the cost.", NOTHING
+    ] = None
 
     @property
     def fused_layers(self) -> bool:

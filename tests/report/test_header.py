@@ -1,0 +1,20 @@
+"""Rows that head the reports of a run."""
+
+from dataclasses import replace
+
+import pytest
+
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.compose import compose_run
+from canzona_cli.report.header import outlook_rows
+from canzona_cli.simulate.predict import outlook
+
+
+@pytest.mark.parametrize(
+    ("price", "end"), [(None, ": 7,200 GPU hours"), (2.5, ": 7,200 GPU hours, a cost of 18,000 at 2.5 an hour")]
+)
+def test_a_run_on_gpus_names_its_hours_and_with_a_price_its_cost(price: float | None, end: str) -> None:
+    config, layout = resolve(compose_run(["recipe=qwen3-8b", "gpus=16", "train.steps=1000"]).config)
+    config = replace(config, cluster=replace(config.cluster, gpu_hour_price=price))
+    training = dict(outlook_rows(config, outlook(config, layout, iteration_s=1620.0)))["training"]
+    assert training.endswith(end)
