@@ -1,16 +1,19 @@
-"""`canzona data prepare`: converts text, JSONL, Parquet or the standard library's sources to Megatron's
-.bin/.idx."""
+"""`canzona data`: converts text, JSONL, Parquet or the standard library's sources to Megatron's .bin/.idx, and
+shows what is in such a pair."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-app = typer.Typer(help="Prepare text for training.", no_args_is_help=True)
+from canzona_cli.commands.output import AsJson
+
+app = typer.Typer(help="Prepare text for training, and look at prepared data.", no_args_is_help=True)
 
 
 @app.callback()
 def data() -> None:
-    """Prepare text for training."""
+    """Prepare text for training, and look at prepared data."""
 
 
 @app.command()
@@ -100,3 +103,29 @@ def prepare(
     with preparation_progress() as on_progress:
         built = run(request, on_progress)
     print_prepared(built)
+
+
+@app.command("show")
+def show_data(
+    prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="The data: PREFIX.bin and PREFIX.idx.")],
+    documents: Annotated[int, typer.Option(min=0, metavar="N", help="Number of documents to show.")] = 3,
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to show of each.")] = 100,
+    seq_length: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Also show a training sequence of N tokens.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show prepared data as text: facts, the lengths of documents, and the first documents.
+
+    Training reads documents in a random order, one after another; a sequence may begin and end inside a
+    document.
+    """
+    from canzona_cli.commands.output import show
+    from canzona_cli.data.view import view
+    from canzona_cli.report.data import data_content, print_data
+
+    shown = view(prefix.expanduser().absolute(), documents=documents, tokens=tokens, seq_length=seq_length)
+    if as_json:
+        show(data_content(shown))
+    else:
+        print_data(shown)

@@ -100,16 +100,28 @@ def tokenizer_of(corpus: PreparedCorpus) -> Tokenizer:
         ConfigError: the tokenizer is not known, because another tool prepared the corpus or its file was
             removed.
     """
+    if (tokenizer := saved_tokenizer(corpus.prefix, corpus.tokenizer, corpus.eod)) is not None:
+        return tokenizer
+    path = saved_tokenizer_path(corpus.prefix)
+    reason = f"its tokenizer is not known: there is no {path.name} written by canzona data prepare"
+    raise ConfigError(Problem(key="data.path", value=str(corpus.prefix), reason=reason, fix=_PREPARE))
+
+
+def saved_tokenizer(prefix: Path, name: str, eod: int | None) -> Tokenizer | None:
+    """Returns the tokenizer that made the tokens of a prepared pair; None if it is not known.
+
+    Args:
+        name: its name in the sidecar.
+        eod: the id that ends a document; None for data of other tools.
+    """
     from tokenizers import Tokenizer as RustTokenizer
 
-    if corpus.tokenizer == ByteTokenizer.name:
+    if name == ByteTokenizer.name:
         return ByteTokenizer()
-    path = saved_tokenizer_path(corpus.prefix)
-    if corpus.eod is None or not path.is_file():
-        reason = f"its tokenizer is not known: there is no {path.name} written by canzona data prepare"
-        raise ConfigError(Problem(key="data.path", value=str(corpus.prefix), reason=reason, fix=_PREPARE))
-    backend = RustTokenizer.from_file(str(path))
-    return JsonTokenizer(kind="huggingface", name=corpus.tokenizer, eod=corpus.eod, backend=backend)
+    path = saved_tokenizer_path(prefix)
+    if eod is None or not path.is_file():
+        return None
+    return JsonTokenizer(kind="huggingface", name=name, eod=eod, backend=RustTokenizer.from_file(str(path)))
 
 
 @dataclass(frozen=True, kw_only=True)

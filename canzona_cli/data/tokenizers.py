@@ -379,8 +379,13 @@ def _configured(backend: "RustTokenizer", path: Path) -> str | None:
 
 
 def _display_name(path: Path) -> str:
-    """Returns the name to show: `Qwen3-0.6B` for `.../Qwen3-0.6B/tokenizer.json`, otherwise the file's name."""
-    return path.resolve().parent.name if path.stem == "tokenizer" else path.stem
+    """Returns the name to show: `Qwen3-0.6B` for the tokenizer.json of a Hugging Face folder of that name,
+    `new/tokenizer.json` if the folder `new` has nothing else of a model, otherwise the file's name."""
+    if path.name != "tokenizer.json":
+        return path.stem
+    folder = path.resolve().parent
+    published = any((folder / name).is_file() for name in ("tokenizer_config.json", "config.json"))
+    return folder.name if published else f"{folder.name}/{path.name}"
 
 
 def _find_eod(backend: "RustTokenizer", named: str | None, path: Path) -> int:

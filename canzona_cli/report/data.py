@@ -1,8 +1,10 @@
-"""The screens of `canzona data prepare`: a progress bar in a terminal, lines in a pipe, and the result."""
+"""The screens of `canzona data`: the progress of `prepare` (a bar in a terminal, lines in a pipe), its result, and
+prepared data as text."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -12,6 +14,7 @@ from canzona_cli.data.build import Built, OnProgress
 from canzona_cli.data.build import Progress as BuildProgress
 from canzona_cli.data.prepare import train_command
 from canzona_cli.data.sidecar import Sidecar
+from canzona_cli.data.view import DataView
 from canzona_cli.run.words import clean, count, plural, size
 
 _LINE_INTERVAL_S = 5.0
@@ -76,30 +79,82 @@ def _is_learning(progress: BuildProgress) -> bool:
 def print_prepared(built: Built) -> None:
     """Prints what a build wrote and dropped, notes, and the command that trains on the data."""
     console = Console(highlight=False)
-    made = built.sidecar
-    per_token = made.text_bytes / made.tokens
-    documents = f"{made.documents:,}"
-    if made.sequences > made.documents:
-        documents += f" in {made.sequences:,} sequences (long documents are cut at line ends)"
-    rows = [
-        ("inputs", f"{plural(made.input_count, 'input')}, {size(made.text_bytes)} of text ({made.text_bytes:,} bytes)"),
-        ("documents", documents),
-        *((("dropped", _dropped(made)),) if made.dropped else ()),
-        (
-            "tokens",
-            f"{made.tokens:,} ({per_token:.2f} bytes per token), {made.dtype}, largest id {made.max_token_id:,}",
-        ),
-        ("tokenizer", f"{clean(made.tokenizer)}, {made.vocab_size:,} ids, {made.eod} ends a document"),
-        *(("file", f"{clean(path)} ({size(path.stat().st_size)})") for path in built.files),
-    ]
-    for label, value in rows:
-        # Not wrapped, so that a path can be copied or taken from piped output.
-        console.print(Text.assemble((f"{label:<11}", "dim"), value), soft_wrap=True)
+    files = [("file", f"{clean(path)} ({size(path.stat().st_size)})") for path in built.files]
+    _print_rows(console, [*_facts_of(built.sidecar), *files])
     command = train_command(built)
     for note in _notes(built, command):
         console.print(Text.assemble((f"{'note':<11}", "yellow"), note), soft_wrap=True)
     console.print(Text("\nTrain on this data (with any recipe whose vocabulary covers the ids):"))
     console.print(Text(f"  {command}", style="bold"), soft_wrap=True)
+
+
+def _facts_of(made: Sidecar) -> Iterator[tuple[str, str]]:
+    """Yields (label, value) rows of what was prepared."""
+    text = f"{size(made.text_bytes)} of text ({made.text_bytes:,} bytes)"
+    yield "inputs", f"{plural(made.input_count, 'input')}, {text}"
+    documents = f"{made.documents:,}"
+    if made.sequences > made.documents:
+        documents += f" in {made.sequences:,} sequences (long documents are cut at line ends)"
+    yield "documents", documents
+    if made.dropped:
+        yield "dropped", _dropped(made)
+    per_token = made.text_bytes / made.tokens
+    tokens = f"{made.tokens:,} ({per_token:.2f} bytes per token), {made.dtype}, largest id {made.max_token_id:,}"
+    yield "tokens", tokens
+    yield "tokenizer", f"{clean(made.tokenizer)}, {made.vocab_size:,} ids, {made.eod} ends a document"
+
+
+def _print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    for label, value in rows:
+        # Not wrapped, so that a path can be copied or taken from piped output.
+        console.print(Text.assemble((f"{label:<11}", "dim"), value), soft_wrap=True)
+
+
+_BAR = 30
+"""The columns of the longest bar of the histogram."""
+
+
+def print_data(shown: DataView) -> None:
+    """Prints a prepared pair: its facts, the lengths of its documents, and the texts that were read."""
+    console = Console(highlight=False)
+    pair, lengths = shown.pair, shown.lengths
+    if shown.sidecar is not None:
+        _print_rows(console, _facts_of(shown.sidecar))
+    else:
+        facts = f"{pair.tokens:,}, {pair.dtype}; prepared by another tool, so the tokenizer is not known"
+        _print_rows(console, [("documents", f"{pair.documents:,}"), ("tokens", facts)])
+    spread = f"{lengths.least:,} to {lengths.most:,}, median {lengths.median:,}, mean {lengths.mean:,.0f}"
+    _print_rows(console, [("lengths", f"{spread}, 90% up to {lengths.p90:,} tokens")])
+    largest = max(documents for _, documents in lengths.histogram)
+    for most, documents in lengths.histogram:
+        bar = "█" * -(-_BAR * documents // largest)
+        console.print(f"{'':<11}up to {most:>11,}  {bar:<{_BAR}}  {documents:,}", soft_wrap=True)
+    for document in shown.documents:
+        more = ", beginning" if document.cut else ""
+        _print_text(console, f"document {document.number}: {plural(document.tokens, 'token')}{more}", document.text)
+    if shown.sequence is not None:
+        parts = plural(shown.sequence_documents, "document")
+        _print_text(console, f"a training sequence, with tokens of {parts}", shown.sequence)
+
+
+def data_content(shown: DataView) -> dict[str, object]:
+    """Returns the JSON of `canzona data show`; additions do not change `version`."""
+    return {
+        "version": 1,
+        "prefix": str(shown.pair.prefix),
+        "tokens": shown.pair.tokens,
+        "documents": shown.pair.documents,
+        "tokenizer": None if shown.sidecar is None else shown.sidecar.tokenizer,
+        "lengths": asdict(shown.lengths),
+        "shown": [asdict(document) for document in shown.documents],
+        "sequence": shown.sequence,
+    }
+
+
+def _print_text(console: Console, title: str, text: str) -> None:
+    console.print(Text(f"\n{title}", style="bold"))
+    if text:
+        console.print(Text(clean(text, newlines=True)), soft_wrap=True)
 
 
 def _dropped(made: Sidecar) -> str:

@@ -67,9 +67,10 @@ def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
     elif config.data.blend:
         source = " + ".join(f"{weight:g} {path}" for path, weight in config.data.blend.items())
     parts = [clean(source)]
+    if corpus is None and config.data.source != "stdlib":
+        return parts[0]  # the tokenizer is a fact of the prepared data, not of the configuration
     if corpus is None:
-        parts.append(f"{clean(config.data.tokenizer)} tokenizer")
-        return ", ".join(parts) + ("; prepared when a run first needs it" if config.data.source == "stdlib" else "")
+        return f"{parts[0]}, {clean(config.data.tokenizer)} tokenizer; prepared when a run first needs it"
     parts += [
         f"{clean(corpus.tokenizer)} tokenizer",
         f"{count(corpus.tokens)} tokens",

@@ -102,7 +102,9 @@ def test_a_tokenizer_file_that_truncates_and_pads_does_neither_here(bpe: JsonTok
     hub_like.enable_padding(length=64)
     hub_like.save(str(tmp_path / "tokenizer.json"))
     loaded = load_json_tokenizer(str(tmp_path))  # the folder is enough
-    assert loaded.name == tmp_path.name
+    assert loaded.name == f"{tmp_path.name}/tokenizer.json"
+    (tmp_path / "config.json").write_text("{}")
+    assert load_json_tokenizer(str(tmp_path)).name == tmp_path.name, "a folder of a model"
     for ours, theirs in zip(bpe.encode_batch(SAMPLE[:3]), loaded.encode_batch(SAMPLE[:3]), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 

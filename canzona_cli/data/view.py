@@ -1,0 +1,126 @@
+"""Reads prepared data back as text: the first documents, their lengths, and one training sequence."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from canzona_cli.data.corpus import saved_tokenizer
+from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair
+from canzona_cli.data.sidecar import Sidecar, load_sidecar
+from canzona_cli.data.tokenizers import TokenArray, Tokenizer
+
+BINS = 8
+"""The most bars of the histogram of lengths."""
+END = "[end of document]"
+"""The line that stands for an end-of-document token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownDocument:
+    """The beginning of a document."""
+
+    number: int
+    """The document's place in the data, from 0."""
+    tokens: int
+    """All tokens of the document, the end-of-document token included."""
+    text: str
+    """The decoded text of its first tokens."""
+    cut: bool
+    """True if the document has more tokens than are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """The lengths of all documents, in tokens."""
+
+    least: int
+    median: int
+    mean: float
+    p90: int
+    most: int
+    histogram: tuple[tuple[int, int], ...]
+    """Pairs (most tokens, documents): the documents that are longer than the pair before, up to `most tokens`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataView:
+    """The content of one prepared pair, for people."""
+
+    pair: PairInfo
+    sidecar: Sidecar | None
+    """The facts that `canzona data prepare` wrote; None for data of other tools."""
+    lengths: Lengths
+    documents: tuple[ShownDocument, ...]
+    """The first documents; without text if the tokenizer is not known."""
+    sequence: str | None
+    """The text of one training sequence, documents joined by their end-of-document tokens; None if not asked for
+    or if the tokenizer is not known."""
+    sequence_documents: int
+    """The number of documents in that sequence, begun ones included."""
+
+
+def view(prefix: Path, *, documents: int, tokens: int, seq_length: int | None) -> DataView:
+    """Reads a prepared pair.
+
+    Args:
+        documents: the number of documents to show.
+        tokens: the most tokens to show of each.
+        seq_length: the tokens of the training sequence to show; None for none. It is the first of the data;
+            training reads documents in a random order.
+
+    Raises:
+        ConfigError: the pair is missing or damaged.
+    """
+    pair = inspect_pair(prefix)
+    sidecar = load_sidecar(pair)
+    tokenizer = None if sidecar is None else saved_tokenizer(pair.prefix, sidecar.tokenizer, sidecar.eod)
+    ids: TokenArray = np.memmap(bin_path(pair.prefix), dtype=pair.dtype, mode="r")
+    ends = np.cumsum(pair.lengths, dtype=np.int64)[pair.document_ends - 1]
+    sequence = None
+    if tokenizer is not None and seq_length is not None:
+        sequence = _text(tokenizer, ids[:seq_length])
+    return DataView(
+        pair=pair,
+        sidecar=sidecar,
+        lengths=_lengths(np.diff(ends, prepend=0)),
+        documents=tuple(_documents(ids, ends[:documents].tolist(), tokens, tokenizer)),
+        sequence=sequence,
+        sequence_documents=0 if sequence is None else int(np.searchsorted(ends, min(seq_length or 0, ids.size))) + 1,
+    )
+
+
+def _documents(ids: TokenArray, ends: list[int], most: int, tokenizer: Tokenizer | None) -> Iterator[ShownDocument]:
+    start = 0
+    for number, end in enumerate(ends):
+        shown = ids[start : min(end, start + most)]
+        text = "" if tokenizer is None else _text(tokenizer, shown).removesuffix(f"\n{END}\n")
+        yield ShownDocument(number=number, tokens=end - start, text=text, cut=end - start > most)
+        start = end
+
+
+def _text(tokenizer: Tokenizer, ids: TokenArray) -> str:
+    """Decodes ids, with a line `END` for each end of a document."""
+    parts = np.split(ids, np.flatnonzero(ids == tokenizer.eod) + 1)
+    return "".join(
+        f"{tokenizer.decode(part[:-1].tolist())}\n{END}\n"
+        if part.size and part[-1] == tokenizer.eod
+        else tokenizer.decode(part.tolist())
+        for part in parts
+    )
+
+
+def _lengths(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Lengths:
+    """Summarises the documents' lengths; the bars of the histogram end at powers of two."""
+    powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+    first = max(int(powers.min()), int(powers.max()) - BINS + 1)
+    counts = np.bincount(np.maximum(powers, first) - first)
+    return Lengths(
+        least=int(lengths.min()),
+        median=int(np.median(lengths)),
+        mean=float(lengths.mean()),
+        p90=int(np.quantile(lengths, 0.9)),
+        most=int(lengths.max()),
+        histogram=tuple((1 << (first + place), int(count)) for place, count in enumerate(counts)),
+    )

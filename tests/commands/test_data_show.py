@@ -1,0 +1,57 @@
+"""`canzona data show`: what was prepared, read back as text."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.data.indexed import inspect_pair
+from canzona_cli.data.view import view
+from tests.commands.support import canzona
+
+LINES = ["a short line", "a line of some more words than the one before", "über\x1b[2J", *(["x"] * 5)]
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "a.txt").write_text("\n".join(LINES) + "\n")
+    done = canzona("data", "prepare", "a.txt", "-o", "corpus", "--document", "line", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "corpus"
+
+
+def test_documents_lengths_and_a_sequence_are_those_of_the_text(prefix: Path) -> None:
+    shown = view(prefix, documents=2, tokens=20, seq_length=30)
+    texts, sizes = LINES[:2], [len(line.encode()) + 1 for line in LINES]
+    assert [(document.text, document.cut) for document in shown.documents] == [
+        (texts[0], False),
+        (texts[1][:20], True),
+    ]
+    assert [document.tokens for document in shown.documents] == sizes[:2]
+    lengths = shown.lengths
+    assert (lengths.least, lengths.most) == (min(sizes), max(sizes))
+    assert lengths.mean == pytest.approx(inspect_pair(prefix).tokens / len(LINES))
+    assert sum(documents for _, documents in lengths.histogram) == len(LINES)
+    bounds = [0, *(most for most, _ in lengths.histogram)]
+    for least, (most, documents) in zip(bounds, lengths.histogram, strict=False):
+        assert documents == sum(least < size <= most for size in sizes)
+    assert shown.sequence == f"{texts[0]}\n[end of document]\n{texts[1][:17]}"
+    assert shown.sequence_documents == 2
+
+
+def test_the_screen_has_the_facts_and_no_control_characters(prefix: Path) -> None:
+    done = canzona("data", "show", str(prefix))
+    assert done.returncode == 0, done.stderr
+    for part in ("8", "byte, 257 ids, 256 ends a document", "document 0: 13 tokens", LINES[1], r"\x1b[2J"):
+        assert part in done.stdout
+    assert "\x1b[2J" not in done.stdout
+
+
+def test_json_has_it_too_and_a_missing_pair_is_a_mistake(prefix: Path) -> None:
+    done = canzona("data", "show", str(prefix), "--documents", "1", "--json")
+    content = json.loads(done.stdout)
+    assert (content["version"], content["documents"], len(content["shown"])) == (1, len(LINES), 1)
+    refused = canzona("data", "show", str(prefix) + "-nowhere")
+    assert refused.returncode == 2
+    assert "nowhere" in refused.stderr
