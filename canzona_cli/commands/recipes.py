@@ -11,6 +11,8 @@ from canzona_cli.commands.output import AsJson, RecipesDirs, option_argument, ov
 from canzona_cli.commands.output import show as show_page
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from canzona_cli.config.tree import RecipeInfo
 
 JSON_VERSION = 1
@@ -89,10 +91,14 @@ def copy(
     overrides: OverrideList = None,
     recipes_dir: RecipesDirs = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    short: Annotated[
+        bool, typer.Option("--short", help="Write only the changes, on top of the recipe: about ten lines.")
+    ] = False,
 ) -> None:
     """Copy a recipe to a file of your own, to edit.
 
-    The file is complete: it has every setting with its value and its meaning.
+    The file is complete: it has every setting with its value and its meaning. With --short it starts from the
+    recipe (`defaults: [NAME]`) and has only what differs.
     """
     from dataclasses import replace
 
@@ -101,8 +107,36 @@ def copy(
 
     composed = compose_run([f"recipe={name}", *(overrides or ())], recipes_dirs=recipes_dir or ())
     config = composed.config if "name" in composed.explicit else replace(composed.config, name=destination.stem)
-    write_recipe(destination, recipe_text(config, origin=composed.config.name), force=force)
+    text = (
+        _short(composed.recipe_file, overrides or (), config.name)
+        if short
+        else recipe_text(config, origin=composed.config.name)
+    )
+    write_recipe(destination, text, force=force)
     typer.echo(f"Wrote {shown(destination)}. Train it with: canzona train recipe={shown(destination)}")
+
+
+def _short(recipe: Path, overrides: "Sequence[str]", name: str) -> str:
+    """Returns the text of a recipe file with only the changes. Overrides were checked before.
+
+    Args:
+        recipe: the file of the recipe that it starts from.
+        name: the name of the new recipe.
+
+    Raises:
+        ConfigError: the recipe is not in a group folder, so another recipe cannot start from it.
+    """
+    from canzona_cli.config.overrides import parse_overrides
+    from canzona_cli.config.recipes import lies_flat, short_recipe_text
+    from canzona_cli.errors import ConfigError, Problem
+
+    if lies_flat(recipe):
+        reason = "is a file of its own, and a recipe can only start from another by its name"
+        fix = "leave out --short, or move the file to DIR/recipe/ and use --recipes-dir DIR"
+        raise ConfigError(Problem(key="NAME", value=str(recipe), reason=reason, fix=fix))
+    asked = parse_overrides(overrides)
+    values = {key: value for key, value in asked.values.items() if key != "name"}
+    return short_recipe_text(name, recipe.stem, asked.groups, values)
 
 
 @app.command("from-hf")

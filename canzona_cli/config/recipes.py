@@ -212,6 +212,36 @@ def recipe_text(config: "RunConfig", *, origin: str, notes: Sequence[str] = ()) 
     return text
 
 
+def short_recipe_text(name: str, recipe: str, groups: Mapping[str, str], values: Mapping[str, object]) -> str:
+    """Returns the text of a recipe file that starts from another recipe and has only what differs from it.
+
+    Args:
+        name: the name of the new recipe.
+        recipe: the name of the recipe that it starts from.
+        groups: the chosen option by group, without the recipe.
+        values: the changed settings by dotted key.
+    """
+    import yaml
+
+    tree: dict[str, object] = {}
+    for key, value in values.items():
+        section = tree
+        *outer, last = key.split(".")
+        for part in outer:
+            section = section.setdefault(part, {})  # type: ignore[assignment]
+        section[last] = value
+    lines = [
+        "# @package _global_",
+        f"# The recipe {recipe} with changes. `canzona recipes show` prints all settings.",
+        "defaults:",
+        f"  - {recipe}",
+        *(f"  - override /{group}: {option}" for group, option in groups.items()),
+        "",
+        yaml.safe_dump({"name": name, **tree}, sort_keys=False, allow_unicode=True).rstrip(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def write_recipe(destination: Path, text: str, *, force: bool, what: str = "a recipe") -> None:
     """Writes a recipe or profile.
 

@@ -11,6 +11,7 @@ from canzona_cli.config.overrides import text_value
 from canzona_cli.config.recipes import (
     GROUPS,
     builtin_recipes_dir,
+    closest_option,
     group_options,
     lies_flat,
     read_yaml,
@@ -29,6 +30,8 @@ SCHEME = "canzona"
 _LONGEST = 10_000
 """The most characters of a value with its references resolved; a path has at most 4,096."""
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
+_UNLOADED = re.compile(r"Could not load 'recipe/([^']+)'")
+"""Hydra's words for a recipe in `defaults:` that does not exist."""
 _MISSING = "???"
 _PRIMARY = "_canzona_"
 # The option name of a recipe or profile given as a file. With a separate name, a recipe may build on a
@@ -129,7 +132,7 @@ def composed(
             merged = compose(_PRIMARY, overrides=[f"hydra.searchpath=[{folders}]", *overrides])
             container = OmegaConf.to_container(merged, resolve=False)
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(_composition_problem(error, where)) from error
+            raise ConfigError(_composition_problem(error, where, dirs)) from error
         except RecursionError as error:  # Hydra follows a cycle of `defaults:` lists for ever
             reason = "builds on itself: its `defaults:` lead back to the same file"
             fix = "rename the file so that it differs from what it builds on, or give its path: recipe=./FILE.yaml"
@@ -252,9 +255,13 @@ def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object
     return {"defaults": entries, **content}
 
 
-def _composition_problem(error: Exception, where: str) -> Problem:
+def _composition_problem(error: Exception, where: str, dirs: Sequence[Path]) -> Problem:
     """Returns Hydra's error about a recipe's files as a problem, without the search path and Hydra's own
-    hints."""
+    hints.
+
+    Args:
+        dirs: the folders of recipes.
+    """
     lines = [line.strip() for line in str(error).splitlines()]
     meant = [
         line
@@ -262,6 +269,14 @@ def _composition_problem(error: Exception, where: str) -> Problem:
         if line and not line.startswith(("Available options", "Config search path", "provider=", "To append"))
     ]
     text = " ".join(meant[:4]).replace(f"recipe/{_GIVEN}", where)
+    if (unknown := _UNLOADED.search(text)) is not None:
+        name = unknown[1]
+        recipes = group_options("recipe", dirs)
+        bare = name.rpartition("/")[2]
+        near = bare if bare in recipes else closest_option(bare, recipes)
+        fix = f"write `- {near or 'qwen3-tiny'}`; there are {', '.join(recipes)}"
+        reason = f"there is no recipe {name}, from which its `defaults:` start"
+        return Problem(key=where, reason=reason, fix=fix)
     fix = "see `canzona recipes show qwen3-tiny` for the files a recipe is made of"
     return Problem(key=where, reason=f"cannot be composed: {text.rstrip('.')}", fix=fix)
 

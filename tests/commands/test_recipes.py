@@ -1,11 +1,14 @@
 """`canzona recipes`: list, show, copy and layouts, with built-in recipes and the user's own."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import yaml
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.settings import settings
+from canzona_cli.errors import ConfigError
 from tests.commands.support import canzona
 
 
@@ -60,6 +63,30 @@ def test_a_copy_stands_alone_holds_every_setting_and_is_not_replaced(tmp_path: P
     assert path.read_text() == "mine"
     assert canzona("recipes", "copy", "8b", "own/mine.yaml", "--force", cwd=tmp_path).returncode == 0
     assert path.read_text() != "mine"
+
+
+def test_a_short_copy_has_only_the_changes_and_is_the_same_run(tmp_path: Path) -> None:
+    changes = ("optimizer=soap", "train.steps=50", "gpus=4", "parallel.tp=2")
+    file = tmp_path / "mine.yaml"
+    done = canzona("recipes", "copy", "tiny", str(file), *changes, "--short")
+    assert done.returncode == 0, done.stderr
+    assert len(file.read_text().splitlines()) <= 14
+    short = compose_run([f"recipe={file}"]).config
+    assert short == replace(compose_run(["recipe=qwen3-tiny", *changes]).config, name="mine")
+    again = canzona("recipes", "copy", str(file), str(tmp_path / "other.yaml"), "--short")
+    assert again.returncode == 2
+    assert "only start from another by its name" in " ".join(again.stderr.split())
+
+
+def test_a_recipe_that_starts_from_none_that_exists_is_told_which_there_are(tmp_path: Path) -> None:
+    for name in ("recipe/qwen3-tiny", "qwen3-tinny"):
+        file = tmp_path / "mine.yaml"
+        file.write_text(f"# @package _global_\ndefaults:\n  - {name}\nname: mine\n")
+        with pytest.raises(ConfigError) as error:
+            compose_run([f"recipe={file}"])
+        (problem,) = error.value.problems
+        assert name in problem.reason
+        assert problem.fix.startswith("write `- qwen3-tiny`; there are ")
 
 
 def test_copy_refuses_what_no_recipe_may_be_named(tmp_path: Path) -> None:
