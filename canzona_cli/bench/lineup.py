@@ -175,18 +175,18 @@ def into_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting
         per_rank = needed + int(reference.config.cluster.reserved_gib * GIB)
         return available_bytes is None or ranks * per_rank <= SHARE * available_bytes
 
-    shared: list[list[Entrant]] = [[reference]]
+    groups: list[list[Entrant]] = [[reference]]
     alone = []
     for strategy in others:
         if not fits([reference, strategy]):
             alone.append(Sitting(strategies=(strategy,), alone=True))
             continue
-        members = next((members for members in shared if fits([*members, strategy])), None)
-        if members is None:
-            shared.append([reference, strategy])
+        roomy = next((group for group in groups if fits([*group, strategy])), None)
+        if roomy is None:
+            groups.append([reference, strategy])
         else:
-            members.append(strategy)
-    return (*(Sitting(strategies=tuple(members)) for members in shared), *alone)
+            roomy.append(strategy)
+    return (*(Sitting(strategies=tuple(group)) for group in groups), *alone)
 
 
 def available_bytes(cluster: ClusterConfig) -> int | None:

@@ -151,7 +151,7 @@ class BenchResult(TurnsResult):
         return Speedup.of(bench.measured.iteration_s, self.references[bench.sitting].iteration_s)
 
     def overhead(self, strategy: str) -> Speedup | None:
-        """Returns a strategy's iteration as a multiple of AdamW's; None for AdamW and where AdamW was not
+        """Returns a strategy's iteration as a multiple of AdamW's; None for AdamW, or if AdamW was not
         measured.
 
         Strategies of different measurement groups are compared by their ratios to the reference in their own
@@ -161,8 +161,8 @@ class BenchResult(TurnsResult):
             return None
         mine, adamw = self.strategies[strategy], self.strategies["adamw"]
         if strategy == self.reference or mine.sitting == adamw.sitting:
-            reference = self.references[adamw.sitting] if strategy == self.reference else mine.measured
-            return Speedup.of(reference.iteration_s, adamw.measured.iteration_s)
+            measured = self.references[adamw.sitting] if strategy == self.reference else mine.measured
+            return Speedup.of(measured.iteration_s, adamw.measured.iteration_s)
         by_mine, by_adamw = self.iteration_speedup(strategy).ratio, self.iteration_speedup("adamw").ratio
         return Speedup(
             ratio=Quartiles(

@@ -122,7 +122,7 @@ def _between_work(members: Members, run: Transfer, budget_s: float) -> tuple[lis
     product, touched = torch.empty_like(factor), torch.ones(_TOUCHED // 4)
 
     def row(calls: int, *, communicating: bool) -> tuple[float, float]:
-        """Returns wall and processor seconds of one call."""
+        """Makes `calls` calls; returns the wall and processor seconds of each, on average."""
         team.meet()
         begin, worked = time.perf_counter(), time.process_time()
         for _ in range(calls):

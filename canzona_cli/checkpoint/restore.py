@@ -45,8 +45,9 @@ def verify_together(world: World, folder: Path) -> Manifest:
         manifest = read_manifest(folder)
         names = sorted(manifest.files)[world.rank :: world.world_size]
         hashed = [verify_file(folder, name, manifest.files[name]) for name in names]
-        problems = [problem for problem in hashed if problem is not None]
-        if problems or (problems := table_problems(folder, manifest, names)):
+        damaged = [problem for problem in hashed if problem is not None]
+        problems = damaged or table_problems(folder, manifest, names)
+        if problems:
             raise CheckpointInvalid(*problems)
     return manifest
 

@@ -361,9 +361,10 @@ def _unused_schedule(config: RunConfig, explicit: frozenset[str]) -> Iterator[Pr
         "optimizer.min_lr": optimizer.min_lr,
         "optimizer.min_lr_ratio": optimizer.min_lr_ratio,
     }
-    for key in (key for key, value in ends.items() if key in explicit and value is not None):
-        reason = "has no effect: schedule.decay is constant, so the rate never decreases"
-        yield Problem(key=key, reason=reason, fix="write schedule.decay=cosine, linear or wsd, or leave it out")
+    for key, value in ends.items():
+        if key in explicit and value is not None:
+            reason = "has no effect: schedule.decay is constant, so the rate never decreases"
+            yield Problem(key=key, reason=reason, fix="write schedule.decay=cosine, linear or wsd, or leave it out")
 
 
 def _unused_clipping(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:

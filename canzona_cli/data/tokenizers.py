@@ -394,7 +394,8 @@ def _find_eod(backend: "RustTokenizer", named: str | None, path: Path) -> int:
     Raises:
         ConfigError: there is no such token.
     """
-    for token in (named,) if named is not None else EOD_CANDIDATES:
+    candidates = EOD_CANDIDATES if named is None else (named,)
+    for token in candidates:
         number: int | None = backend.token_to_id(token)
         if number is not None:
             return number

@@ -95,8 +95,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         finite = math.isfinite(norm)
         if not finite:
             self.matrices.discard()
-        if not finite and self._non_finite == "stop":
-            raise NonFiniteGradients(*self._culprits())
+            if self._non_finite == "stop":
+                raise NonFiniteGradients(*self._culprits())
         if self.fallbacks:
             self.matrices.repair()
         if not finite:

@@ -207,15 +207,15 @@ def _failed(workers: Workers, first: RankResult) -> Outcome:
 
 def _diverged(workers: Workers, rank: int, error: RankError) -> Outcome:
     """Returns the outcome of a run that diverged, with the last sound checkpoint from before the divergence."""
-    name, hint, resume = None, "", ""
+    last_good, hint, resume = None, "", ""
     if error.since is not None:
-        sound = [
-            checkpoint for checkpoint in CheckpointStore(workers.files.checkpoints).checkpoints() if checkpoint.sound
-        ]
-        name = next((checkpoint.name for checkpoint in reversed(sound) if checkpoint.step < error.since), None)
+        checkpoints = CheckpointStore(workers.files.checkpoints).checkpoints()
+        good = [checkpoint.name for checkpoint in checkpoints if checkpoint.sound and checkpoint.step < error.since]
+        last_good = good[-1] if good else None
         hint = "; there is no checkpoint from before it"
-    if name is not None:
-        hint, resume = f"; the last checkpoint from before it is {name}", f"checkpoint.resume={name} with "
+    if last_good is not None:
+        hint = f"; the last checkpoint from before it is {last_good}"
+        resume = f"checkpoint.resume={last_good} with "
     problems = (replace(p, reason=f"{p.reason}{hint}", fix=f"{resume}{p.fix}") for p in error.problems)
     return Outcome(
         status="diverged",
@@ -224,7 +224,7 @@ def _diverged(workers: Workers, rank: int, error: RankError) -> Outcome:
         rank=rank,
         log=workers.log(rank),
         problems=tuple(problems),
-        last_good=name,
+        last_good=last_good,
     )
 
 

@@ -123,12 +123,15 @@ class Supervision:
     def _hangs(self, watch: HangWatch | None) -> bool:
         """Returns True if the ranks hang, once they have written their stacks. Also records what a slow
         start-up waits for."""
-        hang = None if watch is None else watch.look()
-        if watch is not None and (waiting := watch.waits_for()) is not None:
+        if watch is None:
+            return False
+        hang = watch.look()
+        waiting = watch.waits_for()
+        if waiting is not None:
             detail = f"{waiting}; torchrun's output: {self.files.agent_log(self._machines.node_rank)}"
             slow = Incident(time=time.time(), event="waiting", detail=detail, level="info")
             try_append_json_line(self.files.events, slow.line())
-        if watch is None or hang is None or (hang.elsewhere and self._machines.may_know_better()):
+        if hang is None or (hang.elsewhere and self._machines.may_know_better()):
             return False
         self._hang = hang
         try_append_json_line(self.files.events, hang.incident.line())

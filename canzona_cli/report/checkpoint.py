@@ -64,8 +64,9 @@ class Listing(Page):
             return
         rows = ((checkpoint.name, _cells(checkpoint)) for checkpoint in self.chosen.checkpoints)
         yield rows_table(("age", "size", "ranks", "layout", "optimizer", "state"), rows, head="checkpoint")
-        for problem in (problem for checkpoint in self.chosen.checkpoints for problem in checkpoint.problems):
-            yield wrapped(clean(f"{problem.key}: {problem.reason}"), "red", rest="  ")
+        for checkpoint in self.chosen.checkpoints:
+            for problem in checkpoint.problems:
+                yield wrapped(clean(f"{problem.key}: {problem.reason}"), "red", rest="  ")
         if all(checkpoint.sound for checkpoint in self.chosen.checkpoints):
             yield wrapped(_INTACT, "dim")
 

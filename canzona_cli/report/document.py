@@ -106,7 +106,8 @@ def document(kind: str, view: Page) -> Document:
 def sections(parts: Iterable[RenderableType]) -> list[Section]:
     """Divides a view into sections; a paragraph that starts with bold text starts a section."""
     closed: list[Section] = []
-    title, lead, body = "", "", list[RenderableType]()
+    title, lead = "", ""
+    body: list[RenderableType] = []
 
     def close() -> None:
         if inner := elements(body):

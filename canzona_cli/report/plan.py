@@ -229,13 +229,14 @@ def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
 
 
 def _strategy_cells(study: Study, name: str) -> tuple[str, ...]:
-    simulated, gain = study.strategies[name], name not in ("adamw", study.strategy)
+    simulated = study.strategies[name]
+    compared = name not in ("adamw", study.strategy)
     return (
         step_time(simulated.result.iteration_s),
         step_time(simulated.result.optimizer_s),
         MISSING if name == "adamw" else overhead(study.overhead(name), digits=2),
-        _times_as_long(study.optimizer_speedup(name)) if gain else "",
-        _times_as_long(study.iteration_speedup(name)) if gain else "",
+        _times_as_long(study.optimizer_speedup(name)) if compared else "",
+        _times_as_long(study.iteration_speedup(name)) if compared else "",
         f"{simulated.memory_bytes / GIB:.1f}{' ' if simulated.fits else '!'}",
     )
 

@@ -99,15 +99,17 @@ def _curves(summary: RunSummary) -> Iterator[RenderableType]:
         Curve(name="training", points=summary.losses),
         *(loss_curve(name, points) for name, points in validations.items()),
     ]
-    small = (
-        Curves(title=title, curves=[Curve(name=title, points=points)], height=110, show=partial(number, spec=spec))
-        for title, name, spec in (
-            ("gradient norm before clipping", "grad_norm", ".4g"),
-            ("learning rate", "lr", ".3g"),
-            ("tokens/s, all ranks", "tokens_per_s", ",.0f"),
-        )
-        if (points := [(line.step, value) for line in summary.metrics if (value := getattr(line, name)) is not None])
-    )
+    small = []
+    for title, name, spec in (
+        ("gradient norm before clipping", "grad_norm", ".4g"),
+        ("learning rate", "lr", ".3g"),
+        ("tokens/s, all ranks", "tokens_per_s", ",.0f"),
+    ):
+        values = [(line.step, getattr(line, name)) for line in summary.metrics]
+        points = [(step, value) for step, value in values if value is not None]
+        if points:
+            curve = Curve(name=title, points=points)
+            small.append(Curves(title=title, curves=[curve], height=110, show=partial(number, spec=spec)))
     yield headed("Loss", ", nats per token, mean over the global batch; validation always on the same samples")
     yield Curves(title="loss", curves=curves, numbers=partial(number, spec=".4f"))
     yield SideBySide(*small)

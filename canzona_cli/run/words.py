@@ -73,15 +73,17 @@ def duration(seconds: object) -> str:
 
 
 def milliseconds(seconds: object) -> str:
-    """Formats seconds as milliseconds with at least three significant digits, without a unit: `0.412`,
-    `41.2`, `1,204`."""
+    """Formats seconds as milliseconds without a unit, small ones with more decimals: `0.412`, `41.2`,
+    `1,204`."""
     value = real(seconds)
     if value is None:
         return MISSING
     ms = value * 1e3
     if ms >= 100:
         return f"{ms:,.0f}"
-    return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}" if ms >= 1 else f"{ms:.3f}"
+    if ms >= 10:
+        return f"{ms:.1f}"
+    return f"{ms:.2f}" if ms >= 1 else f"{ms:.3f}"
 
 
 def overhead(share: object, *, digits: int = 1) -> str:
