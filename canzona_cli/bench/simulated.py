@@ -213,9 +213,11 @@ def _numbers(text: str) -> Sequence[int] | str:
 
 def _check(overrides: Sequence[str], named: Sequence[str]) -> None:
     """Refuses a gpus= override and more than one recipe= override."""
-    counts = [text.partition("=")[2].strip() for text in overrides if key_of(text) == "gpus"]
-    reason = "has no effect with --simulate, which has --gpus instead"
-    problems = [Problem(key="gpus", value=count, reason=reason, fix=f"use --gpus {count}") for count in counts[:1]]
+    gpus = [text.partition("=")[2].strip() for text in overrides if key_of(text) == "gpus"]
+    problems = []
+    if gpus:
+        reason = "has no effect with --simulate, which has --gpus instead"
+        problems.append(Problem(key="gpus", value=gpus[0], reason=reason, fix=f"use --gpus {gpus[0]}"))
     if len(named) > 1:
         fix = "to simulate all sizes, remove recipe="
         problems.append(Problem(key="recipe", value=named[-1], reason="is given twice", fix=fix))

@@ -342,7 +342,9 @@ class ShortBenches:
         self.ranks = most if most < RANKS else most // RANKS * RANKS
         self.overrides = [
             *(override for override in overrides if not _replaced(override)),
-            *(f"cluster={profile.absolute()}", "parallel.pp=1", "optimizer=muon"),
+            f"cluster={profile.absolute()}",
+            "parallel.pp=1",
+            "optimizer=muon",
             f"model.num_layers={min(_LAYERS, config.model.num_layers)}",
         ]
         self._say, self._recipes_dirs = say, recipes_dirs

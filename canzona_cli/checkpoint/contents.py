@@ -7,7 +7,6 @@ judged before any of its tensors is read: by the launcher before it starts worke
 (NaN, for example) are checked where they are read.
 """
 
-import math
 import re
 import time
 from collections import defaultdict
@@ -187,15 +186,15 @@ def _consecutive(runs: Sequence[tuple[int, int]], end: int) -> bool:
 def _wrong_scalar(stored: str, value: Scalar, manifest: Manifest) -> str:
     key = stored.rpartition("/")[2]
     if manifest.optimizer == "custom":
-        reserved = key.removeprefix(GROUP) in ("params", "lr", "weight_decay")
-        return "canzona sets this value itself" if key.startswith(GROUP) and reserved else ""
+        reserved = [f"{GROUP}{name}" for name in ("params", "lr", "weight_decay")]
+        return "canzona sets this value itself" if key in reserved else ""
     if key == DISTRUSTED and manifest.optimizer in _ORTHOGONALISED:
         return "" if isinstance(value, int) and value > 0 else f"{value} is not a number of steps"
     if key != "step":
         return f"{manifest.optimizer} does not keep this number"
-    counted = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not counted or not 0 <= float(value or 0) <= manifest.progress.step or float(value or 0) % 1:
-        return f"{value} is not a number of steps up to {manifest.progress.step}"
+    last = manifest.progress.step
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= last or value % 1:
+        return f"{value} is not a number of steps up to {last}"
     return ""
 
 

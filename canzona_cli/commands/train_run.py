@@ -363,8 +363,9 @@ def _show_end(outcome: Outcome, run: RunDirectory, config: RunConfig, console: C
         console.print()
         console.print(BreakdownView(breakdown=load_breakdown(run.path)))
     console.print()
-    for line in _recordings(run, config) if not outcome.failed else ():
-        console.print(line, markup=False, soft_wrap=True)
+    if not outcome.failed:
+        for line in _recordings(run, config):
+            console.print(line, markup=False, soft_wrap=True)
     console.print(f"run directory: {run.path}", markup=False, soft_wrap=True)
     if hint := resume_hint(outcome, run.files, config):
         console.print(hint, markup=False, soft_wrap=True)

@@ -188,7 +188,9 @@ def _loader() -> Any:
     class Loader(fastest):  # type: ignore[misc]
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
             keys: set[str] = set()
-            for key in (key for key, _ in node.value if isinstance(key.value, str)):
+            for key, _ in node.value:
+                if not isinstance(key.value, str):
+                    continue
                 if key.value in keys:
                     raise ConstructorError(None, None, f"found duplicate key {key.value}", key.start_mark)
                 keys.add(key.value)

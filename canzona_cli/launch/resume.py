@@ -165,7 +165,7 @@ def _first_step(
     """
     now = config.data.tokenizer
     known = config.data.source == "stdlib" and tokenizer != ""
-    other = f"data.tokenizer is {now}; the weights in {place} were trained with the ids of {tokenizer}"
+    warning = f"data.tokenizer is {now}; the weights in {place} were trained with the ids of {tokenizer}"
     return Resumption(
         checkpoint=place,
         progress=Progress(step=0, samples=0, tokens=0),
@@ -173,7 +173,7 @@ def _first_step(
         of_this_run=of_this_run,
         steps_before=config.train.steps,
         weights_only=True,
-        warnings=(other,) if known and tokenizer != now else (),
+        warnings=(warning,) if known and tokenizer != now else (),
     )
 
 

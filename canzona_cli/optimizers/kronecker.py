@@ -258,8 +258,8 @@ class KroneckerOptimizer(MatrixOptimizer):
     def _orthonormal(
         self, stack: Sequence[tuple[torch.Tensor, Side]], powered: torch.Tensor, bases: torch.Tensor
     ) -> Sequence[torch.Tensor | None]:
-        """Returns the orthonormalised columns of each matrix in `powered`, the factors times `bases`; None
-        where the QR decomposition failed."""
+        """Returns each matrix of `powered` (a factor times its basis) with its columns made orthonormal; None
+        for a matrix whose QR decomposition failed."""
         try:
             return orthonormal(powered, bases).unbind()
         except LinAlgError:

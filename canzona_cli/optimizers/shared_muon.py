@@ -104,7 +104,10 @@ class SharedMuon(muon.Muon):
             if not muon.by_blocks(p):
                 self._set_rates(p, group)
             self._move(p, x, group, whole)
-        (count_down if excluded else distrust)(self.state[p])
+        if excluded:
+            count_down(self.state[p])
+        else:
+            distrust(self.state[p])
 
     def _settings(self, p: torch.Tensor) -> Mapping[str, float]:
         return next(group for group in self.param_groups if any(member is p for member in group["params"]))
