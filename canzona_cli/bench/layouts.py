@@ -112,7 +112,7 @@ class Errors:
 
     @classmethod
     def of(cls, predictions: Sequence[tuple[LayoutBench, float, float]]) -> "Errors":
-        """Summarises (layout, error, share of the step) triples, of which there is at least one."""
+        """Summarises at least one (layout, error, share of the step) triple."""
         worst, error, _ = max(predictions, key=lambda prediction: abs(prediction[1]))
         return cls(
             layouts=len(predictions),

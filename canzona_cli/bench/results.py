@@ -141,12 +141,12 @@ class BenchResult(TurnsResult):
     otherwise empty."""
 
     def optimizer_speedup(self, strategy: str) -> Speedup:
-        """Returns the ratio of a strategy's optimizer step to the reference's in the same measurement group."""
+        """Returns the time of a strategy's optimizer step over the reference's in the same measurement group."""
         bench = self.strategies[strategy]
         return Speedup.of(bench.measured.optimizer_s, self.references[bench.sitting].optimizer_s)
 
     def iteration_speedup(self, strategy: str) -> Speedup:
-        """Returns the ratio of a strategy's complete step to the reference's in the same measurement group."""
+        """Returns the time of a strategy's complete step over the reference's in the same measurement group."""
         bench = self.strategies[strategy]
         return Speedup.of(bench.measured.iteration_s, self.references[bench.sitting].iteration_s)
 

@@ -148,7 +148,7 @@ class Reader:
         return float(steps) if isinstance(steps, int | float) else None
 
     def scalars(self, name: str) -> dict[str, Scalar]:
-        """Returns the state stored under a name that is not tensors, by key."""
+        """Returns the scalars stored under a name, by key."""
         return self._scalars.get(name, {})
 
     def marks(self, units: Iterable[str]) -> dict[str, Scalar]:

@@ -218,7 +218,7 @@ def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
 
 
 def _kind(hint: object) -> tuple[Kind, tuple[str, ...], bool, tuple[object, ...]]:
-    """Returns what a type hint says: the kind of value, the choices, True if None is allowed, and all
+    """Reads a type hint; returns the kind of value, the choices, True if None is allowed, and all
     annotations."""
     if get_origin(hint) is Annotated:
         inner, *marks = get_args(hint)

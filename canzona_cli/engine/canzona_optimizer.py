@@ -144,7 +144,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         `captures`. Collective; the host waits for the device."""
         counted = self._adamw.get_grads_for_grad_norm()
         squares = self._squares([*counted, *self.matrices.gradients_for_norm()])
-        # Gradients of which tensor-parallel ranks have equal copies count on one rank. The other copies are
+        # If tensor-parallel ranks have equal copies of a gradient, one rank's copy counts. The others are
         # added with factor 0, so that a copy that is not finite makes the norm not finite.
         seen = {gradient.data_ptr() for gradient in counted}
         copies = [param.grad for param in self._adamw.get_parameters() if param.grad is not None]

@@ -147,9 +147,9 @@ def _from_weights(config: RunConfig) -> Resumption:
 def _from_weights_of(
     config: RunConfig, checkpoint: Path, manifest: Manifest, saved: RunConfig, *, of_this_run: bool = False
 ) -> Resumption:
-    """Returns the start from only the weights of a checkpoint, whose model must have the same shapes."""
-    other = family_problems(saved.model, config.model, str(checkpoint))
-    refuse([*other, *shape_problems(saved, config, str(checkpoint))])
+    """Returns the start from a checkpoint's weights alone; the two models must have the same shapes."""
+    source = str(checkpoint)
+    refuse([*family_problems(saved.model, config.model, source), *shape_problems(saved, config, source)])
     return _first_step(
         config, checkpoint, created=manifest.created, tokenizer=saved.data.tokenizer, of_this_run=of_this_run
     )

@@ -104,9 +104,9 @@ class Work:
     """The products with a symmetric result, as (count, m, k): `count` products of (m, k) by (k, m). A kernel
     that makes use of the symmetry needs half the operations."""
     qr: tuple[int, ...] = ()
-    """The sides of the squares of which Q is computed."""
+    """The sides of the squares with a QR decomposition, of which Q is formed."""
     eigh: tuple[int, ...] = ()
-    """The sides of the squares of which eigenvectors are computed."""
+    """The sides of the squares with an eigendecomposition."""
     elementwise: float = 0.0
     """The FLOPs of elementwise kernels. Counted for AdamW alone, because beside matrix products they are
     negligible."""
@@ -162,9 +162,9 @@ class Rule:
     shared: bool = False
     """True if the fragments of a matrix can be updated together (`costs.sharing`)."""
     packed: int = 0
-    """The number of symmetric squares of each side that has a factor, of which half is stored."""
+    """The number of symmetric squares for each side that has a factor; half of each square is stored."""
     squares: int = 0
-    """The number of other squares of each side that has a factor."""
+    """The number of other squares for each side that has a factor."""
     vectors: int = 0
     """The number of vectors of each side that has a factor."""
 

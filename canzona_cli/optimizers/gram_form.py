@@ -278,10 +278,10 @@ def polynomial(r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], 
 
 
 def add_diagonal(p: torch.Tensor, value: Number) -> torch.Tensor:
-    """Adds value I to `p` (..., side, side) in place, rounding the diagonal.
+    """Adds `value` to the diagonal of `p` (..., side, side) in place, which rounds the diagonal.
 
     Returns:
-        The rounded diagonal minus value: (..., side).
+        The rounded diagonal minus `value`: (..., side).
     """
     diagonal = p.diagonal(dim1=-2, dim2=-1)
     return torch.sub(diagonal.add_(_flat(value)), _flat(value))

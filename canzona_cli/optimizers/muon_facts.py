@@ -174,8 +174,8 @@ def _gram(steps: int, m: int, n: int, width: int) -> Work:
 
 
 def segments(steps: int) -> tuple[int, ...]:
-    """Returns how many steps the Gram form makes on each Gram matrix: two, or three in the last segment if
-    the number of steps is odd.
+    """Returns the number of steps that the Gram form makes on each Gram matrix: two, or three in the last
+    segment if the number of steps is odd.
 
     Three steps must not be followed by others: a singular value that they leave outside the polynomials'
     range (above 1.4) would grow without bound, as happened with `deepseekv4` on a Gaussian 256 x 257 matrix.
@@ -215,7 +215,7 @@ def distrust(state: State) -> None:
 
 
 def steps_left(state: State) -> int:
-    """Returns how many of a matrix's next updates are in standard form."""
+    """Returns the number of updates for which a matrix stays in standard form."""
     left = state.get(DISTRUSTED, 0)
     assert isinstance(left, int)
     return STANDARD_STEPS if left is True else left

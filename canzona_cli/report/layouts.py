@@ -92,7 +92,7 @@ class Overview(Page):
         yield wrapped(f"Details of one: canzona plan recipe={first.name} gpus={first.gpus} --dry-run")
 
     def as_json(self) -> dict[str, object]:
-        """Returns what `--json` prints."""
+        """Returns the output of `--json`."""
         return {"version": VERSION, "plans": [plan.as_json() for plan in self.plans]}
 
 

@@ -197,8 +197,8 @@ def _shared(kind: UpdateKind) -> str:
 
 
 def _ways(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:
-    """Returns how many buckets each kind of collective communicates, such as `60 buckets by ring, 5 by
-    reduce`; a single kind has no number."""
+    """Returns the number of buckets of each kind of collective, such as `60 buckets by ring, 5 by reduce`;
+    without a number if there is one kind."""
     if len(buckets) == 1:
         return f"by {next(iter(buckets))}"
     first, *others = buckets.items()

@@ -20,7 +20,7 @@ _FOR_THE_LAUNCHER = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGH
 
 
 def die_with_parent() -> None:
-    """Requests that this worker be killed when the torchrun agent that started it dies, for whatever reason.
+    """Makes this worker end as soon as the torchrun agent that started it dies, for any reason.
 
     Call this before the slow imports. It does nothing if the agent was not started by canzona's launcher: a
     person who runs torchrun by hand may want it in the background.
