@@ -36,7 +36,7 @@ _SIDE, _TOUCHED = 384, 1 << 20
 many bytes read and written. This takes about a millisecond."""
 _PILOTS = 2
 _GATHERING_BYTES = 64 << 20
-"""The bytes of each all-reduce before a row, which takes at least 0.2 ms over NVLink."""
+"""The bytes of each all-reduce before a row; the all-reduce takes at least 0.2 ms over NVLink."""
 _HEAD_START = 1.5
 """The time that the devices are kept busy before a row, as a multiple of the host's time to launch the row.
 Otherwise, for collectives of less than 30 us, the host's launches would be measured."""
