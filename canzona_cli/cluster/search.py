@@ -103,7 +103,8 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
     for tp, pp, vpp, cp, dp in _meshes(config):
         sequence_parallel = parallel.sequence_parallel
         if sequence_parallel is None:
-            sequence_parallel = tp > 1 and config.cluster.fused_layers and train.seq_length % (tp * cp) == 0
+            possible = config.cluster.fused_layers or config.model.num_experts > 0
+            sequence_parallel = tp > 1 and possible and train.seq_length % (tp * cp) == 0
         for micro in micro_batches:
             batch = _global_batch(config, _least_batch(pp, vpp, dp, micro))
             if batch is None:
@@ -136,6 +137,7 @@ def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
     it so."""
     parallel, model, sequence = config.parallel, config.model, config.train.seq_length
     per_node = min(config.cluster.gpus_per_node, config.gpus)
+    needed = parallel.sequence_parallel or model.num_experts > 0
     tps = tuple(tp for tp in possible_tp(model) if tp <= per_node) if parallel.tp is None else (parallel.tp,)
     pps = divisors(model.num_layers) if parallel.pp is None else (parallel.pp,)
     for tp in tps:
@@ -144,7 +146,9 @@ def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
             # A rank has two slices of each sequence, so 2 * cp has to divide its length.
             cps = tuple(cp for cp in range(1, per_node // tp + 1) if cp == 1 or sequence % (2 * cp) == 0) or (1,)
         for cp in cps:
-            if parallel.sequence_parallel and (tp == 1 or sequence % (tp * cp)):
+            if parallel.sequence_parallel and tp == 1:
+                continue
+            if needed and tp > 1 and sequence % (tp * cp):
                 continue
             for pp in pps:
                 if config.gpus % (tp * pp * cp) == 0:

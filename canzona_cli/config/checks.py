@@ -45,7 +45,6 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
         *_cluster(config),
         *_measurements(config),
         *(_recorded_steps(config) if training else ()),
-        *(_not_yet(config) if training else ()),
     ]
     return [*with_own_values(config, problems), *safety_problems(config)]
 
@@ -122,6 +121,9 @@ def _experts(config: RunConfig) -> Iterator[Problem]:
         reason = f"is fewer than the {chosen} experts that a token goes to"
         fix = f"use model.num_experts={chosen} or more, or 0 for a dense model"
         yield Problem(key="model.num_experts", value=experts, reason=reason, fix=fix)
+    if experts and not config.model.qk_norm:
+        reason = "must be true for a model with experts, which is a Qwen3"
+        yield Problem(key="model.qk_norm", reason=reason, fix="use model.qk_norm=true, or model.num_experts=0")
 
 
 def _schedule(config: RunConfig) -> Iterator[Problem]:
@@ -254,12 +256,6 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
     if cluster.nodes is not None and cluster.node_rank is not None and cluster.node_rank >= cluster.nodes:
         reason = f"machines are numbered from 0 to {cluster.nodes - 1}"
         yield Problem(key="cluster.node_rank", reason=reason, fix=f"use cluster.node_rank=0 to {cluster.nodes - 1}")
-
-
-def _not_yet(config: RunConfig) -> Iterator[Problem]:
-    if config.model.num_experts:
-        reason = "models with experts can be planned, but not trained yet"
-        yield Problem(key="model.num_experts", reason=reason, fix="use `canzona plan --dry-run`, or a dense model")
 
 
 def _recorded_steps(config: RunConfig) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 Null values are not checked here; `canzona_cli.cluster.fit` chooses them later by the same rules. Sources:
 `TransformerConfig.__post_init__` (heads and query groups over tp), `get_num_layers_to_build` (even pipeline
-stages), `WrappedTorchNorm` (no sequence parallelism), `get_batch_on_this_cp_rank` (2 * cp slices of a
+stages), `MoELayer.forward` (experts need sequence parallelism), `get_batch_on_this_cp_rank` (2 * cp slices of a
 sequence), `forward_backward_pipelining_with_interleaving` (micro-batches in groups of pp).
 """
 
@@ -91,12 +91,12 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
         reason = f"must be a multiple of 2 * cp = {2 * cp}: a rank takes two slices, to balance causal attention"
         fix = f"use train.seq_length={-(-train.seq_length // (2 * cp)) * 2 * cp}"
         yield Problem(key="train.seq_length", reason=reason, fix=fix)
-    if parallel.sequence_parallel:
-        if not config.cluster.fused_layers:
-            reason = "sequence parallelism needs Transformer Engine's norms, which this cluster profile does not use"
-            fix = "set parallel.sequence_parallel=false, or cluster.transformer_engine=true where it is installed"
-            yield Problem(key="parallel.sequence_parallel", reason=reason, fix=fix)
-        if tp == 1:
+    if parallel.sequence_parallel is False and model.num_experts and (tp or 1) > 1:
+        reason = "Megatron trains experts on several TP ranks only with sequence parallelism"
+        fix = "leave it null, or use parallel.tp=1"
+        yield Problem(key="parallel.sequence_parallel", value=False, reason=reason, fix=fix)
+    if parallel.sequence_parallel or model.num_experts:
+        if tp == 1 and parallel.sequence_parallel:
             reason = "needs more than one TP rank, and parallel.tp is 1"
             fix = "set parallel.sequence_parallel=false, or a larger parallel.tp"
             yield Problem(key="parallel.sequence_parallel", reason=reason, fix=fix)

@@ -47,7 +47,7 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
     settings: dict[str, object] = {}
     given = {key: value for key, value in {**tree, **_rope(tree)}.items() if value is not None}
     flat = {**foreign.defaults(given), **given}
-    for setting, key in _WIDTHS.items():
+    for setting, key in {**_WIDTHS, **foreign.widths}.items():
         value = flat.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             problems.append(_problem(key, value, "is missing" if value is None else "must be a whole number above 0"))
@@ -96,7 +96,7 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
     return {
         "architectures": [foreign.architecture],
         "model_type": foreign.model_type,
-        **{key: settings[setting] for setting, key in (_WIDTHS | _NUMBERS).items()},
+        **{key: settings[setting] for setting, key in {**_WIDTHS, **foreign.widths, **_NUMBERS}.items()},
         _TIED: model.tied_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -164,8 +164,14 @@ def _rope_type(rope: Mapping[str, object]) -> object:
 
 def _problem(key: str, value: object, reason: str) -> Problem:
     titles = " or ".join(family.title for family in FAMILIES)
-    limits = "without experts, biases, sliding windows and rope scaling but llama3's"
+    limits = "without shared experts, biases, sliding windows and rope scaling but llama3's"
     return Problem(key=key, value=value, reason=reason, fix=f"only a {titles} {limits} can be imported ({FILE})")
+
+
+def _numbered(unit: str, name: str, experts: int) -> Iterator[tuple[str, str]]:
+    """Yields the unit and its name, for each expert if they have a `*`."""
+    for number in range(experts if "*" in unit else 1):
+        yield unit.replace("*", f"{number}"), name.replace("*", f"{number}")
 
 
 @lru_cache(maxsize=4)
@@ -178,7 +184,9 @@ def tensor_names(model: ModelConfig) -> Mapping[str, str]:
     names = {EMBEDDING: foreign.embedding}
     for layer in range(model.num_layers):
         names |= {
-            f"layers.{layer}.{unit}": f"model.layers.{layer}.{name}.weight" for unit, name in foreign.layer.items()
+            f"layers.{layer}.{unit}": f"model.layers.{layer}.{name}.weight"
+            for pattern, foreign_pattern in foreign.layer.items()
+            for unit, name in _numbered(pattern, foreign_pattern, model.num_experts)
         }
     names[FINAL_NORM.removeprefix("decoder.")] = foreign.final_norm
     if not model.tied_embeddings:

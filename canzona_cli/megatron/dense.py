@@ -6,8 +6,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from canzona_cli.config.schema import ModelConfig
+from canzona_cli.config.schema import Layout, ModelConfig
 from canzona_cli.megatron.attention import CausalAttention
 
 
@@ -16,12 +17,25 @@ def layer_spec(model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
     if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
     spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = CausalAttention
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    attention.core_attention = CausalAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = rms_norm
+    if model.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = rms_norm
     return spec
 
 
-def transformer_settings(model: ModelConfig) -> dict[str, object]:
+def rms_norm(*, config: TransformerConfig, hidden_size: int, eps: float) -> torch.nn.RMSNorm:
+    """Makes torch's RMSNorm. Megatron's own wrapper of it refuses sequence parallelism, under which the gradient
+    of a norm's weight is partial, and is summed over TP ranks if the weight is marked."""
+    norm = torch.nn.RMSNorm(hidden_size, eps=eps)
+    norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
+
+
+def transformer_settings(model: ModelConfig, layout: Layout) -> dict[str, object]:
     """Returns the settings of `TransformerConfig` that determine what a layer computes."""
+    del layout
     return {
         "normalization": "RMSNorm",
         "layernorm_epsilon": model.norm_eps,

@@ -16,12 +16,14 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import FunctionCtx
 
 from canzona_cli.cluster.machine import compiling_lacks
 from canzona_cli.config.schema import ModelConfig, Recompute, RunConfig
-from canzona_cli.megatron import dense
+from canzona_cli.megatron import dense, moe
+from canzona_cli.megatron.experts import RoutingMeter, leave_routers_to_adamw
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.model.families import family_of
@@ -29,12 +31,13 @@ from canzona_cli.model.family import Weight
 from canzona_cli.model.geometry import weight_of
 from canzona_cli.model.llama import LLAMA
 from canzona_cli.model.qwen3 import QWEN3
+from canzona_cli.model.qwen3_moe import QWEN3_MOE
 
 _LOG = logging.getLogger(__name__)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
-_LAYERS = {QWEN3.name: dense, LLAMA.name: dense}
+_LAYERS = {QWEN3.name: dense, LLAMA.name: dense, QWEN3_MOE.name: moe}
 """The module that builds the layers of each model family, by the family's name."""
 
 
@@ -65,7 +68,7 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.head_dim,
-        **layers_of(model).transformer_settings(model),
+        **layers_of(model).transformer_settings(model, layout),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bias_activation_fusion=compiled,
@@ -82,6 +85,7 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
+        expert_tensor_parallel_size=layout.tp,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -112,7 +116,7 @@ def _build_chunk(
 ) -> torch.nn.Module:
     model: torch.nn.Module = GPTModel(
         config=mcore,
-        transformer_layer_spec=spec,
+        transformer_layer_spec=spec if config.cluster.fused_layers else _with_own_norms(spec, mcore, chunk),
         vocab_size=config.model.vocab_size,
         max_sequence_length=config.train.seq_length,
         pre_process=world.is_first_stage and chunk == 0,
@@ -125,11 +129,18 @@ def _build_chunk(
     )
     if config.cluster.fused_layers:
         fuse_weight_gradients(model)
+    leave_routers_to_adamw(model)
     if world.device.type == "cpu":
         use_processor_norms(model)
     model = model.to(world.device)
     initialize_weights(model, config.model, world, seed=config.train.seed)
     return Float16Module(mcore, model) if config.train.precision == "bf16" else model
+
+
+def _with_own_norms(spec: ModuleSpec, mcore: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
+    """Returns the layers of a model chunk with `dense.rms_norm` after the last one."""
+    layers = get_num_layers_to_build(mcore, vp_stage=chunk if mcore.virtual_pipeline_model_parallel_size else None)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=dense.rms_norm)
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:
@@ -178,12 +189,16 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
         RuntimeError: the model has a parameter whose initialisation is not known.
     """
     tp, rank = world.layout.tp, world.tp_rank
+    routers = tuple(router.name for router in family_of(shape).routers(shape))
     with torch.no_grad():
         for name, param in global_names(model):
             if param.dim() == 1:
                 param.fill_(1.0)
                 continue
             whole = weight_of(name, shape)
+            if whole is None and name.endswith(routers):
+                param.copy_(_draw(name, (param.size(0), param.size(1)), shape.init_std, seed, param.device))
+                continue
             if whole is None:
                 raise RuntimeError(f"parameter {name} has no known initialisation")
             std = shape.init_std / math.sqrt(2 * shape.num_layers) if whole.cut == "cols" else shape.init_std
@@ -294,4 +309,6 @@ class Trainee(Model):
 
     chunks: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
+    routing: RoutingMeter | None = None
+    """The record of where tokens go; None for dense models."""
     schedule: OptimizerParamScheduler

@@ -12,7 +12,7 @@ from canzona_cli.model.qwen3_moe import QWEN3_MOE
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
-FAMILIES = (QWEN3, LLAMA)
+FAMILIES = (QWEN3, LLAMA, QWEN3_MOE)
 
 
 def family_of(model: ModelConfig) -> Family:

@@ -7,7 +7,7 @@ of the layer.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from canzona_cli.config.schema import ModelConfig
@@ -168,7 +168,9 @@ class Foreign:
     output: str = "lm_head.weight"
     final_norm: str = "model.norm.weight"
     layer: Mapping[str, str]
-    """The names within a layer by unit, in the order of the model."""
+    """The names within a layer by unit, in the order of the model; `*` stands for the number of an expert."""
+    widths: Mapping[str, str] = field(default_factory=dict)
+    """The integer settings whose keys in `config.json` only this family has."""
 
 
 @dataclass(frozen=True, kw_only=True)

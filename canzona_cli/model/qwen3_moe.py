@@ -94,8 +94,22 @@ QWEN3_MOE = Family(
         architecture="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
         config="Qwen3MoeConfig",
-        defaults=QWEN3.foreign.defaults,
-        written=QWEN3.foreign.written,
+        # Version 5 of transformers calls the number of experts num_local_experts.
+        defaults=lambda tree: {
+            **QWEN3.foreign.defaults(tree),
+            "num_experts": tree.get("num_local_experts"),
+        },
+        written={
+            **QWEN3.foreign.written,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        widths={
+            "ffn_hidden_size": "moe_intermediate_size",
+            "num_experts": "num_experts",
+            "experts_per_token": "num_experts_per_tok",
+        },
         must_be={
             **{key: values for key, values in QWEN3.foreign.must_be.items() if key != "num_experts"},
             "model_type": ("qwen3_moe",),

@@ -18,7 +18,19 @@ from canzona_cli.run.phases import LABELS
 from canzona_cli.run.records import RankError
 from canzona_cli.run.statistics import OverRanks
 from canzona_cli.run.summary import RunSummary
-from canzona_cli.run.words import MISSING, clean, duration, guarded, milliseconds, number, plural, real, size, step_time
+from canzona_cli.run.words import (
+    MISSING,
+    clean,
+    duration,
+    experts_words,
+    guarded,
+    milliseconds,
+    number,
+    plural,
+    real,
+    size,
+    step_time,
+)
 
 _MOST_WARNINGS = 5
 _STYLES: Mapping[str, str] = {"done": "bold green", "failed": "bold red", "diverged": "bold red"}
@@ -94,6 +106,9 @@ class RunView(Page):
             yield "epochs", Text(summary.supply.words, style="yellow" if summary.supply.too_often else "")
         for text in guarded(summary.skipped, summary.fallbacks):
             yield "guards", Text(text, style="yellow")
+        newest = summary.metrics[-1] if summary.metrics else None
+        if newest is not None and newest.expert_load is not None:
+            yield "experts", experts_words(newest.expert_load, newest.balancing_loss)
         curves = {"loss": summary.losses, "validation": summary.validations}
         for label, points in {
             **curves,

@@ -103,6 +103,8 @@ def _curves(summary: RunSummary) -> Iterator[RenderableType]:
     for title, name, spec in (
         ("gradient norm before clipping", "grad_norm", ".4g"),
         ("learning rate", "lr", ".3g"),
+        ("balancing loss", "balancing_loss", ".4g"),
+        ("tokens of the busiest expert, of the mean", "expert_load", ".3g"),
         ("tokens/s, all ranks", "tokens_per_s", ",.0f"),
     ):
         values = [(line.step, getattr(line, name)) for line in summary.metrics]

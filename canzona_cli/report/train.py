@@ -111,6 +111,8 @@ class Frame:
             notes.append((f"{self.state.non_finite:,} x loss not finite", "bold red"))
         if self.state.stalled and not self.closed:
             notes.append((f"no step for {duration(self.state.idle)}", "yellow"))
+        if self.state.experts:
+            notes.append((self.state.experts, "dim"))
         return notes
 
     def _narrow(self, width: int) -> list[Text]:
@@ -383,7 +385,8 @@ class PlainView(ConsoleView):
 def closing(state: TrainState, status: RunStatus, message: str) -> str:
     """Returns one line that describes how the run ended."""
     elapsed = duration(state.elapsed)
-    remarks = (f": {clean(message)}" if message else "") + "".join(f"; {done}" for done in state.guarded)
+    experts = (state.experts,) if state.experts else ()
+    remarks = (f": {clean(message)}" if message else "") + "".join(f"; {done}" for done in (*state.guarded, *experts))
     if status == "done":
         return f"done, {state.step:,} steps in {elapsed}{remarks}"
     return f"{status} at step {state.step:,} of {state.total:,} after {elapsed}{remarks}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.launch.view import Earlier
 from canzona_cli.run.records import StageEvent, StepMetrics, ValidationLoss
-from canzona_cli.run.words import MISSING, clean, guarded, number, real
+from canzona_cli.run.words import MISSING, clean, experts_words, guarded, number, real
 
 Clock = Callable[[], float]
 
@@ -146,6 +146,12 @@ class TrainState:
     def guarded(self) -> list[str]:
         """Lines that count skipped steps and fallbacks so far; empty if there were none."""
         return [] if self.last is None else guarded(self.last.skipped, self.last.fallbacks)
+
+    @property
+    def experts(self) -> str:
+        """The spread of the newest step's tokens over experts; empty for a dense model."""
+        load = None if self.last is None else real(self.last.expert_load)
+        return "" if load is None or self.last is None else experts_words(load, real(self.last.balancing_loss))
 
     @property
     def total(self) -> int:

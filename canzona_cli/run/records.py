@@ -157,6 +157,11 @@ class StepMetrics:
     """The number of steps so far that were skipped because their gradients were not finite."""
     fallbacks: int = 0
     """The number of matrix updates so far that failed and were replaced by the optimizer's fallback."""
+    balancing_loss: float | None = None
+    """The mean balancing loss of the layers, before its weight; 1 if tokens are spread evenly over experts. None
+    for a dense model."""
+    expert_load: float | None = None
+    """The tokens of the busiest expert over those of the mean expert, in the most uneven layer."""
     captures: int = 0
     """The number of CUDA graphs of updates that all ranks have captured in this launch, up to the previous
     step."""

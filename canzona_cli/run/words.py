@@ -47,6 +47,13 @@ def real(value: object) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def experts_words(load: float, balancing_loss: float | None) -> str:
+    """Returns how evenly tokens are spread over experts: the busiest expert's tokens over the mean expert's, and
+    the balancing loss."""
+    loss = "" if balancing_loss is None else f", balancing loss {balancing_loss:.3f}"
+    return f"busiest expert {load:.2f} x mean{loss}"
+
+
 def guarded(skipped: int, fallbacks: int) -> list[str]:
     """Describes skipped steps and replaced updates of a run so far; empty if there were none."""
     sentences = []

@@ -15,6 +15,7 @@ from canzona_cli.engine.build import build_engine
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.errors import EnvironmentProblem, refuse
 from canzona_cli.megatron import contract, instrument, model, optimizer, parallel
+from canzona_cli.megatron.experts import RoutingMeter
 from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
@@ -71,4 +72,12 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
         # Canzona's optimizers report their phases to the timer themselves.
         instrument.attach(wrapped, None if isinstance(updater, CanzonaOptimizer) else updater, timer)
     schedule = optimizer.build_schedule(updater, config)
-    return Trainee(config=config, world=world, chunks=wrapped, optimizer=updater, schedule=schedule, timer=timer)
+    return Trainee(
+        config=config,
+        world=world,
+        chunks=wrapped,
+        optimizer=updater,
+        schedule=schedule,
+        timer=timer,
+        routing=RoutingMeter(wrapped, config.model, world.device) if config.model.num_experts else None,
+    )

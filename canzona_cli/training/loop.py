@@ -20,6 +20,7 @@ from canzona_cli.training.data import BatchStream, Datasets
 from canzona_cli.training.guards import Divergence, DivergenceGuard, LossSpike, SpikeGuard
 from canzona_cli.training.measure import StepProfiler, StragglerWatch
 from canzona_cli.training.records import Journal, RankRecord
+from canzona_cli.training.routing import StarvationWatch
 from canzona_cli.training.saving import Saver
 from canzona_cli.training.step import Sampler, StepResult, bad_losses, train_step, validate
 
@@ -105,6 +106,7 @@ class Training:
             trainee.timer.keep(*config.run.trace_steps)
         profiler = StepProfiler(self.files, world, trainee.timer, config.run.profile_steps)
         stragglers = StragglerWatch(world, trainee.timer, self.journal)
+        starved = StarvationWatch(self.journal, last=last)
         with no_garbage_collection():
             for step in range(first, last + 1):
                 self.record.heart.step(step)
@@ -113,6 +115,7 @@ class Training:
                 finished = step == last
                 profiler.after(step, final=finished or result.stop)
                 stragglers.after_step(step)
+                starved.after_step(step, result.routing)
                 self.journal.step(step_metrics(trainee, self.progress, result, elapsed))
                 self._check(step, result)
                 if result.stop and not finished:
@@ -277,6 +280,8 @@ def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, elaps
         tokens=progress.tokens,
         skipped=progress.skipped,
         fallbacks=progress.fallbacks,
+        balancing_loss=None if result.routing is None else result.routing.balancing_loss,
+        expert_load=None if result.routing is None else result.routing.load,
         captures=result.captures,
     )
 

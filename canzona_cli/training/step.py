@@ -19,6 +19,7 @@ from canzona_cli.megatron.model import Model, Trainee
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.training.data import Batch
+from canzona_cli.training.routing import Routing
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -33,6 +34,8 @@ class Agreed:
     """True if the run must stop after this step, because a rank has a stop request."""
     save: bool = False
     """True if a checkpoint is due after this step."""
+    routing: Routing | None = None
+    """The tokens of each expert; None for a dense model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +190,9 @@ def _agree(
     """
     world = trainee.world
     facts = torch.zeros(4, device=world.device)
+    routed = trainee.routing.take() if isinstance(trainee, Trainee) and trainee.routing is not None else None
+    if routed is not None:
+        facts = torch.cat([facts, routed.flatten()])
     if world.is_last_stage:
         facts[0] = torch.stack(losses).mean()
         facts[1].fill_(1.0 / world.layout.cp)  # the losses of cp ranks are parts of one loss
@@ -197,8 +203,9 @@ def _agree(
     arrived = trainee.timer.fetch(facts)
 
     def agreed() -> Agreed:
-        total, count, stops, saves = arrived()
-        return Agreed(loss=total / count, stop=stops > 0, save=saves > 0)
+        total, count, stops, saves, *rest = arrived()
+        routing = Routing.of(rest, trainee.config.model, trainee.world.layout) if rest else None
+        return Agreed(loss=total / count, stop=stops > 0, save=saves > 0, routing=routing)
 
     return agreed
 

@@ -39,7 +39,7 @@ IMPOSSIBLE = [
     ("name=../../etc", "name"),
     ("parallel.tp=8", "parallel.tp"),
     ("parallel.pp=3", "parallel.pp"),
-    ("parallel.sequence_parallel=true", "parallel.sequence_parallel"),
+    ("parallel.sequence_parallel=true parallel.tp=1", "parallel.sequence_parallel"),
     ("engine.layout=sorted", "engine.layout"),
     ("cluster.matmul_tflops=[[2048,1.1],[1024,0.9]]", "cluster.matmul_tflops"),
     ("cluster.matmul_tflops=[1024,2048]", "cluster.matmul_tflops"),

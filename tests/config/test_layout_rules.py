@@ -37,7 +37,14 @@ BROKEN = {
         "train.global_batch_size",
     ),
     "cp slices": (changed(changed(TINY, "parallel", cp=2), "train", seq_length=254), "train.seq_length"),
-    "sequence parallel without TE": (changed(TINY, "parallel", sequence_parallel=True), "parallel.sequence_parallel"),
+    "experts without sequence parallelism": (
+        changed(changed(TINY, "parallel", tp=2, sequence_parallel=False), "model", num_experts=8),
+        "parallel.sequence_parallel",
+    ),
+    "experts' sequence % tp": (
+        changed(changed(changed(TINY, "parallel", tp=2), "model", num_experts=8), "train", seq_length=255),
+        "train.seq_length",
+    ),
     "sequence parallel with tp 1": (
         changed(GPU, "parallel", sequence_parallel=True, tp=1),
         "parallel.sequence_parallel",

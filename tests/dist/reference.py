@@ -1,12 +1,19 @@
 """Hugging Face's Qwen3 and Llama as the independent references: same shapes, our weights, their own code."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from canzona_cli.config.schema import ModelConfig
 from tests.dist.whole import Weights
 
-type Reference = Qwen3ForCausalLM | LlamaForCausalLM
+type Reference = Qwen3ForCausalLM | LlamaForCausalLM | Qwen3MoeForCausalLM
 
 
 def hugging_face_model(shape: ModelConfig, weights: Weights, *, max_length: int) -> Reference:
@@ -15,6 +22,10 @@ def hugging_face_model(shape: ModelConfig, weights: Weights, *, max_length: int)
     Raises:
         RuntimeError: `weights` lacks one of its parameters or has one too many.
     """
+    if shape.num_experts:
+        # It stacks the experts' weights itself, and only this function takes them one by one, as published.
+        config = hugging_face_config(shape, max_length=max_length)
+        return Qwen3MoeForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
     model = random_model(shape, max_length=max_length)
     tied = {"lm_head.weight": weights["model.embed_tokens.weight"]} if shape.tied_embeddings else {}
     model.load_state_dict({**weights, **tied}, strict=True)
@@ -28,12 +39,21 @@ def random_model(shape: ModelConfig, *, max_length: int) -> Reference:
     return model.float()
 
 
-def hugging_face_config(shape: ModelConfig, *, max_length: int) -> Qwen3Config | LlamaConfig:
+def hugging_face_config(shape: ModelConfig, *, max_length: int) -> Qwen3Config | LlamaConfig | Qwen3MoeConfig:
     """The same shape in Hugging Face's words; Llama 3.1's scaling as its published files have it."""
     scaled = {"rope_type": "llama3", "factor": shape.rope_scaling, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaled["original_max_position_embeddings"] = 8192
     scaling = {"rope_type": "default"} if shape.rope_scaling is None else scaled
-    return (Qwen3Config if shape.qk_norm else LlamaConfig)(
+    experts: dict[str, object] = {}
+    if shape.num_experts:
+        experts = {
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "moe_intermediate_size": shape.ffn_hidden_size,
+            "norm_topk_prob": True,
+        }
+    return (Qwen3MoeConfig if experts else Qwen3Config if shape.qk_norm else LlamaConfig)(
+        **experts,
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.ffn_hidden_size,

@@ -30,6 +30,7 @@ SMALL = ("model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=96
 LAYOUTS = {
     "one rank": ("gpus=1", "train.micro_batch_size=4"),
     "cp2": ("gpus=2", "parallel.cp=2", "train.micro_batch_size=4"),
+    "sp tp2": ("gpus=2", "parallel.tp=2", "parallel.sequence_parallel=true", "train.micro_batch_size=4"),
     "cp2 tp2": ("gpus=4", "parallel.cp=2", "parallel.tp=2", "train.micro_batch_size=4"),
     "cp2 pp2": ("gpus=4", "parallel.cp=2", "parallel.pp=2", "train.micro_batch_size=4"),
     "one rank, of chunks": (*SMALL, "gpus=1"),
@@ -47,6 +48,7 @@ Run = tuple[str, str]
 COMPARED: dict[Run, str] = {
     ("cp2", "muon"): "one rank",
     ("cp2", "adamw"): "one rank",
+    ("sp tp2", "muon"): "one rank",
     ("cp2 tp2", "muon"): "one rank",
     ("cp2 tp2", "muon bf16 selective"): "one rank",
     ("cp2 pp2", "muon"): "one rank",

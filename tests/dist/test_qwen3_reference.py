@@ -87,6 +87,13 @@ KINDS: dict[str, tuple[str, ...]] = {
     "untied": ("gpus=1", "model.tied_embeddings=false"),
     "tied": ("gpus=4", "parallel.tp=4", "model.tied_embeddings=true"),
     "llama": ("gpus=2", "parallel.tp=2", "model.tied_embeddings=false", *LLAMA),
+    "experts": (
+        "gpus=2",
+        "parallel.tp=2",
+        "model.tied_embeddings=false",
+        "model.ffn_hidden_size=64",
+        "model.num_experts=8",
+    ),
     "llama 3.1": ("gpus=1", "model.tied_embeddings=false", *LLAMA, "model.rope_scaling=8"),
 }
 

@@ -4,6 +4,7 @@ Written from what Megatron-core and Hugging Face document about their weights, n
 fragment is cut along is asked of Megatron, and every matrix comes out under Hugging Face's name in its row order.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -101,7 +102,7 @@ def _canonical(name: str, fragments: Sequence[Fragment], shape: ModelConfig) -> 
     if cut is None:
         assert all(torch.equal(pieces[0], piece) for piece in pieces), f"{name} differs between tp ranks"
         return {key: pieces[0]}
-    if name.endswith("linear_fc1.weight"):
+    if "linear_fc1.weight" in name:
         # Each rank holds [gate_r; up_r].
         gates, ups = zip(*(piece.chunk(2) for piece in pieces), strict=True)
         return {key: torch.cat(gates), key.replace("gate", "up"): torch.cat(ups)}
@@ -127,10 +128,13 @@ def _hugging_face_name(name: str, shape: ModelConfig) -> str:
         "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
         "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        "mlp.router.weight": "mlp.gate.weight",
         "mlp.linear_fc1.weight": "mlp.gate_proj.weight",
         "mlp.linear_fc2.weight": "mlp.down_proj.weight",
     }
     if not name.startswith("decoder.layers."):
         return names[name]
     _, _, layer, rest = name.split(".", 3)
+    if expert := re.fullmatch(r"mlp\.experts\.linear_fc([12])\.weight(\d+)", rest):
+        return f"model.layers.{layer}.mlp.experts.{expert[2]}.{'gate' if expert[1] == '1' else 'down'}_proj.weight"
     return f"model.layers.{layer}.{names[rest]}"

@@ -95,7 +95,7 @@ class ParallelConfig:
     cp: Annotated[Ranks | None, "Context-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
     sequence_parallel: Annotated[
         bool | None,
-        "Shard activations of norms over TP ranks. Needs Transformer Engine; null: true if it is used and tp > 1.",
+        "Shard activations of norms over TP ranks; null: with tp > 1, true for experts and with Transformer Engine.",
         NOTHING,
     ] = None
     overlap_grad_reduce: Annotated[bool, "Reduce a bucket's gradients during the backward pass.", PLAN] = True

@@ -1,0 +1,125 @@
+"""The experts of a layer without Transformer Engine, and the record of where a step's tokens went.
+
+Megatron's own module without Transformer Engine, `SequentialMLP`, names and orders its weights differently
+from Transformer Engine's grouped layers. `GroupedExperts` has their names and order (all experts' fc1, then
+all experts' fc2), so that models, plans and checkpoints are the same on CPUs and GPUs, and each kind of weight
+is one block of the gradient buffer.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from canzona_cli.config.schema import ModelConfig
+
+
+class GroupedExperts(torch.nn.Module):
+    """The experts of one layer that this rank holds: SwiGLU networks, each for its share of the tokens."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        pg_collection: ProcessGroupCollection,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.linear_fc1 = GroupedLinear(num_local_experts, config.hidden_size, 2 * width, config, cut=0)
+        self.linear_fc2 = GroupedLinear(num_local_experts, width, config.hidden_size, config, cut=1)
+
+    def forward(
+        self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Applies to each token its expert, and weights the result by the router's probability.
+
+        Args:
+            tokens: `[tokens, hidden]`, sorted by expert.
+            tokens_per_expert: `[experts]`.
+            probs: `[tokens]`; they multiply the inner activations, as in Megatron.
+
+        Returns:
+            `[tokens, hidden]`, and no bias.
+        """
+        counts: list[int] = tokens_per_expert.tolist()
+        gate, up = self.linear_fc1(tokens, counts).chunk(2, dim=-1)
+        inner = torch.nn.functional.silu(gate) * up
+        weighted = (inner * probs.unsqueeze(-1)).to(tokens.dtype)
+        return self.linear_fc2(weighted, counts), None
+
+
+class GroupedLinear(torch.nn.Module):
+    """Linear layers without bias, one for each expert, with the names of Transformer Engine's `GroupedLinear`:
+    `weight0`, `weight1` and so on."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, config: TransformerConfig, *, cut: int) -> None:
+        super().__init__()
+        # Megatron keeps these gradients apart from the others' where other ranks hold copies of them.
+        apart = (
+            config.expert_model_parallel_size > 1
+            or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+        )
+        for expert in range(experts):
+            weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(tensor=weight, is_parallel=True, dim=cut, stride=1)
+            weight.allreduce = not apart  # type: ignore[attr-defined]
+            self.register_parameter(f"weight{expert}", weight)
+
+    def forward(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Multiplies each expert's tokens by its weight; an expert without tokens gets a gradient of zeros.
+
+        Args:
+            tokens: `[tokens, inputs]`, sorted by expert.
+            counts: the number of tokens of each expert.
+        """
+        parts = zip(torch.split(tokens, counts), self.parameters(), strict=True)
+        return torch.cat([torch.nn.functional.linear(part, weight) for part, weight in parts])
+
+
+class RoutingMeter:
+    """The number of tokens that each expert of this rank's layers got in a step, and the step's balancing
+    losses."""
+
+    def __init__(self, chunks: Iterable[torch.nn.Module], model: ModelConfig, device: torch.device) -> None:
+        self._tokens = torch.zeros(model.num_layers, model.num_experts, device=device)
+        for chunk in chunks:
+            for module in chunk.modules():
+                if isinstance(module, TopKRouter):
+                    module.register_forward_hook(partial(self._count, module))
+
+    def _count(
+        self, router: TopKRouter, module: object, inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        # With full recomputation, the first of two forward passes has no gradients.
+        if router.training and torch.is_grad_enabled():
+            self._tokens[router.layer_number - 1] += outputs[1].sum(0)
+
+    def take(self) -> torch.Tensor:
+        """Returns this rank's part of the step's record, and starts again at zero.
+
+        Returns:
+            `[layers, 1 + experts]`: each layer's balancing losses, added up over micro-batches, and its token
+            counts. Added up over all ranks, they are those of the model.
+        """
+        tracker = get_moe_metrics_tracker()
+        losses = torch.zeros_like(self._tokens[:, :1])
+        for entry in tracker.metrics.values():
+            losses += entry.values.unsqueeze(1)
+        taken = torch.cat([losses, self._tokens], dim=1)
+        self._tokens.zero_()
+        tracker.clear()
+        return taken
+
+
+def leave_routers_to_adamw(model: torch.nn.Module) -> None:
+    """Marks the routers' weights so that Megatron's own optimizers, too, do not treat them as matrices."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.weight.is_embedding_or_output_parameter = True

@@ -1,0 +1,50 @@
+"""The layers of families with experts, as Megatron-core's specifications and settings."""
+
+from functools import partial
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from canzona_cli.config.schema import Layout, ModelConfig
+from canzona_cli.megatron import dense
+from canzona_cli.megatron.experts import GroupedExperts
+
+_BALANCING = {"none": "none", "sequence": "seq_aux_loss", "global": "global_aux_loss"}
+
+
+def layer_spec(model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
+    """Returns the specification of a layer, built from Transformer Engine's modules or from Megatron's own
+    and `GroupedExperts`."""
+    if transformer_engine:
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=model.num_experts, moe_grouped_gemm=True, qk_layernorm=model.qk_norm
+        )
+    spec = dense.layer_spec(model, transformer_engine=False)
+    spec.submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=GroupedExperts))
+    return spec
+
+
+def transformer_settings(model: ModelConfig, layout: Layout) -> dict[str, object]:
+    """Returns the settings of `TransformerConfig` that determine what a layer computes.
+
+    Megatron averages gradients over data-parallel ranks. It already divides the loss over the global batch by
+    their number, so the weight of that loss is multiplied by it; otherwise the loss would depend on the layout.
+    """
+    weight = model.balancing_weight * (layout.dp if model.balancing_loss == "global" else 1)
+    return dense.transformer_settings(model, layout) | {
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.experts_per_token,
+        "moe_ffn_hidden_size": model.ffn_hidden_size,
+        "moe_router_load_balancing_type": _BALANCING[model.balancing_loss],
+        "moe_aux_loss_coeff": weight if model.balancing_loss != "none" else 0.0,
+        # The router computes in fp32, because bf16 would round close scores to ties.
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "allgather",
+        "moe_grouped_gemm": True,
+        # One parameter for all experts would be no matrix.
+        "moe_single_grouped_weight": False,
+    }
+
+
+model_settings = dense.model_settings

@@ -1,0 +1,87 @@
+"""Qwen3 models with experts in Hugging Face's format: published settings, and one tensor for each expert's weight."""
+
+from dataclasses import asdict
+
+import pytest
+
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import ModelConfig
+from canzona_cli.errors import ConfigError
+from canzona_cli.huggingface.foreign import config_json, read_model, tensor_names
+
+# Of huggingface.co/Qwen/Qwen3-30B-A3B.
+PUBLISHED: dict[str, object] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def _model(recipe: str) -> ModelConfig:
+    return compose_run([f"recipe={recipe}"], training=False).config.model
+
+
+def test_the_published_file_is_the_built_in_model() -> None:
+    built_in = asdict(_model("qwen3-30b-a3b"))
+    read = read_model(PUBLISHED)
+    assert read == {name: built_in[name] for name in read}
+    assert {"num_experts", "experts_per_token", "ffn_hidden_size"} <= read.keys()
+
+
+def test_version_5_names_the_number_of_experts_differently() -> None:
+    newer = {key: value for key, value in PUBLISHED.items() if key != "num_experts"} | {"num_local_experts": 128}
+    assert read_model(newer) == read_model(PUBLISHED)
+
+
+def test_an_exported_file_is_read_back_and_has_the_published_values() -> None:
+    model = _model("qwen3-30b-a3b")
+    written = config_json(model, dtype="bfloat16", max_positions=40960)
+    assert read_model(written) == read_model(PUBLISHED)
+    assert {key: value for key, value in written.items() if PUBLISHED[key] != value} == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("norm_topk_prob", False), ("decoder_sparse_step", 2), ("mlp_only_layers", [0]), ("num_experts", None)],
+)
+def test_other_mixtures_are_refused(key: str, value: object) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_model(PUBLISHED | {key: value})
+    assert [problem.key for problem in refused.value.problems] == [key]
+
+
+def test_every_expert_has_three_tensors_as_published() -> None:
+    names = tensor_names(_model("qwen3-moe-tiny"))
+    assert names["layers.3.experts.5.gate"] == "model.layers.3.mlp.experts.5.gate_proj.weight"
+    assert names["layers.3.mlp.router.weight"] == "model.layers.3.mlp.gate.weight"
+    assert len([name for name in names.values() if ".experts." in name]) == 4 * 8 * 3
