@@ -145,7 +145,7 @@ def test_the_journal_appends_whole_lines(files: RunFiles) -> None:
     # Names other tools rely on.
     assert set(lines[0]) == {
         *("step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "tokens", "time"),
-        *("skipped", "fallbacks", "captures"),
+        *("skipped", "fallbacks", "balancing_loss", "expert_load", "captures"),
     }
     event = _read(files.events)
     assert (event["event"], event["stage"], event["detail"]) == ("stage", "train", "2 steps")
