@@ -300,8 +300,7 @@ def prepare(
     Args:
         count: the number of layouts with the shortest predicted times to measure, to which the layout of an
             untuned run is added; None for every layout that is possible and fits.
-        rounds: the number of turns of each layout.
-        steps: the number of measured steps of a turn.
+        rounds: the number of turns of each layout; a turn has `steps` measured steps.
 
     Raises:
         ConfigError: settings, options or data are wrong; with all problems at once.
@@ -437,7 +436,6 @@ def tuned_recipe(config: RunConfig, result: TuneResult, *, name: str) -> str:
 
     Args:
         config: the composed configuration, before a layout was filled in.
-        name: the name of the recipe.
     """
     best = result.layouts[result.best]
     pinned = fill(config, best.layout)

@@ -114,7 +114,6 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
     Args:
         strategies: the strategies that the user named, all of which must be possible; None for every possible
             strategy.
-        steps: the number of training steps of each strategy.
 
     Raises:
         ConfigError: the run, or a strategy that the user named, is impossible; with all problems at once.

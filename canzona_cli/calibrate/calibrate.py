@@ -139,8 +139,7 @@ def calibrate(
     """Measures this machine. After Ctrl-C or a crash, all measurements made so far are kept.
 
     Args:
-        config: the run, from `prepared`.
-        layout: the layout, from `prepared`.
+        config, layout: the result of `prepared`.
         name: the name of the new profile.
         effort: the time budgets of the measurements.
         worker: the module that each rank runs.

@@ -88,7 +88,6 @@ def write_part(partial: Path, rank: int, shard: Shard) -> None:
 
     Args:
         partial: the folder that `begin` made.
-        rank: the rank of this process.
         shard: this rank's share; must not change until this function returns.
 
     Raises:
@@ -130,7 +129,6 @@ def finish(
 
     Args:
         partial: the folder that `begin` made.
-        world_size: the number of ranks that call `write_part`.
         header: the fields of the manifest other than its tables.
         texts: the text of further files, by name: `config.yaml`, `layout.json`, `plan.json`.
         timeout_s: the seconds without growth of any file after which the save has failed.

@@ -6,7 +6,7 @@ any rank (`layers.3.q/master`, `layers.3.q/momentum_buffer`, `embedding.word_emb
 is stored whole or in pieces with their positions, so a run with another layout can read them. Visible folders
 are complete; hidden ones are being written, replaced or removed.
 
-This module does not import torch, because commands use it that start without torch.
+This module does not import torch, so that commands start fast.
 """
 
 import hashlib

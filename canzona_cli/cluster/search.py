@@ -1,8 +1,7 @@
 """The possible layouts of a run, and the search for the fastest.
 
 Every layout that keeps the user's settings gets a quick estimate. Layouts are then simulated in the order of
-their estimates, until the estimates of all remaining layouts are longer than the shortest simulated steps. So
-all layouts are compared, but only a few are simulated.
+their estimates, until the estimates of all remaining layouts are longer than the shortest simulated steps.
 """
 
 import hashlib

@@ -216,8 +216,8 @@ def short_recipe_text(name: str, recipe: str, groups: Mapping[str, str], values:
     """Returns the text of a recipe file that starts from another recipe and has only what differs from it.
 
     Args:
-        name: the name of the new recipe.
-        recipe: the name of the recipe that it starts from.
+        name: the new recipe.
+        recipe: the recipe that it starts from.
         groups: the chosen option by group, without the recipe.
         values: the changed settings by dotted key.
     """

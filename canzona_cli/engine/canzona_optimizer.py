@@ -39,7 +39,7 @@ class _Culprits:
 
 class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
     """The optimizer of a run. A step computes the gradient norm and checks that it is finite, clips, runs
-    AdamW, and updates the matrices; gathering AdamW's parameters overlaps with the matrix updates.
+    AdamW, and updates the matrices.
 
     Gradients of the first micro-groups are sent to their hosts before the norm is known. If the norm is not
     finite, they are discarded. AdamW runs before the matrices, so that its parameters, which the next forward

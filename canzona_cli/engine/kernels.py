@@ -88,7 +88,6 @@ def choose_kernels(
 
     Args:
         ladder: the loaders of kernels by name.
-        seconds: the function that measures an operation.
         begin: called with a description of each shape before kernels are tried on it.
     """
     shapes = product_shapes(config, device)

@@ -66,7 +66,6 @@ def prepare(
     """Resolves the configuration, and checks all that can be checked before anything is started.
 
     Args:
-        checkpoint: the checkpoint to evaluate.
         overrides: overrides of the settings of the run that saved the checkpoint.
         documents: None reads the held-out documents of the run's own data, but all documents of other data.
         batches: None is `train.eval_batches`. `all` is as many batches as the documents fill, each read once.

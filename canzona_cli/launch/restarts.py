@@ -144,7 +144,7 @@ def resume_command(
 
     Args:
         overrides: the overrides as they were typed.
-        config: the resolved configuration.
+        config: resolved.
     """
     repeated = [text for text in overrides if not _is_replaced(text)]
     folders = [word for folder in recipes_dirs for word in ("--recipes-dir", str(folder.absolute()))]

@@ -88,7 +88,7 @@ def adopt(config: RunConfig, step: SlurmStep | None) -> Adopted:
     directory.
 
     Args:
-        config: the resolved configuration.
+        config: resolved.
         step: None fills in nothing.
 
     Raises:

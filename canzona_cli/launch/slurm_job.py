@@ -111,7 +111,7 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
     """Fills in the batch script of a run.
 
     Args:
-        config: the resolved configuration.
+        config: resolved.
         options: the options of the job, which `check` has accepted.
         arguments: the arguments of `canzona train`, or the file that contains them (`write_arguments`).
 

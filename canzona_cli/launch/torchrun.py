@@ -1,10 +1,8 @@
 """Builds the torchrun command of a run, and the environment of its workers.
 
-torchrun's own backends let their TCPStore listen on every interface, even when given 127.0.0.1 and
-`--local-addr` (`c10d` and `--standalone` open two such ports, `static` one). A run on one machine therefore
-uses the `canzona-loopback` backend of `canzona_cli.training.rendezvous`, on 127.0.0.1 and a port that the
-kernel chooses, and gloo and NCCL are restricted to the loopback interface. Nothing can then be reached from
-outside. The same holds if several launchers meet at a loopback address.
+A run on one machine uses the `canzona-loopback` backend (`canzona_cli.training.rendezvous`), and restricts
+gloo and NCCL to the loopback interface, so that nothing can be reached from outside. The same holds if
+several launchers meet at a loopback address.
 
 Runs over several machines use `static`. With both backends, ranks are ordered by node rank, so that
 tensor-parallel groups stay within a node.

@@ -46,8 +46,7 @@ class KroneckerOptimizer(MatrixOptimizer):
 
     State of a matrix: `step`, the number of its updates so far; `L` (rows, rows) and `R` (cols, cols), the
     packed factors, which are moving averages corrected for their start at zero; and what the subclass adds. A
-    side longer than `max_preconditioner_dim` does not have a factor. A refresh computes in fp32, whatever
-    `precision` is.
+    side longer than `max_preconditioner_dim` does not have a factor.
     """
 
     symmetric: tuple[str, ...] = ("",)

@@ -28,7 +28,6 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
     Args:
         port: the store's port. With a single agent it may be 0, and the kernel chooses a port.
-        rank: the rank of this agent among `agents`.
         agents: the number of agents.
     """
 
