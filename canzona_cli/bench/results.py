@@ -7,8 +7,8 @@ there are several measurement groups.
 
 Strategies that compute the same update must have the same losses; otherwise their times are not compared. All
 strategies start from the same weights and see the same batches, so the losses of the first step, before any
-update, differ only by the order of sums in the forward pass. After that, bf16 runs drift apart slowly: an
-update that is rounded differently changes the last bit of a weight, and so the next loss slightly.
+update, differ only by the order of sums in the forward pass. After that, roundings make bf16 runs drift apart
+slowly.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -41,8 +41,7 @@ class TrainView:
     """
 
     def progress(self, what: str, fraction: float) -> None:
-        """Shows the progress of a long part of the preparation, `fraction` from 0 to 1. `ensure_corpus` can
-        call this."""
+        """Shows the progress of a long part of the preparation, `fraction` from 0 to 1."""
 
     def stage(self, event: StageEvent) -> None:
         """Shows that a stage begins, which ends the stage before it."""

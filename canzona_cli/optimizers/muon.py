@@ -108,8 +108,7 @@ class Muon(MatrixOptimizer):
                 `settle` is called.
             on_fallback: Called, on CPUs, when an update was repeated in standard form.
             graph: On CUDA, capture the update of all matrices of a parameter group as a CUDA graph and replay
-                it (`graphs`), except while one of these matrices is in standard form after an untrusted
-                update.
+                it (`graphs`), except while one of them is in standard form after an untrusted update.
             workspace: Scratch shared with other optimizers; None: its own.
 
         Raises:

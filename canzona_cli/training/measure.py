@@ -176,10 +176,9 @@ LIMITS: Final[Mapping[str, float]] = {
 class StragglerWatch:
     """A detector of ranks that are slower than their peers and hold up the job.
 
-    Every rank must have one and call it after every step; rank 0 reports. In a synchronous job steps take the
-    same time on all ranks, so step times do not show which rank is slow. A rank's own time does: data, forward and
-    backward without waits for other ranks (`StepTiming.own_s`). The ranks of a pipeline stage do the same
-    work, so in a healthy job their own times are alike.
+    Every rank must have one and call it after every step; rank 0 reports. Steps take the same time on all
+    ranks, so step times do not show which rank is slow. A rank's own time does: data, forward and backward
+    without waits for other ranks (`StepTiming.own_s`). The ranks of a pipeline stage do the same work.
 
     A rank is a straggler if its median ratio to the median of its peers, over `WINDOW` steps, is above
     `LIMITS`, and if its own time exceeds theirs by more than `COST` of the step time. On four healthy gloo
