@@ -201,7 +201,7 @@ def compare(published: Published, profile: Mapping[str, float] | None = None) ->
 
 
 def fitted(compared: Sequence[PredictedSeries]) -> list[PredictedSeries]:
-    """Returns the series that are used to fit the profile and to compute errors."""
+    """Returns the series by which the profile is fitted and errors are computed."""
     return [predicted for predicted in compared if predicted.series.why_not_fitted is None]
 
 

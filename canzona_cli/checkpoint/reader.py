@@ -1,7 +1,6 @@
 """Reads tensors of a checkpoint by the model's names: whole tensors, or any rectangle of a unit.
 
-Stored pieces are put together as needed. This module does not import Megatron, because commands that only
-read weights run without it.
+Stored pieces are put together as needed. Does not import Megatron, which reading weights does not need.
 """
 
 from collections import defaultdict

@@ -154,7 +154,7 @@ def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[i
         signs: the signs of life of at least one rank; none of the ranks makes progress.
         now, began: seconds of the monotonic clock. A rank that never started counts as silent since `began`,
             the start of the launcher.
-        state: a function that returns the state of a process in psutil's words; empty if the process is gone.
+        state: returns the state of a process in psutil's words; empty if the process is gone.
     """
 
     def silent_since(sign: Sign) -> float:

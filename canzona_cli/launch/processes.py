@@ -81,7 +81,7 @@ def tracked(
         start: the number of steps that were done before this launch.
         environment: the workers' variables, added to those of this process; trackers read their keys from
             them.
-        say: a function that prints a message for the user at once.
+        say: prints a message for the user at once.
     """
     started: dict[TrackerName, subprocess.Popen[bytes]] = {}
     for name in dict.fromkeys(trackers):

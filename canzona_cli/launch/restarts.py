@@ -85,7 +85,7 @@ def run_with_restarts(
     """Repeats the run until an outcome asks for no restart, or somebody stops the run between two attempts.
 
     Args:
-        attempt: a function that starts the run, watches it to its end, and writes `result.json`.
+        attempt: starts the run, watches it to its end, and writes `result.json`.
     """
     while True:
         outcome = attempt()

@@ -251,7 +251,7 @@ def run_ranks(
 
     Args:
         config: resolved; the ranks get `run.dir`, or a new directory under `run.root`.
-        write_more: a function that writes what else the ranks read, besides configuration, layout and corpus.
+        write_more: writes what else the ranks read, besides configuration, layout and corpus.
         grace_s, hang_timeout_s: as in `Supervision`.
 
     Raises:

@@ -2,8 +2,8 @@
 share the work on the squares, which are cut by rows.
 
 Every rank sums its rows of all ranks' Gram matrices and computes its rows of each product. The rows are
-gathered where a product needs the whole square on its right. So no rank computes the squares alone, and all
-ranks get the same numbers. The norm of the whole matrix is known beforehand.
+gathered where a product needs the whole square on its right, so all ranks get the same numbers. The norm of
+the whole matrix is known beforehand.
 
 Each rank's Gram matrix is rounded, without its alpha, before it is sent, and the sum is rounded again.
 Roundings are independent, so where `gram_form` assumes a rounding error of size |R|, it is (|R|^2 + sum_r
