@@ -73,6 +73,11 @@ class Series:
         return self.precision == "bf16"
 
     @property
+    def publication(self) -> tuple[str, str]:
+        """The publisher and the date. Times of one publication were measured with the same software."""
+        return self.source.partition(",")[0], str(self.date)
+
+    @property
     def layout(self) -> str:
         """The layout for tables: `TP 4 PP 4x5 CP 2 MBS 1`; axes of size 1 are left out."""
         stages = f"PP {self.pp}" + (f"x{self.vpp}" if self.vpp > 1 else "")
@@ -215,10 +220,13 @@ def orders(compared: Sequence[PredictedSeries]) -> Iterator[tuple[PredictedSerie
     right.
 
     A pair is yielded for each number of GPUs on which both layouts were measured with the same sequence
-    length.
+    length, in the same publication: other software may be faster by more than layouts differ.
     """
     for a, b in combinations(compared, 2):
-        alike = (a.series.model, a.series.seq_length) == (b.series.model, b.series.seq_length)
+        alike = (
+            (a.series.model, a.series.seq_length, a.series.publication)
+            == (b.series.model, b.series.seq_length, b.series.publication)
+        )  # fmt: skip
         if not alike or a.series.layout == b.series.layout:
             continue
         by_gpus = {row.gpus: row for row in b.rows}

@@ -410,6 +410,25 @@ def hop(config: RunConfig, layout: Layout) -> Transfer:
     return Links(cluster=config.cluster).point_to_point(stream_elements(config, layout) * width, crosses=crosses)
 
 
+def units_taken(config: RunConfig, layout: Layout) -> float:
+    """Returns the share of a GPU that its data-parallel collectives take; NCCL runs channels for each network
+    port."""
+    cluster, group = config.cluster, Groups.of(layout, config.cluster).data
+    ports = 1.0 if group.machines == 1 else group.per_machine / cluster.gpus_per_node
+    return cluster.collective_units * ports
+
+
+def zeroing_seconds(config: RunConfig, layout: Layout, stage: int, padding: int = 0) -> float:
+    """Returns the seconds of setting a stage's gradient buffers to zero, before the first forward.
+
+    Args:
+        padding: the elements of padding in the buffers.
+    """
+    weights = stage_weights(config, layout, stage)
+    _, grad = element_bytes(config)
+    return (weights.matrices + weights.others + padding) * grad / memory_rate(config.cluster)
+
+
 NORM_BYTES, CLIP_BYTES = 4, 8
 """The bytes of memory traffic per fp32 gradient element: read for the norm; read and written for the clip."""
 

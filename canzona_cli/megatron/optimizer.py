@@ -82,7 +82,7 @@ def wrap_data_parallel(
             )
         )
     if plan is not None:
-        owner_bucket_group.install(wrapped, plan, world.pp_rank)
+        owner_bucket_group.install(wrapped, plan, world.pp_rank, world.owners)
     mcore.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     # Gradients are reduced bucket by bucket. With `align_grad_reduce`, they would wait for complete model
     # chunks.

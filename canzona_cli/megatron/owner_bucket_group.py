@@ -159,13 +159,16 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             raise PlanMismatch(key=where, planned=f"{planned.elements} elements", actual=f"{actual} elements")
 
 
-def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -> None:
+def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int, owners: ProcessGroup) -> None:
     """Replaces the bucket groups of the plan's matrices by `OwnerBucketGroup`s. Must be called right after
     `chunks` were built.
 
     With `overlap_param_gather`, parameters are gathered in `gathering_order`, `GATHERED_AHEAD` bucket groups
     at a time. Bucket groups that are not in this order are not chained to others; the code that steps AdamW
     starts them.
+
+    Args:
+        owners: the data- and context-parallel ranks (`World.owners`).
 
     Raises:
         PlanMismatch: the chunks have other matrix buckets than the plan.
@@ -183,9 +186,7 @@ def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int) -
     for bucket, (ddp, place) in zip(planned, places, strict=True):
         groups: list[_ParamAndGradBucketGroup] = ddp.bucket_groups
         [built] = groups[place].buckets
-        groups[place] = OwnerBucketGroup(
-            built, bucket, ddp.ddp_config, groups[place].intra_distributed_optimizer_instance_group, names
-        )
+        groups[place] = OwnerBucketGroup(built, bucket, ddp.ddp_config, owners, names)
         for param in built.params_list:
             ddp.param_to_bucket_group[param] = groups[place]
     for group in matrix_groups(chunks):
@@ -274,7 +275,7 @@ def contradiction(trainee: Trainee) -> str | None:
         A description of the difference from the plan's assumption; None if there is no difference or nothing
         to measure.
     """
-    group, device = trainee.world.groups.dp_cp, trainee.world.device
+    group, device = trainee.world.owners, trainee.world.device
     planned = (bucket.planned for bucket in matrix_groups(trainee.chunks))
     # Also measured for a plan that does not reduce by owner: it may assume that reductions are not grouped.
     several = any(len(bucket.ranges) > 1 for bucket in planned)

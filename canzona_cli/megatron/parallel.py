@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from canzona_cli.config.schema import Device, Layout
 from canzona_cli.megatron import cpu_backend
+from canzona_cli.planner.reduction import adamw_apart
 from canzona_cli.run.codec import parse, plain
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ class World:
     device: torch.device
     layout: Layout
     groups: ProcessGroupCollection
+    owners: ProcessGroup
+    """The ranks of `groups.dp_cp`, in a group that only the buckets of matrices use
+    (`planner.reduction.adamw_apart`); the same group where they do not have one of their own."""
 
     @property
     def dp_rank(self) -> int:
@@ -103,8 +107,19 @@ def initialize(
         local = torch.device("cpu")
         torch.distributed.init_process_group("gloo", timeout=timeout, **meeting)
     groups = make_groups(layout, timeout=timeout, alive=alive)
+    owners = twin(groups.dp_cp, timeout) if adamw_apart(device) else groups.dp_cp
     model_parallel_cuda_manual_seed(seed)
-    return World(rank=rank, world_size=world_size, device=local, layout=layout, groups=groups)
+    return World(rank=rank, world_size=world_size, device=local, layout=layout, groups=groups, owners=owners)
+
+
+def twin(group: ProcessGroup, timeout: timedelta) -> ProcessGroup:
+    """Makes a second group of the same ranks, in the same order. Collective over the group."""
+    if group.size() == 1:
+        return group
+    ranks = torch.distributed.get_process_group_ranks(group)
+    made = torch.distributed.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc="OWNERS")
+    assert isinstance(made, ProcessGroup)
+    return made
 
 
 class _Meeting(TypedDict, total=False):

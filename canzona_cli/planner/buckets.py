@@ -27,7 +27,6 @@ from canzona_cli.costs.sharing import Share
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.groups import Grouped, held_jobs
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, PlanSettings, Range
-from canzona_cli.planner.reduction import ReductionModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,7 @@ class _Same(NamedTuple):
         return id(self.matrices)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def _stage_buckets(same: _Same, stage: int, tp: int, bucket_elements: int | None) -> list[list[Parameter]]:
     return cut(stage_parameters(same.matrices, stage, tp), bucket_elements, stage=stage)
 
@@ -411,17 +410,6 @@ def slowest(
     for (stage, _), jobs in held_jobs(matrices, costs, assignment).items():
         seconds[stage] = max(seconds[stage], grouped.of(jobs)[0])
     return seconds
-
-
-def travel(buckets: Iterable[Bucket], model: ReductionModel) -> tuple[dict[int, float], float]:
-    """Returns, by stage, the seconds in which the last bucket is reduced and gathered, and the sum over all
-    buckets of all stages, without the time in which chains overlap."""
-    last, total = dict[int, float](), 0.0
-    for stage, held in groupby(buckets, key=lambda bucket: bucket.stage):
-        for reduced, gathered in model.in_turn(list(held)):
-            last[stage] = reduced.seconds + gathered.seconds
-            total += last[stage] - reduced.fill_s - gathered.fill_s
-    return last, total
 
 
 def spread(

@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from types import MappingProxyType
 
 from canzona_cli.config.execution import PLANNED, Execution, execution_of
@@ -18,28 +18,19 @@ from canzona_cli.config.settings import affecting
 from canzona_cli.costs.buffers import bucket_elements, element_bytes, exchange_bytes, stage_weights, transient
 from canzona_cli.costs.memory import GIB, capacity, factor_bytes, least_step_bytes, optimizer_state
 from canzona_cli.costs.sharing import HOSTED, Share, shares
-from canzona_cli.costs.update import algorithm, rounded, update_costs
+from canzona_cli.costs.update import algorithm, update_costs
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.fields import PLAN
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.shapes import ModelShapes
-from canzona_cli.planner.assign import assign
-from canzona_cli.planner.buckets import buckets, few_owners, in_order_of_reductions, slowest, travel
-from canzona_cli.planner.groups import Grouped, best_of, micro_groups
+from canzona_cli.planner.attempt import Attempt, cheapest
+from canzona_cli.planner.exposure import Exposure
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.packing import lower_bound
 from canzona_cli.planner.paper import as_published, capacities
-from canzona_cli.planner.pipeline import HostedPipeline, planning
-from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan, PlanSettings, Scalar, Subject
+from canzona_cli.planner.plan import Cell, Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import ReductionModel
-
-SHARING_GAIN = 1.03
-"""Sharing is considered only if, without it, some stage's busiest rank takes longer than this times the lower
-bound."""
-
-ALIKE = 0.001
-"""The relative difference in time up to which assignments count as equally fast."""
 
 
 def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
@@ -64,6 +55,9 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
                 "bucket_elements": bucket_elements(config, layout),
                 "precision": config.train.precision,
                 "grad_reduce_dtype": config.train.grad_reduce_dtype,
+                "seq_length": config.train.seq_length,
+                "micro_batch_size": config.train.micro_batch_size,
+                "recompute": config.train.recompute,
             }
         ),
         profile=MappingProxyType(
@@ -119,11 +113,36 @@ def attempt(
         memory_cap: elements of matrices that a rank may keep; None: no limit.
         c_max_bytes: C_max in bytes, to save memory; None: as the run's settings say.
     """
+    exposure = Exposure(config, layout)
+    return cheapest(_attempts_with(config, layout, shapes, members, memory_cap, c_max_bytes), exposure).plan(exposure)
+
+
+def _attempts_with(
+    config: RunConfig,
+    layout: Layout,
+    shapes: ModelShapes | None,
+    members: tuple[Matrix, ...],
+    memory_cap: int | None,
+    c_max_bytes: int | None,
+) -> list[Attempt]:
+    """Prepares the attempts of `attempt`, one for each C_max to try."""
     sizes: list[int | None] = [c_max_bytes]
     if config.engine.strategy == "paper" and config.engine.c_max_mib is None and c_max_bytes is None and layout.tp > 1:
         sizes += capacities(max(matrix.elements for matrix in members) * max(exchange_bytes(config)), None)
-    ways = [_Attempt(config, layout, shapes, members, memory_cap, size) for size in sizes]
-    return (ways[0] if len(ways) == 1 else min(ways, key=lambda way: way.seconds())).plan()
+    return [
+        Attempt(
+            config,
+            layout,
+            subject(config, layout, shapes),
+            members,
+            costs=update_costs(config, members),
+            bounds=lower_bounds(config, layout, members),
+            possible=_possible(config, layout, members),
+            memory_cap=memory_cap,
+            c_max_bytes=size,
+        )
+        for size in sizes
+    ]
 
 
 @lru_cache(maxsize=16)
@@ -136,130 +155,6 @@ def lower_bounds(config: RunConfig, layout: Layout, members: tuple[Matrix, ...])
 def _possible(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
     """Returns the costs of the matrices that may be shared, by index."""
     return HOSTED if config.engine.mode == "hosted" else shares(config, layout, members)
-
-
-class _Attempt:
-    """One attempt at a plan, with a given memory cap and C_max."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        layout: Layout,
-        shapes: ModelShapes | None,
-        members: tuple[Matrix, ...],
-        memory_cap: int | None,
-        c_max_bytes: int | None,
-    ) -> None:
-        self._config, self._layout, self._members, self._memory_cap = config, layout, members, memory_cap
-        self._own_shapes = shapes is not None
-        self._about = subject(config, layout, shapes)
-        asked = self._about.settings
-        self._asked = asked if c_max_bytes is None else replace(asked, c_max_bytes=c_max_bytes)
-        self._limit = bucket_elements(config, layout)
-        self._costs, self._bounds = update_costs(config, members), lower_bounds(config, layout, members)
-        self._possible = _possible(config, layout, members)
-        self._width = max(exchange_bytes(config))
-        self._grouped = Grouped(self._asked, self._width, HostedPipeline.of(planning(config), layout))
-        self._model = ReductionModel(config, layout)
-        self._laid_out: dict[tuple[Cell, ...], tuple[Bucket, ...]] = {}
-
-    def plan(self) -> Plan:
-        assignment = self._with_least_communication(self._shared_where_faster(self._balanced))
-        return Plan(
-            subject=self._about,
-            matrices=self._members,
-            costs=self._costs,
-            assignment=assignment,
-            buckets=self._buckets(assignment),
-            groups=micro_groups(self._members, self._costs, assignment, self._grouped),
-            lower_bounds=self._bounds,
-        )
-
-    def seconds(self) -> float:
-        """Returns the exposed seconds of the balanced assignment (`_times`), before any sharing or
-        reordering."""
-        return self._times(self._balanced)[0]
-
-    @cached_property
-    def _balanced(self) -> Assignment:
-        """The balanced assignment; it shares nothing unless mode is shared."""
-        return self._assigned(self._asked, self._possible if self._asked.mode == "shared" else HOSTED, self._memory_cap)
-
-    def _shared_where_faster(self, hosted: Assignment) -> Assignment:
-        """Shares some matrices if mode is auto, `hosted` leaves ranks idle, and sharing is faster."""
-        if self._asked.mode != "auto" or not self._possible or not self._leaves_idle(hosted):
-            return hosted
-        members, costs, layout = self._members, self._costs, self._layout
-        balanced = self._assigned(self._asked, self._possible, self._memory_cap)
-        best = best_of(members, costs, hosted, balanced, self._possible, layout.tp, self._grouped, self._memory_cap)
-        if not best.shares or self._own_shapes:
-            return best
-        others = [stage_weights(self._config, layout, stage).others for stage in range(layout.pp)]
-        gathered = [self._model.gather_evenly(elements) for elements in others]
-        # Gathering AdamW's parameters overlaps with the updates and may take longer than they do.
-        faster = self._times(hosted, gathered)[0] > (1 + ALIKE) * self._times(best, gathered)[0]
-        return best if faster else hosted
-
-    def _with_least_communication(self, assignment: Assignment) -> Assignment:
-        """Returns, of several equally fast assignments, the one whose buckets take the least time to
-        communicate.
-
-        The candidates are the given assignment, one with units exchanged between owners (`few_owners`), both
-        with renumbered owners, and owners in natural order.
-        """
-        asked, layout = self._asked, self._layout
-        if not (asked.strategy == "canzona" and asked.layout == "owner" and asked.alpha == 1 and layout.owners > 1):
-            return assignment
-        ways = [assignment, few_owners(self._members, self._costs, assignment, layout, self._limit)]
-        ways = [in_order_of_reductions(self._members, way, layout, self._limit) for way in ways]
-        if self._memory_cap is None and asked.mode != "shared":
-            # A balanced assignment may lose more time to communication than its balance gains.
-            ways.append(self._assigned(replace(asked, strategy="asc"), HOSTED, None))
-        times = [self._times(way) for way in ways]
-        least = min(exposed for exposed, _ in times)
-        _, best = min((total, n) for n, (exposed, total) in enumerate(times) if exposed <= (1 + ALIKE) * least)
-        return ways[best]
-
-    def _assigned(self, asked: PlanSettings, possible: Mapping[int, Share], memory_cap: int | None) -> Assignment:
-        return assign(
-            self._members,
-            [float(matrix.elements) for matrix in self._members] if asked.strategy == "paper" else self._costs,
-            self._layout,
-            asked,
-            memory_cap,
-            bucket_elements=self._limit,
-            bytes_per_element=self._width,
-            shares=possible,
-        )
-
-    def _leaves_idle(self, assignment: Assignment) -> bool:
-        """Returns True if some stage's busiest rank takes longer than `SHARING_GAIN` times the lower bound."""
-        layout = self._layout
-        busiest = (
-            max(assignment.loads(self._members, self._costs, stage, layout.owners, layout.tp))
-            for stage in range(layout.pp)
-        )
-        return any(busy > SHARING_GAIN * bound for busy, bound in zip(busiest, self._bounds, strict=True))
-
-    def _buckets(self, assignment: Assignment) -> tuple[Bucket, ...]:
-        if assignment.cells not in self._laid_out:
-            made = buckets(self._members, assignment, self._layout, self._asked, self._limit)
-            self._laid_out[assignment.cells] = self._model.choose(made, self._asked, scratch=True)
-        return self._laid_out[assignment.cells]
-
-    def _times(self, assignment: Assignment, hidden: Sequence[float] | None = None) -> tuple[float, float]:
-        """Returns the exposed seconds of the slowest stage (updates plus the last bucket's reduction and
-        gathering), and the seconds in which all buckets are reduced and gathered.
-
-        Args:
-            hidden: seconds of communication that overlaps with the updates, by stage; updates count as at
-                least as long.
-        """
-        last_bucket, total = travel(self._buckets(assignment), self._model)
-        busy = slowest(self._members, self._costs, assignment, self._grouped)
-        if hidden is not None:
-            busy = {stage: max(seconds, hidden[stage]) for stage, seconds in busy.items()}
-        return rounded(max(busy[stage] + last_bucket[stage] for stage in busy)), rounded(total)
 
 
 def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tuple[RunConfig, tuple[str, ...]]:
@@ -363,17 +258,25 @@ def _attempts(
 def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
     """Makes a plan without a memory limit, for comparisons and for runs with enough memory.
 
-    The last 32 plans are cached; layouts with the same `Layout.bare` share a plan except for its subject.
+    The last 32 plans are cached. Layouts with the same `Layout.bare` share all candidates, and differ in the
+    choice between them, which depends on the time of a forward and a backward pass.
     """
     open_parallel = replace(config.parallel, tp=None, pp=None, vpp=None, cp=None, sequence_parallel=None)
     open_train = replace(config.train, micro_batch_size=None, global_batch_size=None, recompute=None)
-    plan = _unbounded(replace(config, parallel=open_parallel, train=open_train), layout.bare, shapes)
+    one_pass = replace(layout, num_microbatches=1, global_batch_size=layout.dp * layout.micro_batch_size)
+    plan = _unbounded(replace(config, parallel=open_parallel, train=open_train), one_pass, shapes)
     return replace(plan, subject=subject(config, layout, shapes))
 
 
 @lru_cache(maxsize=32)
 def _unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
-    return attempt(config, layout, shapes, planned_matrices(config, layout, shapes), None)
+    exposure = Exposure(config, layout)
+    return cheapest(_unbounded_attempts(config, layout.bare, shapes), exposure).plan(exposure)
+
+
+@lru_cache(maxsize=16)
+def _unbounded_attempts(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> list[Attempt]:
+    return _attempts_with(config, layout, shapes, planned_matrices(config, layout, shapes), None, None)
 
 
 def _most_held(plan: Plan) -> int:

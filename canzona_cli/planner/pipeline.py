@@ -186,7 +186,7 @@ class HostedPipeline:
         Args:
             known: see `seconds`.
         """
-        if self.tp == 1:
+        if self.tp == 1 or not groups:
             ranks.norm()
             for group in groups:
                 ranks.work(0, "matrix_update", self.updating * self.replay_s)

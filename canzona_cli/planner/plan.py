@@ -182,7 +182,7 @@ class Subject:
         return {f"{part}.{name}": value for part, values in self.content().items() for name, value in values.items()}
 
 
-VERSION = 8
+VERSION = 9
 """The version of plan files, raised when their content or its meaning changes; other versions are not read."""
 _CONTENT = ("version", "subject", "lower_bounds", "matrices", "buckets", "micro_groups")
 _MATRIX = tuple(field.name for field in fields(Matrix))

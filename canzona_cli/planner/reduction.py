@@ -22,7 +22,7 @@ from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from canzona_cli.config.schema import Gathering, Layout, Reduction, RunConfig
+from canzona_cli.config.schema import Device, Gathering, Layout, Reduction, RunConfig
 from canzona_cli.costs.buffers import element_bytes
 from canzona_cli.costs.links import Groups, Links, Transfer
 from canzona_cli.costs.update import memory_rate
@@ -123,6 +123,16 @@ def _runs(part: Sequence[Segment]) -> list[Run]:
     return [tuple(run) for run in runs]
 
 
+def adamw_apart(device: Device) -> bool:
+    """Returns True if, under a plan, AdamW's buckets and the matrices' buckets have communicators of their own.
+
+    On GPUs a collective of AdamW's few parameters then does not wait for the matrices' collectives, nor they
+    for it: both are in flight at once, share the links, and hide each other's latency. gloo runs the
+    collectives of one group at the same time anyway.
+    """
+    return device == "cuda"
+
+
 Native = Literal["reduce_scatter", "all_gather"]
 
 GATHERED: Mapping[Reduction, Gathering] = MappingProxyType({"reduce": "broadcast", "ring": "ring"})
@@ -179,7 +189,8 @@ class ReductionModel:
         self._launch_s = config.cluster.launch_us * 1e-6
         # With gloo the all-to-all of a ring overlaps with nothing, because it is launched only once the
         # reduce-scatter has been waited for.
-        self._rings = config.cluster.device == "cuda"
+        self.rings = config.cluster.device == "cuda" and self._group.size > 1
+        """True if buckets may be reduced and gathered in rings that the settings do not ask for."""
 
     def reduce(self, bucket: Bucket) -> Transfer:
         """Returns the transfer that reduces a bucket's gradients to their owners."""
@@ -218,14 +229,45 @@ class ReductionModel:
         Args:
             scratch: True if there is memory for rings that the settings do not ask for.
         """
-        way = settings.reduction or "reduce"
-        plain = [replace(bucket, reduction=way, gathering=GATHERED[way]) for bucket in buckets]
-        if settings.reduction or settings.strategy != "canzona" or not (scratch and self._rings):
-            return tuple(plain)
-        if self._group.size == 1:
-            return tuple(plain)
+        plain = self._plain(buckets, settings)
+        if settings.reduction or settings.strategy != "canzona" or not (scratch and self.rings):
+            return plain
         stages = groupby(plain, key=lambda bucket: bucket.stage)
         return tuple(bucket for _, held in stages for bucket in self._quickest(list(held)))
+
+    def choices(self, buckets: Sequence[Bucket], settings: PlanSettings) -> Iterator[tuple[Bucket, ...]]:
+        """Yields different choices of how each bucket is reduced and gathered: first `choose`, which has the
+        least total time, then, where a choice is free, a ring everywhere and a collective for each range
+        everywhere.
+
+        The least total time is not always the least exposed time: a ring's time is all on the stream, that of
+        a chain of ranks overlaps with the next chain.
+        """
+        chosen = self.choose(buckets, settings, scratch=True)
+        yield chosen
+        if settings.reduction or settings.strategy != "canzona" or not self.rings:
+            return
+        rings = tuple(replace(bucket, reduction="ring", gathering="ring") for bucket in chosen)
+        yield from (way for way in (rings, self._plain(buckets, settings)) if way != chosen)
+
+    def roughly(self, elements: int, largest: int, kind: Native) -> Transfer:
+        """Estimates the reduction or gathering of a bucket whose owners are not known yet.
+
+        Args:
+            elements: the elements of the bucket.
+            largest: the elements of its largest part that has one owner.
+        """
+        size, share = elements * self._bytes(kind), max(largest, elements // self._group.size) * self._bytes(kind)
+        chain = self._links.chains(size, self._group)
+        handed = self._links.all_to_all([share], [share], self._group).delayed(2 * share / self._rate)
+        ring = self._native(elements, kind).then(handed)
+        return ring if ring.seconds <= WORTH * chain.seconds else replace(chain, fill_s=0.0)
+
+    def _plain(self, buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[Bucket, ...]:
+        """Returns the buckets, all reduced as `engine.reduction` says, by default with a collective for each
+        owner's range."""
+        way = settings.reduction or "reduce"
+        return tuple(replace(bucket, reduction=way, gathering=GATHERED[way]) for bucket in buckets)
 
     def _quickest(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
         """Yields a stage's buckets, with the ways by which all reductions, and all gatherings, are done

@@ -5,23 +5,25 @@ One rank stands for each pipeline stage. The first forward pass waits for gather
 module, and the last backward pass starts gradient reductions module by module. Micro-batches in between are
 not interrupted. With several model chunks on a rank, this holds for each of them.
 
-A chunk is a bucket (`simulate.buffers.Chunk`), in contrast to a model chunk.
+A chunk is a bucket (`planner.chunks.Chunk`), in contrast to a model chunk.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice, product, zip_longest
 from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.costs.buffers import forwards_ahead
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import Module, StageTime
-from canzona_cli.simulate.buffers import Chunk
+from canzona_cli.planner.chunks import Chunk
 from canzona_cli.simulate.timeline import Ran, Timeline
 
 Direction = Literal["forward", "backward"]
 
+_STREAMS = ("data", "adamw")
+"""The streams of a stage's data-parallel transfers; those of `Chunk.apart` are on the second."""
 _PHASES = ("data", "forward", "backward", "pipeline", "grad_reduce", "param_gather", "other")
 
 
@@ -110,7 +112,8 @@ class IterationTimeline:
         self._posted: dict[_Message, int] = {}
         """The task after which the receiver of each message has posted its receive."""
         self._leaving: list[int | None] = [None] * len(stages)
-        """The task that sends a message the rank has not waited for, by stage."""
+        """The task that sends a message the rank has not waited for, by stage. It waits for it when it sends the
+        next such message, and after its last pass."""
         self._build()
         ran = self._timeline.run()
         if units:
@@ -137,8 +140,8 @@ class IterationTimeline:
         moved = {"grad_reduce": 0.0, "param_gather": 0.0}
         for _, phase, start, end in self._compute(stage):
             seconds[phase] += end - start
-        for phase, ran in self._on(("data", stage)):
-            moved[phase] += ran.end - ran.start
+        for phase, start, end in self._moved(stage):
+            moved[phase] += end - start
         seconds["grad_reduce"] += self.reduced_s[stage] - self._computed[stage]
         seconds["grad_reduce_total"] = max(seconds["grad_reduce"], moved["grad_reduce"] + self._stages[stage].tail_s)
         seconds["param_gather_total"] = moved["param_gather"]
@@ -149,8 +152,8 @@ class IterationTimeline:
         for waiting, phase, start, end in self._compute(stage):
             if not waiting:
                 yield "compute", phase, start, end
-        for phase, ran in self._on(("data", stage)):
-            yield "data", phase, ran.start, ran.end
+        for phase, start, end in self._moved(stage):
+            yield "data", phase, start, end
 
     def _build(self) -> None:
         """Adds every stage's passes in the order of its 1F1B schedule, each after the pass whose output it
@@ -167,6 +170,9 @@ class IterationTimeline:
                     self._pass(stage, steps[number], of_stage.get((number, False), ()))
                     self._post_receives(stage, of_stage.get((number, True), ()))
                     done[stage] += 1
+        for stage, leaving in enumerate(self._leaving):
+            if leaving is not None:
+                self._compute_task(stage, "pipeline", after=[leaving])
 
     def _slow_down(self, ran: Sequence[Ran], units: float) -> None:
         """Lengthens compute tasks by `units` times their overlap with the stage's data-parallel collectives."""
@@ -174,8 +180,8 @@ class IterationTimeline:
         for number, (task, when) in enumerate(zip(self._timeline.tasks, ran, strict=True)):
             if when.end > when.start:
                 on.setdefault(task.stream, []).append((number, when))
-        for stage in range(len(self._stages)):
-            transfers, first = on.get(("data", stage), []), 0
+        for stage, stream in product(range(len(self._stages)), _STREAMS):
+            transfers, first = on.get((stream, stage), []), 0
             for number, computing in on.get(("compute", stage), []):
                 shared_s = 0.0
                 for _, transfer in islice(transfers, first, None):
@@ -245,10 +251,11 @@ class IterationTimeline:
                 after=[self._last[stage], *posted],
             )
             self._sent[message] = send
-            awaited = send if step.waits else self._leaving[stage]
+            awaited: int | None = send
+            if not step.waits:
+                awaited, self._leaving[stage] = self._leaving[stage], send
             if awaited is not None:
                 self._compute_task(stage, "pipeline", after=[awaited])
-            self._leaving[stage] = None if step.waits else send
 
     def _first_forward(self, stage: int, model_chunk: int) -> None:
         """Adds the first forward pass module by module, with gatherings chained as in Megatron.
@@ -282,20 +289,20 @@ class IterationTimeline:
     def _gather(self, stage: int, number: int, after: Sequence[int]) -> None:
         """Starts gathering a chunk, unless its gathering has already started."""
         if number not in self._gathered[stage]:
-            transfer = self._stages[stage].chunks[number].gather
-            self._gathered[stage][number] = self._transfer(stage, "param_gather", transfer, after)
+            chunk = self._stages[stage].chunks[number]
+            self._gathered[stage][number] = self._transfer(chunk, stage, "param_gather", after)
 
     def _last_backward(self, stage: int, model_chunk: int) -> None:
         """Adds the last backward pass module by module; a bucket's reduction starts after the module that
         completes the bucket, or at the end of the backward where reductions do not overlap."""
         time = self._stages[stage].time
-        ready: dict[int, list[Transfer]] = {}
+        ready: dict[int, list[Chunk]] = {}
         for chunk in self._stages[stage].chunks:
-            ready.setdefault(chunk.module if self._overlap_reduce else 0, []).append(chunk.reduce)
+            ready.setdefault(chunk.module if self._overlap_reduce else 0, []).append(chunk)
         for place in reversed(time.places[model_chunk]):
             self._module(stage, "backward", time.modules[place], ())
-            for transfer in ready.get(place, ()):
-                self._reducing[stage].append(self._transfer(stage, "grad_reduce", transfer, [self._last[stage]]))
+            for chunk in ready.get(place, ()):
+                self._reducing[stage].append(self._transfer(chunk, stage, "grad_reduce", [self._last[stage]]))
 
     def _module(self, stage: int, direction: Direction, module: Module, after: Sequence[int]) -> None:
         seconds = module.forward_s if direction == "forward" else module.backward_s + module.again_s
@@ -328,11 +335,14 @@ class IterationTimeline:
             after=after,
         )
 
-    def _transfer(self, stage: int, phase: str, transfer: Transfer, after: Sequence[int]) -> int:
-        """Adds a transfer to the stage's data stream; returns the task at whose end it has arrived."""
+    def _transfer(
+        self, chunk: Chunk, stage: int, phase: Literal["grad_reduce", "param_gather"], after: Sequence[int]
+    ) -> int:
+        """Adds a transfer of a chunk to its data stream; returns the task at whose end it has arrived."""
+        transfer = chunk.reduce if phase == "grad_reduce" else chunk.gather
         number = self._timeline.add(
             phase,
-            ("data", stage),
+            (_stream(chunk), stage),
             seconds=transfer.latency_s - transfer.fill_s,
             link=(stage, transfer.link),
             link_s=transfer.link_s,
@@ -349,8 +359,14 @@ class IterationTimeline:
         """Returns the end of the stage's last reduction, or of its backward if that is later."""
         return max([self._computed[stage], *(ran[number].end for number in self._reducing[stage])])
 
-    def _on(self, stream: Hashable) -> Iterator[tuple[str, Ran]]:
-        return ((phase, ran) for phase, ran, _ in self._streams.get(stream, ()))
+    def _moved(self, stage: int) -> Iterator[tuple[str, float, float]]:
+        """Yields (phase, start, end) of the stage's data-parallel transfers, each from the end of the one before:
+        time in which both streams transfer counts once."""
+        transfers = [entry for stream in _STREAMS for entry in self._streams.get((stream, stage), ())]
+        reached = 0.0
+        for phase, ran, _ in sorted(transfers, key=lambda entry: entry[1].start):
+            start, reached = max(ran.start, reached), max(ran.end, reached)
+            yield phase, start, reached
 
     def _compute(self, stage: int) -> Iterator[tuple[bool, str, float, float]]:
         """Yields (True for a wait, phase, start, end) of the compute stream, without gaps.
@@ -361,6 +377,10 @@ class IterationTimeline:
             if held_by is not None:
                 yield True, held_by, ran.ready, ran.start
             yield False, phase, ran.start, ran.end
+
+
+def _stream(chunk: Chunk) -> str:
+    return _STREAMS[chunk.apart]
 
 
 def _receives(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool], list[_Pass]]:

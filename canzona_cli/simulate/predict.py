@@ -17,12 +17,12 @@ from canzona_cli.model.families import flops_per_token
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.buckets import even_bucket, stage_parameters, stages
+from canzona_cli.planner.chunks import after_reduction
 from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.packing import simple_bound
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan
 from canzona_cli.run.breakdown import Prediction
 from canzona_cli.run.machine import cores
-from canzona_cli.simulate.buffers import after_reduction
 from canzona_cli.simulate.step import StrategyResult, simulate
 from canzona_cli.simulate.update import UpdateModel, Workload
 

@@ -24,17 +24,16 @@ from canzona_cli.config.execution import (
     with_strategy,
 )
 from canzona_cli.config.schema import KroneckerConfig, Layout, RunConfig
-from canzona_cli.costs.buffers import element_bytes, stage_weights
 from canzona_cli.costs.links import Groups, Transfer
-from canzona_cli.costs.model import NormClip, stage_time
-from canzona_cli.costs.update import ROUNDING, implementation, memory_rate, step_factor
+from canzona_cli.costs.model import NormClip, stage_time, units_taken, zeroing_seconds
+from canzona_cli.costs.update import ROUNDING, implementation, step_factor
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.families import flops_per_token
+from canzona_cli.planner.chunks import Buffers, Chunk, Order, after_reduction
 from canzona_cli.planner.order import by_rank, refreshes
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.run.breakdown import SimulatedEvent
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
-from canzona_cli.simulate.buffers import Buffers, Chunk, after_reduction
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.timeline import Timeline, crowded
 from canzona_cli.simulate.update import CellUpdate, UpdatePhase, Workload
@@ -214,7 +213,7 @@ class _Simulation:
         overlap_gather = overlaps_param_gather(config)
         chunks = [self._chunks(stage) for stage in range(layout.pp)]
         early_s = [0.0] * layout.pp
-        orders = [_Order() for _ in chunks]
+        orders = [Order() for _ in chunks]
         if planned and overlap_gather:
             orders = [self._order(stage, of_chunk) for stage, of_chunk in enumerate(chunks)]
             overlapped = [
@@ -245,7 +244,7 @@ class _Simulation:
             overlap_reduce=overlap,
             overlap_gather=overlap_gather,
             ahead=GATHERED_AHEAD if planned else 1,
-            units=_units(config, layout),
+            units=units_taken(config, layout),
         )
         norm_clip = NormClip.of(config, layout)
         read_s, scaled_s = self._crowd * norm_clip.read_s, self._crowd * norm_clip.scaled_s
@@ -271,42 +270,28 @@ class _Simulation:
         if not self._execution.has_owners:
             buckets = buffers.everything(sharded=not self._execution.everywhere)
         else:
-            buckets = [*buffers.others(), *buffers.matrices(self._workload.buckets, self._workload.matrices)]
+            buckets = [
+                *buffers.others(planned=self._execution is Execution.PLANNED),
+                *buffers.matrices(self._workload.buckets, self._workload.matrices),
+            ]
         reducing, gathering = self._factor("grad_reduce"), self._factor("param_gather")
         return [
             replace(chunk, reduce=chunk.reduce.times(reducing), gather=chunk.gather.times(gathering))
             for chunk in buckets
         ]
 
-    def _order(self, stage: int, chunks: Sequence[Chunk]) -> "_Order":
-        """Returns the order in which the engine gathers a stage's chunks
-        (`megatron.owner_bucket_group.gathering_order`).
-
-        Args:
-            chunks: the chunks of AdamW's parameters, followed by those of matrices.
-        """
+    def _order(self, stage: int, chunks: Sequence[Chunk]) -> Order:
+        """Returns the order in which a stage's chunks are gathered."""
         others = len(chunks) - sum(bucket.stage == stage for bucket in self._workload.buckets)
-        first, *later = (
-            [number for number in reversed(range(len(chunks))) if chunks[number].module in places]
-            for places in stage_time(self._config, self._layout, stage).places
-        )
-        return _Order(
-            overlapped=[number for number in first if number < others],
-            afterwards=[
-                *(number for number in first if number >= others),
-                *(number for of_chunk in later for number in sorted(of_chunk, key=lambda number: number >= others)),
-            ],
-        )
+        return Order.of(chunks, others, stage_time(self._config, self._layout, stage).places)
 
     def _factor(self, phase: Phase) -> float:
         return step_factor(self._config.cluster, phase, implementation(self._config))
 
     def _zero_s(self, stage: int) -> float:
         """Returns the seconds of setting the gradient buffers to zero, before the first forward."""
-        weights = stage_weights(self._config, self._layout, stage)
-        _, grad = element_bytes(self._config)
         padding = sum(bucket.padding for bucket in self._workload.buckets if bucket.stage == stage)
-        return (weights.matrices + weights.others + padding) * grad / memory_rate(self._config.cluster)
+        return zeroing_seconds(self._config, self._layout, stage, padding)
 
     def _rank(self, cell: CellUpdate) -> int:
         """Returns the first rank of a cell; tp varies fastest, then cp and dp, then pp."""
@@ -357,22 +342,6 @@ def _in_a_mean_step(config: RunConfig, workload: Workload) -> Workload:
     return replace(workload, costs=[refreshed.mean_s / refreshed.most_s * cost for cost in workload.costs])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Order:
-    """The order in which a stage's chunks are gathered under a plan: in the order in which the forward needs
-    them."""
-
-    overlapped: Sequence[int] = ()
-    """The chunks gathered while matrices are updated: AdamW's parameters of the first model chunk."""
-    afterwards: Sequence[int] = ()
-    """The chunks gathered after the updates."""
-
-    @property
-    def early(self) -> list[int]:
-        """The chunks whose gathering starts before the forward."""
-        return [*self.overlapped, *self.afterwards[:GATHERED_AHEAD]]
-
-
 def _gathered_early(chunks: Sequence[Chunk], overlapped: Sequence[int], window: float) -> tuple[list[Chunk], float]:
     """Takes up to `window` seconds off the gathering of the `overlapped` chunks, in this order.
 
@@ -387,14 +356,6 @@ def _gathered_early(chunks: Sequence[Chunk], overlapped: Sequence[int], window: 
         rest = Transfer(link=chunks[number].gather.link, link_s=seconds - done)
         left[number] = replace(chunks[number], gather=rest)
     return left, spent
-
-
-def _units(config: RunConfig, layout: Layout) -> float:
-    """Returns the share of a GPU that its data-parallel collectives take; NCCL runs channels for each network
-    port."""
-    cluster, group = config.cluster, Groups.of(layout, config.cluster).data
-    ports = 1.0 if group.machines == 1 else group.per_machine / cluster.gpus_per_node
-    return cluster.collective_units * ports
 
 
 def _balance(cells: Sequence[CellUpdate]) -> float:

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -50,6 +51,14 @@ def test_the_quicker_layout_of_a_model_is_predicted_quicker() -> None:
     pairs = list(orders(compared()))
     assert pairs
     assert all(right for *_, right in pairs)
+
+
+def test_layouts_are_compared_within_one_publication() -> None:
+    a, b = next((a, b) for a, b, _ in orders(compared()))
+    later = replace(b, series=replace(b.series, date="2027"))
+    elsewhere = replace(b, series=replace(b.series, source=f"another.org, {b.series.source}"))
+    assert len(list(orders([a, b]))) == len(a.rows)
+    assert not list(orders([a, later])) + list(orders([a, elsewhere]))
 
 
 def test_rows_are_predicted_as_they_were_run() -> None:

@@ -91,7 +91,7 @@ def wrap(config: RunConfig, world: World, plan: Plan) -> DistributedDataParallel
         pg_collection=world.groups,
         full_param_layout=full_param_layout(model, 0, plan, world, ddp_config, bucket_size),
     )
-    install([ddp], plan, stage)
+    install([ddp], plan, stage, world.owners)
     get_model_config(model).no_sync_func = ddp.no_sync
     get_model_config(model).finalize_model_grads_func = finalize_model_grads
     return ddp

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cache
 
 import pytest
@@ -14,7 +15,7 @@ from canzona_cli.config.schema import Layout, Reduction, RunConfig
 from canzona_cli.megatron.matrix_buffers import PlanMismatch, global_parameters, named_matrix_parameters
 from canzona_cli.megatron.optimizer import build_adamw
 from canzona_cli.megatron.owner_bucket_group import OwnerBucketGroup, adamw_groups, matrix_groups
-from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.parallel import World, twin
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import GATHERED_AHEAD, handovers
 from canzona_cli.training.assemble import assemble as assemble_trainee
@@ -47,6 +48,8 @@ class Case:
     reduction: Reduction | None = None
     """None for what is planned."""
     alternating: bool = False
+    apart: bool = False
+    """Matrices' buckets have a communicator of their own, as on GPUs."""
     roundings: int | None = None
     """As many roundings of what is at most the magnitude of what was added up may matrices' sums be off; None for
     bitwise equality with a plain all-reduce."""
@@ -123,6 +126,7 @@ CASES: dict[str, Case] = {
         )
         for way in WAYS
     },
+    **{f"a communicator of their own, {way}": Case(settings=("gpus=2",), reduction=way, apart=True) for way in WAYS},
     # gloo adds bf16, too: three additions of four numbers.
     **{f"four, {way} in bf16": Case(settings=("gpus=4", *BF16), reduction=way, roundings=3) for way in WAYS},
     "one owner": Case(settings=("gpus=2", "parallel.tp=2"), reduction="reduce"),
@@ -144,7 +148,14 @@ def _each[T](cases: Sequence[Case], work: Callable[[Case, RunConfig, World, Plan
 
 
 def _run(cases: Sequence[Case]) -> list[list[int]]:
-    return _each(cases, lambda one, config, world, plan: _two_steps(config, world, plan, one.roundings))
+    def two_steps(one: Case, config: RunConfig, world: World, plan: Plan) -> int:
+        if one.apart:
+            world = replace(world, owners=twin(world.groups.dp_cp, timedelta(minutes=1)))
+            assert world.owners is not world.groups.dp_cp
+            assert (world.owners.rank(), world.owners.size()) == (world.owner, world.groups.dp_cp.size())
+        return _two_steps(config, world, plan, one.roundings)
+
+    return _each(cases, two_steps)
 
 
 BUCKETS = Runs(CASES.values(), lambda one: ranks_of(one.settings), _run)

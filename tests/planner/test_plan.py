@@ -134,8 +134,8 @@ def test_planning_twice_gives_the_same_plan(planned: tuple[RunConfig, Layout, Pl
     assert make_plan(config, layout) == plan
 
 
-def test_a_plan_is_the_same_for_every_batch_and_recomputation_and_with_sliced_sequences() -> None:
-    """So that one serves many layouts; and memory changes nothing unless a rank lacks some."""
+def test_layouts_of_one_mesh_share_candidates_and_get_the_plans_that_they_would_get_alone() -> None:
+    """Whatever batch, recomputation and slices; and memory changes nothing unless a rank lacks some."""
     config, layout = resolved()
     larger = replace(layout, micro_batch_size=2, num_microbatches=2, global_batch_size=4 * layout.dp, recompute="full")
     sliced = replace(layout, cp=2, dp=layout.dp // 2, num_microbatches=2 * layout.num_microbatches)
@@ -212,7 +212,7 @@ def test_another_version_is_refused(planned: tuple[RunConfig, Layout, Plan], wri
     content = json.loads(written.read_text())
     content["version"] = 99
     written.write_text(json.dumps(content))
-    assert "version 99, but this canzona reads version 8" in refusal(written, *planned[:2])
+    assert "version 99, but this canzona reads version 9" in refusal(written, *planned[:2])
 
 
 def test_an_altered_plan_is_refused(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:

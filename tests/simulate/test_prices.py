@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from canzona_cli.costs.links import Transfer
-from canzona_cli.costs.model import QK_NORM_PASSES, Module, StageTime, slowest, stage_time
+from canzona_cli.costs.model import QK_NORM_PASSES, Module, StageTime, slowest, stage_time, units_taken
 from canzona_cli.costs.update import MEGATRON_HOST_S, algorithm, matmul_rate, seconds
-from canzona_cli.simulate.buffers import Chunk
+from canzona_cli.planner.chunks import Chunk
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
-from canzona_cli.simulate.step import _units
 from canzona_cli.simulate.timeline import Timeline
 from tests.sizes import CPU, H100, layout, run
 
@@ -96,4 +95,4 @@ def test_collectives_take_units_for_each_network_port_they_use() -> None:
     cluster = replace(H100, collective_units=0.12)
     for tp, cells, share in ((1, 16, 1.0), (4, 16, 2 / 8), (8, 16, 1 / 8), (1, 8, 1.0)):
         config = run("8b", tp * cells, cluster=cluster)
-        assert _units(config, layout(tp=tp, dp=cells)) == pytest.approx(0.12 * share)
+        assert units_taken(config, layout(tp=tp, dp=cells)) == pytest.approx(0.12 * share)

@@ -18,6 +18,7 @@ from canzona_cli.costs.update import algorithm, flops, memory_rate, seconds
 from canzona_cli.model.matrices import Matrix, matrices
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets
+from canzona_cli.planner.chunks import Chunk
 from canzona_cli.planner.groups import Grouped, micro_groups
 from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.planner.order import by_rank, refreshes
@@ -25,7 +26,6 @@ from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.plan import PlanSettings
 from canzona_cli.run.phases import IN_STEP
 from canzona_cli.simulate import step as simulate_module
-from canzona_cli.simulate.buffers import Chunk
 from canzona_cli.simulate.compare import assumptions
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.predict import layerwise, simulate_plan
@@ -206,10 +206,15 @@ def test_balancing_pays(size: Size, mesh: Layout) -> None:
 
 
 def test_a_plans_owners_are_numbered_so_that_reductions_overlap() -> None:
-    """32B on 1,024 GPUs, against the same plan with its owners numbered the other way round."""
+    """32B on 1,024 GPUs, against the same plan with its owners numbered the other way round. AdamW's buckets, which do
+    not wait for those of matrices, make up for a part of the difference: without them it is more than 5%."""
     mesh = layout(tp=4, pp=2, vpp=8, dp=128, count=2)
     config = config_of("32b", mesh)
-    config = replace(config, engine=replace(config.engine, reduction="reduce"))
+    config = replace(
+        config,
+        engine=replace(config.engine, reduction="reduce"),
+        parallel=replace(config.parallel, bucket_elements=bucket_elements(config, mesh)),
+    )
     plan = plan_unbounded(config, mesh)
     cells = tuple(replace(cell, owner=127 - cell.owner) for cell in plan.assignment.cells)
     assignment = replace(plan.assignment, cells=cells)
@@ -218,7 +223,7 @@ def test_a_plans_owners_are_numbered_so_that_reductions_overlap() -> None:
     own, worse = (simulate_plan(config, mesh, one) for one in (plan, other))
     assert own.phases["matrix_update"] == pytest.approx(worse.phases["matrix_update"], rel=1e-12)
     assert own.phases["grad_reduce"] < 0.5 * worse.phases["grad_reduce"]
-    assert own.iteration_s < 0.95 * worse.iteration_s
+    assert own.iteration_s < 0.97 * worse.iteration_s
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class ClusterConfig:
         bool,
         "Simulate tensor-parallel collectives as overlapped with their matrix products, as with Transformer Engine's"
         " user buffers in NVIDIA's published recipes. canzona's own runs do not overlap them.",
-        NOTHING,
+        PLAN,
     ] = False
     collective_units: Annotated[
         float,
@@ -133,14 +133,14 @@ class ClusterConfig:
         "Share of a GPU's compute units that a collective takes from concurrent kernels if it uses all links of a node;"
         " proportionally less if it uses fewer network ports.",
         Example("0.12"),
-        NOTHING,
+        PLAN,
     ] = 0.0
     speed_spread: Annotated[
         float,
         Range(at_least=0, at_most=0.1),
         "Relative standard deviation of the speed of GPUs of this kind; every step waits for the slowest one.",
         Example("0.01"),
-        NOTHING,
+        PLAN,
     ] = 0.0
     fp32_tflops: Annotated[
         Positive | None,
@@ -220,24 +220,24 @@ class ClusterConfig:
         " this at 1.",
         NOTHING,
     ] = 1.0
-    forward_factor: Annotated[Factor, "Measured time of forward passes over the modelled time.", NOTHING] = 1.0
-    backward_factor: Annotated[Factor, "Measured time of backward passes over the modelled time.", NOTHING] = 1.0
+    forward_factor: Annotated[Factor, "Measured time of forward passes over the modelled time.", PLAN] = 1.0
+    backward_factor: Annotated[Factor, "Measured time of backward passes over the modelled time.", PLAN] = 1.0
     forward_module_us: Annotated[
         NotNegative,
         "Measured time per weight's module in the forward pass that does not depend on the amount of computation, but"
         " on launching operations.",
         Unit("microseconds"),
-        NOTHING,
+        PLAN,
     ] = 0.0
     backward_module_us: Annotated[
-        NotNegative, "As forward_module_us, for the backward pass.", Unit("microseconds"), NOTHING
+        NotNegative, "As forward_module_us, for the backward pass.", Unit("microseconds"), PLAN
     ] = 0.0
     pass_us: Annotated[
         NotNegative,
         "Fixed time of one micro-batch's forward or backward pass through a model chunk, whatever its number of"
         " layers: the schedule's work on the host, and issuing a send and a receive.",
         Unit("microseconds"),
-        NOTHING,
+        PLAN,
     ] = 150.0
     # Measured with Megatron-core 0.19 and gloo: 130 to 180 us of host processor time (16 layers of width 32
     # on 2 ranks, 8 chunks per rank compared with 2, 4 micro-batches, the minimum of 40 steps). The same code

@@ -110,7 +110,7 @@ class TrainConfig:
     """The settings of the training job: its length, batch, precision, guards, validation and samples."""
 
     steps: Annotated[Count, "Optimizer steps of the run.", NOTHING]
-    seq_length: Annotated[Side, "Tokens in a sequence.", CURVE]
+    seq_length: Annotated[Side, "Tokens in a sequence.", CURVE | PLAN]
     batch_tokens: Annotated[
         Count, "Target number of tokens per optimizer step when `global_batch_size` is null.", NOTHING
     ]
@@ -120,12 +120,12 @@ class TrainConfig:
         CURVE,
     ] = None
     micro_batch_size: Annotated[
-        Sequences | None, "Sequences in one forward pass on one data-parallel rank; null: chosen.", NOTHING
+        Sequences | None, "Sequences in one forward pass on one data-parallel rank; null: chosen.", PLAN
     ] = None
     recompute: Annotated[
         Recompute | None,
         "Activation recomputation: none, selective (core attention), full (entire layers); null: chosen.",
-        SPREAD,
+        SPREAD | PLAN,
     ] = None
     precision: Annotated[Precision, "bf16: bf16 weights with fp32 masters. fp32: everything in fp32.", CURVE | PLAN] = (
         "bf16"

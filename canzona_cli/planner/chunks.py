@@ -1,13 +1,14 @@
 """The data-parallel traffic of a pipeline stage: the buckets of its gradient buffers, in Megatron's order.
 
-A `Chunk` is a bucket as the simulator needs it: the time of its reduction and of its gathering, and the
-module of the stage that completes its gradients in the backward pass. That module is the first of the forward
-pass with a parameter in the bucket, so it is also the first that needs the gathered parameters.
+A `Chunk` is a bucket as the simulator and the planner's `Exposure` need it: the time of its reduction and of its
+gathering, and the module of the stage that completes its gradients in the backward pass. That module is the
+first of the forward pass with a parameter in the bucket, so it is also the first that needs the gathered
+parameters.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.buffers import bucket_elements, element_bytes
@@ -17,7 +18,7 @@ from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Part
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.plan import Bucket
-from canzona_cli.planner.reduction import ReductionModel
+from canzona_cli.planner.reduction import GATHERED_AHEAD, ReductionModel, adamw_apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,47 @@ class Chunk:
     and is the first to need its parameters in the forward pass."""
     reduce: Transfer
     gather: Transfer
+    apart: bool = False
+    """True for a bucket of AdamW's parameters with a communicator of its own
+    (`planner.reduction.adamw_apart`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The order in which a stage's chunks are gathered under a plan: in the order in which the forward needs
+    them."""
+
+    overlapped: Sequence[int] = ()
+    """The chunks gathered while matrices are updated: AdamW's parameters of the first model chunk."""
+    afterwards: Sequence[int] = ()
+    """The chunks gathered after the updates."""
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], others: int, places: Sequence[range]) -> "Order":
+        """Returns the order in which the engine gathers a stage's chunks
+        (`megatron.owner_bucket_group.gathering_order`).
+
+        Args:
+            chunks: the chunks of AdamW's parameters, followed by those of matrices.
+            others: the number of chunks of AdamW's parameters.
+            places: the places of the modules of each model chunk.
+        """
+        first, *later = (
+            [number for number in reversed(range(len(chunks))) if chunks[number].module in of_chunk]
+            for of_chunk in places
+        )
+        return cls(
+            overlapped=[number for number in first if number < others],
+            afterwards=[
+                *(number for number in first if number >= others),
+                *(number for of_chunk in later for number in sorted(of_chunk, key=lambda number: number >= others)),
+            ],
+        )
+
+    @property
+    def early(self) -> list[int]:
+        """The chunks whose gathering starts before the forward."""
+        return [*self.overlapped, *self.afterwards[:GATHERED_AHEAD]]
 
 
 def after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
@@ -77,17 +119,25 @@ class Buffers:
         """
         return [self._even(size, module, sharded=sharded) for size, module in self._cut(self._parameters(layers=True))]
 
-    def others(self) -> list[Chunk]:
+    def others(self, *, planned: bool) -> list[Chunk]:
         """Builds the chunks of the buffer that AdamW updates beside the matrices: embedding, norms and output
-        layer."""
-        return [self._even(size, module, sharded=True) for size, module in self._cut(self._parameters(layers=False))]
+        layer.
+
+        Args:
+            planned: True under a plan, False for layerwise.
+        """
+        apart = planned and adamw_apart(self._config.cluster.device)
+        return [
+            replace(self._even(size, module, sharded=True), apart=apart)
+            for size, module in self._cut(self._parameters(layers=False))
+        ]
 
     def matrices(self, buckets: Iterable[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:
         """Builds the chunks of the matrices' buckets, in the order in which buckets fill."""
         of_stage = [bucket for bucket in buckets if bucket.stage == self._stage]
         return [
             Chunk(
-                module=min(self._module(matrices[index]) for part in bucket.ranges for index in part.matrices),
+                module=self.first_module(matrices[index] for part in bucket.ranges for index in part.matrices),
                 reduce=reduced,
                 gather=gathered,
             )
@@ -145,5 +195,6 @@ class Buffers:
                 ranges.append((filled, first))
         return ranges
 
-    def _module(self, matrix: Matrix) -> int:
-        return self._number[self._part_of.get(matrix.kind, self._first), matrix.layer]
+    def first_module(self, matrices: Iterable[Matrix]) -> int:
+        """Returns the `Chunk.module` of a bucket of these matrices."""
+        return min(self._number[self._part_of.get(matrix.kind, self._first), matrix.layer] for matrix in matrices)

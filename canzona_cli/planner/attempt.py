@@ -1,0 +1,236 @@
+"""One attempt at a plan: the candidates for its assignment and buckets, and the choice between them.
+
+Candidates are compared by the seconds that updates, reductions and gatherings add to an iteration
+(`planner.exposure`). How long a forward and a backward pass take decides which of the communication is hidden,
+so one attempt makes plans for several sizes of micro-batches.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.buffers import bucket_elements, exchange_bytes
+from canzona_cli.costs.sharing import HOSTED, Share
+from canzona_cli.costs.update import rounded
+from canzona_cli.model.matrices import Matrix
+from canzona_cli.planner.assign import assign
+from canzona_cli.planner.buckets import buckets, few_owners, in_order_of_reductions, slowest, stage_buckets, stages
+from canzona_cli.planner.exposure import Exposure, Outline
+from canzona_cli.planner.groups import Grouped, best_of, micro_groups
+from canzona_cli.planner.pipeline import HostedPipeline, planning
+from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan, PlanSettings, Subject
+from canzona_cli.planner.reduction import ReductionModel
+
+SHARING_GAIN = 1.03
+"""Sharing is considered only if, without it, some stage's busiest rank takes longer than this times the lower
+bound."""
+
+ALIKE = 0.001
+"""The relative difference in time up to which candidates count as equally fast."""
+
+BUCKET_SIZES = (1.0, 0.5, 2.0, 0.25, 4.0, 8.0)
+"""The sizes at which buckets of matrices are closed, as multiples of Megatron's default. Small buckets leave
+less to reduce after the backward pass and to gather before the forward pass, large ones pay fewer latencies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """An assignment with its buckets, and the seconds that they add to an iteration."""
+
+    assignment: Assignment
+    buckets: tuple[Bucket, ...]
+    seconds: float
+
+
+class Attempt:
+    """One attempt at plans, with a given memory cap and C_max.
+
+    Args:
+        config, layout: the run; batch sizes and recomputation do not matter.
+        about: everything that the plan depends on.
+        members: the matrices of the plan, see `make.planned_matrices`.
+        costs: the seconds of each matrix's update by one rank.
+        bounds: `Plan.lower_bounds`.
+        possible: the costs of the matrices that may be shared, by index.
+        memory_cap: elements of matrices that a rank may keep; None: no limit.
+        c_max_bytes: C_max in bytes, to save memory; None: as the run's settings say.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        about: Subject,
+        members: tuple[Matrix, ...],
+        *,
+        costs: tuple[float, ...],
+        bounds: tuple[float, ...],
+        possible: Mapping[int, Share],
+        memory_cap: int | None,
+        c_max_bytes: int | None,
+    ) -> None:
+        self._layout, self._about, self._members, self._memory_cap = layout, about, members, memory_cap
+        asked = about.settings
+        self._asked = asked if c_max_bytes is None else replace(asked, c_max_bytes=c_max_bytes)
+        self._default_limit = bucket_elements(config, layout)
+        self._sized_by_user = config.parallel.bucket_elements is not None
+        self._costs, self._bounds, self._possible = costs, bounds, possible
+        self._width = max(exchange_bytes(config))
+        self._grouped = Grouped(self._asked, self._width, HostedPipeline.of(planning(config), layout))
+        self._model = ReductionModel(config, layout)
+        self._assignments: dict[tuple[PlanSettings, bool, int | None], Assignment] = {}
+        self._laid_out: dict[tuple[tuple[Cell, ...], int | None], tuple[tuple[Bucket, ...], ...]] = {}
+
+    def plan(self, exposure: Exposure) -> Plan:
+        """Returns the plan that adds least to an iteration.
+
+        Args:
+            exposure: the times of the run's forward and backward passes.
+        """
+        best = self._best(exposure)
+        return Plan(
+            subject=self._about,
+            matrices=self._members,
+            costs=self._costs,
+            assignment=best.assignment,
+            buckets=best.buckets,
+            groups=micro_groups(self._members, self._costs, best.assignment, self._grouped),
+            lower_bounds=self._bounds,
+        )
+
+    def seconds(self, exposure: Exposure) -> float:
+        """Returns the seconds that the balanced assignment adds to an iteration, before any sharing or
+        reordering."""
+        return self._candidate(self._balanced(self._default_limit), self._default_limit, exposure).seconds
+
+    @property
+    def _is_free(self) -> bool:
+        """True if the plan may be any plan that balances matrices and lays buckets out by owner."""
+        asked = self._asked
+        free = asked.strategy == "canzona" and asked.layout == "owner" and asked.alpha == 1
+        return free and self._layout.owners > 1
+
+    def _best(self, exposure: Exposure) -> Candidate:
+        """Returns the candidate that adds least to an iteration; of those within `ALIKE`, the first.
+
+        The candidates are the balanced assignment, one with units exchanged between owners (`few_owners`), both
+        with renumbered owners, and owners in natural order in buckets of Megatron's size.
+        """
+        limit = self._limit(exposure)
+        assignment = self._shared_where_faster(self._balanced(limit), limit, exposure)
+        if not self._is_free:
+            return self._candidate(assignment, limit, exposure)
+        members, layout = self._members, self._layout
+        ways = [few_owners(members, self._costs, assignment, layout, limit), assignment]
+        ways = [in_order_of_reductions(members, way, layout, limit) for way in ways]
+        candidates = [self._candidate(way, limit, exposure) for way in ways]
+        if self._memory_cap is None and self._asked.mode != "shared":
+            # A balanced assignment may lose more time to communication than its balance gains.
+            natural = self._assigned(replace(self._asked, strategy="asc"), self._default_limit, shared=False)
+            candidates.append(self._candidate(natural, self._default_limit, exposure))
+        least = min(candidate.seconds for candidate in candidates)
+        return next(candidate for candidate in candidates if candidate.seconds <= (1 + ALIKE) * least)
+
+    def _limit(self, exposure: Exposure) -> int | None:
+        """Returns the elements at which buckets of the first stage are closed: the best multiple of Megatron's
+        default by an estimate that does not need owners, unless the user set a size."""
+        default = self._default_limit
+        if default is None or self._sized_by_user or not self._is_free or not self._model.rings:
+            return default
+        limits = dict.fromkeys(round(size * default) for size in BUCKET_SIZES)
+        busy = dict(enumerate(self._bounds))
+        prices = {limit: exposure.roughly(self._outline(limit), self._members, self._model, busy) for limit in limits}
+        least = min(prices.values())
+        return next(limit for limit, price in prices.items() if price <= (1 + ALIKE) * least)
+
+    def _outline(self, limit: int) -> list[list[Outline]]:
+        """Returns the buckets of every stage that are closed at `limit` elements."""
+        outlines: list[list[Outline]] = [[] for _ in range(self._layout.pp)]
+        for stage in stages(self._members):
+            for bucket in stage_buckets(self._members, stage, self._layout.tp, limit):
+                parts = [part.elements for parameter in bucket for part in parameter.parts]
+                matrices = tuple(index for parameter in bucket for index in parameter.matrices)
+                outlines[stage].append(Outline(elements=sum(parts), largest=max(parts), matrices=matrices))
+        return outlines
+
+    def _balanced(self, limit: int | None) -> Assignment:
+        """Returns the balanced assignment; it shares nothing unless mode is shared."""
+        return self._assigned(self._asked, limit, shared=self._asked.mode == "shared")
+
+    def _shared_where_faster(self, hosted: Assignment, limit: int | None, exposure: Exposure) -> Assignment:
+        """Shares some matrices if mode is auto, `hosted` leaves ranks idle, and sharing is faster."""
+        if self._asked.mode != "auto" or not self._possible or not self._leaves_idle(hosted):
+            return hosted
+        members, costs, layout = self._members, self._costs, self._layout
+        balanced = self._assigned(self._asked, limit, shared=True)
+        best = best_of(members, costs, hosted, balanced, self._possible, layout.tp, self._grouped, self._memory_cap)
+        if not best.shares:
+            return best
+        # The buckets of both are much alike.
+        chunks = exposure.chunks(self._ways(hosted, limit)[0], members)
+        shared_s, hosted_s = (
+            exposure.gathered(chunks, slowest(members, costs, way, self._grouped)) for way in (best, hosted)
+        )
+        return best if hosted_s > (1 + ALIKE) * shared_s else hosted
+
+    def _assigned(self, asked: PlanSettings, limit: int | None, *, shared: bool) -> Assignment:
+        key = asked, shared, limit
+        if key not in self._assignments:
+            self._assignments[key] = assign(
+                self._members,
+                [float(matrix.elements) for matrix in self._members] if asked.strategy == "paper" else self._costs,
+                self._layout,
+                asked,
+                self._memory_cap if asked.strategy != "asc" else None,
+                bucket_elements=limit,
+                bytes_per_element=self._width,
+                shares=self._possible if shared else HOSTED,
+            )
+        return self._assignments[key]
+
+    def _leaves_idle(self, assignment: Assignment) -> bool:
+        """Returns True if some stage's busiest rank takes longer than `SHARING_GAIN` times the lower bound."""
+        layout = self._layout
+        busiest = (
+            max(assignment.loads(self._members, self._costs, stage, layout.owners, layout.tp))
+            for stage in range(layout.pp)
+        )
+        return any(busy > SHARING_GAIN * bound for busy, bound in zip(busiest, self._bounds, strict=True))
+
+    def _candidate(self, assignment: Assignment, limit: int | None, exposure: Exposure) -> Candidate:
+        """Returns the assignment with its buckets; each bucket is reduced, and gathered, in the way that adds
+        least to an iteration."""
+        ways, members = self._ways(assignment, limit), self._members
+        busy = slowest(members, self._costs, assignment, self._grouped)
+        chunks = [exposure.chunks(way, members) for way in ways]
+        reducing, gathering = (
+            [exposure.reduced(way) for way in chunks],
+            [exposure.gathered(way, busy) for way in chunks],
+        )
+        reduced, gathered = _first_of_least(reducing), _first_of_least(gathering)
+        chosen = tuple(
+            replace(bucket, gathering=other.gathering) if bucket.gathering != other.gathering else bucket
+            for bucket, other in zip(ways[reduced], ways[gathered], strict=True)
+        )
+        return Candidate(
+            assignment=assignment, buckets=chosen, seconds=rounded(reducing[reduced] + gathering[gathered])
+        )
+
+    def _ways(self, assignment: Assignment, limit: int | None) -> tuple[tuple[Bucket, ...], ...]:
+        """Returns the buckets of an assignment, with different choices of how each is reduced and gathered."""
+        key = assignment.cells, limit
+        if key not in self._laid_out:
+            made = buckets(self._members, assignment, self._layout, self._asked, limit)
+            self._laid_out[key] = tuple(self._model.choices(made, self._asked))
+        return self._laid_out[key]
+
+
+def _first_of_least(seconds: Sequence[float]) -> int:
+    """Returns the index of the first of the times within `ALIKE` of the least."""
+    least = min(seconds)
+    return next(index for index, time in enumerate(seconds) if time <= (1 + ALIKE) * least)
+
+
+def cheapest(attempts: Sequence[Attempt], exposure: Exposure) -> Attempt:
+    """Returns the attempt whose balanced assignment adds least to an iteration."""
+    return attempts[0] if len(attempts) == 1 else min(attempts, key=lambda attempt: attempt.seconds(exposure))

@@ -1,0 +1,76 @@
+"""What travels beside what: messages between stages that nobody waits for at once, and AdamW's buckets beside those of
+matrices."""
+
+import pytest
+
+from canzona_cli.config.schema import Layout
+from canzona_cli.costs.links import Transfer
+from canzona_cli.costs.model import Module, StageTime
+from canzona_cli.planner.chunks import Chunk
+from canzona_cli.planner.make import plan_unbounded
+from canzona_cli.simulate.iteration import IterationTimeline, StageWork
+from canzona_cli.simulate.timeline import Timeline
+from canzona_cli.simulate.update import UpdatePhase, Workload
+from tests.simulate.test_step import pipeline
+from tests.sizes import layout, run
+
+MODULE = Module(
+    part="qkv", layer=0, forward_s=1.0, backward_s=1.0, again_s=0.0, weights=1, moves=(Transfer(), Transfer())
+)
+TRAVELS = Transfer(latency_s=1.0, link_s=2.0)
+
+
+def test_a_rank_waits_for_its_last_backward_message_once_it_sends_the_next() -> None:
+    """As Megatron's `send_prev_wait_handle`, whatever messages of forward passes go between. Hops are long, and the
+    third stage is much faster than the second, so without the wait it would run ahead."""
+    iteration = pipeline([(1.0, 2.0), (5.0, 0.2), (0.1, 0.2)], 4.0, vpp=2, count=9)
+    for stage in (1, 2):
+        arrivals = [ran.end for _, ran, _ in iteration._streams["send", stage, "backward"]]
+        passes = [
+            (phase, start, end)
+            for _, phase, start, end in iteration.segments(stage)
+            if phase in ("forward", "backward") and start < end
+        ]
+        backwards = [number for number, (phase, _, _) in enumerate(passes) if phase == "backward"]
+        assert len(arrivals) == len(backwards) == 2 * 9
+        after = [passes[number + 1][1] for number in backwards[:-1]]
+        assert all(start >= arrived - 1e-9 for start, arrived in zip(after[1:], arrivals, strict=False))
+
+
+@pytest.mark.parametrize("mesh", [layout(tp=2, dp=32), layout(dp=64)], ids=("tp2", "tp1"))
+def test_a_rank_without_matrices_updates_adamws_parameters_on_shared_cores_too(mesh: Layout) -> None:
+    """As long as on a device of its own, with a core for everything; and every rank counts AdamW once."""
+    config = run("tiny", mesh.world_size, strategy="canzona")
+    plan = plan_unbounded(config, mesh)
+    workload = Workload(
+        strategy="canzona",
+        matrices=plan.matrices,
+        costs=plan.costs,
+        assignment=plan.assignment,
+        buckets=plan.buckets,
+        groups=plan.groups,
+    )
+    alone, _ = UpdatePhase(config, mesh, workload, cores=None).run(None)
+    shared, _ = UpdatePhase(config, mesh, workload, cores=1e6).run([[]])
+    idle = [cell for cell in shared if not cell.team.groups]
+    assert idle
+    assert all(cell.seconds == pytest.approx(alone[0].adamw_s) for cell in idle)
+    assert all(cell.adamw_s == pytest.approx(alone[0].adamw_s) for cell in shared)
+
+
+@pytest.mark.parametrize(("apart", "seconds"), [(False, 2 * (1 + 2)), (True, 1 + 2 * 2)])
+def test_with_a_communicator_each_two_buckets_share_a_link_and_hide_each_others_latency(
+    apart: bool, seconds: float
+) -> None:
+    """By hand: a module, after it a bucket of AdamW's and one of matrices, each 1 s of latency and 2 s on the link."""
+    chunks = [
+        Chunk(module=0, reduce=TRAVELS, gather=TRAVELS, apart=apart),
+        Chunk(module=0, reduce=TRAVELS, gather=TRAVELS),
+    ]
+    time = StageTime(chunks=((MODULE,),), hop=Transfer(), pass_s=0.0)
+    work = StageWork(time=time, chunks=chunks, begin_s=0.0, tail_s=0.0, early=(0, 1))
+    made = IterationTimeline(layout(count=1), [work], Timeline(), overlap_reduce=True, overlap_gather=True)
+    phases = made.phases(0)
+    assert phases["param_gather"] == pytest.approx(seconds)
+    assert phases["grad_reduce"] == pytest.approx(seconds)
+    assert made.reduced_s[0] == pytest.approx(2 * seconds + 2)
