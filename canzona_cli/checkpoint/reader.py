@@ -1,6 +1,6 @@
 """Reads tensors of a checkpoint by the model's names: whole tensors, or any rectangle of a unit.
 
-Stored pieces are put together as needed. Does not import Megatron, which reading weights does not need.
+Stored pieces are put together as needed. Does not import Megatron, so that weights can be read without it.
 """
 
 from collections import defaultdict
