@@ -22,7 +22,7 @@ from canzona_cli.config.reading import Absent, Unreadable, parse_json, read_plai
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.tree import list_recipes
 from canzona_cli.errors import ConfigError, Problem, refuse
-from canzona_cli.huggingface.foreign import FILE, read_model, tensor_names
+from canzona_cli.huggingface.foreign import FILE, Stacked, read_model, tensor_names, unstacked
 from canzona_cli.model.families import family_of, family_problems, parameter_count
 from canzona_cli.model.geometry import unit_shape
 from canzona_cli.run.corpus import read_corpus
@@ -58,6 +58,8 @@ class Stored:
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    stacked: Stacked | None = None
+    """The place in a stack of all experts' tensors; None if the tensor is stored by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,12 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
         for name in table.keys() & tensors.keys():
             reason = f"is also in {tensors[name].file.name}"
             problems.append(Problem(key=name, value=file.name, reason=reason, fix="download the folder again"))
-        tensors |= {name: Stored(file=file, dtype=dtype, shape=shape) for name, (dtype, shape) in table.items()}
+        for name, (dtype, shape) in table.items():
+            stacks = dict(unstacked(name, shape))
+            tensors |= {
+                each: Stored(file=file, dtype=dtype, shape=(place.rows, shape[-1]), stacked=place)
+                for each, place in stacks.items()
+            } or {name: Stored(file=file, dtype=dtype, shape=shape)}
     refuse(shortened(problems, _MOST, key="tensors"))
     return HuggingFaceFolder(path=path, model=model, tensors=tensors)
 

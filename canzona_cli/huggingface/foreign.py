@@ -6,8 +6,9 @@ older one, which version 5 reads too, is written. Each tensor is one unit (`canz
 the same rows.
 """
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
@@ -166,6 +167,39 @@ def _problem(key: str, value: object, reason: str) -> Problem:
     titles = " or ".join(family.title for family in FAMILIES)
     limits = "without shared experts, biases, sliding windows and rope scaling but llama3's"
     return Problem(key=key, value=value, reason=reason, fix=f"only a {titles} {limits} can be imported ({FILE})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stacked:
+    """The place of one expert's tensor in a stack, `[experts, rows, columns]`."""
+
+    name: str
+    """The name of the stack."""
+    expert: int
+    row: int
+    """The first row."""
+    rows: int
+
+
+_STACK: Final = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj")
+
+
+def unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Stacked]]:
+    """Yields the published names of the tensors in a stack of experts, each with its place; nothing for other
+    tensors.
+
+    Version 5 of transformers writes such stacks after it has read one: `gate_up_proj` with the rows of gate above
+    those of up, and `down_proj`.
+    """
+    match = _STACK.fullmatch(name)
+    if match is None or len(shape) != 3:
+        return
+    parts = ("gate", "up") if match[2] == "gate_up" else ("down",)
+    rows = shape[1] // len(parts)
+    for expert in range(shape[0]):
+        for number, part in enumerate(parts):
+            place = Stacked(name=name, expert=expert, row=number * rows, rows=rows)
+            yield f"{match[1]}.{expert}.{part}_proj.weight", place
 
 
 def _numbered(unit: str, name: str, experts: int) -> Iterator[tuple[str, str]]:

@@ -147,6 +147,10 @@ def _rows(stored: Stored, name: str, rows: range) -> torch.Tensor:
     try:
         # Opened for each read, because the pages read of a mapped file count as memory of this process.
         with safe_open(stored.file, framework="pt") as file:
+            if (place := stored.stacked) is not None:
+                stack = file.get_slice(place.name)
+                stacked: torch.Tensor = stack[place.expert, place.row + rows.start : place.row + rows.stop]
+                return stacked
             data: torch.Tensor = file.get_slice(name)[rows.start : rows.stop]
     except SafetensorError as error:  # `read_table` accepted the header, or the file has changed since
         reason = f"safetensors cannot read it: {error}"

@@ -20,7 +20,7 @@ from canzona_cli.megatron.model import global_names
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.geometry import stored_shape
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.buckets import stage_parameters
+from canzona_cli.planner.buckets import Parameter, stage_parameters
 from canzona_cli.planner.plan import Bucket, Plan
 
 TAG = "is_managed_by_layer_wise_optimizer"
@@ -129,7 +129,8 @@ def placements(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Mappin
         PlanMismatch: ranges overlap, exceed the bucket, or do not contain the matrices that are assigned to
         their owner.
     """
-    return tuple(_placed(bucket, plan) for bucket in stage_buckets(plan, stage, chunk))
+    parameters = {item.name: item for item in stage_parameters(plan.matrices, stage, plan.subject.layout.tp)}
+    return tuple(_placed(bucket, plan, parameters) for bucket in stage_buckets(plan, stage, chunk))
 
 
 def stage_buckets(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Bucket, ...]:
@@ -152,11 +153,10 @@ def _is_matrix(name: str, param: torch.nn.Parameter) -> bool:
     return param.dim() == 2 and "layers" in parts and "router" not in parts
 
 
-def _placed(bucket: Bucket, plan: Plan) -> dict[str, tuple[int, int]]:
+def _placed(bucket: Bucket, plan: Plan, parameters: Mapping[str, Parameter]) -> dict[str, tuple[int, int]]:
     mesh, cells = plan.subject.layout, plan.assignment.cells
     where = f"bucket {bucket.index} of stage {bucket.stage}"
     _check_ranges(bucket, mesh, where)
-    parameters = {item.name: item for item in stage_parameters(plan.matrices, bucket.stage, mesh.tp)}
     range_of = {index: part for part in bucket.ranges for index in part.matrices}
     places: dict[str, tuple[int, int]] = {}
     position = 0

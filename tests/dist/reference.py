@@ -35,6 +35,8 @@ def hugging_face_model(shape: ModelConfig, weights: Weights, *, max_length: int)
 def random_model(shape: ModelConfig, *, max_length: int) -> Reference:
     """The reference in fp32 with the weights that Hugging Face draws."""
     config = hugging_face_config(shape, max_length=max_length)
+    if isinstance(config, Qwen3MoeConfig):
+        return Qwen3MoeForCausalLM(config).float()
     model = Qwen3ForCausalLM(config) if isinstance(config, Qwen3Config) else LlamaForCausalLM(config)
     return model.float()
 

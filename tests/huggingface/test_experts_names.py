@@ -1,13 +1,21 @@
 """Qwen3 models with experts in Hugging Face's format: published settings, and one tensor for each expert's weight."""
 
+import json
+import shutil
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import ConfigError
 from canzona_cli.huggingface.foreign import config_json, read_model, tensor_names
+from tests.commands.support import canzona
+from tests.huggingface.folders import Weights, random_folder, stored
 
 # Of huggingface.co/Qwen/Qwen3-30B-A3B.
 PUBLISHED: dict[str, object] = {
@@ -85,3 +93,39 @@ def test_every_expert_has_three_tensors_as_published() -> None:
     assert names["layers.3.experts.5.gate"] == "model.layers.3.mlp.experts.5.gate_proj.weight"
     assert names["layers.3.mlp.router.weight"] == "model.layers.3.mlp.gate.weight"
     assert len([name for name in names.values() if ".experts." in name]) == 4 * 8 * 3
+
+
+def _stacked(weights: Weights, experts: int) -> Weights:
+    """The same weights as version 5 of transformers may write them: all experts of a layer in one tensor."""
+    stacks = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    for layer in sorted({name.split(".mlp.")[0] for name in weights if ".experts." in name}):
+        each = [f"{layer}.mlp.experts.{expert}" for expert in range(experts)]
+        both = [torch.cat([weights[f"{e}.gate_proj.weight"], weights[f"{e}.up_proj.weight"]]) for e in each]
+        stacks[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(both)
+        stacks[f"{layer}.mlp.experts.down_proj"] = torch.stack([weights[f"{e}.down_proj.weight"] for e in each])
+    return stacks
+
+
+def _imported(folder: Path, run: Path) -> dict[str, str]:
+    """The hashes of the files that an import writes."""
+    done = canzona("checkpoint", "import", folder, "--out", run, "--json")
+    assert done.returncode == 0, done.stderr
+    manifest, _ = saved_run(Path(json.loads(done.stdout)["checkpoint"]))
+    return {name: file.blake3 for name, file in manifest.files.items() if name.startswith("rank")}
+
+
+def test_experts_come_in_one_by_one_or_stacked_and_go_out_one_by_one(tmp_path: Path) -> None:
+    """Transformers writes and reads the folders; nothing is rounded."""
+    shape = compose_run(["recipe=qwen3-moe-tiny", "model.num_layers=2", "model.hidden_size=32", "model.head_dim=16",
+                         "model.ffn_hidden_size=48"], training=False).config.model  # fmt: skip
+    weights = random_folder(tmp_path / "in", shape)
+    assert "model.layers.1.mlp.experts.7.up_proj.weight" in weights
+    (tmp_path / "stacked").mkdir()
+    shutil.copy(tmp_path / "in" / "config.json", tmp_path / "stacked")
+    save_file(_stacked(weights, shape.num_experts), tmp_path / "stacked" / "model.safetensors", {"format": "pt"})
+    assert _imported(tmp_path / "in", tmp_path / "run") == _imported(tmp_path / "stacked", tmp_path / "again")
+    done = canzona("checkpoint", "export", tmp_path / "run", tmp_path / "out", "--dtype", "fp32")
+    assert done.returncode == 0, done.stderr
+    written = stored(tmp_path / "out")
+    assert written.keys() == weights.keys()
+    assert [name for name in weights if not torch.equal(written[name], weights[name])] == []
