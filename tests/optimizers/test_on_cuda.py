@@ -1,0 +1,77 @@
+"""Whole steps on CUDA tensors that have no data (torch's `FakeTensorMode`), which needs no GPU: every branch for CUDA
+runs, torch checks types, shapes and devices, and a number that the host reads raises unless it is counted here."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, get_args
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from canzona_cli.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo, SOAPMuon, gram_form
+from canzona_cli.optimizers.facts import Form
+from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
+
+SHAPES = [(32, 32), (24, 80), (80, 24), (24, 80)]
+STEPS = 3
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What the host reads, in the order; answers are those of matrices of full rank without a NaN."""
+    found: list[str] = []
+
+    def answer(name: str, value: Callable[[torch.Tensor], object]) -> None:
+        monkeypatch.setattr(FakeTensor, name, lambda self: (found.append(name), value(self))[1])
+
+    answer("__bool__", lambda tensor: True)
+    answer("__int__", lambda tensor: 1 << 20)
+    answer("tolist", lambda tensor: [True] * tensor.numel())
+    monkeypatch.setattr(torch, "_fused_sgd_", _fused)
+    gram_form._table.cache_clear()  # a cached table belongs to one mode
+    with FakeTensorMode():
+        yield found
+    gram_form._table.cache_clear()
+
+
+def _fused(p: list[torch.Tensor], grad: list[torch.Tensor], buffers: list[torch.Tensor], **named: object) -> None:
+    """Stands in for a kernel without a fake one; on processors, tests of the Gram form in fp16 run the real one."""
+    tensors = [*p, *grad, *buffers, named["lr"], named["found_inf"]]
+    assert all(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors)
+    assert p[0].shape == grad[0].shape
+    assert {p[0].dtype, grad[0].dtype} == {torch.float32}
+
+
+def stepped(make: Callable[[Sequence[torch.nn.Parameter]], MatrixOptimizer]) -> MatrixOptimizer:
+    params = [torch.nn.Parameter(torch.empty(shape, device="cuda")) for shape in SHAPES]
+    optimizer = make(params)
+    for p in params:
+        p.grad = torch.empty_like(p)
+    for _ in range(STEPS):
+        optimizer.step()
+    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    assert len(tensors) >= len(SHAPES)
+    assert all(tensor.is_cuda for tensor in tensors)
+    return optimizer
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("stack", [False, True])
+@pytest.mark.parametrize("form", get_args(Form))
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
+def test_muon_reads_nothing_back(
+    kind: type[Muon], form: Form, stack: bool, precision: Literal["bf16", "fp32"], reads: list[str]
+) -> None:
+    optimizer = stepped(lambda params: kind(params, 0.02, form=form, stack=stack, precision=precision))
+    assert isinstance(optimizer, Muon)
+    assert reads == []
+    doubted = optimizer.doubted()
+    assert (doubted is not None and doubted.is_cuda) is (form == "gram")
+
+
+@pytest.mark.parametrize("kind", [SOAP, SOAPMuon, Shampoo, KLShampoo])
+def test_others_read_only_whether_a_decomposition_succeeded(kind: type[MatrixOptimizer], reads: list[str]) -> None:
+    stepped(lambda params: kind(params, 0.02))
+    # Two sides of each matrix, at the first step and with the period: the rank and whether it is finite.
+    assert len(reads) <= 2 * 2 * len(SHAPES) * STEPS
+    assert reads
