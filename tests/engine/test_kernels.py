@@ -147,6 +147,15 @@ def test_one_rank_that_cannot_use_it_decides_for_all(climbed: dict[str, list[Ker
             assert reason in refused["a"]
 
 
+def test_a_compiler_that_fails_on_this_gpu_costs_no_run() -> None:
+    def kernel(*given: object) -> None:
+        raise RuntimeError("no kernel image\nand a page more")
+
+    cases = list(kernels._cases((24, 40, torch.bfloat16), ["wide"], torch.device("cpu")))
+    trial = kernels._trial("a", kernel, cases, lambda operation: 1.0)
+    assert (trial.seconds, trial.refused) == (None, "RuntimeError: no kernel image")
+
+
 @pytest.mark.parametrize("optimizer", ["soap", "adamw"])
 def test_what_has_no_symmetric_products_has_no_choices(optimizer: str) -> None:
     assert product_shapes(_config(f"optimizer={optimizer}"), DEVICE) == {}
@@ -314,3 +323,11 @@ def test_the_ladder_tries_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [graph.replays for graph in device.made] == [2, 2]
         monkeypatch.setattr(graphs, "_free_stream", lambda taken: torch.cuda.current_stream())
         assert "non-default stream" in graphs.try_out(torch.device("cpu"))
+
+
+def test_a_graph_that_replays_something_else_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs.Replayed, "refusal", "")
+    with cuda_graphs():
+        monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: None)
+        assert "wrong result" in graphs.try_out(torch.device("cpu"))
+        assert "wrong result" in graphs.Replayed.refusal, "and no update is captured"

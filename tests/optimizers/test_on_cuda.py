@@ -11,6 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from canzona_cli.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo, SOAPMuon, gram_form
 from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
+from canzona_cli.optimizers.shared_rows import Shape, Together
+
+from .test_shared import alone, muon
 
 SHAPES = [(32, 32), (24, 80), (80, 24), (24, 80)]
 STEPS = 3
@@ -22,7 +25,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     found: list[str] = []
 
     def answer(name: str, value: Callable[[torch.Tensor], object]) -> None:
-        monkeypatch.setattr(FakeTensor, name, lambda self: (found.append(name), value(self))[1])
+        def read(tensor: torch.Tensor) -> object:
+            found.append(name)
+            return value(tensor)
+
+        monkeypatch.setattr(FakeTensor, name, read)
 
     answer("__bool__", lambda tensor: True)
     answer("__int__", lambda tensor: 1 << 20)
@@ -70,8 +77,33 @@ def test_muon_reads_nothing_back(
 
 
 @pytest.mark.parametrize("kind", [SOAP, SOAPMuon, Shampoo, KLShampoo])
-def test_others_read_only_whether_a_decomposition_succeeded(kind: type[MatrixOptimizer], reads: list[str]) -> None:
+def test_others_read_only_whether_a_decomposition_succeeded(
+    kind: Callable[..., MatrixOptimizer], reads: list[str]
+) -> None:
     stepped(lambda params: kind(params, 0.02))
     # Two sides of each matrix, at the first step and with the period: the rank and whether it is finite.
     assert len(reads) <= 2 * 2 * len(SHAPES) * STEPS
     assert reads
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("whole", [(24, 80), (80, 24)])
+def test_a_fragment_reads_nothing_back(whole: Shape, precision: Literal["bf16", "fp32"], reads: list[str]) -> None:
+    """Collectives leave what is there, which has no data anyway."""
+
+    def nothing(*tensors: torch.Tensor) -> Callable[[], None]:
+        assert all(tensor.is_cuda for tensor in tensors)
+        return lambda: None
+
+    rows, cols = whole
+    half = (rows, cols // 2) if rows < cols else (rows // 2, cols)
+    p = torch.nn.Parameter(torch.empty(half, device="cuda"))
+    optimizer = muon(p, precision)
+    p.grad = torch.empty_like(p)
+    ranks = Together(place=0, count=2, total=nothing, swap=nothing, gather=nothing)
+    with torch.no_grad():
+        for _ in range(STEPS):
+            alone(optimizer.together(p, whole=whole, ranks=ranks))
+        optimizer.alone(p, whole=whole, total=nothing)
+    assert reads == []
+    assert all(value.is_cuda for value in optimizer.state[p].values() if torch.is_tensor(value))

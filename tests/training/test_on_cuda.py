@@ -1,23 +1,35 @@
 """What training asks of CUDA alone, on a stand-in for it."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from canzona_cli.checkpoint.snapshot import random_states, set_random_states
+from canzona_cli.config.schema import Device
+from canzona_cli.huggingface import generating
 from canzona_cli.megatron import cpu_backend, parallel
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.run.files import RunFiles
 from canzona_cli.training import probe
+from canzona_cli.training.data import Batch, BatchStream
 from canzona_cli.training.measure import StepProfiler, _peak_memory
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
 from tests.dist.ranks import run_ranks
 from tests.sizes import layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a rank tells the others."""
+
+    number: int
 
 
 def test_ranks_meet_over_nccl_on_the_device_of_their_place() -> None:
@@ -43,6 +55,56 @@ def test_ranks_meet_over_nccl_on_the_device_of_their_place() -> None:
     assert device == DEVICE
     assert chosen == [DEVICE]
     assert met == [("nccl", ["timeout"])]
+
+
+def test_records_are_gathered_through_the_device_over_nccl() -> None:
+    def rank() -> tuple[list[int], list[str]]:
+        torch.distributed.init_process_group("gloo")
+        with pytest.MonkeyPatch.context() as patched, cuda_stand_in() as record:
+            patched.setattr("torch.distributed.get_backend", lambda group: "nccl")
+            devices = []
+            empty = torch.empty
+
+            def noted(*sizes: int, **options: object) -> torch.Tensor:
+                devices.append(str(options["device"]))
+                return empty(*sizes, **options)  # type: ignore[call-overload,no-any-return]
+
+            patched.setattr(torch, "empty", noted)
+            found = parallel.gather(Place(number=torch.distributed.get_rank()))
+            assert record.races == []
+        return [place.number for place in found], devices
+
+    for numbers, devices in run_ranks(2, rank):
+        assert numbers == [0, 1]
+        assert devices == ["cuda", "cuda"], "sizes and contents"
+
+
+@pytest.mark.parametrize(("requested", "device"), [(None, "cuda"), ("cuda", "cuda"), ("cpu", "cpu")])
+def test_text_is_generated_on_a_gpu_if_there_is_one(
+    requested: Device | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert generating._device(requested) == torch.device(device)
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator:UserWarning")
+def test_batches_of_loader_processes_are_those_of_a_cpu() -> None:
+    keys = ("tokens", "labels", "loss_mask", "position_ids")
+    samples = cast(Dataset[Batch], [{key: torch.full((4,), float(n)) for key in keys} for n in range(6)])
+
+    def loaded(device: torch.device) -> list[Batch]:
+        world = SimpleNamespace(device=device, layout=layout(micro=2), dp_rank=0)
+        return list(BatchStream(samples, cast(World, world), first_sample=2))
+
+    on_cpu = loaded(torch.device("cpu"))
+    with cuda_stand_in() as record:
+        on_gpu = loaded(DEVICE)
+    assert record.host_waits == []
+    assert {"item at training/data.py:__init__"} >= set(record.host_reads), "the loader's seed, which is on the host"
+    assert len(on_gpu) == len(on_cpu) == 2
+    for ours, expected in zip(on_gpu, on_cpu, strict=True):
+        assert ours.keys() == expected.keys()
+        assert all(torch.equal(ours[key], expected[key]) for key in ours)
 
 
 def test_a_devices_random_state_is_kept_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
