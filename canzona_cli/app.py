@@ -22,6 +22,7 @@ from canzona_cli.errors import ExitCode
 COMMANDS = {
     "plan": "Plan which rank updates which matrix; simulate a step.",
     "train": "Train a recipe, on a laptop CPU or a GPU cluster.",
+    "resume": "Resume a run, here or on another machine or layout.",
     "bench": "Measure strategies side by side, next to their predictions.",
     "tune": "Measure the best layouts; keep the fastest as a recipe.",
     "slurm": "Submit a run to Slurm, or print its sbatch script.",
@@ -50,9 +51,9 @@ class LazyCommands(TyperGroup):
             self.commands[args[0]] = _load(args[0])
         else:
             from canzona_cli.commands.instead import other_command
-            from canzona_cli.errors import ConfigError
+            from canzona_cli.errors import BadUsage
 
-            raise ConfigError(other_command(args, COMMANDS))
+            raise BadUsage(other_command(args, COMMANDS))
         ctx.meta[_WORDS] = args[1:]
         return super().resolve_command(ctx, args)
 
@@ -67,25 +68,28 @@ class LazyCommands(TyperGroup):
 
 @contextmanager
 def _better_options(ctx: Any) -> Iterator[None]:
-    """Turns a "no such option" error into a ConfigError that suggests what to write instead.
+    """Turns an error of usage into a ConfigError that suggests what to write instead.
 
     A common cause is a setting typed as an option.
     """
     try:
         yield
     except Exception as error:
-        if not hasattr(error, "possibilities"):  # Typer does not export the class of "no such option"
-            raise
-        from canzona_cli.commands.instead import Command, other_options
-        from canzona_cli.errors import ConfigError
+        asks_for_help = type(error).__name__ == "NoArgsIsHelpError"
+        if asks_for_help or not hasattr(error, "format_message") or getattr(error, "ctx", None) is None:
+            raise  # not an error of usage; Typer does not export their classes
+        from canzona_cli.commands.instead import Command, bad_usage, other_options
+        from canzona_cli.errors import BadUsage
 
-        context, unread = error.ctx, error.option_name  # type: ignore[attr-defined]
+        context, unread = error.ctx, getattr(error, "option_name", "")  # type: ignore[attr-defined]
+        if not hasattr(error, "possibilities"):
+            raise BadUsage(bad_usage(context, error, ctx.meta[_WORDS])) from None
         command = Command(
             name=context.command_path,
             options=[option for part in context.command.params for option in part.opts if option.startswith("-")],
             takes_overrides=any(part.name == "overrides" for part in context.command.params),
         )
-        raise ConfigError(*other_options(command, ctx.meta[_WORDS], unread)) from None
+        raise BadUsage(*other_options(command, ctx.meta[_WORDS], unread)) from None
 
 
 def _load(name: str) -> Any:

@@ -97,6 +97,12 @@ def refuse(problems: Iterable[Problem], kind: type[CanzonaError] = ConfigError) 
         raise kind(*raised)
 
 
+class BadUsage(ConfigError):
+    """A command line that cannot be read: no such command or option, or an argument that is missing."""
+
+    headline = "Bad usage"
+
+
 @contextmanager
 def gathered(problems: list[Problem]) -> Iterator[None]:
     """Suppresses a ConfigError of the block and appends its problems to `problems`.

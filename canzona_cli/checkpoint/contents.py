@@ -36,7 +36,7 @@ from canzona_cli.config.schema import ModelConfig, RunConfig
 from canzona_cli.errors import CanzonaError, CheckpointInvalid, ConfigError, Problem, refuse
 from canzona_cli.model.families import EMBEDDING, OUTPUT, family_of
 from canzona_cli.model.geometry import whole_shape
-from canzona_cli.optimizers.muon_facts import DISTRUSTED
+from canzona_cli.optimizers.muon_facts import DISTRUSTED, STANDARD_STEPS
 
 MASTER: Final = "master"
 GROUP: Final = "group:"
@@ -189,7 +189,8 @@ def _wrong_scalar(stored: str, value: Scalar, manifest: Manifest) -> str:
         reserved = [f"{GROUP}{name}" for name in ("params", "lr", "weight_decay")]
         return "canzona sets this value itself" if key in reserved else ""
     if key == DISTRUSTED and manifest.optimizer in _ORTHOGONALISED:
-        return "" if isinstance(value, int) and value > 0 else f"{value} is not a number of steps"
+        known = isinstance(value, int) and 0 < value <= STANDARD_STEPS
+        return "" if known else f"{value} is not a number of steps up to {STANDARD_STEPS}"
     if key != "step":
         return f"{manifest.optimizer} does not keep this number"
     last = manifest.progress.step

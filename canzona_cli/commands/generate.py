@@ -1,5 +1,7 @@
 """`canzona generate RUN`: generates text from a checkpoint with transformers."""
 
+import atexit
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -76,6 +78,7 @@ def generate(
     from canzona_cli.checkpoint.store import choose
 
     checkpoint = choose(where).at(step)
+    atexit.register(_silence_teardown)
     writer = _writer(checkpoint, tokenizer, None if device == "auto" else device)
     from canzona_cli.huggingface.generating import Choosing
 
@@ -83,6 +86,8 @@ def generate(
     if prompt is None:
         _converse(writer, how)
         return
+    if not as_json:
+        typer.echo(prompt, nl=False)
     written = writer.go_on(prompt, how, aloud=not as_json)
     if as_json:
         from dataclasses import asdict
@@ -91,6 +96,13 @@ def generate(
 
         place = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "prompt": prompt}
         show({"version": JSON_VERSION, **place, **asdict(written)})
+
+
+def _silence_teardown() -> None:
+    """Closes standard error at the end of the process: libraries that transformers imports, such as Triton,
+    report leaks of their bindings while Python shuts down."""
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _require_transformers() -> None:

@@ -3,7 +3,9 @@
 import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from canzona_cli.config.foreign_names import instead
 from canzona_cli.config.overrides import as_override
 from canzona_cli.config.removed import REMOVED_OPTIONS
 from canzona_cli.errors import Problem, closest
@@ -11,7 +13,17 @@ from canzona_cli.errors import Problem, closest
 _OTHER_WORDS = {
     "run": "train",
     "launch": "train",
-    "resume": "train",
+    "pretrain": "train",
+    "continue": "resume",
+    "restart": "resume",
+    "evaluate": "eval",
+    "chat": "generate",
+    "sample": "generate",
+    "inference": "generate",
+    "export": "checkpoint export",
+    "convert": "checkpoint export",
+    "import": "checkpoint import",
+    "tokenize": "data prepare",
     "check": "validate",
     "submit": "slurm --submit",
     "benchmark": "bench",
@@ -66,7 +78,10 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
     """
     word, *after = words
     reason = "there is no such command"
-    if word == "help":
+    answer = instead(word)
+    if answer is not None:
+        reason, fix = answer.reason, answer.fix
+    elif word == "help":
         fix = f"write canzona {shlex.join([*after[:1], '--help'])}"
     elif "=" in word or word.endswith((".yaml", ".yml")):
         override = word if "=" in word else f"recipe={word}"
@@ -75,6 +90,39 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
         meant = _OTHER_WORDS.get(word.lower()) or closest(word, commands)
         fix = f"write canzona {meant} {shlex.join(after)}".rstrip() if meant else f"there are {', '.join(commands)}"
     return Problem(key=word, reason=reason, fix=fix)
+
+
+def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
+    """Returns the problem for arguments that the parser refuses: one is missing, is one too many, or is not a
+    valid value, or there is no such subcommand.
+
+    Args:
+        context: the parser's context of the command.
+        error: the parser's error.
+        words: the arguments after the command's name.
+    """
+    path, fix = context.command_path, f"see {context.command_path} --help"
+    parameter = getattr(error, "param", None)
+    below = getattr(context.command, "commands", {})
+    if parameter is None and below:
+        word = words[0] if words else ""
+        near = closest(word, below)
+        fix = f"write {path} {near}" if near else f"there are {', '.join(f'{path} {name}' for name in below)}"
+        return Problem(key=f"{path} {word}".strip(), reason="there is no such command", fix=fix)
+    if parameter is None:
+        return Problem(key=path, reason=_sentence(error.format_message()), fix=fix)
+    name = parameter.metavar or str(parameter.name).upper()
+    if parameter.param_type_name == "option":
+        name = max(parameter.opts, key=len)
+    if getattr(error, "message", "") in ("", None):
+        words = [part.metavar or part.name.upper() for part in context.command.params if part.required]
+        return Problem(key=name, reason="is missing", fix=f"write {path} {' '.join(words)}")
+    return Problem(key=name, reason=_sentence(error.message), fix=fix)
+
+
+def _sentence(message: str) -> str:
+    """Returns the parser's message without its capital and full stop, as a reason."""
+    return message[:1].lower() + message[1:].rstrip(".")
 
 
 def _other_option(command: Command, option: str, value: str) -> Problem:

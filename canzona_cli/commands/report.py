@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from canzona_cli.commands.output import AsJson, HtmlFile, show, write_page
+from canzona_cli.commands.output import AsJson, HtmlFile, progress, show, write_page
 from canzona_cli.errors import Clash, Problem, clashes, refuse
 
 CLASHES = (
@@ -79,9 +79,11 @@ def _compare(run_dirs: list[Path], *, html: Path | None, as_json: bool) -> None:
     from canzona_cli.run.compare import compared, several_runs
 
     several = several_runs(run_dirs)
+    for path in several.skipped:
+        progress(f"note: {path} holds no run and is left out")
     if html is not None:
         write_page(html, several_page(several))
-    if len(run_dirs) == 2:
+    if len(several.runs) == 2:
         both = compared(several)
         show(both.as_json() if as_json else ComparedView(compared=both))
     else:

@@ -19,7 +19,7 @@ from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.overrides import parse_overrides
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
-from canzona_cli.errors import CanzonaError, ConfigError, ExitCode
+from canzona_cli.errors import CanzonaError, ExitCode
 from canzona_cli.huggingface.folder import is_hugging_face, open_folder, recipe_of
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.machines import Machines
@@ -148,15 +148,14 @@ def _show(job: _Job, look: _Look) -> None:
     corpus = checked_inputs(config, layout)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
     _print_start(job, look, corpus, run_dir)
-    try:
-        checkpoint = resumption(config, layout)
-    except ConfigError as error:
-        tell(f"note: without --dry-run, it would be refused: {error}", "yellow")
-    else:
-        if checkpoint is not None:
-            progress(f"note: without --dry-run, it would {checkpoint.words}")
     for problem in preflight.machine_problems(config, layout):
         tell(f"note: this machine cannot run it: {problem.reason}", "yellow")
+    check_free(config, resumes=True)
+    checkpoint = resumption(config, layout)
+    if checkpoint is not None:
+        progress(f"note: without --dry-run, it would {checkpoint.words}")
+        _tell_differences(checkpoint)
+        warn(filter(None, [reordered(checkpoint, config, layout, corpus)]) if corpus is not None else ())
 
 
 def _prepare(job: _Job, look: _Look) -> None:
@@ -335,10 +334,16 @@ def _say_resumption(run: RunDirectory, resumption: Resumption | None) -> None:
     """Prints how a resumed run differs from the saved one, before anything starts."""
     for note in run.notes:
         progress(f"note: {note}")
-    warn(() if resumption is None else resumption.warnings)
     if resumption is not None and resumption.weights_only:
         progress(f"note: {resumption.words}")
-    if resumption is not None and resumption.spread:
+    if resumption is not None:
+        _tell_differences(resumption)
+
+
+def _tell_differences(resumption: Resumption) -> None:
+    """Prints the settings and the layout that differ from the saved run's."""
+    warn(resumption.warnings)
+    if resumption.spread:
         progress(f"note: different layout: {resumption.spread}")
 
 
@@ -361,7 +366,7 @@ def _show_end(outcome: Outcome, run: RunDirectory, config: RunConfig, console: C
         _say_why(outcome)
     elif run.files.breakdown.exists():
         console.print()
-        console.print(BreakdownView(breakdown=load_breakdown(run.path)))
+        console.print(BreakdownView(breakdown=load_breakdown(run.path), brief=True))
     console.print()
     if not outcome.failed:
         for line in _recordings(run, config):

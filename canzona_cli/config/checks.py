@@ -72,6 +72,11 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
             yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"
     elif config.cluster.device == "cpu" and getattr(config.optimizer, "graph", False) is True:
         yield "optimizer.graph is ignored: CUDA graphs need GPUs"
+    if isinstance(config.optimizer, CustomConfig) and "optimizer.lr" not in explicit:
+        yield f"optimizer.lr={config.optimizer.lr:g} is the recipe's, not of your optimizer: set optimizer.lr"
+        if "optimizer.cost_like" not in explicit:
+            like = config.optimizer.cost_like
+            yield f"plans price your optimizer like {like}: set optimizer.cost_like to the one that it resembles"
     if config.optimizer.lr > (highest := config.optimizer.PLAUSIBLE_LR):
         name = config.optimizer.name
         yield f"optimizer.lr={config.optimizer.lr:g} is above {highest:g}: with {name} training probably diverges"

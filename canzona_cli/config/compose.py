@@ -28,6 +28,7 @@ from canzona_cli.config.secrets import content_problems, unasked_problems
 from canzona_cli.config.settings import leaves, settings
 from canzona_cli.config.tree import composed, put, with_values
 from canzona_cli.config.typed import build
+from canzona_cli.config.written import choose_again, is_written, with_written_recipe
 from canzona_cli.errors import ConfigError, Problem, refuse
 
 
@@ -48,9 +49,10 @@ class Composed:
 def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), training: bool = True) -> Composed:
     """Composes and checks the run that `overrides` (`KEY=VALUE`, one of them `recipe=...`) ask for.
 
-    Recipes and the options of other groups are searched in `recipes_dirs`, then in $CANZONA_RECIPES_DIR, then
-    among the built-in ones. A bad value does not hide other problems: the remaining values are checked with
-    the recipe's value in its place. Without `training`, checks of what only a run needs are skipped.
+    Without a recipe, the settings of the run in `run.dir` are used, if there is one. Recipes and the options
+    of other groups are searched in `recipes_dirs`, then in $CANZONA_RECIPES_DIR, then among the built-in ones.
+    A bad value does not hide other problems: the remaining values are checked with the recipe's value in its
+    place. Without `training`, checks of what only a run needs are skipped.
 
     Raises:
         ConfigError: every problem at once, of the recipe, of single overrides, of types, and of combinations.
@@ -90,7 +92,7 @@ def dump_resolved(config: RunConfig) -> str:
 
 
 def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool) -> Composed:
-    asked = parse_overrides(overrides)
+    asked = with_written_recipe(parse_overrides(overrides))
     problems = list(asked.problems)
     options, given = _choices(asked, dirs, problems)
     if "recipe" not in {*options, *given}:
@@ -106,6 +108,8 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     _choose_batch(tree, asked)
     _choose_source(tree, asked)
     recipe_file = given["recipe"] if "recipe" in given else group_options("recipe", dirs)[options["recipe"]]
+    if is_written(recipe_file, asked):
+        choose_again(tree, base, asked)
     where = " with ".join(
         shown(path) for path in (recipe_file, *(given[group] for group in given if group == "cluster"))
     )
@@ -195,7 +199,9 @@ def _with_rates(config: RunConfig, asked: Overrides) -> RunConfig:
         raise ConfigError(
             Problem(key="optimizer.lrs", value=optimizer.lrs, reason=f"{name} is not an optimizer", fix=fix)
         )
-    lr = optimizer.lr if "optimizer.lr" in asked.values else optimizer.lrs.get(optimizer.name, optimizer.lr)
+    # A recipe's rate is Muon's. Most rules of a user's own are closer to AdamW.
+    listed = optimizer.lrs.get("adamw", optimizer.lr) if optimizer.name == "custom" else optimizer.lr
+    lr = optimizer.lr if "optimizer.lr" in asked.values else optimizer.lrs.get(optimizer.name, listed)
     ratio = optimizer.min_lr_ratio
     least = optimizer.min_lr if ratio is None else float(Decimal(repr(ratio)) * Decimal(repr(lr)))
     return replace(config, optimizer=replace(optimizer, lr=lr, lrs={}, min_lr=least))

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from canzona_cli.config.foreign_names import RENAMED, instead
 from canzona_cli.config.recipes import GROUPS
 from canzona_cli.config.removed import removed_setting_problem
 from canzona_cli.config.secrets import resolver_problem, target_problem
@@ -15,20 +16,6 @@ _PLAIN = re.compile(r"[\w./~@%+-]*[./~@%+-][\w./~@%+-]*")
 """A text that needs no quotes: letters alone might be true or null, digits alone a number."""
 _SHORT = {"init": "checkpoint.weights_from"}
 """The short names of settings on the command line."""
-_NOT_HERE = {
-    ("expert", "experts", "moe"): (
-        "canzona trains dense models: each layer has one feed-forward network",
-        "leave it out",
-    ),
-    ("tensorboard", "wandb", "mlflow"): ("trackers are listed in one setting", "write run.trackers=[{}]"),
-    ("comet", "neptune", "aim"): (
-        "canzona does not support this tracker",
-        "write run.trackers=[tensorboard], or read metrics.jsonl in the run directory: a line for every step",
-    ),
-    ("epoch", "epochs"): ("the length of a run is its number of steps", "write train.steps=N"),
-}
-"""The reason and the fix for keys that people expect from other programs, by words of the key.
-In a fix, `{}` stands for the matching word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +115,10 @@ def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
         example = f"{key}.{min(names)}"
         reason = f"is a section{where}, not a setting"
         return Problem(key=key, value=text, reason=reason, fix=f"for example {example}=VALUE")
-    for words, (reason, fix) in _NOT_HERE.items():
-        if matching := {*words} & {*re.split(r"[._]", key.lower())}:
-            return Problem(key=key, value=text, reason=f"{reason}{where}", fix=fix.format(min(matching)))
-    group = None if "." in key else closest(key, GROUPS, cutoff=0.8)
-    meant = group or closest_key(key) or closest(key, GROUPS)
+    if (answer := instead(key)) is not None:
+        return Problem(key=key, value=text, reason=f"{answer.reason}{where}", fix=answer.fix)
+    group = None if "." in key or key in RENAMED else closest(key, GROUPS, cutoff=0.8)
+    meant = group or closest_key(key)
     fix = f"did you mean {meant}?" if meant else "`canzona recipes show NAME` lists every setting of a recipe"
     return Problem(key=key, value=text, reason=f"there is no such setting{where}", fix=fix)
 

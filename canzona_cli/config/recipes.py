@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -158,9 +159,17 @@ def shadowed(files: Sequence[Path]) -> Iterator[tuple[str, str, Path]]:
 
 
 def closest_option(asked: str, options: Mapping[str, Path]) -> str | None:
-    """Returns the option that a misspelt name was probably meant to be; None if none is similar."""
+    """Returns the option that a misspelt or shortened name was probably meant to be; None if none is similar.
+
+    Numbers are not misspelt: h100 means h100-80g, and never h200.
+    """
     short = {name.removeprefix("qwen3-"): name for name in options}
-    meant = closest(asked, [*options, *short])
+    longer = [name for name in options if asked and name.startswith(f"{asked.lower()}-")]
+    if len(longer) == 1:
+        return longer[0]
+    numbers = re.findall(r"\d+", asked)
+    alike = [name for name in (*options, *short) if not numbers or re.findall(r"\d+", name)[-len(numbers) :] == numbers]
+    meant = closest(asked, alike)
     return None if meant is None else short.get(meant, meant)
 
 

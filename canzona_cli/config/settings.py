@@ -10,6 +10,7 @@ from difflib import SequenceMatcher
 from functools import cache
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
+from canzona_cli.config.foreign_names import RENAMED
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
 from canzona_cli.errors import Problem
 from canzona_cli.fields import Affects, Example, Range, Unit
@@ -125,28 +126,8 @@ def affecting(effect: Affects, section: str = "") -> tuple[str, ...]:
     )
 
 
-OTHER_WORDS = {
-    "config": "recipe",
-    "config_name": "recipe",
-    "n": "gpus",
-    "np": "gpus",
-    "nproc": "gpus",
-    "nproc_per_node": "gpus",
-    "num_gpus": "gpus",
-    "world_size": "gpus",
-    "learning_rate": "optimizer.lr",
-    "batch_size": "train.global_batch_size",
-    "iters": "train.steps",
-    "iterations": "train.steps",
-    "max_steps": "train.steps",
-    "o": "run.dir",
-    "out": "run.dir",
-    "output": "run.dir",
-    "output_dir": "run.dir",
-    "resume": "run.dir",
-}
-"""The names that other programs use for settings of canzona, if they look different. `resume` is `run.dir`,
-because a run continues in its directory."""
+NEAR = 0.8
+"""The least similarity, 0 to 1, of a key that is suggested in place of an unknown one."""
 
 
 def exact_key(word: str) -> str | None:
@@ -156,7 +137,7 @@ def exact_key(word: str) -> str | None:
     """
     flat = word.replace("-", "_").lower()
     known = [key for key in settings() if flat in (key, key.rpartition(".")[2])]
-    return OTHER_WORDS.get(flat) or (known[0] if len(known) == 1 or flat in known else None)
+    return RENAMED.get(flat) or (known[0] if len(known) == 1 or flat in known else None)
 
 
 def closest_key(key: str) -> str | None:
@@ -168,8 +149,8 @@ def closest_key(key: str) -> str | None:
     """
     flat = key.strip("/").replace("/", ".").replace("-", "_").lower()
     last = flat.rpartition(".")[2]
-    if last in OTHER_WORDS:
-        return OTHER_WORDS[last]
+    if last in RENAMED:
+        return RENAMED[last]
     known = settings()
     best, best_score = None, 0.0
     for name in known:
@@ -179,10 +160,11 @@ def closest_key(key: str) -> str | None:
         left_out = set(bare.split("_")) - set(last.split("_"))
         if set(last.split("_")) < set(bare.split("_")):
             word = max(word, 0.95 - 0.05 * len(left_out))
-        score = max(entire, 0.9 * word + 0.1 * SequenceMatcher(None, flat.rpartition(".")[0], section).ratio())
+        typed_section = flat.rpartition(".")[0] or section
+        score = max(entire, 0.9 * word + 0.1 * SequenceMatcher(None, typed_section, section).ratio())
         if score > best_score:
             best, best_score = name, score
-    return best if best_score >= 0.7 else None
+    return best if best_score >= NEAR else None
 
 
 def leaves(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:

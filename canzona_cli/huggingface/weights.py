@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -31,13 +31,14 @@ from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.reading import Unreadable, read_plain
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.data.locks import Busy, exclusive
-from canzona_cli.errors import ConfigError, Problem, unwritable
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, SaveFailed, unwritable
 from canzona_cli.huggingface.folder import BESIDE, DTYPES, INDEX, WEIGHTS, Beside, Dtype, HuggingFaceFolder, Stored
 from canzona_cli.huggingface.foreign import FILE, config_json, tensor_names
 from canzona_cli.model.families import family_of
 from canzona_cli.model.geometry import unit_shape
 from canzona_cli.run.files import RunFiles, sync_folder, write_json_atomic, write_text_atomic
 
+_MAKE_ROOM: Final = "make room there, or name a place that can be written"
 PIECE_BYTES: Final = 8 << 20
 """The largest part of a tensor that is in memory at a time, in bytes of fp32."""
 
@@ -106,13 +107,6 @@ def import_weights(
         stored = source.tensors[name]
         read = partial(_masters, stored, name, on_bytes)
         parts[stored.file][f"{unit}/{MASTER}"] = Buffer(dtype="F32", shape=stored.shape, data=read)
-    folder = begin(files.checkpoints, 0)
-    try:
-        for number, tensors in enumerate(parts.values()):
-            write_part(folder, number, Shard(tensors=tensors, scalars={}))
-    except BaseException:
-        abandon(folder)
-        raise
     header = Header(
         progress=Progress(step=0, samples=0, tokens=0),
         optimizer=NO_OPTIMIZER,
@@ -123,7 +117,24 @@ def import_weights(
         canzona=version("canzona"),
     )
     texts = {"config.yaml": dump_resolved(config), "layout.json": json.dumps(asdict(_ONE_PROCESS))}
-    return finish(folder, len(parts), header, texts, _PATIENCE_S)
+    with _without_advice_on_checkpoints():
+        folder = begin(files.checkpoints, 0)
+        try:
+            for number, tensors in enumerate(parts.values()):
+                write_part(folder, number, Shard(tensors=tensors, scalars={}))
+        except BaseException:
+            abandon(folder)
+            raise
+        return finish(folder, len(parts), header, texts, _PATIENCE_S)
+
+
+@contextmanager
+def _without_advice_on_checkpoints() -> Iterator[None]:
+    """Replaces the fix of a SaveFailed: unlike a run, an import has no other checkpoints that could go."""
+    try:
+        yield
+    except SaveFailed as error:
+        raise SaveFailed(*(replace(problem, fix=_MAKE_ROOM) for problem in error.problems)) from None
 
 
 def _masters(stored: Stored, name: str, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
@@ -323,7 +334,9 @@ def staged(out: Path, *, key: str) -> Iterator[Path]:
         fix = "wait for it, or name another place"
         raise ConfigError(Problem(key=key, value=out, reason="is being written by another process", fix=fix)) from None
     except OSError as error:
-        raise unwritable(key, out, error, fix="make room there, or name a place that can be written") from None
+        raise unwritable(key, out, error, fix=_MAKE_ROOM) from None
+    except SaveFailed as error:  # its path is in the hidden folder, which is gone
+        raise EnvironmentProblem(*(replace(each, key=key, value=out) for each in error.problems)) from None
 
 
 def check_empty(place: Path, *, key: str) -> None:

@@ -190,16 +190,17 @@ class Muon(MatrixOptimizer):
 
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
         x = self.workspace.get("muon_x", p.shape, self._type(p), p.device)
-        self._direction(p, grad, group["momentum"], x, side=min(p.shape))
-        self._apply(p, self._orthogonalised(x, [p], group), group)
+        norm = self._direction(p, grad, group["momentum"], x, side=min(p.shape))
+        self._apply(p, self._orthogonalised(x, [p], [norm], group), group)
 
     def _update_stack(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         first = matrices[0]
         x = self.workspace.get("muon_x", (len(matrices), *first.shape), self._type(first), first.device)
-        for p, direction in zip(matrices, x, strict=True):
-            assert p.grad is not None
-            self._direction(p, p.grad, group["momentum"], direction, side=min(p.shape))
-        x = self._orthogonalised(x, matrices, group)
+        norms = [
+            self._direction(p, self._gradient(p), group["momentum"], direction, side=min(p.shape))
+            for p, direction in zip(matrices, x, strict=True)
+        ]
+        x = self._orthogonalised(x, matrices, norms, group)
         for p, direction in zip(matrices, x, strict=True):
             self._apply(p, direction, group)
 
@@ -236,11 +237,20 @@ class Muon(MatrixOptimizer):
         )
 
     def _orthogonalised(
-        self, x: torch.Tensor, matrices: list[torch.Tensor], group: Mapping[str, float]
+        self,
+        x: torch.Tensor,
+        matrices: list[torch.Tensor],
+        norms: Sequence[float | torch.Tensor],
+        group: Mapping[str, float],
     ) -> torch.Tensor:
         """Orthogonalises `x`, (rows, cols) of one matrix or (matrices, rows, cols), in the form that the
         matrices use. An untrusted update in Gram form is repeated in standard form on a CPU, and set to 0 on
-        CUDA."""
+        CUDA.
+
+        Args:
+            norms: The norm of each matrix's direction, from `_direction`. A direction of zeros gives an exact
+                update of zeros, so it is trusted whatever the estimated error.
+        """
         if self._form(matrices[0]) == "standard":
             return newton_schulz(x, self.steps, self.workspace)
         if not by_blocks(matrices[0]):
@@ -248,17 +258,18 @@ class Muon(MatrixOptimizer):
             # The unscaled direction is not needed any more, so its buffer takes the result.
             into = self.workspace.like("muon_direction", matrices[0]) if wider else None
             result, trusted = gram_newton_schulz(x, self.steps, self.workspace, into)
+            trusted |= torch.stack([torch.as_tensor(norm) for norm in norms]).view_as(trusted) == 0
             self._record_trust(matrices, trusted)
             if x.ndim == 2 and result.dtype is torch.float32:
                 return result  # `_move` leaves an untrusted one out
             # Filled rather than multiplied by 0, because an untrusted result may be NaN.
             return result.masked_fill_(trusted.logical_not().view(*trusted.shape, 1, 1), 0)
         result, trusted = gram_newton_schulz(x, self.steps, self.workspace)
-        for p, iterate, good in zip(matrices, result.view(-1, *x.shape[-2:]), trusted.view(-1).tolist(), strict=True):
-            if not good:
-                assert p.grad is not None
+        updates = result.view(-1, *x.shape[-2:])
+        for p, norm, iterate, good in zip(matrices, norms, updates, trusted.view(-1).tolist(), strict=True):
+            if not good and norm:
                 again = torch.empty_like(iterate, dtype=self._standard)
-                self._direction(p, p.grad, group["momentum"], again, side=min(p.shape), again=True)
+                self._direction(p, self._gradient(p), group["momentum"], again, side=min(p.shape), again=True)
                 iterate.copy_(newton_schulz(again, self.steps, Workspace()))
                 distrust(self.state[p])
                 self._report_fallback(p)

@@ -90,9 +90,14 @@ class SharedMuon(muon.Muon):
         group, excluded = self._settings(p), self.excluded(p)
 
         def summed(gram: torch.Tensor) -> None:
-            exact = self.workspace.get("shared_sum", gram.shape, torch.float32, gram.device).copy_(gram)
-            total(exact)
-            gram.copy_(exact)
+            if gram.dtype is torch.float32:
+                total(gram)
+                return
+            # A half at a time, in a square that only the Gram form uses, so that a doubt needs no more memory.
+            for half in gram.chunk(2):
+                exact = self.workspace.like("ns_all", gram).view(-1).view(torch.float32).view(half.shape).copy_(half)
+                total(exact)
+                half.copy_(exact)
 
         with products("fp32"):
             x, norm, square = self._fragment_direction(

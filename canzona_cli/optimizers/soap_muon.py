@@ -13,6 +13,9 @@ from .muon_facts import CoefficientSet, ScaleMode
 from .newton_schulz import newton_schulz
 from .soap import SOAP
 
+_SMALLEST = 2.0**-149
+"""The smallest positive fp32 number. Dividing by at least this number keeps an update of zeros zero."""
+
 
 class SOAPMuon(SOAP):
     """SOAP-Muon: orthogonalises SOAP's update. SOAP whitens with averages over past gradients; Muon's
@@ -61,7 +64,9 @@ class SOAPMuon(SOAP):
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         adam = super()._direction(p, grad)
         x = self.workspace.get("muon_x", p.shape, self.dtype, p.device)
-        torch.div(adam, torch.linalg.vector_norm(adam).clamp_min_(torch.finfo(p.dtype).tiny), out=x)
+        # Divided by the largest element first: squares of elements below 1e-19 would be zero in fp32.
+        adam.div_(torch.linalg.vector_norm(adam, torch.inf).clamp_min_(_SMALLEST))
+        torch.div(adam, torch.linalg.vector_norm(adam).clamp_min_(1.0), out=x)
         x = newton_schulz(x, self.steps, self.workspace)
         size = self.scale_factor * scale(p.size(0), p.size(1), self.scale_mode)
         return self.workspace.like("adam", p).copy_(x).mul_(size)

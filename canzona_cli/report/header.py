@@ -147,8 +147,13 @@ def header_rows(
     corpus: PreparedCorpus | None = None,
     plan: Obtained | None = None,
     earlier: "Earlier | None" = None,
+    routed: bool = True,
 ) -> list[tuple[str, str]]:
-    """Returns the description of a run as (label, value) rows; rows whose argument is None are left out."""
+    """Returns the description of a run as (label, value) rows; rows whose argument is None are left out.
+
+    Args:
+        routed: True to list which parameters are updated as matrices, and which by AdamW.
+    """
     from canzona_cli.model.families import parameter_count
 
     unit = rank_word(config.cluster.device)
@@ -157,7 +162,7 @@ def header_rows(
     return [
         ("recipe", f"{clean(config.name)}: {model}{count(parameters)} parameters, {config.train.steps:,} steps"),
         ("optimizer", describe_optimizer(config)),
-        *routing_rows(config),
+        *(routing_rows(config) if routed else []),
         ("layout", f"{describe_layout(layout, unit)} on {clean(config.cluster.name)}"),
         *([("plan", describe_plan(plan))] if plan is not None else []),
         ("batch", describe_batch(layout, config.train.seq_length)),

@@ -12,7 +12,7 @@ from canzona_cli.report.header import batch_factors, describe_layout, optimizer_
 from canzona_cli.report.page import Page, Screen, Wrapped, headed, labelled, remarks, wrapped
 from canzona_cli.report.tables import Table
 from canzona_cli.report.train_state import loss_change
-from canzona_cli.run.breakdown import Breakdown, PhaseTime, relative_error
+from canzona_cli.run.breakdown import Breakdown, PhaseTime, Prediction, relative_error
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.records import RankError
@@ -33,6 +33,8 @@ from canzona_cli.run.words import (
 )
 
 _MOST_WARNINGS = 5
+_BRIEF = ("why", "planned", "step", "throughput", "model FLOPs", "peak memory")
+"""The figures at the end of a run."""
 _STYLES: Mapping[str, str] = {"done": "bold green", "failed": "bold red", "diverged": "bold red"}
 
 
@@ -128,6 +130,15 @@ class BreakdownView(Page):
     """The step-time breakdown of a run: bars, a table, and notes."""
 
     breakdown: Breakdown
+    brief: bool = False
+    """True for the bars and the main figures alone, as at the end of a run."""
+
+    @property
+    def _planned(self) -> Prediction | None:
+        """The planned step. None if there is none, or for CPU ranks on a profile that nobody measured: its
+        times say nothing about this machine."""
+        planned = self.breakdown.planned
+        return planned if planned is None or planned.calibrated or self.breakdown.device == "cuda" else None
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         breakdown = self.breakdown
@@ -137,20 +148,22 @@ class BreakdownView(Page):
         yield Text()
         yield self._bars()
         yield Text()
-        yield self._table(screen.width)
-        yield Text()
-        yield from labelled(self._foot())
+        if not self.brief:
+            yield self._table(screen.width)
+            yield Text()
+        shown = [(label, text) for label, text in self._foot() if not self.brief or label in _BRIEF]
+        yield from labelled(shown)
 
     def _bars(self) -> Bars:
         """Draws a bar of the measured step, and one of the planned step if there is a plan."""
-        breakdown, planned = self.breakdown, self.breakdown.planned
+        breakdown, planned = self.breakdown, self._planned
         rows = [phase_bar("measured", breakdown.means, breakdown.step.mean_s)]
         if planned is not None:
             rows.append(phase_bar("planned", planned.phases, planned.iteration_s, faint=True))
         return step_bars(rows)
 
     def _table(self, width: int) -> Table:
-        planned = self.breakdown.planned
+        planned = self._planned
         short = planned is not None and width < 110  # so that the table fits in 80 columns
         columns = ["min", "mean", "max", *(["planned"] if planned is not None else [])]
         columns += [*(["error"] if self._comparable else []), *(["slowest"] if width >= 110 else []), "share"]
@@ -176,12 +189,8 @@ class BreakdownView(Page):
 
     @property
     def _comparable(self) -> bool:
-        """True if measured and planned times may be compared. False if the profile is of other hardware, and
-        for CPU ranks on an uncalibrated profile, where errors of 60 to 90% are usual."""
-        planned = self.breakdown.planned
-        if planned is None or planned.mismatches:
-            return False
-        return planned.calibrated or self.breakdown.device == "cuda"
+        """True if measured and planned times may be compared. False if the profile is of other hardware."""
+        return self._planned is not None and not self._planned.mismatches
 
     def _cells(self, times: OverRanks | None, planned: float | None) -> dict[str, str]:
         """Returns the times of a phase or of the step by column; a planned time of 0 is shown as not planned."""
@@ -207,7 +216,7 @@ class BreakdownView(Page):
             ("throughput", f"{rate} tokens/s per {unit}, {total} in total"),
             ("model FLOPs", f"{number(breakdown.model_tflops_per_gpu, '.3g')} TFLOP/s per {unit}, MFU {self._mfu}"),
         ]
-        planned = breakdown.planned
+        planned = self._planned
         balance = [
             f"{_name(name)} {number(value, '.2f')}"
             + (f" (planned {planned.load_balance:.2f})" if planned is not None and name == "matrix_update" else "")
@@ -226,15 +235,16 @@ class BreakdownView(Page):
         return rows
 
     def _plan_rows(self) -> list[tuple[str, str]]:
-        planned, why = self.breakdown.planned, self.breakdown.why
-        if planned is None:
+        planned, why = self._planned, self.breakdown.why
+        if self.breakdown.planned is None:
             return []
+        if planned is None:
+            return [("planned", "`canzona calibrate` measures this machine, to compare the step with its plan")]
         source = f"simulated on profile {clean(planned.profile)}"
         if self._comparable:
             source += f"{', measured on this machine' if planned.calibrated else ''}; error: planned / mean - 1"
         if not planned.calibrated:
-            no_errors = "" if self._comparable else ", so no errors are shown"
-            source += f". The profile was not measured on this machine{no_errors}: `canzona calibrate` measures it"
+            source += ". The profile was not measured on this machine: `canzona calibrate` measures it"
         elif planned.mismatches:
             source += f"; no errors are shown: {clean('; '.join(planned.mismatches))}"
         return [*([("why", clean(why.text))] if why is not None else []), ("planned", source)]

@@ -202,7 +202,7 @@ class ConsoleView(TrainView, ABC):
             earlier: the completed part of the run; None for a run that starts from its first step.
         """
         config, layout = self.state.config, self.state.layout
-        rows = header_rows(config, layout, run_dir=run_dir, corpus=corpus, plan=plan, earlier=earlier)
+        rows = header_rows(config, layout, run_dir=run_dir, corpus=corpus, plan=plan, earlier=earlier, routed=False)
         if earlier is not None:
             with self._lock:
                 self.state.go_on(earlier)

@@ -11,7 +11,7 @@ from canzona_cli.errors import Problem, gathered, refuse
 from canzona_cli.run.breakdown import NOTHING_S, Breakdown
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.phases import LABELS
-from canzona_cli.run.summary import RunSummary, load_summary
+from canzona_cli.run.summary import RunSummary, holds_run, load_summary
 from canzona_cli.run.words import real
 
 VERSION = 1
@@ -102,6 +102,8 @@ class Several:
     settings: Mapping[str, tuple[object, ...]]
     """The resolved settings that differ, by key, with a value for each run; None if a run has no such
     setting."""
+    skipped: tuple[Path, ...] = ()
+    """The given paths that hold no run."""
 
     @property
     def best(self) -> RunSummary | None:
@@ -132,18 +134,27 @@ class Several:
 
 
 def several_runs(run_dirs: Sequence[Path]) -> Several:
-    """Reads the runs in `run_dirs`.
+    """Reads the runs in `run_dirs`. Existing paths that hold no run are skipped, because `runs/*` may match
+    other files, if at least two runs remain.
 
     Raises:
-        ConfigError: lists every directory that holds no run.
+        ConfigError: lists every path that holds no run.
     """
     runs: list[RunSummary] = []
     problems: list[Problem] = []
+    skipped: list[Path] = []
     for path in run_dirs:
         with gathered(problems):
-            runs.append(load_summary(path))
+            if path.exists() and not holds_run(path):
+                skipped.append(path)
+            else:
+                runs.append(load_summary(path))
+    if len(runs) < 2:
+        for path in skipped:
+            with gathered(problems):
+                load_summary(path)
     refuse(problems)
-    return Several(runs=tuple(runs), settings=_differences([run.config for run in runs]))
+    return Several(runs=tuple(runs), settings=_differences([run.config for run in runs]), skipped=tuple(skipped))
 
 
 def compared(several: Several) -> Compared:

@@ -246,8 +246,8 @@ class Note:
 
 def event_of(line: Mapping[str, object]) -> Event | None:
     """Parses a line of events.jsonl; returns None if it is not a valid event."""
-    kinds: dict[object, type[Event]] = {"stage": StageEvent, "checkpoint": CheckpointEvent}
-    return record_of(kinds.get(line.get("event"), Incident), dict(line))
+    kinds: dict[str, type[Event]] = {"stage": StageEvent, "checkpoint": CheckpointEvent}
+    return record_of(kinds.get(str(line.get("event")), Incident), dict(line))
 
 
 def describe(event: Event) -> Note | None:

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Final
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, Problem
@@ -27,6 +28,9 @@ from canzona_cli.run.records import (
 from canzona_cli.run.words import plural
 
 Record = StepMetrics | ValidationLoss | Event
+_CLOCK_NOISE_S: Final = 1.0
+"""The seconds by which a line may be earlier than the one before it without the clock having been set back:
+the launcher and rank 0 write to the same file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,22 +66,37 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
     Args:
         events: the events of every launch in the directory.
     """
-    lasting, redone = read_lines(files.metrics, StepMetrics)[0], []
+    lasting, redone = _onward(read_lines(files.metrics, StepMetrics)[0]), []
     records: list[Record] = [*lasting, *events]
     for folder in _launches(files):
-        lost = read_lines(folder.metrics, StepMetrics)[0]
+        lost = _onward(read_lines(folder.metrics, StepMetrics)[0])
         redone.append(_seconds(lost))
         records += lost
     for folder in (files, *_launches(files)):
-        records += read_lines(folder.validation, ValidationLoss)[0]
+        records += _onward(read_lines(folder.validation, ValidationLoss)[0])
     moments = [record.time for record in records if record.time is not None]
     launched_s = time_in_launches(records)
     wall_s = max(moments, default=0.0) - min(moments, default=0.0)
     if not lasting or launched_s is None or wall_s <= 0:
         return None
-    return Goodput(
-        wall_s=wall_s, kept_s=_seconds(lasting), redone_s=math.fsum(redone), between_s=max(0.0, wall_s - launched_s)
-    )
+    kept_s, redone_s = _seconds(lasting), math.fsum(redone)
+    # Launches seem to overlap if the clock was set back between them.
+    wall_s = max(wall_s, kept_s + redone_s)
+    return Goodput(wall_s=wall_s, kept_s=kept_s, redone_s=redone_s, between_s=max(0.0, wall_s - launched_s))
+
+
+def _onward[R: (StepMetrics, ValidationLoss, Event)](lines: Sequence[R]) -> list[R]:
+    """Corrects the times of a file's lines where the clock was set back: such a line and those after it get
+    later times, so that no line is earlier than the one before it."""
+    corrected: list[R] = []
+    newest, set_back_s = -math.inf, 0.0
+    for line in lines:
+        if line.time is not None:
+            if line.time + set_back_s < newest - _CLOCK_NOISE_S:
+                set_back_s = newest - line.time
+            newest = line.time + set_back_s
+        corrected.append(replace(line, time=newest) if set_back_s and line.time is not None else line)
+    return corrected
 
 
 def time_in_launches(records: Sequence[Record]) -> float | None:
@@ -105,8 +124,8 @@ def earlier_events(files: RunFiles) -> list[Event]:
 
 def events_of(files: RunFiles) -> list[Event]:
     """Reads events.jsonl: the events of the newest launch, and earlier ones up to the checkpoint it resumed
-    from."""
-    return [event for line in JsonLines(files.events).read() if (event := event_of(line)) is not None]
+    from. Times go on where the clock was set back."""
+    return _onward([event for line in JsonLines(files.events).read() if (event := event_of(line)) is not None])
 
 
 def _launches(files: RunFiles) -> list[RunFiles]:
@@ -210,6 +229,13 @@ class RunSummary:
         }
 
 
+def holds_run(run_dir: Path) -> bool:
+    """Returns True if a path is a directory with files of a run."""
+    files = RunFiles(run_dir)
+    known = (files.config, files.result, files.metrics, files.events, files.breakdown, files.claim)
+    return run_dir.is_dir() and any(path.exists() for path in known)
+
+
 def load_summary(run_dir: Path) -> RunSummary:
     """Reads all that a run left, finished or not.
 
@@ -217,10 +243,9 @@ def load_summary(run_dir: Path) -> RunSummary:
         ConfigError: there is no such directory, or it has no files of a run; the problem's key is `RUN_DIR`.
     """
     files = RunFiles(run_dir)
-    known = (files.config, files.result, files.metrics, files.events, files.breakdown, files.claim)
-    if not run_dir.is_dir() or not any(path.exists() for path in known):
+    if not holds_run(run_dir):
         reason = "there is no run in this directory" if run_dir.is_dir() else "there is no such directory"
-        raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=_suggest(run_dir)))
+        raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=suggest(run_dir)))
     notes: list[str] = []
     config = _config(files, notes)
     metrics = _lines(files.metrics, StepMetrics, notes)
@@ -255,7 +280,7 @@ def load_summary(run_dir: Path) -> RunSummary:
         },
         skipped=max((line.skipped for line in metrics), default=0),
         fallbacks=max((line.fallbacks for line in metrics), default=0),
-        elapsed_s=time_in_launches((*metrics, *validation, *events)),
+        elapsed_s=time_in_launches((*_onward(metrics), *_onward(validation), *events)),
         errors=_errors(files),
         breakdown=breakdown,
         config=config,
@@ -324,7 +349,7 @@ def _ends(losses: Sequence[tuple[int, float | None]]) -> dict[str, object] | Non
     return {"first": {"step": first_step, "loss": first}, "last": {"step": last_step, "loss": last}}
 
 
-def _suggest(run_dir: Path) -> str:
+def suggest(run_dir: Path) -> str:
     """Returns a fix that names the newest run nearby, if there is one."""
     for root in (run_dir, run_dir.parent, Path("runs")):
         if (newest := newest_run(root)) is not None:

@@ -1,5 +1,7 @@
 """Reads batches from Megatron's `GPTDataset`, in an order that depends only on the seed, not on the layout."""
 
+import errno
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.errors import unwritable
 from canzona_cli.megatron.parallel import World
 from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
 
@@ -65,7 +68,11 @@ class Datasets:
 
 def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> Datasets:
     """Builds the run's training and validation samples. Rank 0 writes the sample indices, the other ranks
-    read them."""
+    read them.
+
+    Raises:
+        EnvironmentProblem: the indices cannot be written.
+    """
     wants_validation = config.train.eval_interval > 0 and config.train.eval_batches > 0
     share = config.data.validation_fraction if wants_validation else 0.0
     batch = config.train.global_batch_size
@@ -133,7 +140,15 @@ def _build(
     settings.split_matrix = [split if each == index else None for each in range(3)]
     sizes = [samples if each == index else 0 for each in range(3)]
     built: torch.utils.data.Dataset[Batch] | None
-    built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()[index]
+    try:
+        built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()[index]
+    except OSError as error:
+        if error.filename is not None and not Path(error.filename).is_relative_to(cache):
+            raise
+        if error.errno is None:  # numpy does not name the reason when a disk becomes full
+            error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fix = "make room there, or choose another folder: data.cache_dir=FOLDER"
+        raise unwritable("data.cache_dir", cache, error, fix=fix, what="the index of samples") from None
     assert built is not None
     return built
 

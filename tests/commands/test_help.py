@@ -34,7 +34,13 @@ def test_version() -> None:
     ("arguments", "hint"),
     [
         (["trian"], "write canzona train"),
-        (["recipes", "lst"], "'list'"),
+        (["recipes", "lst"], "write canzona recipes list"),
+        (["data", "list"], "there are canzona data prepare"),
+        (["checkpoint", "export", "run"], "write canzona checkpoint export RUN_OR_CHECKPOINT OUT"),
+        (["checkpoint", "export", "run", "out", "--step", "x"], "--step"),
+        (["plan", "--compare", "rows", "recipe=tiny"], "--compare"),
+        (["finetune", "recipe=tiny"], "canzona does not have fine-tuning"),
+        (["resume", "nowhere"], "RUN = nowhere"),
         (["--versoin"], "--version"),
         (["validate", "--x"], "--x"),
     ],
@@ -43,6 +49,7 @@ def test_misuse_is_exit_code_2_with_a_hint(arguments: list[str], hint: str) -> N
     result = canzona(*arguments)
     assert result.returncode == 2
     assert hint in result.stderr
+    assert result.stderr.startswith(("Bad usage", "Bad configuration")) or arguments == ["--versoin"]
     assert "Traceback" not in result.stderr
 
 
@@ -64,7 +71,7 @@ def test_misuse_is_exit_code_2_with_a_hint(arguments: list[str], hint: str) -> N
         ("version", ["write canzona --version"]),
         ("validate recipe=tiny train.steps=20,", ["write train.steps=20"]),
         ("validate recipe=tiny gpus:4", ["write gpus=4"]),
-        ("validate recipe=tiny model.num_experts=8 run.wandb=true", ["leave it out", "write run.trackers=[wandb]"]),
+        ("validate recipe=tiny model.moe_router=8 run.wandb=true", ["leave it out", "write run.trackers=[wandb]"]),
         ("validate recipe=tiny run.tensorboard=true", ["write run.trackers=[tensorboard]"]),
         ("validate recipe=tiny cluster.memory_gb_per_s=0", ["for example cluster.memory_gb_per_s=3350"]),
     ],

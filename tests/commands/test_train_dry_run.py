@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.compose import compose_run, dump_resolved
+from canzona_cli.run.codec import save
+from canzona_cli.run.files import RunFiles
+from canzona_cli.run.records import RunResult
 from tests.commands import support
 
 REPOSITORY = Path(__file__).parents[2]
@@ -131,3 +136,21 @@ def test_what_cannot_run_is_refused_with_ways_out_before_anything_is_prepared(
     assert all(each in " ".join(result.stderr.split()) for each in words)
     assert "Traceback" not in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_dry_run_shows_the_run_and_ends_with_the_code_that_the_run_would(tmp_path: Path) -> None:
+    """In the directory of a run that is done, by its recipe or by its own settings."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config, _ = resolve(compose_run([*TINY, f"run.dir={folder}", "train.steps=5"]).config)
+    files = RunFiles(folder)
+    files.config.write_text(dump_resolved(config))
+    save(files.result, RunResult(status="done", exit_code=0, step=5))
+    for typed in (("train", *TINY, "train.steps=5", f"run.dir={folder}"), ("resume", folder)):
+        done = canzona(*map(str, typed), "--dry-run", cwd=tmp_path)
+        assert done.returncode == 2
+        assert "command" in done.stdout
+        assert "has finished all 5 steps" in " ".join(done.stderr.split())
+    longer = canzona("resume", str(folder), "train.steps=9", "--dry-run", cwd=tmp_path)
+    assert longer.returncode == 0, longer.stderr
+    assert "9 steps" in longer.stdout

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from canzona_cli.config.compose import load_resolved
+from canzona_cli.model.families import flops_per_token
 from canzona_cli.planner.plan_file import read_plan
 from canzona_cli.run.files import RunFiles
 from tests.commands.support import canzona, importable
@@ -96,7 +98,7 @@ def test_beside_a_gpu_the_run_keeps_the_very_plan_that_plan_writes_and_says_whic
 
 def test_a_run_leaves_the_trace_and_the_profiles_it_was_asked_for(trained: Trained, tmp_path: Path) -> None:
     text = " ".join(trained.text.split())
-    for part in ("planned ", "why ", "was not measured on this machine", "3 steps measured", "1 profiled"):
+    for part in ("planned `canzona calibrate` measures this machine", "3 steps measured", "1 profiled"):
         assert part in text
     run = trained.folder / "run"
     assert f"{run}/trace.json" in trained.text
@@ -115,6 +117,9 @@ def test_a_run_leaves_the_trace_and_the_profiles_it_was_asked_for(trained: Train
 
     report = json.loads(canzona("report", run, "--json").stdout)["breakdown"]
     assert report["planned"]["strategy"] == "canzona"
+    assert report["tokens_per_s_per_gpu"] == pytest.approx(report["tokens_per_s"] / 2), "two ranks, DP 1"
+    tflops = report["tokens_per_s"] / 2 * flops_per_token(load_resolved(run / "config.yaml").model, 32) / 1e12
+    assert report["mfu"] * report["peak_tflops_per_gpu"] == pytest.approx(tflops)
     assert report["planned"]["phases"]["matrix_update"] > 0
     assert report["why"]["text"]
     written = canzona("report", "run", "--trace", tmp_path / "again.json", cwd=trained.folder)

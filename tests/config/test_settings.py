@@ -10,8 +10,11 @@ import pytest
 
 from canzona_cli.config.changes import changes
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.foreign_names import RENAMED
+from canzona_cli.config.overrides import unknown_key
+from canzona_cli.config.recipes import GROUPS
 from canzona_cli.config.schema import OPTIMIZERS, Layout, RunConfig
-from canzona_cli.config.settings import Setting, affecting, settings
+from canzona_cli.config.settings import Setting, affecting, closest_key, settings
 from canzona_cli.config.typed import build
 from canzona_cli.errors import ConfigError
 from canzona_cli.fields import CURVE, LAYOUT, MODEL, NOTHING, OPTIMIZER, PLAN, SPREAD, Range
@@ -171,3 +174,35 @@ def test_the_effects_that_matter_most_are_said() -> None:
     assert {"engine.strategy", "gpus", "cluster.nodes"} <= {*affecting(SPREAD)}
     assert {"num_layers", "qk_norm"} <= {*affecting(MODEL, "model")}
     assert affecting(LAYOUT) == ("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp")
+
+
+@pytest.mark.parametrize(("name", "key"), RENAMED.items())
+def test_a_name_of_another_program_is_answered_with_a_setting_that_exists(name: str, key: str) -> None:
+    assert key in settings() or key in GROUPS
+    ours = {setting.rpartition(".")[2] for setting in settings()} - {"resume"}  # of a checkpoint, which names its run
+    assert name not in ours
+    assert unknown_key(name, "1").fix == f"did you mean {key}?"
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("gradient_accumulation_steps", "train.global_batch_size"),
+        ("lora.rank", "does not have LoRA"),
+        ("parallel.dp", "gpus / (tp * pp * cp)"),
+        ("parallel.fsdp", "does not have FSDP"),
+        ("train.fp8", "does not have FP8"),
+        ("bf16", "train.precision=bf16"),
+        ("trainer.log_every_n_steps", "every step is logged"),
+        ("num_train_epochs", "train.steps=N"),
+    ],
+)
+def test_what_canzona_does_not_have_is_said(key: str, words: str) -> None:
+    problem = unknown_key(key, "1")
+    assert words in f"{problem.reason}; {problem.fix}"
+    assert "did you mean" not in problem.fix
+
+
+@pytest.mark.parametrize("far", ["flavour", "parallel.tensors", "attention_backend", "hub_id"])
+def test_nothing_is_suggested_that_is_not_near(far: str) -> None:
+    assert closest_key(far) is None

@@ -174,5 +174,16 @@ def units_of(checkpoint: Path, model: ModelConfig) -> Units:
     return whole
 
 
+def random_states_of(checkpoint: Path) -> Units:
+    """The states of all ranks' random generators, by rank and generator."""
+    states = {name: entry for name, entry in manifest_of(checkpoint).tensors.items() if name.startswith("random.")}
+    assert states
+    found = {}
+    for name, entry in states.items():
+        with safe_open(checkpoint / entry.file, framework="pt") as opened:
+            found[name] = opened.get_tensor(name).numpy()
+    return found
+
+
 def manifest_of(checkpoint: Path) -> Manifest:
     return read_manifest(checkpoint)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.config.compose import compose_run, dump_resolved
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.data.prepare import PrepareRequest, prepare
-from canzona_cli.errors import ConfigError
+from canzona_cli.errors import ConfigError, EnvironmentProblem
 from canzona_cli.megatron.parallel import World
 from canzona_cli.report.run import RunView
 from canzona_cli.run.files import RunFiles
@@ -28,6 +29,7 @@ from canzona_cli.training.loop import Start, Training
 from canzona_cli.training.records import Journal, RankRecord
 from tests.commands import support
 from tests.dist import jobs
+from tests.dist.ranks import run_ranks
 
 WEIGHTS = {"a": 0.7, "b": 0.2, "c": 0.1}
 STEPS = 40
@@ -184,3 +186,21 @@ def test_what_makes_no_blend_is_told_at_once(tmp_path: Path) -> None:
         compose_run([*run, *blend(tmp_path, {"a": 1, "../sets.1/a": 1})])
     with pytest.raises(ConfigError, match=r"data\.path=elsewhere"):
         compose_run([*run, *blend(tmp_path, {"a": 1}), "data.path=elsewhere"])
+
+
+def test_a_cache_that_becomes_full_is_named_with_its_setting(tmp_path: Path) -> None:
+    """Megatron's index of samples does not fit any more."""
+    sets_in(tmp_path)
+    run = ("gpus=1", "train.steps=200", *blend(tmp_path, {"a": 1}))
+    config, _, corpus = jobs.prepare(tmp_path / "cache", *run)
+
+    def build() -> tuple[int, str]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+        with pytest.raises(EnvironmentProblem) as refused:
+            build_datasets(config, corpus, cache=tmp_path / "indices")
+        return refused.value.exit_code, str(refused.value)
+
+    [(code, said)] = run_ranks(1, build)
+    assert code == 3
+    assert said.startswith("data.cache_dir: the index of samples cannot be written: No space left")
+    assert "make room there" in said

@@ -23,7 +23,17 @@ from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
 from tests.dist.jobs import Runs, on_ranks, planned
 from tests.dist.samples import RandomTokens
-from tests.dist.saved import Case, Outcome, Units, manifest_of, resolve, saving_runs, train, units_of
+from tests.dist.saved import (
+    Case,
+    Outcome,
+    Units,
+    manifest_of,
+    random_states_of,
+    resolve,
+    saving_runs,
+    train,
+    units_of,
+)
 from tests.dist.synthetic import finish_gathering
 from tests.dist.whole import Part, part_of
 
@@ -146,6 +156,7 @@ def _go_on(runs: Runs[Case, Outcome], cases: tuple[Case, Case, Case]) -> None:
     _same_weights(second, straight)
     model = resolve(*cases[0].settings)[0].model
     _same(units_of(second.checkpoint, model), units_of(straight.checkpoint, model))
+    _same(random_states_of(second.checkpoint), random_states_of(straight.checkpoint))
 
 
 @pytest.mark.parametrize("optimizer", RESUMED)
@@ -317,7 +328,13 @@ def test_whatever_was_not_trusted_in_gram_form_stays_in_standard_form_for_a_time
         train(first, tmp_path, case, None)
         saved = forms(first)
         start = next(tmp_path.glob("step-*"))
-        assert content_problems(start, manifest_of(start), gram[0].model) == []
+        manifest = manifest_of(start)
+        assert content_problems(start, manifest, gram[0].model) == []
+        marked = next(name for name in manifest.scalars if name.endswith(f"/{DISTRUSTED}"))
+        for forged in (10**18, STANDARD_STEPS + 1, 0, 1.5):
+            of_ages = replace(manifest, scalars={**manifest.scalars, marked: forged})
+            (problem,) = content_problems(start, of_ages, gram[0].model)
+            assert f"{forged} is not a number of steps" in problem.reason
         train(second, tmp_path, replace(case, steps=0), start)
         assert forms(second) == saved
         # Cut otherwise, as by another splitting, or in fragments by other ranks.

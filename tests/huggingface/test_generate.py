@@ -14,7 +14,7 @@ from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.huggingface.folder import beside, byte_tokenizer
 from canzona_cli.huggingface.generating import Choosing, Generated, Writer
 from canzona_cli.run.files import RunFiles
-from tests.commands.support import canzona, imports_none_of
+from tests.commands.support import canzona, canzona_process, imports_none_of
 from tests.dist.ranks import run_ranks
 from tests.huggingface.folders import random_folder
 from tests.huggingface.test_weights import SHAPE, imported
@@ -57,6 +57,8 @@ def test_a_prompt_is_gone_on_from_as_transformers_does(folder: Path) -> None:
     found = json.loads(done.stdout)
     assert (found["version"], found["step"], found["prompt"], found["tokens"]) == (1, 0, PROMPT, TOKENS)
     assert (found["text"], found["ended"]) == (wanted, False)
+    told = canzona_process("generate", str(folder / "run"), *asked)
+    assert (told.returncode, told.stdout, "leaked" in told.stderr) == (0, f"{PROMPT}{wanted}\n", False), told.stderr
     lines = f"{PROMPT}\n{PROMPT}".encode()
     spoken = canzona("generate", folder / "run", "--interactive", *asked[2:], stdin=lines)
     assert spoken.returncode == 0, spoken.stderr

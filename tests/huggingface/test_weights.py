@@ -20,6 +20,7 @@ from canzona_cli.huggingface.folder import Beside, byte_tokenizer
 from canzona_cli.huggingface.weights import export_weights
 from tests.commands.support import canzona
 from tests.dist.ranks import run_ranks
+from tests.faults.disks import small_disk
 from tests.faults.kill_points import killed_at
 from tests.huggingface.folders import Weights, random_folder, read_by_transformers, stored
 from tests.sizes import model
@@ -74,13 +75,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_came_in_goes_out_bit_by_bit(tmp_path: Path, dtype: str, tied: bool) -> None:
     """fp32 masters of any type are what the file had; out in that type they are it again."""
     shape = replace(SHAPE, tied_embeddings=tied)
-    weights = random_folder(tmp_path / "in", shape, dtype=DTYPES[dtype])
+    weights = random_folder(tmp_path / "in", shape, dtype=DTYPES[dtype], max_length=1 << 17)
     imported(tmp_path / "in", tmp_path / "run")
     for kind in {"fp32", dtype}:
         out = tmp_path / kind
         done = canzona("checkpoint", "export", tmp_path / "run", out, "--dtype", kind)
         assert done.returncode == 0, done.stderr
         assert same(stored(out), {name: tensor.to(DTYPES[kind]) for name, tensor in weights.items()})
+        settings = json.loads((out / "config.json").read_text())
+        assert settings["max_position_embeddings"] == 1 << 17, "as imported; sequences in training are shorter"
     assert same(read_by_transformers(tmp_path / dtype), weights)
     again = imported(tmp_path / "fp32", tmp_path / "again")
     first, second = (
@@ -159,6 +162,18 @@ def test_killed_at_any_moment_an_export_is_whole_or_not_there(run: Path, tmp_pat
 @pytest.mark.sweep
 def test_killed_at_every_moment_an_export_is_whole_or_not_there(run: Path, tmp_path: Path) -> None:
     assert kill_exports(run, tmp_path, lambda calls: [*range(calls)]) > 20
+
+
+def test_an_import_onto_a_full_disk_says_where_to_make_room(run: Path, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 60) as mounted:
+        if not mounted:
+            pytest.skip("this user may not mount")
+        done = canzona("checkpoint", "import", run.parent / "in", "--out", tmp_path / "disk" / "run")
+        assert done.returncode == 3
+        assert f"--out = {tmp_path}/disk/run cannot be written: No space left" in words(done.stderr)
+        assert "make room there, or name a place" in words(done.stderr)
+        assert "checkpoint.keep" not in done.stderr
+        assert list((tmp_path / "disk").iterdir()) == []
 
 
 def test_an_import_that_is_killed_leaves_no_run(run: Path, tmp_path: Path) -> None:

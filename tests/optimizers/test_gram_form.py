@@ -394,3 +394,26 @@ def test_tall_loses_no_more_than_wide() -> None:
     tall = gram_newton_schulz(x.mT.contiguous(), steps, Workspace())[0].mT
     wanted = exact(x, steps)
     assert apart(tall, wanted) < 1.3 * apart(wide, wanted)
+
+
+@pytest.mark.parametrize("stack", [False, True])
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "passes of a device"])
+def test_a_gradient_of_zeros_is_no_reason_for_doubt(
+    stack: bool, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside another matrix, which moves; afterwards both are in Gram form."""
+    if on_device:
+        monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
+    told: list[str] = []
+    params = [torch.nn.Parameter(torch.ones(64, 128)) for _ in range(2)]
+    optimizer = Muon(
+        params, 0.02, form="gram", stack=stack, weight_decay=0.0, on_fallback=lambda _, text: told.append(text)
+    )
+    params[0].grad = torch.zeros(64, 128)
+    params[1].grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    assert told == []
+    assert optimizer.settle() == []
+    assert not any(optimizer.excluded(p) for p in params)
+    assert torch.equal(params[0].detach(), torch.ones(64, 128))
+    assert not torch.equal(params[1].detach(), torch.ones(64, 128))

@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_cli.costs.sharing import Exchange, shared_exchanges, shared_works
-from canzona_cli.optimizers import Muon, Workspace
+from canzona_cli.optimizers import Muon, Workspace, shared_rows
 from canzona_cli.optimizers.facts import known
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.optimizers.matrix_optimizer import products
@@ -208,6 +208,26 @@ def test_what_is_not_finite_on_one_fragment_moves_none(bad: float) -> None:
     split = cut(start, 2, "bf16")
     assert split.step(gradient) == [False] * 2
     torch.testing.assert_close(split.gathered(), start, rtol=0, atol=0)
+
+
+def test_a_result_that_is_too_large_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its singular values are near 1, their root mean square too: no estimated error shows one that is far above."""
+    start, gradient = gaussian((48, 256), 0), gaussian((48, 256), 1)
+    for limit, trusted in ((1.1, True), (0.9, False)):
+        monkeypatch.setattr(shared_rows, "most", lambda steps, limit=limit: limit)
+        split = cut(start, 4, "fp32")
+        assert split.step(gradient) == [trusted] * 4
+        assert torch.equal(split.gathered(), start) != trusted
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_doubt_needs_no_more_memory(precision: Precision) -> None:
+    start, gradient = gaussian((64, 128), 0), gaussian((64, 128), 1)
+    split = cut(start, 4, precision)
+    assert split.step(gradient) == [True] * 4
+    before = [optimizer.workspace.nbytes for optimizer in split.optimizers]
+    split.step_alone()
+    assert [optimizer.workspace.nbytes for optimizer in split.optimizers] == before
 
 
 def test_what_is_not_trusted_is_made_alone_in_standard_form() -> None:

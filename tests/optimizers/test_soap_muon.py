@@ -55,6 +55,38 @@ def test_bf16_is_for_the_iteration_alone() -> None:
         torch.testing.assert_close(mine, same, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("mode", ["spectral", "unit_rms_norm", "shape_scaling"])
+@pytest.mark.parametrize("shape", [(8, 32), (32, 8)])
+def test_the_size_of_an_update_is_of_rows_and_cols_in_their_order(shape: tuple[int, int], mode: ScaleMode) -> None:
+    """Of 8 singular values, each within 0.7 to 1.25 after five steps of a Gaussian matrix; swapped sides make 2 to 4
+    times the size where a mode tells them apart."""
+    start, (gradient,) = torch.zeros(shape), reference.gradients([shape], 1)[0]
+    p = torch.nn.Parameter(start.clone())
+    p.grad = gradient.clone()
+    SOAPMuon([p], 1.0, weight_decay=0.0, iterated_in="fp32", scale_mode=mode).step()
+    rows, cols = shape
+    wanted = {
+        "spectral": max(rows, cols) ** 0.5,
+        "unit_rms_norm": (rows / cols) ** 0.5,
+        "shape_scaling": max(1.0, rows / cols) ** 0.5,
+    }[mode]
+    assert float(p.detach().norm()) == pytest.approx(0.2 * wanted * 8**0.5, rel=0.3)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-38, 1e-41, 1e-44])
+def test_gradients_near_the_smallest_number_move_as_others_and_zeros_do_not(size: float) -> None:
+    p = torch.nn.Parameter(torch.zeros(16, 32))
+    optimizer = SOAPMuon([p], 0.02, weight_decay=0.0, iterated_in="fp32")
+    for (gradient,) in reference.gradients([(16, 32)], 3):
+        p.grad = gradient * size
+        optimizer.step()
+        assert bool(p.isfinite().all())
+    still = torch.nn.Parameter(torch.ones(16, 32))
+    still.grad = torch.zeros(16, 32)
+    SOAPMuon([still], 0.02, weight_decay=0.0).step()
+    assert torch.equal(still.detach(), torch.ones(16, 32))
+
+
 def test_it_iterates() -> None:
     with pytest.raises(ValueError, match="ns_steps is 0"):
         SOAPMuon(reference.weights([(2, 3)]), 0.02, ns_steps=0)

@@ -136,6 +136,19 @@ def test_all_that_are_missing_are_named(tmp_path: Path) -> None:
     assert [problem.value for problem in caught.value.problems] == [tmp_path / "one", tmp_path / "other"]
 
 
+def test_what_is_no_run_is_left_out_if_two_runs_remain(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """As with `runs/*`: a folder of something else, and a file."""
+    (tmp_path / "other things").mkdir()
+    (tmp_path / "notes.txt").touch()
+    besides = (tmp_path / "other things", tmp_path / "notes.txt")
+    several = several_runs((besides[0], *runs, besides[1]))
+    assert [run.run_dir for run in several.runs] == [*runs]
+    assert several.skipped == besides
+    with pytest.raises(ConfigError) as caught:
+        several_runs((runs[0], *besides))
+    assert [problem.value for problem in caught.value.problems] == [*besides]
+
+
 def test_of_many_runs_settings_and_results_are_columns_and_the_best_is_named(tmp_path: Path) -> None:
     (tmp_path / "sweep").mkdir()
     finals = {0.001: 4.0, 0.003: 3.5, 0.01: 3.9, 0.03: 3.0}

@@ -12,6 +12,7 @@ from canzona_cli.launch.view import Monitor, TrainView
 from canzona_cli.run.codec import JsonLines
 from canzona_cli.run.files import RunFiles, append_json_line, read_json, write_json_atomic, write_text_atomic
 from canzona_cli.run.records import Note, RunStatus, StageEvent, StepMetrics, ValidationLoss
+from canzona_cli.run.summary import events_of, load_summary
 
 
 class Recorder(TrainView):
@@ -167,3 +168,15 @@ def test_lines_that_are_no_records_do_not_reach_the_view(tmp_path: Path) -> None
     monitor.poll()
     assert view.seen == []
     assert (monitor.last_step, monitor.last_validation) == (None, None)
+
+
+def test_broken_lines_of_events_are_left_out(tmp_path: Path) -> None:
+    """JSON of any shape, and none."""
+    files = RunFiles(tmp_path)
+    append_json_line(files.events, {"event": "stage", "stage": "train", "time": 1.0})
+    broken = ['{"event": ["stage"]}', '{"event": {"stage": 1}}', "[1]", "null", '{"event": "checkpoint"}', "{", "\x00"]
+    with files.events.open("a") as file:
+        file.write("\n".join(broken) + "\n")
+    append_json_line(files.events, {"event": "stage", "stage": "finish", "time": 2.0})
+    assert [event.stage for event in events_of(files) if isinstance(event, StageEvent)] == ["train", "finish"]
+    assert len(load_summary(tmp_path).events) == 2

@@ -34,10 +34,18 @@ class ClusterConfig:
     The order of these fields is the order in which a plan lists what it was computed from.
     """
 
+    # The largest numbers are several times those of any device today: beyond them, a unit was mistaken.
     name: Annotated[str, "Name of the profile.", PLAN]
     device: Annotated[Device, "The device that a rank computes on.", PLAN]
     gpus_per_node: Annotated[Ranks, "Ranks on one node (GPUs, or CPU processes).", PLAN]
-    memory_gib: Annotated[Positive, "Memory of one GPU, or of one CPU rank.", Unit("GiB"), Example("80"), PLAN]
+    memory_gib: Annotated[
+        float,
+        Range(at_least=1e-9, at_most=65_536),
+        "Memory of one GPU, or of one CPU rank.",
+        Unit("GiB"),
+        Example("80"),
+        PLAN,
+    ]
     reserved_gib: Annotated[
         NotNegative,
         "The part of memory_gib that the driver, the communication library and allocator fragmentation take.",
@@ -45,14 +53,20 @@ class ClusterConfig:
         PLAN,
     ]
     bf16_tflops: Annotated[
-        Positive,
+        float,
+        Range(at_least=1e-9, at_most=20_000),
         "Dense bf16 matrix-multiply peak of one GPU; model FLOP utilisation is relative to it.",
         Unit("TFLOP/s"),
         Example("989"),
         PLAN,
     ]
     memory_gb_per_s: Annotated[
-        Positive, "Memory bandwidth of one GPU.", Unit("GB/s (1e9 bytes)"), Example("3350"), PLAN
+        float,
+        Range(at_least=1e-9, at_most=100_000),
+        "Memory bandwidth of one GPU.",
+        Unit("GB/s (1e9 bytes)"),
+        Example("3350"),
+        PLAN,
     ]
     intra_node_gb_per_s: Annotated[
         Positive,

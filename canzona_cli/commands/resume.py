@@ -1,0 +1,49 @@
+"""`canzona resume`: continues a run with the settings in its directory."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from canzona_cli.commands.output import AsJson, RecipesDirs, overrides_argument
+
+
+def resume(
+    run_dir: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="The run directory that `canzona train` printed."),
+    ],
+    overrides: Annotated[
+        list[str] | None, overrides_argument("Settings to change: gpus=8 train.steps=2000 optimizer.lr=1e-3 ...")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved run and what would be resumed; start nothing.")
+    ] = False,
+    as_json: AsJson = False,
+    recipes_dir: RecipesDirs = None,
+) -> None:
+    """Resume a run from its newest checkpoint.
+
+    Uses the settings that the run was started with, and overrides on top of them. If they set gpus or the
+    cluster, a layout is chosen again: a run resumes on another machine, with another number of GPUs or another
+    layout. Ctrl-C saves after the current step.
+    """
+    from canzona_cli.commands.train import train
+    from canzona_cli.config.overrides import key_of, text_value
+    from canzona_cli.config.written import NAME
+    from canzona_cli.errors import ConfigError, Problem
+    from canzona_cli.run.summary import suggest
+
+    problems = []
+    if not (run_dir / NAME).is_file():
+        reason = f"has no {NAME}, so it is not a run directory" if run_dir.is_dir() else "there is no such directory"
+        problems.append(Problem(key="RUN", value=run_dir, reason=reason, fix=suggest(run_dir)))
+    for override in overrides or ():
+        if key_of(override) in ("recipe", "run.dir"):
+            fix = "leave it out, or write canzona train"
+            reason = "a resumed run keeps its directory and its settings"
+            problems.append(Problem(key=key_of(override), value=override.partition("=")[2], reason=reason, fix=fix))
+    if problems:
+        raise ConfigError(*problems)
+    arguments = [f"run.dir={text_value(str(run_dir))}", *(overrides or ())]
+    train(arguments, dry_run=dry_run, as_json=as_json, recipes_dir=recipes_dir)

@@ -1,0 +1,125 @@
+"""The names that Megatron, Hugging Face, torchtitan, torchtune and NeMo use for settings, with canzona's name or
+what to do instead."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instead:
+    """An answer to a name that has no setting of the same meaning."""
+
+    reason: str
+    """The reason, as a predicate or a sentence."""
+    fix: str
+
+
+_NAMES: Final[Mapping[str, str]] = {
+    "gpus": "n np nproc nproc_per_node num_gpus world_size devices num_devices",
+    "cluster.nodes": "num_nodes nnodes",
+    "recipe": "config config_name",
+    "run.dir": "o out output output_dir save resume work_dir",
+    "run.root": "dump_folder exp_dir log_dir",
+    "run.trackers": "report_to loggers",
+    "model.num_layers": "num_hidden_layers n_layer n_layers",
+    "model.hidden_size": "n_embd d_model dim embed_dim",
+    "model.ffn_hidden_size": "intermediate_size ffn_dim hidden_dim",
+    "model.num_attention_heads": "n_head n_heads num_heads",
+    "model.num_query_groups": "num_key_value_heads n_kv_heads num_kv_heads",
+    "model.head_dim": "kv_channels",
+    "model.num_experts": "num_moe_experts n_experts num_local_experts",
+    "model.experts_per_token": "num_experts_per_tok moe_router_topk router_topk",
+    "model.tied_embeddings": "tie_word_embeddings share_embeddings_and_output_weights",
+    "model.rope_base": "rotary_base rope_theta",
+    "model.norm_eps": "norm_epsilon layernorm_epsilon rms_norm_eps",
+    "model.init_std": "init_method_std initializer_range",
+    "train.steps": "iters iterations train_iters max_steps training_steps num_steps max_steps_per_epoch",
+    "train.seq_length": "seq_len block_size max_seq_len max_seq_length context_length max_position_embeddings",
+    "train.global_batch_size": "batch_size gbs",
+    "train.micro_batch_size": "per_device_train_batch_size local_batch_size mbs device_batch_size",
+    "train.precision": "dtype torch_dtype params_dtype mixed_precision",
+    "train.recompute": "recompute_granularity activation_checkpoint activation_checkpointing",
+    "train.eval_interval": "eval_steps eval_every eval_freq val_check_interval",
+    "train.eval_batches": "eval_iters limit_val_batches",
+    "optimizer.lr": "learning_rate",
+    "optimizer.clip_grad": "grad_clip max_grad_norm clip_grad_norm gradient_clip_val gradient_clipping max_norm",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "adam_eps adam_epsilon",
+    "schedule.decay": "lr_scheduler lr_scheduler_type lr_decay_style scheduler decay_type",
+    "schedule.warmup_steps": "lr_warmup_iters num_warmup_steps lr_warmup_steps",
+    "schedule.decay_steps": "lr_decay_iters",
+    "checkpoint.every_steps": "save_every save_interval save_steps save_freq checkpoint_interval every_n_train_steps",
+    "checkpoint.keep": "save_total_limit save_top_k keep_latest_k",
+    "checkpoint.resume": "load resume_from_checkpoint load_step resume_from",
+    "checkpoint.weights_from": "model_name_or_path pretrained_checkpoint initial_load_path restore_from_path",
+    "data.path": "data_path dataset_path files data_prefix train_data",
+    "data.tokenizer": "tokenizer_model tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_type",
+    "parallel.tp": "tensor_model_parallel_size tensor_parallel_degree tensor_parallel tensor_parallel_size tp_size",
+    "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_degree pipeline_parallel pp_size",
+    "parallel.vpp": "virtual_pipeline_model_parallel_size",
+    "parallel.cp": "context_parallel_size context_parallel_degree context_parallel cp_size",
+}
+RENAMED: Final[Mapping[str, str]] = {name: key for key, names in _NAMES.items() for name in names.split()}
+"""Canzona's key by the name in another program, where the same value means the same. `resume` is `run.dir`,
+because a run continues in its directory."""
+
+_DOES_NOT_HAVE: Final[Mapping[str, tuple[str, str]]] = {
+    "expert experts moe ep": (
+        "canzona does not have this; settings of experts are model.num_experts and model.experts_per_token",
+        "leave it out",
+    ),
+    "lora qlora peft adapter adapters": ("canzona does not have LoRA; it trains all weights", "leave it out"),
+    "sft dpo rlhf finetune finetuning": (
+        "canzona does not have fine-tuning on instructions; it trains on plain text",
+        "leave it out; init=DIR starts from the weights of a Hugging Face folder",
+    ),
+    "fsdp fsdp2 zero zero1 zero2 zero3 deepspeed hsdp shard": (
+        "canzona does not have FSDP or ZeRO; each optimizer state exists once in the job anyway",
+        "leave it out",
+    ),
+    "dp data_parallel data_parallel_size replicate": (
+        "the data-parallel size follows from the others: gpus / (tp * pp * cp)",
+        "set gpus=N",
+    ),
+    "fp8 float8 fp4 mxfp8 nvfp4": ("canzona does not have FP8", "use train.precision=bf16"),
+    "fp16": ("canzona does not train in fp16", "use train.precision=bf16"),
+    "bf16": ("is a value of train.precision", "write train.precision=bf16, or fp32"),
+    "compile": ("canzona does not have torch.compile; it runs the model as Megatron does", "leave it out"),
+    "accumulation accumulate": (
+        "accumulation follows from the batch: train.global_batch_size / (train.micro_batch_size * DP)",
+        "set train.global_batch_size=N",
+    ),
+    "checkpointing": ("recomputation is set by its extent", "write train.recompute=selective, or full"),
+    "dropout": ("canzona does not have dropout", "leave it out"),
+    "tensorboard wandb mlflow": ("trackers are listed in one setting", "write run.trackers=[{}]"),
+    "comet neptune aim": (
+        "canzona does not support this tracker",
+        "write run.trackers=[tensorboard], or read metrics.jsonl in the run directory: a line for every step",
+    ),
+    "epoch epochs": ("the length of a run is its number of steps", "write train.steps=N"),
+    "warmup_ratio": ("the warm-up is a number of steps", "write schedule.warmup_steps=N"),
+    "untie_embeddings_and_output_weights": (
+        "the setting has the opposite meaning here",
+        "write model.tied_embeddings=false for an output layer of its own",
+    ),
+    "log_every log_freq log_interval logging_steps log_every_n_steps": (
+        "canzona does not have it: every step is logged",
+        "leave it out; metrics.jsonl in the run directory has a line for every step",
+    ),
+}
+"""The reason and the fix by words. A word matches a name that it is a part of between dots and underscores; a
+word with underscores matches the name's last part. In a fix, `{}` stands for the matching word."""
+
+
+def instead(name: str) -> Instead | None:
+    """Returns the answer to a name, dotted or not, of something that canzona has no setting for; else None."""
+    flat = name.replace("-", "_").lower()
+    words, last = {*flat.replace(".", "_").split("_")}, flat.rpartition(".")[2]
+    if last in RENAMED:
+        return None
+    for listed, (reason, fix) in _DOES_NOT_HAVE.items():
+        if matching := [word for word in listed.split() if word in words or word == last]:
+            return Instead(reason=reason, fix=fix.format(min(matching)))
+    return None

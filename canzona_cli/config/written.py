@@ -1,0 +1,65 @@
+"""The settings of a run that is continued: those in its directory, with the command line's on top."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from canzona_cli.config.overrides import Overrides
+from canzona_cli.config.schema import ScheduleConfig
+
+NAME: Final = "config.yaml"
+"""The file in a run directory with the settings that the run was started with, nulls resolved."""
+_CHOSEN: Final = {
+    "parallel": ("tp", "pp", "vpp", "cp", "sequence_parallel"),
+    "train": ("micro_batch_size", "recompute"),
+    "cluster": ("nodes",),
+}
+"""The settings that are chosen for a number of GPUs and a cluster. The run was started with the choice for its own."""
+
+
+def with_written_recipe(asked: Overrides) -> Overrides:
+    """Takes the settings of the run in `run.dir` as the recipe, if the command line names no recipe and there
+    is such a run."""
+    place = asked.values.get("run.dir")
+    if "recipe" in asked.groups or not isinstance(place, str):
+        return asked
+    file = Path(place).expanduser() / NAME
+    return replace(asked, groups={"recipe": str(file.absolute()), **asked.groups}) if file.is_file() else asked
+
+
+def is_written(recipe_file: Path, asked: Overrides) -> bool:
+    """Returns True if `recipe_file` has the settings of the run in `run.dir`."""
+    place = asked.values.get("run.dir")
+    return isinstance(place, str) and recipe_file == (Path(place).expanduser() / NAME).resolve()
+
+
+def choose_again(tree: dict[str, object], written: Mapping[str, object], asked: Overrides) -> None:
+    """Drops the values that the run's start derived from settings which the command line changes: the layout if
+    it gives GPUs or a cluster, the schedule if it gives the number of steps.
+
+    Args:
+        tree: the values with the command line's, changed in place.
+        written: the values of the run directory.
+    """
+    if "gpus" in asked.values or "cluster" in asked.groups:
+        for section, names in _CHOSEN.items():
+            values = tree.get(section)
+            if isinstance(values, dict):
+                values.update({name: None for name in names if f"{section}.{name}" not in asked.values})
+    if "train.steps" in asked.values and not any(key.startswith("schedule.") for key in asked.values):
+        _choose_schedule(tree, written)
+
+
+def _choose_schedule(tree: dict[str, object], written: Mapping[str, object]) -> None:
+    """Sets the schedule's numbers of steps to null if they are what nulls would have become for the steps that
+    the run was started with."""
+    schedule, train = tree.get("schedule"), written.get("train")
+    steps = train.get("steps") if isinstance(train, Mapping) else None
+    if not isinstance(schedule, dict) or not isinstance(steps, int) or schedule.get("decay_steps") != steps:
+        return
+    nulls = ScheduleConfig(decay=schedule["decay"]).complete(steps)
+    schedule["decay_steps"] = None
+    for name in ("warmup_steps", "wsd_decay_steps"):
+        if schedule.get(name) == getattr(nulls, name):
+            schedule[name] = None

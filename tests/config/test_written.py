@@ -1,0 +1,57 @@
+"""A run that goes on has the settings that it was started with, and what the command line changes on top of them."""
+
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.compose import compose_run, dump_resolved
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.errors import ConfigError
+
+
+def written(folder: Path, *overrides: str) -> RunConfig:
+    """The settings of a run that was started in `folder`."""
+    config, _ = resolve(compose_run(["recipe=qwen3-tiny", f"run.dir={folder}", *overrides]).config)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(dump_resolved(config))
+    return config
+
+
+def again(folder: Path, *overrides: str) -> RunConfig:
+    return resolve(compose_run([f"run.dir={folder}", *overrides]).config)[0]
+
+
+def test_a_run_goes_on_with_what_is_written_there(tmp_path: Path) -> None:
+    started = written(
+        tmp_path / "run", "gpus=2", "train.steps=50", "optimizer.lr=0.003", "parallel.tp=2", "train.seed=7"
+    )
+    assert again(tmp_path / "run") == started
+    changed = again(tmp_path / "run", "optimizer.lr=0.001")
+    assert (changed.optimizer.lr, changed.optimizer.min_lr, changed.train.seed) == (0.001, 0.0001, 7)
+
+
+def test_another_number_of_gpus_or_cluster_has_a_layout_of_its_own(tmp_path: Path) -> None:
+    """And the batch that the curve needs, where it is possible."""
+    started = written(tmp_path / "run", "gpus=2", "parallel.tp=2")
+    for change in ("gpus=8", "cluster=h100-80g"):
+        layout = compose_run([f"run.dir={tmp_path / 'run'}", change]).config
+        assert (layout.parallel.tp, layout.train.micro_batch_size, layout.cluster.nodes) == (None, None, None)
+        assert layout.train.global_batch_size == started.train.global_batch_size
+    assert again(tmp_path / "run", "gpus=8", "parallel.tp=4").parallel.tp == 4
+    assert compose_run([f"run.dir={tmp_path / 'run'}", "cluster=h100-80g"]).config.cluster.device == "cuda"
+
+
+def test_a_longer_run_decays_to_its_own_end(tmp_path: Path) -> None:
+    """As it would by the command that started it; what was typed for the schedule stays."""
+    written(tmp_path / "run", "train.steps=50")
+    assert again(tmp_path / "run", "train.steps=100").schedule.decay_steps == 100
+    written(tmp_path / "typed", "train.steps=50", "schedule.decay_steps=40")
+    assert again(tmp_path / "typed", "train.steps=100").schedule.decay_steps == 40
+
+
+def test_without_a_run_there_a_recipe_is_needed_and_a_recipe_that_is_named_counts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no recipe is given"):
+        compose_run([f"run.dir={tmp_path}"])
+    written(tmp_path / "run", "train.steps=50")
+    assert compose_run(["recipe=qwen3-tiny", f"run.dir={tmp_path / 'run'}"]).config.train.steps != 50
