@@ -7,7 +7,7 @@ their estimates, until the estimates of all remaining layouts are longer than th
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -18,9 +18,10 @@ import canzona_cli
 from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.config.caches import cache_root
 from canzona_cli.config.execution import AnyStrategy, with_strategy
-from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
+from canzona_cli.config.layout_rules import layout_problems, possible_tp
 from canzona_cli.config.schema import Layout, Recompute, RunConfig
 from canzona_cli.config.settings import problem_with
+from canzona_cli.config.stages import possible_pp, possible_vpp
 from canzona_cli.costs.buffers import matrix_shapes
 from canzona_cli.costs.memory import MemoryEstimate, estimate
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
@@ -48,6 +49,12 @@ class Candidate:
     @property
     def fits(self) -> bool:
         return self.memory.fits
+
+
+def eligible(tried: Sequence[Candidate]) -> list[Candidate]:
+    """Selects the layouts that a choice is made from: those that leave the profile's headroom free, or if
+    there are none, those that fit."""
+    return [each for each in tried if each.memory.roomy] or [each for each in tried if each.fits]
 
 
 def candidates(config: RunConfig) -> list[Candidate]:
@@ -138,7 +145,7 @@ def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
     per_node = min(config.cluster.gpus_per_node, config.gpus)
     needed = parallel.sequence_parallel or model.num_experts > 0
     tps = tuple(tp for tp in possible_tp(model) if tp <= per_node) if parallel.tp is None else (parallel.tp,)
-    pps = divisors(model.num_layers) if parallel.pp is None else (parallel.pp,)
+    pps = possible_pp(model.num_layers) if parallel.pp is None else (parallel.pp,)
     for tp in tps:
         cps: tuple[int, ...] = (parallel.cp or 1,)
         if parallel.cp is None:
@@ -157,8 +164,7 @@ def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
 
 def _model_chunks(config: RunConfig, pp: int) -> tuple[int, ...]:
     """Returns the possible numbers of model chunks of each of `pp` stages."""
-    possible = divisors(config.model.num_layers // pp) if pp > 1 else (1,)
-    return tuple(vpp for vpp in possible if config.parallel.vpp in (None, vpp))
+    return tuple(vpp for vpp in possible_vpp(config.model.num_layers, pp) if config.parallel.vpp in (None, vpp))
 
 
 def _global_batch(config: RunConfig, step: int) -> int | None:
@@ -274,7 +280,7 @@ def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> T
 
 
 def _search(config: RunConfig, count: int) -> LayoutSearch:
-    fitting = [candidate.layout for candidate in candidates(config) if candidate.fits]
+    fitting = [candidate.layout for candidate in eligible(candidates(config))]
     estimated = ((_estimated_s(config, layout), layout) for layout in fitting)
     quickest_first = sorted(estimated, key=lambda pair: (pair[0], _plainness(pair[1])))
     best: dict[float, _Simulated] = {}

@@ -1,16 +1,18 @@
 """The rules for valid layouts: the divisibility that Megatron-core 0.19 and torchrun require.
 
 Null values are not checked here; `canzona_cli.cluster.fit` chooses them later by the same rules. Sources:
-`TransformerConfig.__post_init__` (heads and query groups over tp), `get_num_layers_to_build` (even pipeline
-stages), `MoELayer.forward` (experts need sequence parallelism), `get_batch_on_this_cp_rank` (2 * cp slices of a
-sequence), `forward_backward_pipelining_with_interleaving` (micro-batches in groups of pp).
+`TransformerConfig.__post_init__` (heads and query groups over tp), `get_num_layers_to_build` (pipeline
+stages, see `canzona_cli.config.stages`), `MoELayer.forward` (experts need sequence parallelism),
+`get_batch_on_this_cp_rank` (2 * cp slices of a sequence), `forward_backward_pipelining_with_interleaving`
+(micro-batches in groups of pp).
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from canzona_cli.config.schema import ModelConfig, RunConfig
 from canzona_cli.config.settings import with_own_values
+from canzona_cli.config.stages import counted, possible_pp, possible_vpp
 from canzona_cli.errors import Problem
 
 
@@ -40,13 +42,24 @@ def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]], c
 
 def pipeline_problems(layers: int, pp: int, vpp: int) -> Iterator[Problem]:
     """Yields the reasons why `layers` cannot be cut into `pp` stages of `vpp` model chunks each."""
-    uneven = list(uneven_problems("parallel.pp", pp, [(layers, "layers")], "stages"))
-    yield from uneven
-    if vpp > 1 and pp == 1:
+    if counted(layers, pp) is None:
+        reason = f"cannot split {layers} layers into {pp} stages, even if the loss or the embedding counts as a layer"
+        yield Problem(key="parallel.pp", value=pp, reason=reason, fix=f"use one of {_listed(possible_pp(layers))}")
+    elif vpp > 1 and pp == 1:
         reason = "model chunks interleave pipeline stages, and with parallel.pp=1 there is only one stage"
         yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix="use parallel.vpp=1, or a larger parallel.pp")
-    elif not uneven:
-        yield from uneven_problems("parallel.vpp", vpp, [(layers // pp, "layers of a stage")], "chunks")
+    elif counted(layers, pp * vpp) is None:
+        reason = f"cannot split {layers} layers into {pp} stages of {vpp} chunks"
+        fix = f"use one of {_listed(possible_vpp(layers, pp))}"
+        yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix=fix)
+
+
+def _chunk_problems(layers: int, vpp: int) -> Iterator[Problem]:
+    """Yields a problem if no number of stages allows `vpp` model chunks each."""
+    possible = sorted({chunks for pp in possible_pp(layers) for chunks in possible_vpp(layers, pp)})
+    if vpp not in possible:
+        reason = f"cannot split the stages of {layers} layers into {vpp} chunks"
+        yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix=f"use one of {_listed(possible)}")
 
 
 def layout_problems(config: RunConfig) -> list[Problem]:
@@ -77,7 +90,7 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
     if pp is not None:
         yield from pipeline_problems(model.num_layers, pp, parallel.vpp or 1)
     elif parallel.vpp is not None:
-        yield from uneven_problems("parallel.vpp", parallel.vpp, [(model.num_layers, "layers")], "chunks")
+        yield from _chunk_problems(model.num_layers, parallel.vpp)
     copy_ranks = (tp or 1) * (pp or 1) * cp
     if config.gpus % copy_ranks:
         used = [f"{name} {size}" for name, size in (("tp", tp), ("pp", pp), ("cp", cp)) if size not in (None, 1)]
@@ -146,5 +159,5 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key="train.global_batch_size", reason=reason, fix=fix)
 
 
-def _listed(numbers: tuple[int, ...]) -> str:
+def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(str(number) for number in numbers)

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from canzona_cli.config.execution import Execution, execution_of, splitting_of
 from canzona_cli.config.schema import Layout, ModelConfig, MomentumConfig, NorMuonConfig, RunConfig
+from canzona_cli.config.stages import chunk_layers, stage_layers
 from canzona_cli.costs.update import RULES, algorithm, form_of, stack_of
 from canzona_cli.model.families import family_of, replicated_parameters
 from canzona_cli.model.matrices import layer_shapes
@@ -262,12 +263,12 @@ class StageWeights:
 def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights:
     """Counts the elements that a TP rank of `stage` stores. With pp > 1 a tied output layer is a second copy
     of the embedding."""
-    return _stage_weights(config.model, layout.tp, layout.pp, stage)
+    model = config.model
+    return _stage_weights(model, layout.tp, layout.pp, stage, stage_layers(model.num_layers, layout, stage))
 
 
 @lru_cache(maxsize=1024)
-def _stage_weights(model: ModelConfig, t: int, p: int, stage: int) -> StageWeights:
-    layers = model.num_layers // p
+def _stage_weights(model: ModelConfig, t: int, p: int, stage: int, layers: int) -> StageWeights:
     shapes = layer_shapes(model, "fused")
     vocabulary = model.vocab_size * model.hidden_size // t
     first, last = stage == 0, stage == p - 1
@@ -354,14 +355,36 @@ def forwards_ahead(layout: Layout, stage: int) -> int:
     return min(ahead, layout.vpp * layout.num_microbatches)
 
 
+@lru_cache(maxsize=4096)
+def layers_in_flight(layers: int, layout: Layout, stage: int) -> int:
+    """Counts the layers whose activations a stage keeps when it keeps the most, once per micro-batch.
+
+    Megatron runs `forwards_ahead` forward passes, then forward and backward passes in turns. After every pp
+    micro-batches it goes on to the next chunk, in backward passes to the previous one.
+
+    Args:
+        layers: the layers of the model.
+    """
+    held = [len(chunk_layers(layers, layout, stage, chunk)) for chunk in range(layout.vpp)]
+    passes = layout.vpp * layout.num_microbatches
+    in_flight = min(forwards_ahead(layout, stage) + 1, passes)
+    if len(set(held)) == 1:
+        return in_flight * held[0]
+    turn = layout.pp if layout.vpp > 1 else 1
+    chunk_of = [number // turn % layout.vpp for number in range(in_flight + layout.pp * layout.vpp)]
+    most = kept = sum(held[chunk] for chunk in chunk_of[:in_flight])
+    for number in range(min(passes - in_flight, layout.pp * layout.vpp)):  # then it repeats
+        kept += held[chunk_of[in_flight + number]] - held[layout.vpp - 1 - chunk_of[number]]
+        most = max(most, kept)
+    return most
+
+
 def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
     """Counts the bytes that a rank of `stage` needs in addition to its state while it computes."""
     model, width, t = config.model, element_bytes(config)[0], layout.tp
     weights = stage_weights(config, layout, stage)
-    tokens, layers = micro_batch_tokens(config, layout), model.num_layers // (layout.pp * layout.vpp)
-    in_flight = min(forwards_ahead(layout, stage) + 1, layout.vpp * layout.num_microbatches)
-    layer = layer_activations(config, layout, layout.recompute)
-    activations = in_flight * layers * layer
+    tokens, layer = micro_batch_tokens(config, layout), layer_activations(config, layout, layout.recompute)
+    activations = layers_in_flight(model.num_layers, layout, stage) * layer
     logits = 0
     if stage == layout.pp - 1:
         activations += 2 * element_bytes(config)[0] * stream_elements(config, layout)

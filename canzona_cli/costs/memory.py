@@ -16,12 +16,13 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
 from canzona_cli.config.execution import IN_ORDER, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.stages import chunk_layers, stage_layers
 from canzona_cli.costs.buffers import (
     BATCH_BYTES,
     FP32,
@@ -59,9 +60,17 @@ class Memory:
     def total(self) -> int:
         return sum(self.parts.values())
 
+    headroom: int
+    """The bytes of the capacity that a chosen layout leaves free, see `cluster.headroom_gib`."""
+
     @property
     def fits(self) -> bool:
         return self.total <= self.capacity
+
+    @property
+    def roomy(self) -> bool:
+        """True if the headroom stays free."""
+        return self.total <= self.capacity - self.headroom
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,18 +114,25 @@ def capacity(config: RunConfig) -> int:
     return int((config.cluster.memory_gib - config.cluster.reserved_gib) * GIB)
 
 
+def headroom(config: RunConfig) -> int:
+    """Returns the bytes of `capacity` that a chosen layout leaves free."""
+    return int(config.cluster.headroom_gib * GIB)
+
+
 def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
     """Estimates the memory of the rank that needs most in `layout`.
 
-    Only the first and the last stage can need most: the first has the embedding and the most micro-batches in
-    flight, the last has the output layer and the logits.
+    Only three stages can need most: the first has the embedding and the most micro-batches in flight, the
+    last has the output layer and the logits, and the second may have a layer more than these.
     """
-    candidates = {stage: _stage_parts(config, layout, stage) for stage in sorted({0, layout.pp - 1})}
+    stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
+    candidates = {stage: _stage_parts(config, layout, stage) for stage in stages}
     stage = max(candidates, key=lambda s: sum(candidates[s].values()))
     return MemoryEstimate(
         parts=MappingProxyType(candidates[stage]),
         worst_rank="every rank" if layout.pp == 1 else f"pp stage {stage}",
         capacity=capacity(config),
+        headroom=headroom(config),
     )
 
 
@@ -134,12 +150,15 @@ def _lasting(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int, i
     # the padding.
     stored = weights.others + (weights.matrices if held is None else max(weights.matrices, held.padded))
     width, grad = element_bytes(config)
-    state = sum(_bounded_state(config, layout, weights, held).values())
+    layers = stage_layers(config.model.num_layers, layout, stage)
+    state = sum(_bounded_state(config, layout, weights, held, layers).values())
     return width * stored, grad * stored, state, least_step_bytes(config, layout, stage)
 
 
-def _bounded_state(config: RunConfig, layout: Layout, weights: StageWeights, held: Placement | None) -> dict[str, int]:
-    """Counts the bytes of optimizer state on the fullest rank.
+def _bounded_state(
+    config: RunConfig, layout: Layout, weights: StageWeights, held: Placement | None, layers: int
+) -> dict[str, int]:
+    """Counts the bytes of optimizer state on the fullest rank of a stage with `layers` layers.
 
     Args:
         held: the matrices of the fullest rank; None if every rank keeps the state of all matrices that it
@@ -149,7 +168,6 @@ def _bounded_state(config: RunConfig, layout: Layout, weights: StageWeights, hel
     if execution is Execution.ADAMW:
         return optimizer_state(config, layout, weights.matrices + weights.others, 0, 0)
     if held is None:
-        layers = config.model.num_layers // layout.pp
         counts: Mapping[Shape, int] = Counter(matrix_shapes(config) * layers)
         whole = weights.matrices * (layout.tp if execution is Execution.REDUNDANT else 1)
     else:
@@ -170,14 +188,17 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
     execution = execution_of(config)
     if not execution.has_owners:
         return None
-    shards, layers = layout.owners, config.model.num_layers // layout.pp
+    shards, model = layout.owners, config.model
     if execution is Execution.LAYERWISE:
-        sizes = tuple(rows * cols // layout.tp for rows, cols in layer_shapes(config.model, "fused"))
+        sizes = tuple(rows * cols // layout.tp for rows, cols in layer_shapes(model, "fused"))
         # Megatron cuts the first stage's buffers only.
         limit = bucket_elements(config, layout) if stage == 0 else None
-        held = layerwise_placement(sizes, layers // layout.vpp, shards, limit)
-        return replace(held, worst=held.worst * layout.vpp, padded=held.padded * layout.vpp)
+        chunks = [chunk_layers(model.num_layers, layout, stage, chunk) for chunk in range(layout.vpp)]
+        by_chunk = [layerwise_placement(sizes, len(layers), shards, limit) for layers in chunks]
+        worst, padded = sum(held.worst for held in by_chunk), sum(held.padded for held in by_chunk)
+        return Placement(worst=worst, worst_shapes=MappingProxyType({}), padded=padded)
     in_order = config.engine.strategy in IN_ORDER
+    layers = stage_layers(model.num_layers, layout, stage)
     return balanced_placement(matrix_shapes(config), layers, shards * layout.tp, in_order=in_order)
 
 

@@ -14,6 +14,7 @@ from itertools import accumulate
 from statistics import NormalDist
 
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
+from canzona_cli.config.stages import chunk_layers
 from canzona_cli.costs.buffers import element_bytes, micro_batch_tokens, stage_weights, stream_elements
 from canzona_cli.costs.links import Groups, Links, Transfer
 from canzona_cli.costs.update import (
@@ -157,12 +158,9 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     - half an all-reduce of the residual stream before qkv and fc1 and after proj, fc2 and the embedding (with
       sequence parallelism an all-gather or a reduce-scatter), and the same in the backward pass.
     """
-    layers, layer = config.model.num_layers // (layout.pp * layout.vpp), _layer(config, layout)
-    firsts = [layers * (chunk * layout.pp + stage) for chunk in range(layout.vpp)]
-    chunks = [
-        [replace(module, layer=number) for number in range(first, first + layers) for module in layer]
-        for first in firsts
-    ]
+    layers, layer = config.model.num_layers, _layer(config, layout)
+    held = (chunk_layers(layers, layout, stage, chunk) for chunk in range(layout.vpp))
+    chunks = [[replace(module, layer=number) for number in numbers for module in layer] for numbers in held]
     if stage == 0:
         chunks[0].insert(0, _embedding(config, layout))
     if stage == layout.pp - 1:
@@ -179,8 +177,11 @@ def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]
     `StageTime.passes` of all stages, without making lists of modules."""
     shared = replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
     layer, first, last = _pieces(config, shared)
-    layers, pass_s = config.model.num_layers // (layout.pp * layout.vpp), _pass_s(config)
-    by_stage = [[(pass_s + layers * layer[0], pass_s + layers * layer[1])] * layout.vpp for _ in range(layout.pp)]
+    layers, pass_s = config.model.num_layers, _pass_s(config)
+    counts = (
+        [len(chunk_layers(layers, layout, stage, chunk)) for chunk in range(layout.vpp)] for stage in range(layout.pp)
+    )
+    by_stage = [[(pass_s + n * layer[0], pass_s + n * layer[1]) for n in of_stage] for of_stage in counts]
     for end, (forward, backward) in ((0, first), (-1, last)):
         by_stage[end][end] = (by_stage[end][end][0] + forward, by_stage[end][end][1] + backward)
     return by_stage

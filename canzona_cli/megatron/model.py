@@ -22,6 +22,7 @@ from torch.autograd.function import FunctionCtx
 
 from canzona_cli.cluster.machine import compiling_lacks
 from canzona_cli.config.schema import ModelConfig, Recompute, RunConfig
+from canzona_cli.config.stages import counted
 from canzona_cli.megatron import dense, moe
 from canzona_cli.megatron.experts import RoutingMeter, leave_routers_to_adamw
 from canzona_cli.megatron.parallel import World
@@ -56,6 +57,8 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
     model, layout, train = config.model, world.layout, config.train
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
     on_gpu = world.device.type == "cuda"
+    as_layers = counted(model.num_layers, layout.pp * layout.vpp)
+    assert as_layers is not None
     recompute_settings: dict[Recompute, dict[str, object]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -84,6 +87,8 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        account_for_embedding_in_pipeline_split=as_layers.embedding,
+        account_for_loss_in_pipeline_split=as_layers.loss,
         context_parallel_size=layout.cp,
         expert_tensor_parallel_size=layout.tp,
         sequence_parallel=layout.sequence_parallel,

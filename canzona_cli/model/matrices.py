@@ -17,6 +17,7 @@ from canzona_cli.config.execution import Execution, execution_of, splitting_of
 from canzona_cli.config.layout_rules import pipeline_problems, uneven_problems
 from canzona_cli.config.schema import KroneckerConfig, Layout, ModelConfig, OptimizerName, RunConfig, Splitting
 from canzona_cli.config.settings import problem_with
+from canzona_cli.config.stages import chunk_layers
 from canzona_cli.errors import ConfigError, refuse
 from canzona_cli.fields import CountOrZero, Side
 from canzona_cli.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of
@@ -135,8 +136,8 @@ def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[
                 (`Matrix.home`).
 
     Raises:
-        ConfigError: tensor parallelism does not divide a dimension evenly, or stages do not divide the
-            layers.
+        ConfigError: tensor parallelism does not divide a dimension evenly, or the layers cannot be cut into
+            the stages.
     """
     return _matrices(model, replace(layout.bare, dp=1, global_batch_size=1), splitting)
 
@@ -162,11 +163,11 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
     refuse(problems)
     matrices: list[Matrix] = []
     layer = unit = 0
-    per_chunk = layers // (layout.pp * layout.vpp)
+    places = _places(layers, layout)
     for block in blocks:
         units = 1 + max(matrix.unit for matrix in block.matrices)
         for _ in range(block.layers):
-            chunk, stage = divmod(layer // per_chunk, layout.pp)
+            stage, chunk = places[layer]
             for matrix in block.matrices:
                 dealt = matrix.slices > 0 and layout.tp > 1
                 matrices.append(
@@ -187,6 +188,16 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
                 )
             layer, unit = layer + 1, unit + units
     return tuple(matrices)
+
+
+def _places(layers: int, layout: Layout) -> Mapping[int, tuple[int, int]]:
+    """Returns the stage and the model chunk of each layer."""
+    return {
+        layer: (stage, chunk)
+        for stage in range(layout.pp)
+        for chunk in range(layout.vpp)
+        for layer in chunk_layers(layers, layout, stage, chunk)
+    }
 
 
 @lru_cache(maxsize=64)

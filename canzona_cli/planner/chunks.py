@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.stages import stage_layers
 from canzona_cli.costs.buffers import bucket_elements, element_bytes
 from canzona_cli.costs.links import Groups, Links, Transfer, strided
 from canzona_cli.costs.model import StageTime
@@ -84,7 +85,7 @@ def after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
     total = 0.0
     if layout.sequence_parallel and layout.tp > 1:
         copied = sum(each.elements for each in family_of(model).replicated(model) if "tp" in each.copies)
-        size = model.num_layers // layout.pp * copied * grad
+        size = stage_layers(model.num_layers, layout, stage) * copied * grad
         total += links.all_reduce(size, Groups.of(layout, cluster).holding("tp")).seconds
     if model.tied_embeddings and layout.pp > 1 and stage in (0, layout.pp - 1):
         apart = layout.owners * layout.tp * (layout.pp - 1)

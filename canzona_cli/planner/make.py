@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from types import MappingProxyType
 
 from canzona_cli.config.execution import PLANNED, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import affecting
 from canzona_cli.costs.buffers import bucket_elements, element_bytes, exchange_bytes, stage_weights, transient
-from canzona_cli.costs.memory import GIB, capacity, factor_bytes, least_step_bytes, optimizer_state
+from canzona_cli.costs.memory import GIB, capacity, factor_bytes, headroom, least_step_bytes, optimizer_state
 from canzona_cli.costs.sharing import HOSTED, Share, shares
 from canzona_cli.costs.update import algorithm, update_costs
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
@@ -65,7 +66,8 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
                 name: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
                 for name in affecting(PLAN, "cluster")
                 for value in (getattr(config.cluster, name),)
-                if value or name != "bf16_in_fp32"  # left out if false, so that older plans keep their hashes
+                # Left out if false or 0, so that older plans keep their hashes.
+                if value or name not in ("bf16_in_fp32", "headroom_gib")
             }
         ),
     )
@@ -216,13 +218,14 @@ def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
     config, _ = plannable(config)
     members, engine = planned_matrices(config, layout, shapes), config.engine
     # The buffers of shared matrices may be what does not fit, so mode auto falls back to hosted.
-    for mode in (engine.mode, "hosted") if engine.mode == "auto" else (engine.mode,):
-        run = replace(config, engine=replace(engine, mode=mode))
-        for plan in _attempts(run, layout, shapes, members):
+    hosted = replace(config, engine=replace(engine, mode="hosted"))
+    limits = sorted({capacity(config) - headroom(config), capacity(config)})
+    for limit, run in product(limits, (config, hosted) if engine.mode == "auto" else (config,)):
+        for plan in _attempts(run, layout, shapes, members, limit):
             memory = plan_memory(run, layout, plan)
-            if not memory.fits:
+            if memory.total > limit:
                 continue
-            if mode == engine.mode:
+            if run is config:
                 return plan
             about, bounds = subject(config, layout, shapes), lower_bounds(config, layout, members)
             return replace(plan, subject=about, lower_bounds=bounds)
@@ -240,12 +243,16 @@ def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
 
 
 def _attempts(
-    config: RunConfig, layout: Layout, shapes: ModelShapes | None, members: tuple[Matrix, ...]
+    config: RunConfig, layout: Layout, shapes: ModelShapes | None, members: tuple[Matrix, ...], limit: int
 ) -> Iterator[Plan]:
-    """Yields plans that need less and less memory, the fastest first."""
+    """Yields plans that need less and less memory, the fastest first.
+
+    Args:
+        limit: the bytes of one GPU that the run may use.
+    """
     free = plan_unbounded(config, layout, shapes)
     for careful in (False, True):
-        memory_cap = _memory_cap(config, layout, members, careful=careful)
+        memory_cap = _memory_cap(config, layout, members, limit, careful=careful)
         roomy = _most_held(free) <= memory_cap
         for c_max_bytes in _capacities(config, layout, members):
             # Under a memory cap that does not bind, the plan is the one made without a cap.
@@ -305,11 +312,12 @@ def _capacities(config: RunConfig, layout: Layout, members: Sequence[Matrix]) ->
     yield from capacities(largest, settings(config).c_max_bytes)
 
 
-def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], *, careful: bool) -> int:
+def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], limit: int, *, careful: bool) -> int:
     """Returns the elements of matrices that one rank may keep: the free memory of the fullest stage divided
     by the bytes of state per element.
 
     Args:
+        limit: the bytes of one GPU that the run may use.
         careful: preconditioners take more bytes per element for some shapes than for others. True to count
             the most of any matrix, False to count the mean over all matrices.
     """
@@ -326,5 +334,5 @@ def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], *,
         adamw = sum(optimizer_state(config, layout, weights.others, whole=0, factors=0).values())
         stored = sum(element_bytes(config)) * (weights.matrices + weights.others)
         needed = least_step_bytes(config, layout, stage) + sum(transient(config, layout, stage).parts().values())
-        left.append(capacity(config) - stored - adamw - needed)
+        left.append(limit - stored - adamw - needed)
     return max(1, int(min(left) / state))

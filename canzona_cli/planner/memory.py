@@ -32,7 +32,7 @@ from canzona_cli.costs.buffers import (
     transient,
     workspace_bytes,
 )
-from canzona_cli.costs.memory import Memory, capacity, estimate, factor_bytes, optimizer_state
+from canzona_cli.costs.memory import Memory, capacity, estimate, factor_bytes, headroom, optimizer_state
 from canzona_cli.costs.sharing import Share
 from canzona_cli.model.geometry import interleaved_kinds
 from canzona_cli.model.matrices import Matrix
@@ -285,5 +285,6 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
         worst=place,
         worst_rank=f"rank {place.rank}",
         capacity=capacity(config),
+        headroom=headroom(config),
         buffers=buffers[worst],
     )

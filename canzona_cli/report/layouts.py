@@ -14,7 +14,7 @@ from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.cluster.search import LayoutSearch, Tried, candidates, fill, search
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.memory import GIB, Memory, capacity
+from canzona_cli.costs.memory import GIB, Memory, capacity, headroom
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.model.families import family_of, parameter_count
 from canzona_cli.planner.make import make_plan, plan_of_run, plannable
@@ -148,6 +148,8 @@ class FastestLayouts(Page):
 
     config: RunConfig
     search: LayoutSearch
+    without: Tried | None = None
+    """The fastest layout if no headroom is left free (`cluster.headroom_gib`); None if it is not faster."""
 
     widest = 140
 
@@ -160,10 +162,16 @@ class FastestLayouts(Page):
         yield rows_table(heads, ((layout_code(tried.layout), self._cells(tried)) for tried in best), bold=0)
         yield note(
             "batch: micro-batch x accumulation x DP; slower: time per sequence, relative to the first; GiB: on the "
-            f"fullest rank, of {capacity(config) / GIB:.1f}; limited by: largest shares besides compute"
+            f"fullest rank, of {_room(config)}; limited by: largest shares besides compute"
         )
         yield Text()
         yield wrapped(self._why())
+        if self.without is not None:
+            yield wrapped(
+                f"{config.cluster.headroom_gib:g} GiB of headroom cost {self._headroom_cost(self.without):.1%} of "
+                f"time: with cluster.headroom_gib=0, {layout_name(self.without.layout)} would be chosen, at "
+                f"{self.without.memory_bytes / GIB:.1f} GiB."
+            )
         yield wrapped(
             f"{self.search.legal:,} layouts are legal and fit; {self.search.simulated:,} of them were simulated, the "
             "others are estimated to be slower.",
@@ -180,6 +188,8 @@ class FastestLayouts(Page):
             "legal": self.search.legal,
             "simulated": self.search.simulated,
             "capacity_bytes": capacity(self.config),
+            "headroom_bytes": headroom(self.config),
+            "headroom_cost": 0.0 if self.without is None else self._headroom_cost(self.without),
             "layouts": [
                 {
                     "layout": asdict(tried.layout),
@@ -194,6 +204,10 @@ class FastestLayouts(Page):
             ],
             "why": self._why(),
         }
+
+    def _headroom_cost(self, without: Tried) -> float:
+        """Returns the relative increase of the time per sequence by the headroom."""
+        return self.search.best[0].per_sequence_s / without.per_sequence_s - 1
 
     def _outlook(self, tried: Tried) -> Outlook:
         return outlook(self.config, tried.layout, tried.iteration_s)
@@ -246,7 +260,22 @@ def layouts_of(config: RunConfig) -> FastestLayouts:
     result = search(config, SHOWN)
     if not result.best:
         make_plan(*fit.resolve(config))  # raises an error that explains what does not fit
-    return FastestLayouts(config=config, search=result)
+    return FastestLayouts(config=config, search=result, without=_without_headroom(config, result.best[0]))
+
+
+def _without_headroom(config: RunConfig, best: Tried) -> Tried | None:
+    """Returns the fastest layout that may use the headroom, if it is faster than `best`."""
+    if not config.cluster.headroom_gib:
+        return None
+    tight = replace(config, cluster=replace(config.cluster, headroom_gib=0.0))
+    fastest = search(tight).best
+    return fastest[0] if fastest and fastest[0].per_sequence_s < best.per_sequence_s else None
+
+
+def _room(config: RunConfig) -> str:
+    """Returns the GiB of one GPU that a chosen layout may use: `73.6, and 3.0 of headroom`."""
+    free = headroom(config)
+    return f"{(capacity(config) - free) / GIB:.1f}" + (f", and {free / GIB:.1f} of headroom" if free else "")
 
 
 def _shares(tried: Tried) -> list[tuple[str, float]]:
@@ -313,7 +342,7 @@ class Layouts(Page):
         yield wrapped(parameters, "dim")
         yield wrapped(
             f"batch: sequences per step = micro-batch x accumulation x DP; PP2x9: 2 pipeline stages of 9 model chunks "
-            f"each; GiB/rank: fullest rank, of at most {capacity(self.config) / GIB:.1f}",
+            f"each; GiB/rank: fullest rank, of at most {_room(self.config)}",
             "dim",
         )
         ranks = "GPUs" if cluster.device == "cuda" else "ranks"

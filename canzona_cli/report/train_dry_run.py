@@ -170,6 +170,9 @@ class DryRun(Page):
         # On CPU ranks the reserve is memory of Python and torch, which `top` counts too; on a GPU it is left
         # free.
         more = f"; Python and torch take about {cluster.reserved_gib:g} GiB more" if cluster.device == "cpu" else ""
+        room = self.memory.capacity - self.memory.total
+        if room < self.memory.headroom:
+            more += f"; leaves {room / GIB:.2f} of the {cluster.headroom_gib:g} GiB of cluster.headroom_gib"
         return (
             f"{self.memory.total / GIB:.2f} of {self.memory.capacity / GIB:.2f} GiB on the fullest {self._unit} "
             f"({self.memory.worst_rank}): {parts}{more}"

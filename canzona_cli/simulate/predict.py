@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, splitting_of, strategy_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.stages import most_layers
 from canzona_cli.costs.buffers import bucket_elements, element_bytes, lay_out, stage_weights
 from canzona_cli.costs.links import Groups, Links
 from canzona_cli.costs.memory import checkpoint_bytes
@@ -280,11 +281,11 @@ def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
 
 
 def _updates(config: RunConfig, layout: Layout) -> float:
-    """Estimates the seconds of matrix updates on the busiest rank of stage 0."""
+    """Estimates the seconds of matrix updates on the busiest rank of the stage with the most layers."""
     execution = execution_of(config)
     if execution is Execution.ADAMW:
         return 0.0
-    layers, ranks = config.model.num_layers // layout.pp, layout.world_size // layout.tp
+    layers, ranks = most_layers(config.model.num_layers, layout), layout.world_size // layout.tp
     layer = _layer(config, replace(layout.bare, pp=1, vpp=1, dp=ranks, global_batch_size=ranks))
     if execution.everywhere:
         return layers * layer.duplicated_s

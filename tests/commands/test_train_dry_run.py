@@ -36,7 +36,7 @@ def test_256_gpus_need_no_gpu_to_be_shown(large: subprocess.CompletedProcess[str
     assert large.returncode == 0, large.stderr
     assert "gpus: 256" not in large.stdout, "the configuration is behind --config"
     assert large.stdout.startswith("layout ")
-    assert "256 GPUs: TP 4 × PP 2 (8 chunks each) × DP 32" in large.stdout
+    assert "256 GPUs: TP 4 × PP 2 (11 chunks each) × DP 32" in large.stdout
     assert "on each of 32 machines (8 GPUs each)" in large.stdout
     assert "no GPU is visible here" in " ".join(large.stderr.split())
 

@@ -38,7 +38,7 @@ IMPOSSIBLE = [
     ("cluster.rdzv_endpoint=here", "cluster.rdzv_endpoint"),
     ("name=../../etc", "name"),
     ("parallel.tp=8", "parallel.tp"),
-    ("parallel.pp=3", "parallel.pp"),
+    ("parallel.pp=5", "parallel.pp"),
     ("parallel.sequence_parallel=true parallel.tp=1", "parallel.sequence_parallel"),
     ("engine.layout=sorted", "engine.layout"),
     ("cluster.matmul_tflops=[[2048,1.1],[1024,0.9]]", "cluster.matmul_tflops"),

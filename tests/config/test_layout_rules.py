@@ -21,7 +21,7 @@ BROKEN = {
     "tp 3": (replace(changed(TINY, "parallel", tp=3), gpus=3), "parallel.tp"),
     "ffn % tp": (changed(changed(TINY, "parallel", tp=4), "model", ffn_hidden_size=770), "parallel.tp"),
     "vocabulary % tp": (changed(changed(TINY, "parallel", tp=4), "model", vocab_size=257), "parallel.tp"),
-    "layers % pp": (replace(changed(TINY, "parallel", pp=3), gpus=3), "parallel.pp"),
+    "layers % pp": (replace(changed(TINY, "parallel", pp=5), gpus=5), "parallel.pp"),
     "layers of a stage % vpp": (changed(TINY, "parallel", pp=2, vpp=4), "parallel.vpp"),
     "vpp without stages": (changed(TINY, "parallel", pp=1, vpp=2), "parallel.vpp"),
     "micro-batches % pp": (
@@ -67,7 +67,7 @@ def test_a_broken_rule_names_its_key_and_a_way_out(config: RunConfig, key: str) 
 
 
 def test_all_problems_come_at_once() -> None:
-    config = changed(TINY, "parallel", tp=3, pp=3, cp=2)
+    config = changed(TINY, "parallel", tp=3, pp=5, cp=2)
     config = changed(config, "train", global_batch_size=7, micro_batch_size=2, seq_length=255)
     keys = {problem.key for problem in layout_problems(config)}
     assert keys == {"parallel.tp", "parallel.pp", "gpus", "train.seq_length", "train.global_batch_size"}
@@ -75,7 +75,14 @@ def test_all_problems_come_at_once() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [TINY, changed(TINY, "parallel", cp=2), GPU, run("tiny", 7), run("32b", 1024, tp=8, pp=4, global_batch_size=256)],
+    [
+        TINY,
+        replace(changed(TINY, "parallel", pp=3), gpus=3),
+        changed(TINY, "parallel", cp=2),
+        GPU,
+        run("tiny", 7),
+        run("32b", 1024, tp=8, pp=4, global_batch_size=256),
+    ],
 )
 def test_what_can_work_has_no_problems(config: RunConfig) -> None:
     assert layout_problems(config) == []

@@ -62,6 +62,12 @@ OF_CHUNKS = Case(settings=(*FOUR, "gpus=2", "parallel.pp=2", "parallel.vpp=2"), 
 """Stages of two model chunks."""
 READ_ELSEWHERE = Case(settings=(*FOUR, "gpus=2", "parallel.tp=2"), start=OF_CHUNKS)
 CHUNKS_AGAIN = Case(settings=(*OF_CHUNKS.settings, "train.seed=99"), start=READ_ELSEWHERE)
+UNEVEN = Case(settings=(*FOUR, "gpus=3", "parallel.pp=3"), steps=2)
+"""Stages of 1, 2 and 1 layers."""
+ON_EVEN_STAGES = Case(settings=(*FOUR, "gpus=2", "parallel.pp=2"), start=UNEVEN, steps=1)
+UNEVEN_AGAIN = Case(settings=(*UNEVEN.settings, "train.seed=99"), start=UNEVEN, steps=1)
+READ_EVENLY = Case(settings=ON_EVEN_STAGES.settings, start=UNEVEN)
+AND_UNEVENLY = Case(settings=UNEVEN_AGAIN.settings, start=READ_EVENLY, steps=1)
 UNTIED = ("model.tied_embeddings=false", "train.precision=fp32")
 
 
@@ -130,7 +136,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, own: tuple[str, ...]) -> Runs
         *(case for each in CASES for case in _elsewhere(*each)),
         *_by_another_strategy(*STRATEGIES),
         *(*SPLIT_OTHERWISE, WEIGHTS_ALONE, SC_SOAP, UNTIED_THERE, WIDER, *MODES, ONE_MORE, *_two_and_two(*SHARED)),
-        *(READ_ELSEWHERE, CHUNKS_AGAIN),
+        *(READ_ELSEWHERE, CHUNKS_AGAIN, ON_EVEN_STAGES, UNEVEN_AGAIN, AND_UNEVENLY),
     ]
     return saving_runs(
         tmp_path_factory.mktemp("saved"), [case for end in ends for case in (end, end.start) if case is not None]
@@ -284,6 +290,20 @@ def test_a_checkpoint_of_chunks_is_that_of_every_layout(runs: Runs[Case, Outcome
     _same(there, saved)
     _same(again, saved)
     _same_weights(runs[CHUNKS_AGAIN], runs[OF_CHUNKS])
+
+
+def test_uneven_stages_go_on_evenly_and_back(runs: Runs[Case, Outcome]) -> None:
+    """By way of even stages and back, values, the next loss and the next weights are those of never having left. Even
+    stages add up the global norm, by which gradients are clipped, in another order: seen 3e-9."""
+    model = resolve(*UNEVEN.settings)[0].model
+    saved, there = (units_of(runs[case].checkpoint, model) for case in (UNEVEN, READ_EVENLY))
+    _same(there, saved)
+    stayed, back, evenly = (runs[case] for case in (UNEVEN_AGAIN, AND_UNEVENLY, ON_EVEN_STAGES))
+    assert stayed.losses == back.losses == evenly.losses
+    _same_weights(back, stayed)
+    _same(units_of(back.checkpoint, model), units_of(stayed.checkpoint, model))
+    for name, value in units_of(evenly.checkpoint, model).items():
+        np.testing.assert_allclose(value, units_of(stayed.checkpoint, model)[name], rtol=0, atol=1e-6, err_msg=name)
 
 
 def test_untied_embeddings_and_fp32_come_back(runs: Runs[Case, Outcome]) -> None:

@@ -36,6 +36,11 @@ LAYOUTS = {
     "one rank, of chunks": (*SMALL, "gpus=1"),
     "pp2": (*SMALL, "gpus=4", "parallel.pp=2", "parallel.vpp=1"),
     "pp2 vpp2": (*SMALL, "gpus=4", "parallel.pp=2", "parallel.vpp=2"),
+    "one rank, 5 layers": (*SMALL, "model.num_layers=5", "gpus=1"),
+    "pp2, 5 layers": (*SMALL, "model.num_layers=5", "gpus=2", "parallel.pp=2"),
+    "one rank, 7 layers": (*SMALL, "model.num_layers=7", "gpus=1"),
+    "pp3, 7 layers": (*SMALL, "model.num_layers=7", "gpus=3", "parallel.pp=3"),
+    "pp2 vpp2, 7 layers": (*SMALL, "model.num_layers=7", "gpus=2", "parallel.pp=2", "parallel.vpp=2"),
 }
 SETTINGS = {
     "muon": ("optimizer=muon",),
@@ -54,6 +59,11 @@ COMPARED: dict[Run, str] = {
     ("cp2 pp2", "muon"): "one rank",
     ("pp2 vpp2", "muon unclipped"): "one rank, of chunks",
     ("pp2 vpp2", "adamw"): "one rank, of chunks",
+    # Stages with different numbers of layers: 3 and 2; 2, 3 and 2; and in chunks 2 and 2, 2 and 1.
+    ("pp2, 5 layers", "muon"): "one rank, 5 layers",
+    ("pp2, 5 layers", "adamw"): "one rank, 5 layers",
+    ("pp3, 7 layers", "muon"): "one rank, 7 layers",
+    ("pp2 vpp2, 7 layers", "muon unclipped"): "one rank, 7 layers",
 }
 """Layouts with the one rank that trains the same."""
 

@@ -67,6 +67,9 @@ LAYOUTS = {
     "dp3": ("gpus=3", "parallel.tp=1", "parallel.pp=1", "train.global_batch_size=12"),
     "tp4 dp2": ("gpus=8", "parallel.tp=4"),
     "tp2 pp2 dp2": ("gpus=8", "parallel.tp=2", "parallel.pp=2"),
+    # 7 layers in stages of 2, 3 and 2; in chunks of 2, 2, 2 and 1.
+    "pp3, uneven": ("gpus=6", "parallel.tp=2", "parallel.pp=3", "model.num_layers=7"),
+    "pp2 vpp2, uneven": ("gpus=4", "parallel.pp=2", "parallel.vpp=2", "model.num_layers=7"),
 }
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -125,6 +128,8 @@ COMPARED: dict[str, list[Run]] = {
     "dp3": [WHOLE["shampoo"]],
     "tp4 dp2": [WHOLE["muon"], SHARED_APART],
     "tp2 pp2 dp2": [WHOLE["soap"], *AT_ONCE.values()],
+    "pp3, uneven": [WHOLE["muon"]],
+    "pp2 vpp2, uneven": [WHOLE["muon"]],
 }
 """All that the tests below compare, by the ranks it runs on; `tests.dist.fuzz` draws more."""
 
@@ -184,18 +189,18 @@ def _different(first: Weights, second: Weights, names: Weights) -> list[str]:
 
 
 @cache
-def _single_process(name: str) -> Weights:
+def _single_process(name: str, layers: int = 2) -> Weights:
     """What an optimizer comes to in one process without the engine."""
     run = (WHOLE | KIN)[name]
     settings, steps = run
-    before = RUNS["tp2 dp2", run].before
-    config, _ = _resolve(*settings, *LAYOUTS["one rank"])
+    before = RUNS["tp2 dp2" if layers == 2 else "pp3, uneven", run].before
+    config, _ = _resolve(*settings, *LAYOUTS["one rank"], f"model.num_layers={layers}")
     return single_process(before, config, steps, _ordinary(config))
 
 
 @pytest.mark.parametrize(("name", "where"), _compared(WHOLE))
 def test_five_steps_equal_a_single_process_bitwise(name: str, where: str) -> None:
-    found, expected = RUNS[where, WHOLE[name]], _single_process(name)
+    found, expected = RUNS[where, WHOLE[name]], _single_process(name, 7 if "uneven" in where else 2)
     assert _different(found.after, expected, expected) == []
     assert all(not torch.equal(found.before[key], expected[key]) for key in expected), "nothing was updated"
 

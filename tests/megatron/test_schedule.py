@@ -1,11 +1,13 @@
 """The order of passes that is simulated, and that memory is counted from, is the one Megatron-core runs."""
 
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
-from canzona_cli.costs.buffers import forwards_ahead
+from canzona_cli.config.stages import chunk_layers
+from canzona_cli.costs.buffers import forwards_ahead, layers_in_flight
 from canzona_cli.simulate.iteration import _one_f_one_b
 from tests.sizes import layout
 
@@ -23,6 +25,11 @@ def test_passes_come_in_megatrons_order(pp: int, vpp: int, count: int) -> None:
         steps = _one_f_one_b(mesh, stage)
         assert [(one.micro, one.chunk) for one in steps if one.direction == "forward"] == table
         assert [(one.micro, vpp - 1 - one.chunk) for one in steps if one.direction == "backward"] == table
+        # Of uneven stages, the layers of each chunk.
+        layers = 2 * pp * vpp - 2 if pp * vpp > 2 else 3
+        held = [len(chunk_layers(layers, mesh, stage, chunk)) for chunk in range(vpp)]
+        in_flight = accumulate((1 if one.direction == "forward" else -1) * held[one.chunk] for one in steps)
+        assert layers_in_flight(layers, mesh, stage) == max(in_flight)
         kept = [0]
         for one in steps:
             kept.append(kept[-1] + (1 if one.direction == "forward" else -1))

@@ -48,7 +48,7 @@ class ClusterConfig:
     ]
     reserved_gib: Annotated[
         NotNegative,
-        "The part of memory_gib that the driver, the communication library and allocator fragmentation take.",
+        "The part of memory_gib that the driver and the communication library take.",
         Unit("GiB"),
         PLAN,
     ]
@@ -78,6 +78,13 @@ class ClusterConfig:
     inter_node_gb_per_s: Annotated[
         Positive, "Bandwidth from one GPU to another node, in one direction.", Unit("GB/s"), Example("50"), PLAN
     ]
+    headroom_gib: Annotated[
+        NotNegative,
+        "Memory that chosen layouts and plans leave free besides reserved_gib where they can, as long as no run has"
+        " confirmed the planned memory on these GPUs. Layouts that you set may use it.",
+        Unit("GiB"),
+        PLAN,
+    ] = 0.0
     transformer_engine: Annotated[
         bool | None,
         "Build layers from Transformer Engine (fused norms, sequence parallelism, flash attention). null: on a machine"
