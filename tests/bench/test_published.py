@@ -21,6 +21,9 @@ from canzona_cli.bench.published import (
     orders,
     run_of,
 )
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.compose import compose_run
+from canzona_cli.costs.memory import estimate
 from canzona_cli.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -45,6 +48,23 @@ def test_peak_memory_is_predicted_within_seven_per_cent() -> None:
     errors = [row.memory_error for one in fitted(compared()) for row in one.rows if row.memory_error is not None]
     assert len(errors) == 2
     assert max(map(abs, errors)) < 0.07
+
+
+def test_no_layout_that_ran_is_refused() -> None:
+    """The last one trains Llama-3.1 405B on 512 H100, its 126 layers in 8 stages of 8 chunks
+    (github.com/NVIDIA/dgxc-benchmarking, llama3.1/README.md, 2025)."""
+    published = load_published()
+    runs = [
+        run_of(series, published.models[series.model], gpus)
+        for series in published.series
+        if series.predicted
+        for gpus in series.step_s
+    ]
+    layout = "gpus=512 parallel.tp=8 parallel.pp=8 parallel.vpp=8 parallel.cp=2"
+    batch = "train.micro_batch_size=1 train.global_batch_size=256 train.recompute=none train.grad_reduce_dtype=bf16"
+    config = compose_run(["recipe=llama3-405b", "optimizer=adamw", *layout.split(), *batch.split()]).config
+    for run in (*runs, resolve(config)):
+        assert estimate(*run).fits, run[1]
 
 
 def test_the_quicker_layout_of_a_model_is_predicted_quicker() -> None:

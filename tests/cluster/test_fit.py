@@ -117,7 +117,7 @@ def test_tensor_parallelism_stays_inside_a_machine_unless_asked() -> None:
 
 def test_every_mistake_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        fit.resolve(run("tiny", 4, tp=3, pp=3))
+        fit.resolve(run("tiny", 4, tp=3, pp=5))
     assert {problem.key for problem in caught.value.problems} == {"parallel.tp", "parallel.pp", "gpus"}
 
 

@@ -135,9 +135,14 @@ def test_what_tensor_parallelism_does_not_divide_is_named(tp: int, splitting: Sp
     assert {problem.key for problem in caught.value.problems} == {"parallel.tp"}
 
 
+def test_the_first_and_the_last_of_uneven_stages_take_a_layer_less() -> None:
+    found = matrices(model("tiny"), layout(pp=3), "split")
+    assert [(m.layer, m.stage) for m in found[::7]] == [(0, 0), (1, 1), (2, 1), (3, 2)]
+
+
 def test_layers_that_stages_do_not_divide_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.pp: cannot split 4 layers into 3"):
-        matrices(model("tiny"), layout(pp=3), "split")
+    with pytest.raises(ConfigError, match=r"parallel\.pp: cannot split 4 layers into 5"):
+        matrices(model("tiny"), layout(pp=5), "split")
 
 
 OWN = """
