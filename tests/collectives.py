@@ -12,6 +12,12 @@ COLLECTIVES = tuple(
     if "-> c10d::Work" in (method.__doc__ or "") and name not in ("_end_coalescing", "reconfigure")
 )
 """Methods of `ProcessGroup` that put something on the network: what they return can be waited for."""
+RENAMED = {
+    "alltoall_base": "all_to_all_single",
+    "_allgather_base": "all_gather_single",
+    "_reduce_scatter_base": "reduce_scatter_single",
+}
+"""Names in torch 2.11 of the methods that 2.15 calls."""
 POINT_TO_POINT = ("send", "recv", "recv_anysource")
 """Of these, what ends only when another rank does something else."""
 READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero", "to")

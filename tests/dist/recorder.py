@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.distributed import ProcessGroup, Work
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.collectives import COLLECTIVES, READS, on_the_host, to_host
+from tests.collectives import COLLECTIVES, READS, RENAMED, on_the_host, to_host
 from tests.cuda_stand_in import tensors_in
 
 Kind = Literal["launch", "wait", "read", "phase"]
@@ -80,7 +80,7 @@ class Recorder:
             self._note(
                 Event(
                     kind="launch",
-                    name=name,
+                    name=RENAMED.get(name, name),
                     phase=self.phase,
                     group=tuple(torch.distributed.get_process_group_ranks(group)),
                     elements=sum(tensor.numel() for tensor in tensors),
