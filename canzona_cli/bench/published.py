@@ -34,6 +34,7 @@ class Shape:
     head_dim: int
     vocab_size: int
     qk_norm: bool
+    gated: bool = True
     tied_embeddings: bool
 
 
@@ -188,7 +189,7 @@ def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
         **{f"model.{name}": value for name, value in asdict(shape).items()},
         **{f"cluster.{name}": value for name, value in series.cluster.items()},
     }
-    config = compose_run([f"{key}={_written(value)}" for key, value in overrides.items()]).config
+    config = compose_run([f"{key}={_written(value)}" for key, value in overrides.items()], training=False).config
     (candidate,) = candidates(config)
     return fill(config, candidate.layout), candidate.layout
 

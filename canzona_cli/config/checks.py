@@ -45,6 +45,7 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
         *_cluster(config),
         *_measurements(config),
         *(_recorded_steps(config) if training else ()),
+        *(_plans_only(config) if training else ()),
     ]
     return [*with_own_values(config, problems), *safety_problems(config)]
 
@@ -129,6 +130,8 @@ def _experts(config: RunConfig) -> Iterator[Problem]:
     if experts and not config.model.qk_norm:
         reason = "must be true for a model with experts, which is a Qwen3"
         yield Problem(key="model.qk_norm", reason=reason, fix="use model.qk_norm=true, or model.num_experts=0")
+    if experts and not config.model.gated:
+        yield Problem(key="model.gated", reason="experts always have a gate", fix="leave it out")
 
 
 def _schedule(config: RunConfig) -> Iterator[Problem]:
@@ -261,6 +264,12 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
     if cluster.nodes is not None and cluster.node_rank is not None and cluster.node_rank >= cluster.nodes:
         reason = f"machines are numbered from 0 to {cluster.nodes - 1}"
         yield Problem(key="cluster.node_rank", reason=reason, fix=f"use cluster.node_rank=0 to {cluster.nodes - 1}")
+
+
+def _plans_only(config: RunConfig) -> Iterator[Problem]:
+    if not config.model.gated:
+        reason = "can only be planned: training has no activation for feed-forward layers without a gate"
+        yield Problem(key="model.gated", reason=reason, fix="leave it out, or use `canzona plan --dry-run`")
 
 
 def _recorded_steps(config: RunConfig) -> Iterator[Problem]:

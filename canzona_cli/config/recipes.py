@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 RECIPES_DIR_VARIABLE = "CANZONA_RECIPES_DIR"
 GROUPS = ("recipe", "model", "optimizer", "engine", "cluster", "data")
+_FAMILIES = ("qwen3-", "llama3-")
+"""The beginnings of names that may be left out; the first that gives a name counts."""
 FROM_FILES = ("recipe", "cluster")
 """The groups whose option may be the path of a file."""
 
@@ -71,10 +73,10 @@ def lies_flat(recipe: Path) -> bool:
 
 
 def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | None:
-    """Returns the option with this name, or with this name after `qwen3-` (`8b`, `tiny`), ignoring case; else
-    None."""
+    """Returns the option with this name, or with this name after a family's (`8b`, `tiny`, `405b`), ignoring
+    case; else None."""
     lowered = {name.lower(): name for name in options}
-    for candidate in (option.lower(), f"qwen3-{option.lower()}"):
+    for candidate in (option.lower(), *(f"{family}{option.lower()}" for family in _FAMILIES)):
         if candidate in lowered:
             return lowered[candidate]
     return None
@@ -163,7 +165,9 @@ def closest_option(asked: str, options: Mapping[str, Path]) -> str | None:
 
     Numbers are not misspelt: h100 means h100-80g, and never h200.
     """
-    short = {name.removeprefix("qwen3-"): name for name in options}
+    short = {
+        name.removeprefix(family): name for family in reversed(_FAMILIES) for name in options if name.startswith(family)
+    }
     longer = [name for name in options if asked and name.startswith(f"{asked.lower()}-")]
     if len(longer) == 1:
         return longer[0]

@@ -66,7 +66,7 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
     refuse(problems)
     factor = _rope(tree).get("factor") if _rope_type(_rope(tree)) == "llama3" else None
     settings["rope_scaling"] = float(factor) if isinstance(factor, int | float) else None
-    return {**settings, **foreign.fixed}
+    return {**settings, "gated": True, **foreign.fixed}
 
 
 def _family(model_type: object) -> Family:

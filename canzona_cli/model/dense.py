@@ -1,4 +1,4 @@
-"""The layers of dense decoders: grouped-query attention and a gated feed-forward part, with a norm before each.
+"""The layers of dense decoders: grouped-query attention and a feed-forward part, with a norm before each.
 
 Dense families differ only in QK-norm and in what Hugging Face calls them.
 """
@@ -65,7 +65,7 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
         Weight(
             name="mlp.linear_fc1.weight",
             kind="fc1",
-            parts=(Band("gate", ffn), Band("up", ffn)),
+            parts=(Band("gate", ffn), Band("up", ffn)) if model.gated else (Band("up", ffn),),
             cols=hidden,
             cut="parts",
         ),
@@ -99,13 +99,13 @@ def work(model: ModelConfig) -> tuple[Work, ...]:
     """Lists the modules of a layer with their memory traffic.
 
     A norm passes over the residual stream twice, a residual addition three times. SwiGLU passes over the
-    MLP's width three times.
+    MLP's width three times, an activation without a gate twice.
     """
     proj, qkv, fc1, fc2 = weights(model)
     return (
         Work(part="qkv", weight=qkv, stream=2, attention=_attention(model)),
         Work(part="proj", weight=proj, stream=3),
-        Work(part="fc1", weight=fc1, stream=2, elements=3 * model.ffn_hidden_size),
+        Work(part="fc1", weight=fc1, stream=2, elements=(3 if model.gated else 2) * model.ffn_hidden_size),
         Work(part="fc2", weight=fc2, stream=3),
     )
 
@@ -124,13 +124,15 @@ def activations(model: ModelConfig, fused: bool) -> Activations:
     - residual stream: the inputs of two norms and of the two linear layers after them, 4 h;
     - attention: fused qkv (a + 2g) d, which v keeps alive; queries copied from it, a d; rotated q and k,
       (a + g) d; context, a d;
-    - SwiGLU: gate and up, 2 f; their product, f; if not fused, also silu(gate) and a copy of up.
+    - SwiGLU: gate and up, 2 f; their product, f; if not fused, also silu(gate) and a copy of up;
+    - without a gate: up, f, and its activation, f.
     """
     core = _attention(model)
     queries, keys, ffn = core.queries, core.keys, model.ffn_hidden_size
     fused_qkv, rotated, context = queries + 2 * keys, queries + keys, queries
-    swiglu = (3 if fused else 5) * ffn
-    return Activations(stream=4, cut=fused_qkv + queries + rotated + context + swiglu, largest=3 * ffn)
+    kept = 2 if not model.gated else 3 if fused else 5
+    cut = fused_qkv + queries + rotated + context + kept * ffn
+    return Activations(stream=4, cut=cut, largest=(3 if model.gated else 2) * ffn)
 
 
 def forward_flops(model: ModelConfig, seq_length: int) -> float:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from types import MappingProxyType
+from typing import Final
 
 from canzona_cli.config.execution import PLANNED, Execution, execution_of
 from canzona_cli.config.schema import Layout, RunConfig
@@ -33,6 +34,10 @@ from canzona_cli.planner.paper import as_published, capacities
 from canzona_cli.planner.plan import Cell, Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import ReductionModel
 
+_LATER: Final = {"num_experts": 0, "gated": True}
+"""The settings of a model that came after plans, with the value at which they are left out of a plan's subject, so
+that older plans keep their hashes."""
+
 
 def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
     """Collects everything that a run's plan depends on.
@@ -44,7 +49,7 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
         name: value
         for name in affecting(PLAN, "model")
         for value in (getattr(config.model, name),)
-        if value or name != "num_experts"  # left out of dense models, so that older plans keep their hashes
+        if name not in _LATER or value != _LATER[name]
     }
     return Subject(
         model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),

@@ -13,6 +13,8 @@ from transformers import (
 from canzona_cli.config.schema import ModelConfig
 from tests.dist.whole import Weights
 
+LLAMA = ("model.qk_norm=false", "model.rope_base=500000", "model.norm_eps=1e-5")
+"""Overrides that make a Qwen3 a Llama."""
 type Reference = Qwen3ForCausalLM | LlamaForCausalLM | Qwen3MoeForCausalLM
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM
 
 from canzona_cli.checkpoint.restore import restore, verify_together
 from canzona_cli.config.schema import Layout, RunConfig
@@ -25,7 +25,7 @@ from tests.commands.support import canzona
 from tests.dist import jobs
 from tests.dist.jobs import SMALL, on_ranks, planned
 from tests.dist.ranks import run_ranks
-from tests.dist.reference import token_losses
+from tests.dist.reference import LLAMA, token_losses
 from tests.dist.samples import RandomTokens, samples_of
 from tests.dist.saved import save
 from tests.dist.synthetic import finish_gathering
@@ -33,7 +33,12 @@ from tests.huggingface.folders import random_folder
 
 LAYOUT = ("gpus=4", "parallel.tp=2", "train.precision=fp32", "train.steps=20", "optimizer.lr=0.005")
 STEPS = 3
-KINDS = {"tied": True, "untied": False}
+KINDS: dict[str, tuple[str, ...]] = {
+    "tied": ("model.tied_embeddings=true",),
+    "untied": ("model.tied_embeddings=false",),
+    "llama": ("model.tied_embeddings=false", *LLAMA, "model.rope_scaling=8"),
+}
+CLASSES = {"tied": Qwen3ForCausalLM, "untied": Qwen3ForCausalLM, "llama": LlamaForCausalLM}
 # Of the largest logit. Seen: 1e-6 (sums in another order, as in test_qwen3_reference).
 RELATIVE = 1e-5
 
@@ -69,11 +74,11 @@ def _tokens(config: RunConfig) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def went(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Went]:
-    """Both kinds on the same ranks."""
+    """All kinds on the same ranks."""
     root = tmp_path_factory.mktemp("huggingface")
     made: dict[str, tuple[RunConfig, Layout]] = {}
-    for kind, tied in KINDS.items():
-        settings = (*SMALL, *LAYOUT, f"model.tied_embeddings={str(tied).lower()}")
+    for kind, own in KINDS.items():
+        settings = (*SMALL, *LAYOUT, *own)
         made[kind] = jobs.resolve(*settings)
         config = made[kind][0]
         random_folder(root / kind / "in", config.model, max_length=config.train.seq_length, shard="200KB")
@@ -114,7 +119,7 @@ def went(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Went]:
         whole = [np.concatenate([rank.logits[time] for rank in ranks[:2]], axis=-1) for time in (0, 1)]
         config, layout = made[kind]
         folders = [root / kind / "in", root / kind / "out"]
-        [theirs] = run_ranks(1, partial(_theirs, folders, config, layout.global_batch_size))
+        [theirs] = run_ranks(1, partial(_theirs, folders, CLASSES[kind], config, layout.global_batch_size))
         found[kind] = Went(
             ours=Seen(logits=(whole[0], whole[1]), losses=ranks[0].losses),
             logits=(theirs[0][0], theirs[1][0]),
@@ -124,14 +129,16 @@ def went(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Went]:
 
 
 @torch.no_grad()
-def _theirs(folders: Sequence[Path], config: RunConfig, samples: int) -> list[tuple[np.ndarray, float]]:
+def _theirs(
+    folders: Sequence[Path], expected: type[Qwen3ForCausalLM | LlamaForCausalLM], config: RunConfig, samples: int
+) -> list[tuple[np.ndarray, float]]:
     """Logits of `_tokens` and the loss of the first samples, of the models that transformers reads."""
     found = []
     batch = [_samples(config)[sample] for sample in range(samples)]
     tokens, labels = (torch.stack([sample[key] for sample in batch]) for key in ("tokens", "labels"))
     for folder in folders:
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        assert isinstance(model, Qwen3ForCausalLM)
+        assert isinstance(model, expected)
         assert model.dtype is torch.float32
         found.append((model(_tokens(config)).logits.numpy(), token_losses(model, tokens, labels).mean().item()))
     return found

@@ -16,7 +16,7 @@ from canzona_cli.megatron.model import build_model
 from tests.dist import jobs
 from tests.dist.jobs import SMALL
 from tests.dist.ranks import run_ranks
-from tests.dist.reference import hugging_face_model, token_losses
+from tests.dist.reference import LLAMA, hugging_face_model, token_losses
 from tests.dist.whole import Part, Weights, assemble, named_parameters, part_of
 
 BATCH, SEQ = 2, 64
@@ -82,7 +82,6 @@ def _run_ours(*overrides: str) -> tuple[list[Output], Weights, torch.Tensor, tor
     return outputs, weights, torch.from_numpy(logits), torch.from_numpy(losses)
 
 
-LLAMA = ("model.qk_norm=false", "model.rope_base=500000", "model.norm_eps=1e-5")
 KINDS: dict[str, tuple[str, ...]] = {
     "untied": ("gpus=1", "model.tied_embeddings=false"),
     "tied": ("gpus=4", "parallel.tp=4", "model.tied_embeddings=true"),

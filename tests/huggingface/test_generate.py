@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.checkpoint.reader import Reader
+from canzona_cli.config.schema import ModelConfig
 from canzona_cli.huggingface.folder import beside, byte_tokenizer
 from canzona_cli.huggingface.generating import Choosing, Generated, Writer
 from canzona_cli.run.files import RunFiles
@@ -26,8 +27,11 @@ TOKENS = 24
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with the tokenizer of bytes, and its import in `run`. The tokenizer's last id ends documents."""
-    folder = tmp_path_factory.mktemp("generate")
-    random_folder(folder, replace(SHAPE, tied_embeddings=False))
+    return written(tmp_path_factory.mktemp("generate"), replace(SHAPE, tied_embeddings=False))
+
+
+def written(folder: Path, shape: ModelConfig) -> Path:
+    random_folder(folder, shape)
     (folder / "tokenizer.json").write_text(byte_tokenizer(), encoding="utf-8")
     imported(folder, folder / "run")
     return folder
@@ -46,6 +50,15 @@ def by_transformers(folder: Path) -> bytes:
 
     [ids] = run_ranks(1, write)
     return bytes(each for each in ids if each < 256)
+
+
+def test_a_llama_goes_on_as_transformers_does(tmp_path: Path) -> None:
+    shape = replace(SHAPE, tied_embeddings=False, qk_norm=False, rope_base=500_000.0, norm_eps=1e-5, rope_scaling=8.0)
+    folder = written(tmp_path / "llama", shape)
+    asked = ("--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--json")
+    done = canzona("generate", folder / "run", *asked)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["text"] == by_transformers(folder).decode(errors="replace")
 
 
 def test_a_prompt_is_gone_on_from_as_transformers_does(folder: Path) -> None:

@@ -37,6 +37,21 @@ def test_all_that_a_recipe_has_otherwise_is_refused_before_anything_is_written(f
     assert list(tmp_path.iterdir()) == []
 
 
+def test_weights_of_another_family_are_refused_by_its_name(folder: Path, tmp_path: Path) -> None:
+    """A folder, and a checkpoint of canzona."""
+    llama = replace(SHAPE, qk_norm=False)
+    random_folder(tmp_path / "llama", llama)
+    assert canzona("checkpoint", "import", tmp_path / "llama", "--out", tmp_path / "run").returncode == 0
+    for recipe, weights, said in (
+        ("llama3-tiny", folder, "is a Llama, but the weights in {} are a Qwen3's"),
+        ("qwen3-tiny", tmp_path / "run", "is a Qwen3, but the weights in {} are a Llama's"),
+    ):
+        done = canzona("train", f"recipe={recipe}", f"init={weights}", *SMALL, "--prepare-only", cwd=tmp_path)
+        assert done.returncode == 2
+        step = "" if weights == folder else "/checkpoints/step-00000000"
+        assert "".join(said.format(f"{weights}{step}").split()) in "".join(done.stderr.split())
+
+
 @pytest.mark.parametrize("recipe", [("recipe=tiny", *SMALL), ()], ids=["recipe", "no recipe"])
 def test_a_run_begins_with_its_weights_and_imports_them_once(
     folder: Path, tmp_path: Path, recipe: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""A model of another family's shapes goes through the same value: Llama 3.1 8B, which has no QK-norm."""
+"""A Llama: every weight is routed, planned and priced, and has its place."""
 
 from dataclasses import asdict, replace
 
@@ -8,8 +8,10 @@ from canzona_cli.bench.published import load_published
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.costs.memory import estimate
 from canzona_cli.costs.model import stage_time
-from canzona_cli.model.families import family_of, parameter_count
+from canzona_cli.errors import ConfigError
+from canzona_cli.model.families import family_of, flops_per_token, parameter_count
 from canzona_cli.model.geometry import fragment_blocks, unit_shape
 from canzona_cli.model.matrices import routing
 from canzona_cli.planner.make import make_plan
@@ -20,9 +22,13 @@ PUBLISHED_ELEMENTS = 8_030_261_248
 
 
 def _llama() -> RunConfig:
-    shape = asdict(load_published().models["llama3.1-8b"])
-    settings = [f"model.{name}={str(value).lower()}" for name, value in shape.items()]
-    return compose_run(["recipe=qwen3-8b", "gpus=16", "parallel.tp=2", *settings]).config
+    return compose_run(["recipe=llama3-8b", "gpus=16", "parallel.tp=2"]).config
+
+
+def test_published_step_times_are_of_the_same_shape() -> None:
+    for name, recipe in (("llama3.1-8b", "llama3-8b"), ("llama3.1-70b", "llama3-70b")):
+        shape, model = asdict(load_published().models[name]), compose_run([f"recipe={recipe}"]).config.model
+        assert shape == {setting: getattr(model, setting) for setting in shape}
 
 
 def test_every_published_weight_is_counted_and_routed() -> None:
@@ -46,6 +52,37 @@ def test_a_layer_without_qk_norm_is_shorter_where_queries_are_made() -> None:
     normalised = replace(config, model=replace(config.model, qk_norm=True))
     for module, longer in zip(*(stage_time(each, layout, 0).modules for each in (config, normalised)), strict=True):
         assert (module.forward_s < longer.forward_s) == (module.part == "qkv")
+
+
+def _nemotron() -> RunConfig:
+    shape = asdict(load_published().models["nemotron4-15b"])
+    settings = [f"model.{name}={str(value).lower()}" for name, value in shape.items()]
+    return compose_run(["recipe=llama3-8b", "gpus=16", "parallel.tp=2", *settings], training=False).config
+
+
+def test_without_a_gate_a_layer_has_one_matrix_fewer() -> None:
+    config, layout = resolve(_nemotron())
+    assert f"{parameter_count(config.model).non_embedding / 1e9:.1f} B" == "12.5 B", "arXiv 2402.16819, section 2"
+    matrices = make_plan(config, layout).matrices
+    assert {matrix.kind: matrix.shape for matrix in matrices if matrix.kind in ("gate", "up", "down")} == {
+        "up": (24576, 6144),
+        "down": (6144, 24576),
+    }
+
+
+def test_a_gate_costs_as_much_as_half_of_the_width_without_one() -> None:
+    """Equal elements take equal FLOPs and equal memory: of activations, 3 f with a gate and 2 f without."""
+    plain, layout = resolve(_nemotron())
+    gated = replace(plain, model=replace(plain.model, gated=True, ffn_hidden_size=16384))
+    assert flops_per_token(plain.model, 4096) == flops_per_token(gated.model, 4096)
+    for part, size in estimate(plain, layout).parts.items():
+        # Whole matrices are exchanged, and those without a gate are larger.
+        assert size == estimate(gated, layout).parts[part] or part == "exchange"
+
+
+def test_training_without_a_gate_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"model\.gated.*can only be planned"):
+        compose_run(["recipe=llama3-tiny", "model.gated=false"])
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])

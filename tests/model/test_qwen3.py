@@ -2,6 +2,7 @@
 
 import pytest
 
+from canzona_cli.config.compose import compose_run
 from canzona_cli.model.families import family_of, flops_per_token, parameter_count
 from canzona_cli.model.matrices import layer_shapes
 from tests.sizes import Size, model
@@ -31,6 +32,17 @@ def test_counts_agree_with_every_digit_of_the_model_card(size: Size) -> None:
         assert published is not None
         digits = len(published.removesuffix(" B").partition(".")[2])
         assert f"{ours / 1e9:.{digits}f} B" == published
+
+
+LLAMA_ELEMENTS = {"8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_800}
+
+
+@pytest.mark.parametrize(("size", "elements"), LLAMA_ELEMENTS.items())
+def test_a_llama_has_the_published_number_of_elements(size: str, elements: int) -> None:
+    shape = compose_run([f"recipe=llama3-{size}"]).config.model
+    family, total = family_of(shape), parameter_count(shape).total
+    assert (family.name, total) == ("llama", elements)
+    assert family.published[f"llama3-{size}"][0] == f"{total / 1e9:.3g} B"
 
 
 @pytest.mark.parametrize("size", ["tiny", *CHECKPOINT_ELEMENTS])

@@ -43,8 +43,7 @@ WSD_DECAY_SHARE = 10
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer with RMSNorm, SwiGLU, GQA, RoPE and no bias, as Qwen3 and Llama are, dense or with
-    experts."""
+    """A decoder-only transformer with RMSNorm, GQA, RoPE and no bias, as Qwen3 and Llama are, dense or with experts."""
 
     name: Annotated[str, "Name of the model, for reports.", NOTHING]
     num_layers: Annotated[Layers, "Transformer layers.", MODEL | PLAN]
@@ -73,6 +72,9 @@ class ModelConfig:
         CURVE,
     ] = "sequence"
     balancing_weight: Annotated[Share, "Weight of `balancing_loss`.", CURVE] = 1e-3
+    gated: Annotated[
+        bool, "Gate the feed-forward layers (SwiGLU). false: one matrix fewer a layer, in plans only.", MODEL | PLAN
+    ] = True
     init_std: Annotated[
         Positive,
         "Standard deviation of the initial weights; residual projections use `init_std / sqrt(2 * num_layers)`.",
