@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from canzona_cli.calibrate.profile import Effort, Measurement, Quantity, Record, Recorder, measured_runs
 from canzona_cli.calibrate.timing import LEAST, Team, Work, clock, repeat, timed, wait
 from canzona_cli.config.schema import MomentumConfig, MuonConfig, RunConfig, Splitting
-from canzona_cli.costs.update import COPY_EFFICIENCY, algorithm, label, peak_seconds, seconds
+from canzona_cli.costs.update import COPY_EFFICIENCY, algorithm, label, period_seconds, seconds
 from canzona_cli.engine.build import optimizer_factory
 from canzona_cli.engine.wire import Write, write_finite
 from canzona_cli.megatron import model
@@ -253,26 +253,35 @@ def measure_adamw(team: Team, config: RunConfig, effort: Effort, recorder: Recor
 def expected(variant: Variant, rows: int, cols: int) -> float:
     """Returns the approximate seconds that the measurement of an update takes, by the cost model.
 
-    For SOAP and Shampoo, this is the time of three steps with a refresh, which take far longer than other
-    steps.
+    For SOAP and Shampoo, this is the time of three refreshes: of three periods, if refreshes are spread over
+    them; otherwise of the three longest steps, which take far longer than others.
     """
     update, cluster = algorithm(variant.config), replace(variant.config.cluster, measured_updates=())
     if isinstance(variant.config.optimizer, MomentumConfig):
         return 8 * seconds(update, rows, cols, cluster)
-    return 3 * peak_seconds(update, rows, cols, cluster)
+    steps = period_seconds(update, rows, cols, cluster)
+    return 3 * (sum(steps) if update.spread else max(steps))
 
 
 def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s: float) -> list[float]:
     """Measures the seconds of one update of one (rows, columns) matrix; returns the samples of all members.
 
-    For SOAP and Shampoo, a sample is the mean over a refresh period, from one step without refresh and the
-    median of the steps with refresh, weighted by how often each occurs.
+    For SOAP and Shampoo a sample is the mean over a refresh period. If refreshes are not spread over it, it is
+    the mean of one sample of a step without refresh and of the median step with refresh, weighted by how often
+    each occurs.
     """
     group = Group(variant, rows, cols, team.device)
     optimizer = group.optimizer
     if not isinstance(optimizer, KroneckerOptimizer):
         return [sample / group.count for sample in team.samples(group.update, budget_s)]
     period = optimizer.precondition_frequency
+    if optimizer.spread:
+        team.meet()
+        group.update()
+        group.fill_factors(optimizer)
+        group.begin_period(optimizer)
+        samples = team.samples(lambda: group.updates(period), budget_s)
+        return [sample / group.count / period for sample in samples]
     optimizer.precondition_frequency = _NEVER
     team.meet()
     group.update()
@@ -308,7 +317,7 @@ class Group:
         self.optimizer: torch.optim.Optimizer
         if self._ours:
             matrices = [_matrix(layer, rows, cols) for layer in range(self.count)]
-            self.optimizer = optimizer_factory(variant.config, [matrices])(matrices, self._masters)
+            self.optimizer = optimizer_factory(variant.config)(matrices, self._masters)
         else:
             assert isinstance(variant.config.optimizer, MuonConfig)
             precision = variant.config.train.precision
@@ -329,6 +338,16 @@ class Group:
         for place, master in enumerate(self._masters):
             torch.sum(master.detach(), dim=(0, 1), out=self._finite[place])
         write_finite(list(enumerate(self._writes)), self._finite, on_host=self._device.type == "cpu")
+
+    def updates(self, count: int) -> None:
+        """Updates every matrix `count` times."""
+        for _ in range(count):
+            self.update()
+
+    def begin_period(self, optimizer: KroneckerOptimizer) -> None:
+        """Makes the next update the first one of a period in which a refresh is spread."""
+        for master in self._masters:
+            optimizer.state[master]["step"] = 2 * optimizer.precondition_frequency
 
     def fill_factors(self, optimizer: KroneckerOptimizer) -> None:
         """Makes all eigenvalues of the factors distinct by adding random numbers to the diagonals.

@@ -288,11 +288,13 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
     """Counts the bytes of a matrix's fp32 state besides its moments.
 
     Shampoo and SOAP: for each preconditioned side a packed statistic, and a packed root (Shampoo) or a square
-    basis (SOAP); KL-Shampoo also the eigenvalues. NorMuon: a number for each row.
+    basis (SOAP); KL-Shampoo also the eigenvalues; and what a spread refresh stores between its parts. NorMuon:
+    a number for each row.
     """
-    rule = RULES[algorithm.name]
+    rule, spread = RULES[algorithm.name], algorithm.spread
+    packed, squares = rule.packed + spread * rule.begun_packed, rule.squares + spread * rule.begun_squares
     sides = factored_sides(algorithm, rows, cols)
-    factors = sum(rule.packed * packed_elements(side) + rule.squares * side**2 + rule.vectors * side for side in sides)
+    factors = sum(packed * packed_elements(side) + squares * side**2 + rule.vectors * side for side in sides)
     return FP32 * (rule.row_vectors * rows + factors)
 
 

@@ -83,6 +83,8 @@ def algorithm(config: RunConfig) -> Algorithm:
     if isinstance(config.optimizer, MomentumConfig):
         replayed = config.cluster.device == "cuda" and implementation(config) == "canzona"
         return replace(how, graph=replayed and bool(config.optimizer.graph))
+    if implementation(config) == "megatron":
+        how = replace(how, spread=False)
     if not isinstance(config.optimizer, ShampooConfig):
         return how
     return replace(how, roots=_roots(config.optimizer.roots, how, config.cluster))
@@ -95,7 +97,7 @@ def _roots(chosen: Literal["auto"] | RootMethod, how: Algorithm, cluster: Cluste
         return chosen
     side = min(1024, how.max_preconditioner_dim)
     methods: tuple[RootMethod, ...] = get_args(RootMethod)
-    return min(methods, key=lambda roots: _modelled(replace(how, roots=roots), side, side, cluster)[1])
+    return min(methods, key=lambda roots: _modelled(replace(how, roots=roots), side, side, cluster)[0])
 
 
 @lru_cache(maxsize=64)
@@ -112,7 +114,8 @@ def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
         a = replace(a, form=form, stack=optimizer.stack)
     if isinstance(optimizer, KroneckerConfig):
         period, longest = optimizer.precondition_frequency, optimizer.max_preconditioner_dim
-        a = replace(a, refresh_period=period, max_preconditioner_dim=longest, tf32=optimizer.tf32)
+        spread = optimizer.stagger and period > 1
+        a = replace(a, refresh_period=period, spread=spread, max_preconditioner_dim=longest, tf32=optimizer.tf32)
     if isinstance(optimizer, ShampooConfig):
         a = replace(a, grafting=optimizer.grafting)
     return a
@@ -155,11 +158,11 @@ def _fitting(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
 
 def label(a: Algorithm) -> str:
     """Returns the name of an algorithm's measurements in a profile: muon/gram/5, muon/standard/5/stacked,
-    soap, shampoo, shampoo/newton, custom."""
+    soap, soap/spread, shampoo, shampoo/newton/spread, custom."""
     if a.custom:
         return "custom"
     if not RULES[a.name].orthogonal:
-        return a.name if a.roots == "eigh" else f"{a.name}/{a.roots}"
+        return f"{a.name}{'' if a.roots == 'eigh' else f'/{a.roots}'}{'/spread' if a.spread else ''}"
     return f"{a.name}/{a.form}/{a.ns_steps}{'/stacked' if a.stack else ''}"
 
 
@@ -173,7 +176,8 @@ def seconds(
             symmetric kernels, stacking or graphs, measured separately if the profile has such a measurement.
     """
     if implementation == "megatron":
-        a, cluster = replace(a, form="standard", stack=False, graph=False), replace(cluster, symmetric_factor=1.0)
+        a = replace(a, form="standard", stack=False, graph=False, spread=False)
+        cluster = replace(cluster, symmetric_factor=1.0)
         for prefix in ("megatron/", ""):
             measured = _measured(a, rows, cols, cluster, prefix)
             if measured is not None:
@@ -238,12 +242,13 @@ def update_costs(
     return tuple(by_shape[matrix.rows, matrix.cols] for matrix in members)
 
 
-def peak_seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Returns the seconds of an update in the step in which it refreshes: the mean seconds, measured or
-    modelled, times the model's ratio of peak to mean."""
+def period_seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> tuple[float, ...]:
+    """Returns the seconds of an update in each step of a refresh period: the mean seconds, measured or
+    modelled, in the proportions of the model."""
     a = _as_run(a, rows, cols, cluster)
-    mean, peak = _modelled(a, rows, cols, cluster)
-    return _seconds(a, rows, cols, cluster) * (peak / mean)
+    mean, steps = _modelled(a, rows, cols, cluster)
+    scale = _seconds(a, rows, cols, cluster) / mean
+    return tuple(scale * step for step in steps)
 
 
 def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
@@ -325,20 +330,25 @@ def _seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> floa
 
 def _modelled(
     a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, implementation: Implementation = "canzona"
-) -> tuple[float, float]:
-    """Returns the modelled seconds of one update, on average and in a step in which it refreshes."""
+) -> tuple[float, tuple[float, ...]]:
+    """Returns the modelled seconds of one update, on average and in each step of a refresh period."""
     if a.name == "adamw":
-        return (adamw_seconds(rows * cols, cluster),) * 2
-    every, besides = work(a, rows, cols)
+        seconds = adamw_seconds(rows * cols, cluster)
+        return seconds, (seconds,)
+    every, parts = work(a, rows, cols)
     if implementation == "megatron":
         every = replace(every, traffic=every.traffic + MEGATRON_BYTES[a.precision] * rows * cols)
     together = min(PRICED_STACK, max(2, _fitting(a, rows, cols, cluster))) if a.stack is True else 1
     if a.graph:
         cluster = replace(cluster, launch_us=min(cluster.launch_us, cluster.graph_launch_us))
-    step, refresh = duration(every, _unit(a), cluster, together), duration(besides, "fp32", cluster, together)
+    step = duration(every, _unit(a), cluster, together)
     if every.iteration:
         step += duration(every.iteration, a.precision, cluster)
-    return step + refresh / a.refresh_period, step + refresh
+    added = [duration(part, "fp32", cluster, together) for part in parts]
+    if not added:
+        return step, (step,)
+    rest = [0.0] * (a.refresh_period - len(added))
+    return step + sum(added) / a.refresh_period, tuple(step + seconds for seconds in (*added, *rest))
 
 
 def _measured(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix: str = "") -> float | None:
@@ -375,7 +385,7 @@ def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) 
     return (
         sum(count * product(m, k, n) for count, m, k, n in work.products)
         + sum(count * halved * product(m, k, m) for count, m, k in work.symmetric)
-        + sum(8 / 3 * n**3 / qr for n in work.qr)
+        + work.qr_flops / qr
         + sum(9.0 * n**3 / eigh for n in work.eigh)
         + work.traffic / memory_rate(cluster)
         + launches * cluster.launch_us * 1e-6
@@ -392,8 +402,8 @@ RULES: Mapping[str, Rule] = {name: facts.rule for name, facts in known().items()
 
 
 @lru_cache(maxsize=4096)
-def work(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    """Returns the work of every update of a (rows, cols) matrix, and the work that a refresh adds."""
+def work(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
+    """Returns the work of every update of a (rows, cols) matrix, and the work that the parts of a refresh add."""
     return RULES[a.name].work(a, rows, cols)
 
 
@@ -417,10 +427,12 @@ def flops(a: Algorithm, rows: int, cols: int) -> float:
     - adamw: 15 per element. A side longer than `max_preconditioner_dim` is not preconditioned, and the terms
     of its preconditioner are 0.
     """
-    return min(step.flops + refresh.flops / a.refresh_period for step, refresh in _works(a, rows, cols))
+    return min(
+        step.flops + sum(part.flops for part in parts) / a.refresh_period for step, parts in _works(a, rows, cols)
+    )
 
 
-def _works(a: Algorithm, rows: int, cols: int) -> Iterator[tuple[Work, Work]]:
+def _works(a: Algorithm, rows: int, cols: int) -> Iterator[tuple[Work, tuple[Work, ...]]]:
     """Yields the work of an update and of a refresh for each form that the algorithm may take."""
     for form in get_args(Form) if a.form == "auto" else (a.form,):
         yield work(replace(a, form=form), rows, cols)

@@ -1,7 +1,7 @@
 """Builds the engine of one rank: from a plan, or, for strategy sc, with all matrices of the stage on every
 rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib import import_module
 
@@ -36,7 +36,6 @@ from canzona_cli.optimizers.facts import known
 from canzona_cli.optimizers.matrix_optimizer import OnFallback, Workspace
 from canzona_cli.optimizers.registry import load_class, probe
 from canzona_cli.planner.exchange import Route, from_hosts, to_hosts
-from canzona_cli.planner.order import by_rank, refreshes
 from canzona_cli.planner.plan import Plan
 
 _OURS = __name__.partition(".")[0]
@@ -63,11 +62,11 @@ def build_engine(
             `step()` alone.
     """
     if plan is not None:
-        mine, ranks = updated_matrices(plan, world), by_rank(plan.matrices, plan.assignment.cells)
+        mine = updated_matrices(plan, world)
         parameters = named_matrix_parameters(chunks, plan, world.pp_rank)
     else:
         everything = matrices_of(config.model, world.layout, config.engine.splitting)
-        mine, ranks = list(stage_matrices(everything, world.pp_rank)), by_rank(everything, None)
+        mine = list(stage_matrices(everything, world.pp_rank))
         named = dict(global_parameters(chunks))
         parameters = {matrix.parameter: named[matrix.parameter] for matrix in mine}
         tag_matrices(chunks, parameters)
@@ -96,7 +95,7 @@ def build_engine(
         aside=Aside(world.device),
         device=world.device,
         masters=masters,
-        make_optimizer=agree_on_optimizer(lambda: optimizer_factory(config, ranks, fallbacks), source, world),
+        make_optimizer=agree_on_optimizer(lambda: optimizer_factory(config, fallbacks), source, world),
     )
     updater: MasterOptimizer
     if plan is not None:
@@ -200,13 +199,10 @@ def _sharing(plan: Plan, world: World, wiring: Wiring) -> Sharing | None:
     return sharing
 
 
-def optimizer_factory(
-    config: RunConfig, ranks: Sequence[Sequence[Matrix]], on_fallback: OnFallback | None = None
-) -> MakeOptimizer:
+def optimizer_factory(config: RunConfig, on_fallback: OnFallback | None = None) -> MakeOptimizer:
     """Returns a function that makes the optimizer of some of this rank's matrices.
 
     Args:
-        ranks: the matrices that each rank updates, over which `planner.order` spreads refreshes of factors.
         on_fallback: called when an optimizer uses a fallback.
 
     Raises:
@@ -219,7 +215,7 @@ def optimizer_factory(
     if isinstance(chosen, MomentumConfig):
         return _orthogonal(config, chosen, kind, on_fallback)
     if isinstance(chosen, KroneckerConfig):
-        return _preconditioned(config, chosen, kind, refreshes(config, chosen, ranks).turns, on_fallback)
+        return _preconditioned(config, chosen, kind, on_fallback)
 
     def plain(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return kind(params, chosen.lr, weight_decay=chosen.weight_decay, **_specific_settings(chosen))
@@ -264,7 +260,7 @@ def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind, on_fallba
 
 
 def _preconditioned(
-    config: RunConfig, chosen: KroneckerConfig, kind: Kind, turns: Mapping[int, int], on_fallback: OnFallback | None
+    config: RunConfig, chosen: KroneckerConfig, kind: Kind, on_fallback: OnFallback | None
 ) -> MakeOptimizer:
     workspace, settings = Workspace(), _specific_settings(chosen)
     if "roots" in settings:
@@ -272,14 +268,14 @@ def _preconditioned(
     if isinstance(chosen, NewtonSchulzConfig):
         settings["iterated_in"] = config.train.precision
 
-    def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def make(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return kind(
             params,
             chosen.lr,  # the schedule sets its own before the first step
             weight_decay=chosen.weight_decay,
             betas=(chosen.beta1, chosen.beta2),
             eps=chosen.eps,
-            refresh_offsets=[turns[matrix.index] for matrix in matrices],
+            spread=chosen.stagger,
             on_fallback=on_fallback,
             precision="tf32" if chosen.tf32 else "fp32",
             workspace=workspace,

@@ -15,8 +15,8 @@ class AdamWConfig(OptimizerBase):
     name: Annotated[Literal["adamw"], "The optimizer.", OPTIMIZER | PLAN]
 
 
-def _adamw(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
-    return Work(elementwise=15.0 * rows * cols), Work()
+def _adamw(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
+    return Work(elementwise=15.0 * rows * cols), ()
 
 
 FACTS = (Facts(settings=AdamWConfig, rule=Rule(work=_adamw, fragment_bytes=28, moments=2)),)

@@ -67,12 +67,51 @@ def orthonormal(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     finite, all_settled = torch.stack([basis.isfinite().all(), settled.all()]).tolist()
     if not finite:
         raise LinAlgError("the result is not finite")
-    if all_settled:
-        return basis
+    return basis if all_settled else torch.where(settled[..., None, None], basis, _filled(basis, known, previous))
+
+
+def _filled(basis: torch.Tensor, known: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    """Replaces the columns that are not `known` by those of `previous`, made orthogonal to all others."""
     # QR makes each column orthogonal to the columns before it, so columns with a defined direction come first.
     order = known.to(torch.int8).argsort(descending=True, stable=True)[..., None, :].expand_as(basis)
     mixed = torch.where(known[..., None, :], basis, previous.to(basis.dtype)).gather(-1, order)
-    return torch.where(settled[..., None, None], basis, torch.empty_like(basis).scatter_(-1, order, _qr(mixed)[0]))
+    return torch.empty_like(basis).scatter_(-1, order, _qr(mixed)[0])
+
+
+def orthonormal_panel(panel: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Orthonormalises some columns of a matrix, as `orthonormal` does, once those before them are orthonormal.
+    Columns without a defined direction become zero. The host does not wait for the device.
+
+    They are projected twice (block Gram-Schmidt; Giraud et al. 2005, doi:10.1007/s00211-005-0615-4), because
+    after a single projection rounding errors of almost dependent columns are not orthogonal.
+
+    Args:
+        panel: (side, width), of a matrix whose longest column is as long as 1.
+        before: (side, columns before).
+    """
+    before = before.to(panel.dtype)
+    for _ in range(2 if before.numel() else 0):
+        panel = panel - before @ (before.mT @ panel)
+    basis, sizes = _qr(panel)
+    return torch.where(sizes <= rounding(len(panel)), 0.0, basis)
+
+
+def completed(panels: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    """Returns a basis whose columns `orthonormal_panel` has computed. A column without a defined direction is
+    replaced as by `orthonormal`. The host waits for the device once.
+
+    Args:
+        panels, previous: (side, side).
+
+    Raises:
+        LinAlgError: The result is not finite.
+    """
+    # Zero, or not orthonormalised because the period was changed between two parts.
+    known = (panels.square().sum(0) - 1).abs() < 1e-2
+    finite, all_known = torch.stack([panels.isfinite().all(), known.all()]).tolist()
+    if not finite:
+        raise LinAlgError("the result is not finite")
+    return panels if all_known else _filled(panels, known, previous)
 
 
 def _qr(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,6 +219,24 @@ def by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Te
     Returns:
         The roots (count, side, side), and which of them converged (count,), bool.
     """
+    m, size = newton_start(factors, eps)
+    x, good = None, None
+    for number in range(newton_steps(order)):
+        if number + 1 == newton_steps(order):
+            good = newton_converged(m)
+        x, m = newton_step(number, order, x, m)
+    assert x is not None
+    assert good is not None
+    return x.mul_(size.pow(-1 / order)), good
+
+
+def newton_steps(order: Order) -> int:
+    return len(_STEPS[order])
+
+
+def newton_start(factors: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns M before the first step (count, side, side), and the scale by which factors were divided
+    (count, 1, 1); the identity and 1 for a factor of zeros."""
     side = factors.size(-1)
     largest = _largest(factors)
     # The order of factors matters, and none is transposed: so asymmetry from rounding stays small, whereas
@@ -192,20 +249,33 @@ def by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Te
     zero = size == 0
     m.div_(size.masked_fill_(zero, 1))
     diagonal.add_(zero[:, 0])
-    x, left = None, torch.zeros_like(largest)
-    steps = _STEPS[order]
-    for number, (a, b, c) in enumerate(steps):
-        q = torch.baddbmm(m, m, m, beta=b, alpha=c)
-        q.diagonal(dim1=-2, dim2=-1).add_(a)
-        x = q if x is None else x @ q
-        if number + 1 < len(steps):
-            for _ in range(2 if order == 4 else 1):
-                q = q @ q
-            m = q @ m
-        if number + 2 == len(steps):
-            left = (m - torch.eye(side, dtype=m.dtype, device=m.device)).square_().sum((-2, -1)).div_(side).sqrt_()
-    assert x is not None
-    return x.mul_(size.pow(-1 / order)), left <= _LEFT
+    return m, size
+
+
+def newton_step(
+    number: int, order: Order, x: torch.Tensor | None, m: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns X and M after a step (count, side, side); the last step keeps M.
+
+    Args:
+        x: None before the first step, where X is the identity.
+    """
+    a, b, c = _STEPS[order][number]
+    q = torch.baddbmm(m, m, m, beta=b, alpha=c)
+    q.diagonal(dim1=-2, dim2=-1).add_(a)
+    x = q if x is None else x @ q
+    if number + 1 == newton_steps(order):
+        return x, m
+    for _ in range(2 if order == 4 else 1):
+        q = q @ q
+    return x, q @ m
+
+
+def newton_converged(m: torch.Tensor) -> torch.Tensor:
+    """Returns for each M before the last step (count, side, side) whether the iteration converges, (count,)."""
+    side = m.size(-1)
+    left = (m - torch.eye(side, dtype=m.dtype, device=m.device)).square_().sum((-2, -1)).div_(side).sqrt_()
+    return left <= _LEFT
 
 
 def _largest(factors: torch.Tensor) -> torch.Tensor:

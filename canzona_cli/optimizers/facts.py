@@ -77,6 +77,8 @@ class Algorithm:
     """The form of Muon's Newton-Schulz iteration; with auto, `costs.update.form_of` decides for each shape."""
     refresh_period: int = 10
     """The steps between refreshes of roots or eigenbases (Shampoo, SOAP, KL-Shampoo)."""
+    spread: bool = False
+    """True if each refresh is computed in parts, one in each step of the period."""
     max_preconditioner_dim: int = 8192
     """The longest side that is preconditioned (Shampoo, SOAP, KL-Shampoo)."""
     grafting: Literal["none", "sgd", "adam"] = "none"
@@ -103,8 +105,8 @@ class Work:
     symmetric: tuple[tuple[int, int, int], ...] = ()
     """The products with a symmetric result, as (count, m, k): `count` products of (m, k) by (k, m). A kernel
     that makes use of the symmetry needs half the operations."""
-    qr: tuple[int, ...] = ()
-    """The sides of the squares with a QR decomposition, of which Q is formed."""
+    qr: tuple[tuple[int, int], ...] = ()
+    """The shapes (m, n), m >= n, of the matrices with a QR decomposition, of which Q is formed."""
     eigh: tuple[int, ...] = ()
     """The sides of the squares with an eigendecomposition."""
     elementwise: float = 0.0
@@ -119,14 +121,13 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """The FLOPs of all work. QR with explicit Q counts as 4/3 n^3 + 4/3 n^3, eigh with vectors as 9 n^3
+        """The FLOPs of all work. QR with explicit Q counts as 4 m n^2 - 4/3 n^3, eigh with vectors as 9 n^3
         (Golub & Van Loan, 4th ed., 5.2 and 8.3)."""
-        return (
-            self.elementwise
-            + self.product_flops
-            + sum(8 / 3 * n**3 for n in self.qr)
-            + sum(9.0 * n**3 for n in self.eigh)
-        )
+        return self.elementwise + self.product_flops + self.qr_flops + sum(9.0 * n**3 for n in self.eigh)
+
+    @property
+    def qr_flops(self) -> float:
+        return sum(4.0 * m * n**2 - 4 / 3 * n**3 for m, n in self.qr)
 
     @property
     def product_flops(self) -> float:
@@ -147,9 +148,9 @@ class Work:
 class Rule:
     """An update rule, as the planner sees it."""
 
-    work: Callable[[Algorithm, int, int], tuple[Work, Work]]
-    """A function that returns the work of every update of a (rows, cols) matrix, and the additional work of
-    an update with a refresh."""
+    work: Callable[[Algorithm, int, int], tuple[Work, tuple[Work, ...]]]
+    """A function that returns the work of every update of a (rows, cols) matrix, and the work that a refresh
+    adds: an entry for each step in which a part of it is computed, from the first step of a period on."""
     fragment_bytes: int
     """The memory traffic per element, in bytes and without writing the weight, of the part of an update that
     works on a fragment alone: weight decay, weight and, with Newton-Schulz, momentum and scaling."""
@@ -167,6 +168,11 @@ class Rule:
     """The number of other squares for each side that has a factor."""
     vectors: int = 0
     """The number of vectors of each side that has a factor."""
+    begun_packed: int = 0
+    """The number of packed symmetric squares of each side that has a factor that store a refresh between its
+    parts."""
+    begun_squares: int = 0
+    """The number of other squares that do."""
 
     @property
     def preconditioned(self) -> bool:

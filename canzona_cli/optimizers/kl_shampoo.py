@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .decompositions import rounding
-from .kronecker import LONGEST, KroneckerOptimizer, Side
+from .kronecker import LONGEST, KroneckerOptimizer, Side, unpack
 from .matrix_optimizer import products
 
 NO_FACTOR = 0.2
@@ -47,7 +47,8 @@ class KLShampoo(KroneckerOptimizer):
             state[f"eigenvalues_{side}"] = p.new_zeros(length)
 
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
-        bases = {f"Q_{side}": (length, length) for side, length in self._lengths(p)}
+        names = ("Q_", "next_Q_") if self.spread else ("Q_",)
+        bases = {f"{name}{side}": (length, length) for side, length in self._lengths(p) for name in names}
         vectors = {f"eigenvalues_{side}": (length,) for side, length in self._lengths(p)}
         return {**super().state_shapes(p), **bases, **vectors, "exp_avg": tuple(p.shape)}
 
@@ -100,6 +101,17 @@ class KLShampoo(KroneckerOptimizer):
             return
         bases = torch.stack([self.state[p][f"Q_{side}"] for p, side in stack])
         self._store_squares(stack, "Q_", self._orthonormal(stack, factors @ bases, bases))
+
+    def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
+        state = self.state[p]
+        basis = state[f"Q_{side}"]
+        if part == 0:
+            factor = unpack(state[side], self._square(p, 1, len(basis))[0])
+            torch.mm(factor, basis, out=state[f"next_Q_{side}"])
+        new = self._orthonormal_part(p, side, part)
+        if new is not None:
+            basis.copy_(new)
+        return new is not None
 
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         state, beta1, out = self.state[p], self.betas[0], self.workspace.like("turned", p)

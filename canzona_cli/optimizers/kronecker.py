@@ -9,9 +9,9 @@ from typing import Literal, TypedDict
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .decompositions import LinAlgError, eigenbasis, orthonormal, with_fallback
+from .decompositions import LinAlgError, completed, eigenbasis, orthonormal, orthonormal_panel, with_fallback
 from .matrix_optimizer import MatrixOptimizer, OnFallback, ProductPrecision, Workspace, products
-from .shampoo_facts import STACKED_SQUARES, packed_elements
+from .shampoo_facts import STACKED_SQUARES, packed_elements, panel
 
 Side = Literal["L", "R"]
 """A side of a matrix. L: its rows, with a factor from G G^T. R: its columns, with a factor from G^T G."""
@@ -34,7 +34,7 @@ class KroneckerSettings(TypedDict, total=False):
     shampoo_beta: float
     precondition_frequency: int
     max_preconditioner_dim: int
-    refresh_offsets: Sequence[int] | None
+    spread: bool
     on_fallback: OnFallback | None
     precision: ProductPrecision
     workspace: Workspace | None
@@ -51,6 +51,9 @@ class KroneckerOptimizer(MatrixOptimizer):
 
     symmetric: tuple[str, ...] = ("",)
     """The prefixes (before L and R) of the names of packed symmetric squares in the state."""
+    squares = "Q_"
+    """The prefix of the names of the squares that refreshes compute. With `next_` before it, it names what the state
+    keeps of the next squares between the parts of a spread refresh."""
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class KroneckerOptimizer(MatrixOptimizer):
         shampoo_beta: float = 0.95,
         precondition_frequency: int = 10,
         max_preconditioner_dim: int = 8192,
-        refresh_offsets: Sequence[int] | None = None,
+        spread: bool = False,
         on_fallback: OnFallback | None = None,
         precision: ProductPrecision = "fp32",
         workspace: Workspace | None = None,
@@ -76,14 +79,15 @@ class KroneckerOptimizer(MatrixOptimizer):
             eps: The epsilon in the denominator of Adam's update.
             shampoo_beta: Decay of the factors.
             precondition_frequency: Steps between two refreshes of a matrix, the period. A refresh costs much
-                more than a step; a larger period makes the preconditioner older.
+                more than a step; a larger period makes the preconditioner older. A matrix is refreshed at its
+                first step, and whenever its steps so far are a multiple of the period. It is not refreshed
+                earlier, because after one step SOAP's second moment is zero off the diagonal, and a new basis
+                would rotate the first moment into those directions.
             max_preconditioner_dim: A side longer than this is not preconditioned and does not have a factor,
                 which would take side^2 / 2 elements and O(side^3) operations per refresh.
-            refresh_offsets: An offset for each parameter, which spreads the refreshes of several matrices
-                over the period. A matrix is refreshed at its first step, and, once it has made a full period
-                of steps, whenever (its steps so far + offset) is a multiple of the period. It is not
-                refreshed earlier, because after one step SOAP's second moment is zero off the diagonal, and a
-                new basis would rotate the first moment into those directions.
+            spread: Compute refreshes, from the third on, in parts, one in each step of a period: from the
+                factors of the period's first step, for use from its last step on (Anil et al. 2020,
+                arXiv:2002.09018, use roots as late). So no step is much longer than others.
             on_fallback: Called when a decomposition failed, or when an update was bounded (`LONGEST`).
             precision: The precision of products in a step ("tf32": on TF32 units where a GPU has them).
                 Refreshes are always fp32.
@@ -98,10 +102,6 @@ class KroneckerOptimizer(MatrixOptimizer):
         if precondition_frequency < 1:
             raise ValueError(f"precondition_frequency is {precondition_frequency}; it has to be at least 1")
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        matrices = list(self._matrices())
-        offsets = [0] * len(matrices) if refresh_offsets is None else refresh_offsets
-        if len(offsets) != len(matrices):
-            raise ValueError(f"refresh_offsets has {len(offsets)} entries for {len(matrices)} parameters")
         self.betas = betas
         self.eps = eps
         self.shampoo_beta = shampoo_beta
@@ -110,7 +110,7 @@ class KroneckerOptimizer(MatrixOptimizer):
         self.on_fallback = on_fallback
         self.precision = precision
         self.workspace = workspace or Workspace()
-        self._offsets = dict(zip(matrices, offsets, strict=True))
+        self.spread = spread and precondition_frequency > 1
         self._pending_reports: list[tuple[torch.Tensor, torch.Tensor, float, str]] = []
 
     @abstractmethod
@@ -133,8 +133,19 @@ class KroneckerOptimizer(MatrixOptimizer):
             factors: The unpacked factors (len(stack), length, length), in scratch.
         """
 
+    @abstractmethod
+    def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
+        """Computes one of the parts, numbered from 0, in which a side of `p` is refreshed. Between parts, the
+        state keeps what has been computed. Returns True if the side has been refreshed."""
+
+    def _unbegun(self, p: torch.Tensor, state: Mapping[str, torch.Tensor | int]) -> dict[str, torch.Tensor]:
+        """Returns what the state keeps between parts, as it is before the first part. A refresh that goes on from
+        there does not change the squares in use, as after a resume from a checkpoint without it."""
+        names = [f"{self.squares}{side}" for side in self._sides(p)]
+        return {f"next_{key}": square.clone() for key in names if isinstance(square := state.get(key), torch.Tensor)}
+
     def _refreshed(self, p: torch.Tensor) -> None:
-        """Does nothing; a subclass may override it. Called after all sides of `p` have been refreshed."""
+        """Does nothing; a subclass may override it. Called after sides of `p` have been refreshed."""
 
     @abstractmethod
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -147,19 +158,25 @@ class KroneckerOptimizer(MatrixOptimizer):
         return {"step": None, **packed}
 
     def converted(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Packs symmetric squares that older versions stored in full."""
+        """Packs symmetric squares that older versions stored in full, and adds or leaves out what a refresh
+        stores between its parts."""
         shapes, tensors = self.state_shapes(p), dict(state)
         for name in self.symmetric:
             for side, length in self._lengths(p):
                 key = f"{name}{side}"
                 if key in tensors and tensors[key].shape == (length, length):
                     tensors[key] = pack(tensors[key], tensors[key].new_empty(shapes[key] or ()))
-        return tensors
+        unbegun = self._unbegun(p, tensors)
+        if self.spread:
+            return {**unbegun, **tensors}
+        return {key: tensor for key, tensor in tensors.items() if key not in unbegun}
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         self._report_pending()
         with products(self.precision):
-            due = [p for p in matrices if self._average_factors(p)]
+            for p in matrices:
+                self._average_factors(p)
+        due = [p for p in matrices if self._is_due(p)]
         with products("fp32"):
             for stack in self._stacks(due):
                 length = stack[0][0].size(SIDES.index(stack[0][1]))
@@ -169,19 +186,21 @@ class KroneckerOptimizer(MatrixOptimizer):
                 self._refresh(stack, factors)
             for p in due:
                 self._refreshed(p)
+            for p in matrices:
+                self._continue(p)
         with products(self.precision):
             for p in matrices:
                 self._update(p, self._gradient(p), group)
 
-    def _average_factors(self, p: torch.Tensor) -> bool:
-        """Averages the gradient of `p` into its factors and returns True if `p` is due for a refresh in this
-        step."""
+    def _average_factors(self, p: torch.Tensor) -> None:
+        """Averages the gradient of `p` into its factors."""
         state = self.state[p]
         if not state:
             state["step"] = 0
             for side, length in self._lengths(p):
                 state[side] = p.new_zeros(packed_elements(length))
             self._start(p, state)
+            state.update(self._unbegun(p, state) if self.spread else {})
         done: int = state["step"]
         state["step"] = done + 1
         # This weight makes the average a bias-corrected one at every step (as in emerging-optimizers' SOAP).
@@ -189,8 +208,20 @@ class KroneckerOptimizer(MatrixOptimizer):
         seen = self._factor_inputs(p, self._gradient(p))
         for side, length in self._lengths(p):
             average_gram(state[side], seen[side], weight, self._square(p, 1, length)[0])
-        period = self.precondition_frequency
-        return done == 0 or (done >= period and (done + self._offsets[p]) % period == 0)
+
+    def _is_due(self, p: torch.Tensor) -> bool:
+        """Returns True if `p` is refreshed as a whole in this step."""
+        done, period = self.state[p]["step"] - 1, self.precondition_frequency
+        return done in (0, period) if self.spread else done % period == 0
+
+    def _continue(self, p: torch.Tensor) -> None:
+        """Computes the part of this step of a refresh of `p`, if it is spread."""
+        done, period = self.state[p]["step"] - 1, self.precondition_frequency
+        if not self.spread or done < 2 * period:
+            return
+        ended = [self._refresh_part(p, side, done % period) for side in self._sides(p)]
+        if True in ended:
+            self._refreshed(p)
 
     def _stacks(self, due: Sequence[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, Side]]]:
         """Yields all sides of the matrices that are due, in stacks that `_refresh` can take in one call. L
@@ -266,6 +297,33 @@ class KroneckerOptimizer(MatrixOptimizer):
                 with_fallback(partial(orthonormal, previous=basis), new, f"the QR of {side}", partial(self._report, p))
                 for (p, side), basis, new in zip(stack, bases, powered, strict=True)
             ]
+
+    def _orthonormal_part(self, p: torch.Tensor, side: Side, part: int) -> torch.Tensor | None:
+        """Orthonormalises the columns of a part of `next_Q`, which is a factor times its eigenbasis.
+
+        Returns:
+            The new eigenbasis, (length, length), after the last part; otherwise, and if it is not finite, None.
+        """
+        state, period, report = self.state[p], self.precondition_frequency, partial(self._report, p)
+        basis, following, what = state[f"Q_{side}"], state[f"next_Q_{side}"], f"the QR of {side}"
+        if part == 0:
+            longest = torch.linalg.vector_norm(following, dim=0).amax()
+            following.div_(longest.where(longest > 0, 1.0))
+        low, high = panel(len(basis), part, period)
+        if low < high:
+            compute = partial(orthonormal_panel, before=following[:, :low])
+            columns = with_fallback(compute, following[:, low:high], what, report)
+            if columns is None:
+                following.copy_(basis)  # which the other parts will not change
+            else:
+                following[:, low:high] = columns
+        if part < period - 1:
+            return None
+        try:
+            return completed(following, basis)
+        except LinAlgError as error:
+            report(f"{what} failed: {error}; the previous one is kept")
+            return None
 
     def _store_squares(
         self, stack: Sequence[tuple[torch.Tensor, Side]], name: str, bases: Sequence[torch.Tensor | None]

@@ -87,7 +87,7 @@ class NorMuonConfig(MomentumConfig):
     row_beta: Annotated[Share, "Decay of the rows' mean squares.", CURVE] = 0.95
 
 
-def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
     """Counts Muon's work: Newton-Schulz, and the elementwise passes of a GPU over fp32 masters.
 
     Bytes per element, where w is the width of the products' dtype: momentum 12, Nesterov 12, norm 4, division
@@ -98,7 +98,7 @@ def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
     iteration, w = iteration_work(a, rows, cols), product_bytes(a)
     traffic = iteration.traffic + (40 + 2 * w + _moved(a)) * rows * cols
     launches = iteration.launches + MUON_AROUND + (2 if _in_one_pass(a) else 0)
-    return replace(iteration, traffic=traffic, launches=launches), Work()
+    return replace(iteration, traffic=traffic, launches=launches), ()
 
 
 def _moved(a: Algorithm) -> int:
@@ -113,7 +113,7 @@ def _in_one_pass(a: Algorithm) -> bool:
     return a.form == "gram" and a.stack is not True
 
 
-def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
     """Counts NorMuon's work: that of Muon, and per element w bytes for the norms of rows and w + 4 for their
     scaling (4 and 8 if the iteration's result is fp32). Decay and weight then take 20 bytes, or 12 in one
     pass."""

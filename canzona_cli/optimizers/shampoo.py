@@ -9,10 +9,20 @@ from typing import Literal, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .decompositions import LinAlgError, Order, by_eigenvalues, by_newton, with_fallback
+from .decompositions import (
+    LinAlgError,
+    Order,
+    by_eigenvalues,
+    by_newton,
+    newton_converged,
+    newton_start,
+    newton_step,
+    newton_steps,
+    with_fallback,
+)
 from .facts import RootMethod
-from .kronecker import LONGEST, KroneckerOptimizer, KroneckerSettings, Side, pack
-from .shampoo_facts import packed_elements
+from .kronecker import LONGEST, SIDES, KroneckerOptimizer, KroneckerSettings, Side, pack, unpack
+from .shampoo_facts import newton_part, packed_elements
 
 Grafting = Literal["none", "sgd", "adam"]
 
@@ -32,10 +42,11 @@ class Shampoo(KroneckerOptimizer):
     apply to all of it.
 
     State besides that of KroneckerOptimizer: `exp_avg`, M (rows, cols); `root_L` and `root_R`, A and B,
-    packed; with grafting="adam", `exp_avg_sq` (rows, cols).
+    packed; with grafting="adam", `exp_avg_sq` (rows, cols); if refreshes are spread, X and M of Newton's
+    iteration, `next_root_L`, `next_root_R` and `residual_L`, `residual_R`, packed.
     """
 
-    symmetric = ("", "root_")
+    squares = "root_"
 
     def __init__(
         self,
@@ -58,6 +69,7 @@ class Shampoo(KroneckerOptimizer):
             is faster on GPUs; a root that does not converge is computed from eigenvalues.
         """
         super().__init__(params, lr, **settings)
+        self.symmetric = ("", "root_", "next_root_", "residual_") if self.spread else ("", "root_")
         self.shampoo_eps = shampoo_eps
         self.grafting = grafting
         self.roots = roots
@@ -67,26 +79,85 @@ class Shampoo(KroneckerOptimizer):
         if self.grafting == "adam":
             state["exp_avg_sq"] = torch.zeros_like(p)
         for side, length in self._lengths(p):
-            identity = torch.eye(length, dtype=p.dtype, device=p.device)
-            state[f"root_{side}"] = pack(identity, p.new_empty(packed_elements(length)))
+            state[f"root_{side}"] = _identity(p, length)
 
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         moments = ("exp_avg", "exp_avg_sq") if self.grafting == "adam" else ("exp_avg",)
         return {**super().state_shapes(p), **dict.fromkeys(moments, tuple(p.shape))}
 
     def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
-        order: Order = 4 if len(self._sides(stack[0][0])) == 2 else 2
-        roots, good = self._roots(factors, order)
+        roots, good = self._roots(factors, self._order(stack[0][0]))
         for number, (p, side) in enumerate(stack):
             root: torch.Tensor | None = roots[number]
             if not good[number]:
-                report = partial(self._report, p)
                 if self.roots == "newton":
-                    report(f"the Newton iteration of {side} did not converge; its eigendecomposition is used")
-                compute = partial(by_eigenvalues, order=order, eps=self.shampoo_eps)
-                root = with_fallback(compute, factors[number], f"the eigendecomposition of {side}", report)
+                    self._report_divergence(p, side)
+                root = self._by_eigenvalues(p, side, factors[number])
             if root is not None:
                 pack(root.contiguous(), self.state[p][f"root_{side}"])
+
+    def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
+        """Makes the steps of Newton's iteration that belong to this part. An eigendecomposition is computed in
+        the first part as a whole."""
+        state, steps = self.state[p], newton_steps(self._order(p))
+        root, following, residual = (state[f"{name}_{side}"] for name in ("root", "next_root", "residual"))
+        parts = [newton_part(number, steps, self.precondition_frequency) for number in range(steps)]
+        if self.roots == "newton":
+            self._iterate(p, side, [number for number in range(steps) if parts[number] == part])
+        elif part == 0:
+            new = self._by_eigenvalues(p, side, self._unpacked(p, side))
+            following.copy_(root) if new is None else pack(new.contiguous(), following)
+            residual.copy_(_identity(p, p.size(SIDES.index(side))))
+        if part != parts[-1]:
+            return False
+        if bool(newton_converged(self._unpacked(p, side, "residual_")[None])):
+            root.copy_(following)
+            return True
+        self._report_divergence(p, side)
+        new = self._by_eigenvalues(p, side, self._unpacked(p, side))
+        if new is not None:
+            pack(new.contiguous(), root)
+        return True
+
+    def _iterate(self, p: torch.Tensor, side: Side, numbers: Sequence[int]) -> None:
+        """Makes some steps of Newton's iteration. X and M are packed between parts, since they are symmetric up
+        to rounding errors."""
+        if not numbers:
+            return
+        x: torch.Tensor | None
+        if numbers[0] == 0:
+            m, size = newton_start(self._unpacked(p, side)[None], self.shampoo_eps)
+            x, scale = None, size.pow(-1 / self._order(p))
+        else:
+            m = self._unpacked(p, side, "residual_").clone()[None]
+            x, scale = self._unpacked(p, side, "next_root_")[None], None
+        for number in numbers:
+            x, m = newton_step(number, self._order(p), x, m)
+        assert x is not None
+        pack((x if scale is None else x * scale)[0], self.state[p][f"next_root_{side}"])
+        pack(m[0], self.state[p][f"residual_{side}"])
+
+    def _unbegun(self, p: torch.Tensor, state: Mapping[str, torch.Tensor | int]) -> dict[str, torch.Tensor]:
+        """Returns X (`next_root`) and M (`residual`, the identity) of a Newton iteration that has converged."""
+        roots = super()._unbegun(p, state)
+        sides = [(side, length) for side, length in self._lengths(p) if f"next_root_{side}" in roots]
+        return {**roots, **{f"residual_{side}": _identity(p, length) for side, length in sides}}
+
+    def _unpacked(self, p: torch.Tensor, side: Side, name: str = "") -> torch.Tensor:
+        """Returns a square of the state, or a factor, in scratch that the next call overwrites."""
+        length = p.size(SIDES.index(side))
+        return unpack(self.state[p][f"{name}{side}"], self._square(p, 1, length)[0])
+
+    def _order(self, p: torch.Tensor) -> Order:
+        return 4 if len(self._sides(p)) == 2 else 2
+
+    def _by_eigenvalues(self, p: torch.Tensor, side: Side, factor: torch.Tensor) -> torch.Tensor | None:
+        """Returns the inverse root of a factor, computed from eigenvalues; None if that fails."""
+        compute = partial(by_eigenvalues, order=self._order(p), eps=self.shampoo_eps)
+        return with_fallback(compute, factor, f"the eigendecomposition of {side}", partial(self._report, p))
+
+    def _report_divergence(self, p: torch.Tensor, side: Side) -> None:
+        self._report(p, f"the Newton iteration of {side} did not converge; its eigendecomposition is used")
 
     def _roots(self, factors: torch.Tensor, order: Order) -> tuple[torch.Tensor, Sequence[bool]]:
         """Returns the inverse roots of a stack of factors (count, length, length), and for each root whether
@@ -133,3 +204,9 @@ class Shampoo(KroneckerOptimizer):
         else:
             direction.mul_(norm / torch.linalg.vector_norm(direction).clamp_min_(torch.finfo(p.dtype).tiny))
         return direction
+
+
+def _identity(p: torch.Tensor, length: int) -> torch.Tensor:
+    """Returns the identity (length, length), packed."""
+    identity = torch.eye(length, dtype=p.dtype, device=p.device)
+    return pack(identity, p.new_empty(packed_elements(length)))

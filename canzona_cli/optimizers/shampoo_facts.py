@@ -1,6 +1,6 @@
 """Facts about Shampoo, SOAP, KL-Shampoo and SOAP-Muon that can be used without torch: settings and costs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -18,9 +18,9 @@ GRAFTING_LAUNCHES = {"none": 0, "sgd": 3, "adam": 8}
 STACKED_SQUARES = 2**22
 """The most elements of a stack of squares that one call of a refresh takes on a GPU, where stacks of small
 squares save launches. A CPU does not gain by stacks."""
-NEWTON_PRODUCTS = {2: 31, 1: 29}
-"""The number of products of an inverse root by Newton's iteration, by the number of the matrix's sides that
-have roots."""
+NEWTON_PRODUCTS = {2: (4, 5, 5, 5, 5, 5, 2), 1: (3, 4, 4, 4, 4, 4, 4, 2)}
+"""The number of products in each step of Newton's iteration for an inverse root, by the number of the matrix's
+sides that have roots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class KroneckerConfig(OptimizerBase):
     max_preconditioner_dim: Annotated[Side, "A side longer than this is not preconditioned.", CURVE | PLAN] = 8192
     stagger: Annotated[
         bool,
-        "Spread refreshes over the period, so that no step has all of them. The step in which a matrix is refreshed"
-        " then depends on the layout. false: all in the same step, so that every layout trains the same model.",
-        CURVE,
+        "Compute each refresh in parts, one in each step of a period, so that no step is much longer than others. Its"
+        " result is used from the period's end on. false: all refreshes in the period's first step.",
+        CURVE | PLAN,
     ] = True
     tf32: Annotated[
         bool,
@@ -90,7 +90,7 @@ class SoapMuonConfig(KroneckerConfig, NewtonSchulzConfig):
     name: Annotated[Literal["soap-muon"], "The optimizer.", OPTIMIZER | PLAN]
 
 
-def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
     """Counts Shampoo's work: per element of the matrix 50 bytes for momentum, weight and casts, and grafting;
     per element of a square 12 bytes to average the packed factor and 12 to unpack the root, in 15 launches
     per side."""
@@ -101,18 +101,25 @@ def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
         traffic=(50 + GRAFTING_BYTES[a.grafting]) * rows * cols + 24 * squares,
         launches=8 + 15 * len(sides) + GRAFTING_LAUNCHES[a.grafting],
     )
-    newton = a.roots == "newton"
-    count = NEWTON_PRODUCTS[len(sides)] if newton and sides else 1
-    refresh = Work(
-        products=tuple((count, side, side, side) for side in sides),
-        eigh=() if newton else sides,
-        traffic=(100 if newton else 40) * squares,
-        launches=(110 if newton else 20) * len(sides),
-    )
-    return step, refresh if sides else Work()
+    counts = NEWTON_PRODUCTS.get(len(sides), ())
+
+    def root(side: int, part: int) -> Work:
+        if a.roots == "eigh":
+            eigh = Work(products=((1, side, side, side),), eigh=(side,), traffic=40 * side * side, launches=20)
+            return eigh if part == 0 else Work()
+        made = [c for n, c in enumerate(counts) if newton_part(n, len(counts), parts_of(a)) == part]
+        # Between parts both squares are packed and unpacked.
+        share, stored = len(made) / len(counts), a.spread and len(made) > 0
+        return Work(
+            products=((sum(made), side, side, side),) if made else (),
+            traffic=(100 * share + 48 * stored) * side * side,
+            launches=110 * share + 24 * stored,
+        )
+
+    return step, _in_parts(a, rows, cols, root)
 
 
-def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
     """Counts SOAP's work: per element of the matrix 86 bytes for Adam in the eigenbasis and the weight;
     factors as for Shampoo."""
     sides = factored_sides(a, rows, cols)
@@ -122,24 +129,66 @@ def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
         traffic=86 * rows * cols + 12 * squares,
         launches=14 + 7 * len(sides),
     )
-    refresh = Work(
-        products=(*((1, side, side, side) for side in sides), *_sided(rows, cols, sides, 0, 2)),
-        qr=sides,
-        traffic=8 * rows * cols * len(sides) + 44 * squares,
-        launches=18 * len(sides),
+
+    def turned(side: int) -> Work:
+        other = rows * cols // side
+        return Work(products=((2, side, side, other),), traffic=8 * rows * cols + 16 * side * side, launches=9)
+
+    def orthonormal(side: int, part: int) -> Work:
+        found = _orthonormal(a, side, part, Work(traffic=28 * side * side, launches=9))
+        return _total([found, turned(side)]) if part == parts_of(a) - 1 else found
+
+    return step, _in_parts(a, rows, cols, orthonormal)
+
+
+def _orthonormal(a: Algorithm, side: int, part: int, begun: Work) -> Work:
+    """Counts the work of a part of a power iteration and QR of one side: a panel of columns, projected twice
+    on the columns before it.
+
+    Args:
+        begun: the work of the first part besides products.
+    """
+    low, high = panel(side, part, parts_of(a))
+    width = high - low
+    projected = Work(
+        products=((2, low, side, width), (2, side, low, width)) if low and width else (),
+        qr=((side, width),) if width else (),
+        traffic=40 * side * width if low else 0,
+        launches=12 if low else 0,
     )
-    return step, refresh if sides else Work()
+    return projected if part else _total([begun, Work(products=((1, side, side, side),)), projected])
 
 
-def _soap_muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+def _in_parts(a: Algorithm, rows: int, cols: int, of_side: Callable[[int, int], Work]) -> tuple[Work, ...]:
+    """Adds up the parts of both sides' refreshes, for each step of a period.
+
+    Args:
+        of_side: returns the work of one part, given the length of the side and the number of the part.
+    """
+    sides = factored_sides(a, rows, cols)
+    steps = range(parts_of(a)) if sides else ()
+    return tuple(_total([of_side(side, step) for side in sides]) for step in steps)
+
+
+def _total(works: Sequence[Work]) -> Work:
+    return Work(
+        products=tuple(product for work in works for product in work.products),
+        qr=tuple(shape for work in works for shape in work.qr),
+        eigh=tuple(side for work in works for side in work.eigh),
+        traffic=sum(work.traffic for work in works),
+        launches=sum(work.launches for work in works),
+    )
+
+
+def _soap_muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
     """Counts SOAP-Muon's work: that of SOAP and of Newton-Schulz; per element norm 4, division 4 + w, the
     copy back w + 4 and scaling 8 bytes."""
-    step, refresh = _soap(a, rows, cols)
+    step, parts = _soap(a, rows, cols)
     traffic = step.traffic + (20 + 2 * product_bytes(a)) * rows * cols
-    return replace(step, traffic=traffic, launches=step.launches + 4, iteration=iteration_work(a, rows, cols)), refresh
+    return replace(step, traffic=traffic, launches=step.launches + 4, iteration=iteration_work(a, rows, cols)), parts
 
 
-def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
+def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
     """Counts KL-Shampoo's work: per element 42 bytes for momentum, weight and casts, and 64 for whitening and
     eigenvalues."""
     sides = factored_sides(a, rows, cols)
@@ -151,13 +200,24 @@ def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, Work]:
         traffic=106 * rows * cols + 12 * squares,
         launches=14 + 18 * len(sides),
     )
-    refresh = Work(
-        products=tuple((1, side, side, side) for side in sides),
-        qr=sides,
-        traffic=24 * squares,
-        launches=6 * len(sides),
+    return step, _in_parts(
+        a, rows, cols, lambda side, part: _orthonormal(a, side, part, Work(traffic=24 * side * side, launches=6))
     )
-    return step, refresh if sides else Work()
+
+
+def parts_of(a: Algorithm) -> int:
+    """Returns the number of steps over which a refresh is spread; 1: it is computed in one step."""
+    return a.refresh_period if a.spread else 1
+
+
+def newton_part(number: int, steps: int, parts: int) -> int:
+    """Returns the part of a spread refresh in which a step of Newton's iteration is made."""
+    return number * parts // steps
+
+
+def panel(side: int, part: int, parts: int) -> tuple[int, int]:
+    """Returns the first column, and the end, of those that a part of a spread refresh orthonormalises."""
+    return side * part // parts, side * (part + 1) // parts
 
 
 def factored_sides(a: Algorithm, rows: int, cols: int) -> tuple[int, ...]:
@@ -185,22 +245,22 @@ def packed_elements(side: int) -> int:
 FACTS = (
     Facts(
         settings=ShampooConfig,
-        rule=Rule(work=_shampoo, fragment_bytes=24, moments=1, packed=2),
+        rule=Rule(work=_shampoo, fragment_bytes=24, moments=1, packed=2, begun_packed=2),
         update="shampoo:Shampoo",
     ),
     Facts(
         settings=KLShampooConfig,
-        rule=Rule(work=_kl_shampoo, fragment_bytes=24, moments=1, packed=1, squares=1, vectors=1),
+        rule=Rule(work=_kl_shampoo, fragment_bytes=24, moments=1, packed=1, squares=1, vectors=1, begun_squares=1),
         update="kl_shampoo:KLShampoo",
     ),
     Facts(
         settings=SoapConfig,
-        rule=Rule(work=_soap, fragment_bytes=24, moments=2, packed=1, squares=1),
+        rule=Rule(work=_soap, fragment_bytes=24, moments=2, packed=1, squares=1, begun_squares=1),
         update="soap:SOAP",
     ),
     Facts(
         settings=SoapMuonConfig,
-        rule=Rule(work=_soap_muon, fragment_bytes=24, moments=2, packed=1, squares=1, orthogonal=True),
+        rule=Rule(work=_soap_muon, fragment_bytes=24, moments=2, packed=1, squares=1, begun_squares=1, orthogonal=True),
         update="soap_muon:SOAPMuon",
     ),
 )

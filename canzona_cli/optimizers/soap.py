@@ -5,11 +5,24 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .decompositions import rounding
-from .kronecker import LONGEST, KroneckerOptimizer, Side
+from .kronecker import LONGEST, KroneckerOptimizer, Side, unpack
 
 RESOLVED = torch.finfo(torch.float32).eps ** 0.5
 """The share of the largest singular value below which singular vectors cannot be resolved, because the
 squares of these singular values are below fp32's rounding."""
+
+
+def _order(powered: torch.Tensor, bases: torch.Tensor) -> torch.Tensor:
+    """Returns the order of columns (..., side) by estimated eigenvalue, the largest first; columns whose estimate
+    is below rounding keep their order.
+
+    Args:
+        powered, bases: bases (..., side, side), and the factors times them.
+    """
+    sizes = torch.linalg.vecdot(bases, powered, dim=-2)
+    sizes = sizes.where(sizes > rounding(sizes.size(-1)) * sizes.amax(-1, keepdim=True), 0)
+    order: torch.Tensor = sizes.argsort(descending=True, stable=True)
+    return order
 
 
 class SOAP(KroneckerOptimizer):
@@ -30,7 +43,7 @@ class SOAP(KroneckerOptimizer):
 
     Settings are those of KroneckerOptimizer; `betas` and `eps` are Adam's. State besides that of
     KroneckerOptimizer: `exp_avg` and `exp_avg_sq` (rows, cols), in the eigenbasis; `Q_L` (rows, rows), `Q_R`
-    (cols, cols).
+    (cols, cols); if refreshes are spread, `next_Q_L` and `next_Q_R`, of the same shapes.
     """
 
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
@@ -40,7 +53,8 @@ class SOAP(KroneckerOptimizer):
             state[f"Q_{side}"] = torch.eye(length, dtype=p.dtype, device=p.device)
 
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
-        bases = {f"Q_{side}": (length, length) for side, length in self._lengths(p)}
+        names = ("Q_", "next_Q_") if self.spread else ("Q_",)
+        bases = {f"{name}{side}": (length, length) for side, length in self._lengths(p) for name in names}
         return {**super().state_shapes(p), **bases, **dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(p.shape))}
 
     def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
@@ -49,30 +63,46 @@ class SOAP(KroneckerOptimizer):
             return
         bases = torch.stack([self.state[p][f"Q_{side}"] for p, side in stack])
         powered = factors @ bases
-        sizes = torch.linalg.vecdot(bases, powered, dim=-2)
-        # Columns whose estimated eigenvalue is below rounding keep their order.
-        sizes = sizes.where(sizes > rounding(sizes.size(-1)) * sizes.amax(-1, keepdim=True), 0)
-        order = sizes.argsort(descending=True, stable=True)
+        order = _order(powered, bases)
         powered = powered.take_along_dim(order[:, None], -1)
         bases = bases.take_along_dim(order[:, None], -1)
         turned = self._orthonormal(stack, powered, bases)
         for (p, side), new, places in zip(stack, turned, order, strict=True):
             if new is not None:
-                self._turn(p, side, new, places)
+                self._reorder(p, side, places, "exp_avg_sq")
+                self._turn(p, side, new)
 
-    def _turn(self, p: torch.Tensor, side: Side, new: torch.Tensor, order: torch.Tensor) -> None:
-        """Moves both moments of `p` to a new basis of one side: the first is rotated, the second only
-        reordered."""
+    def _reorder(self, p: torch.Tensor, side: Side, order: torch.Tensor, moment: str) -> None:
+        """Puts the rows (L) or columns (R) of a moment into the order of the columns of a new basis."""
+        stored = self.state[p][moment]
+        stored.copy_(stored[order] if side == "L" else stored[:, order])
+
+    def _turn(self, p: torch.Tensor, side: Side, new: torch.Tensor) -> None:
+        """Rotates the first moment of `p` to a new basis of one side, and stores the basis."""
         state = self.state[p]
-        basis, first, second = state[f"Q_{side}"], state["exp_avg"], state["exp_avg_sq"]
+        basis, first = state[f"Q_{side}"], state["exp_avg"]
         turned = self.workspace.like("adam", p)
         if side == "L":
             torch.mm(new.mT, torch.mm(basis, first, out=turned), out=first)
-            second.copy_(second[order])
         else:
             torch.mm(torch.mm(first, basis.mT, out=turned), new, out=first)
-            second.copy_(second[:, order])
         basis.copy_(new)
+
+    def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
+        """Begins by putting the columns of the basis in use, and the moments, into the new order."""
+        state = self.state[p]
+        if part == 0:
+            basis, following = state[f"Q_{side}"], state[f"next_Q_{side}"]
+            torch.mm(unpack(state[side], self._square(p, 1, len(basis))[0]), basis, out=following)
+            order = _order(following, basis)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                self._reorder(p, side, order, moment)
+            basis.copy_(basis[:, order])
+            following.copy_(following[:, order])
+        new = self._orthonormal_part(p, side, part)
+        if new is not None:
+            self._turn(p, side, new)
+        return new is not None
 
     def _refreshed(self, p: torch.Tensor) -> None:
         """Bounds the updates after a refresh; without this, they could exceed Adam's.

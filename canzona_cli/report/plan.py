@@ -117,11 +117,13 @@ class PlanView(Page):
             f"(mean {step_time(balance.mean_s)})",
         )
         if study.refreshes is not None:
-            steps = study.refreshes.steps_s
+            found, mean_s = study.refreshes, study.planned.result.iteration_s
+            spread = "spread" if plan.subject.optimizer.spread else "not spread"
             yield (
                 "refreshes",
-                f"staggered over {plural(len(steps), 'step')}: up to {step_time(max(steps))} of updates in a step, "
-                f"mean {step_time(study.refreshes.mean_s)}",
+                f"{spread} over {plural(len(found.steps_s), 'step')}: up to {step_time(max(found.steps_s))} of updates "
+                f"in a step, mean {step_time(found.mean_s)}; dearest step {step_time(mean_s + found.excess_s)}, "
+                f"{found.excess_s / mean_s:+.1%} over the mean",
             )
         largest = max((sum(plan.matrices[i].elements for i in group.matrices) for group in plan.groups), default=0)
         yield (

@@ -131,10 +131,9 @@ class Study:
     @cached_property
     def refreshes(self) -> Refreshes | None:
         """The refreshes under the plan; None for optimizers that do not refresh."""
-        plan, chosen = self.plan, self.config.optimizer
-        if not isinstance(chosen, KroneckerConfig):
+        if not isinstance(self.config.optimizer, KroneckerConfig):
             return None
-        return refreshes(self.config, chosen, by_rank(plan.matrices, plan.assignment.cells))
+        return refreshes(self.config, by_rank(self.plan.matrices, self.plan.assignment.cells))
 
     def figures(self, strategy: str) -> dict[str, object]:
         """Returns a strategy's entry of `--json`."""
@@ -178,6 +177,8 @@ class Study:
                 "gathering_scratch_bytes": buffers.gathering,
             },
             "refresh_steps_s": None if self.refreshes is None else list(self.refreshes.steps_s),
+            "dearest_iteration_s": self.planned.result.iteration_s
+            + (0.0 if self.refreshes is None else self.refreshes.excess_s),
             "communication": asdict(self.communication),
             "outlook": asdict(self.outlook),
             "strategies": {

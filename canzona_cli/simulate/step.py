@@ -338,7 +338,7 @@ def _in_a_mean_step(config: RunConfig, workload: Workload) -> Workload:
     if not isinstance(optimizer, KroneckerConfig) or not workload.matrices:
         return workload
     ranks = by_rank(workload.matrices, None if assignment is None else assignment.cells)
-    refreshed = refreshes(config, optimizer, ranks)
+    refreshed = refreshes(config, ranks)
     return replace(workload, costs=[refreshed.mean_s / refreshed.most_s * cost for cost in workload.costs])
 
 

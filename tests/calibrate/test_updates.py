@@ -29,7 +29,7 @@ def test_every_way_has_the_label_that_plans_look_up(optimizer: str) -> None:
     assert set(found) == {
         *("muon/standard/5", "muon/standard/5/stacked", "megatron/muon/standard/5"),
         *("muon/gram/5", "muon/gram/5/stacked"),
-        *("soap", "shampoo"),
+        *("soap/spread", "shampoo/spread"),
     }
     for name, variant in found.items():
         assert name.removeprefix("megatron/") == label(algorithm(variant.config))
@@ -48,7 +48,7 @@ def test_shapes_are_those_of_both_splittings() -> None:
     found = shapes(config)
     assert set(found) == {*layer_shapes(config.model, "qkv"), *layer_shapes(config.model, "split")}
     assert len(found) == len(set(found))
-    soap = next(variant for variant in variants(config) if variant.label == "soap")
+    soap = next(variant for variant in variants(config) if variant.label == "soap/spread")
     assert expected(soap, 1536, 256) > expected(soap, 256, 256), "decompositions grow with the longer side"
 
 

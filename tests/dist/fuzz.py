@@ -165,7 +165,7 @@ def _optimizer(dice: random.Random) -> tuple[str, dict[str, str | float]]:
         settings |= {
             "precondition_frequency": dice.choice((2, 3)),
             "max_preconditioner_dim": dice.choice((24, 64)),
-            "stagger": False,  # a turn is a layout's
+            "stagger": _yes(dice),
         }
         if name == "shampoo":
             settings["grafting"] = dice.choice(("none", "sgd", "adam"))

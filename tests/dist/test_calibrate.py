@@ -179,10 +179,10 @@ def test_a_mean_over_a_period_weighs_refreshes_in() -> None:
 
     def ranks() -> tuple[list[float], list[float]]:
         team = Team(joined(), 2, CPU)
-        soap = next(variant for variant in variants(config) if variant.label == "soap")
+        soap = next(variant for variant in variants(config) if variant.label == "soap/spread")
         found = []
         for period in (1, 1000):
-            settings = SoapConfig(name="soap", lr=1e-3, precondition_frequency=period)
+            settings = SoapConfig(name="soap", lr=1e-3, precondition_frequency=period, stagger=False)
             variant = replace(soap, config=replace(config, optimizer=settings))
             found.append(update_samples(team, variant, 192, 256, 0.05))
         return found[0], found[1]

@@ -116,6 +116,8 @@ MODES = [
     Case(settings=_saved(*OPTIMIZERS["muon"]).settings, start=THERE, steps=1),
 ]
 ONE_MORE = Case(settings=MODES[-1].settings, start=_saved(*OPTIMIZERS["muon"]), steps=1)
+IN_PARTS = _there_and_back((*LAYOUTS["tp4"], *OPTIMIZERS["soap"]), _saved(*OPTIMIZERS["soap"], steps=5), back_steps=1)
+"""Saved between the two parts of the third refresh, read elsewhere, and one step more."""
 SC_SOAP = Case(settings=(*LAYOUTS["dp2"], "engine.strategy=sc", *OPTIMIZERS["soap"]), start=_saved(*OPTIMIZERS["soap"]))
 UNTIED_THERE = Case(settings=(*LAYOUTS["pp2 tp2"], *UNTIED), start=_saved(*UNTIED))
 WIDER = _saved("model.hidden_size=128", "model.ffn_hidden_size=512", steps=1)
@@ -137,6 +139,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, own: tuple[str, ...]) -> Runs
         *_by_another_strategy(*STRATEGIES),
         *(*SPLIT_OTHERWISE, WEIGHTS_ALONE, SC_SOAP, UNTIED_THERE, WIDER, *MODES, ONE_MORE, *_two_and_two(*SHARED)),
         *(READ_ELSEWHERE, CHUNKS_AGAIN, ON_EVEN_STAGES, UNEVEN_AGAIN, AND_UNEVENLY),
+        *(*IN_PARTS, _saved(*OPTIMIZERS["soap"], steps=6)),
     ]
     return saving_runs(
         tmp_path_factory.mktemp("saved"), [case for end in ends for case in (end, end.start) if case is not None]
@@ -184,6 +187,17 @@ def test_another_layout_reads_the_same_values_and_gives_them_back(
     _same(units_of(back.checkpoint, model), values)
     _same_weights(there, saved)
     _same_weights(back, saved)
+
+
+def test_a_refresh_that_has_begun_goes_through_another_layout(runs: Runs[Case, Outcome]) -> None:
+    saved, straight = (runs[_saved(*OPTIMIZERS["soap"], steps=steps)] for steps in (5, 6))
+    there, back = (runs[case] for case in IN_PARTS)
+    model = resolve(*TP2_DP2)[0].model
+    values = units_of(saved.checkpoint, model)
+    assert any("/next_Q_" in name for name in values)
+    _same(units_of(there.checkpoint, model), values)
+    _same(units_of(back.checkpoint, model), units_of(straight.checkpoint, model))
+    _same_weights(back, straight)
 
 
 def test_weights_alone_are_taken_by_another_optimizer_splitting_and_layout(runs: Runs[Case, Outcome]) -> None:

@@ -101,7 +101,7 @@ WHO_AND_WHEN: list[Run] = [
     )
 ]
 STAGGERED, AT_ONCE = (
-    {name: ((f"optimizer={name}", "optimizer.precondition_frequency=3", how), 7) for name in ("shampoo", "soap")}
+    {name: ((f"optimizer={name}", "optimizer.precondition_frequency=3", how), 10) for name in ("shampoo", "soap")}
     for how in ("optimizer.stagger=true", "optimizer.stagger=false")
 )
 GRAM = ("optimizer=muon", "optimizer.form=gram")
@@ -127,7 +127,7 @@ COMPARED: dict[str, list[Run]] = {
     "tp2 pp2": [WHOLE["muon"]],
     "dp3": [WHOLE["shampoo"]],
     "tp4 dp2": [WHOLE["muon"], SHARED_APART],
-    "tp2 pp2 dp2": [WHOLE["soap"], *AT_ONCE.values()],
+    "tp2 pp2 dp2": [WHOLE["soap"], *AT_ONCE.values(), *STAGGERED.values()],
     "pp3, uneven": [WHOLE["muon"]],
     "pp2 vpp2, uneven": [WHOLE["muon"]],
 }
@@ -168,19 +168,20 @@ def _ordinary(config: RunConfig) -> Make:
         return lambda params: kind(
             params, o.lr, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps,
             shampoo_beta=o.shampoo_beta, precondition_frequency=o.precondition_frequency,
-            max_preconditioner_dim=o.max_preconditioner_dim,
+            max_preconditioner_dim=o.max_preconditioner_dim, spread=o.stagger,
         )  # fmt: skip
     if isinstance(o, SoapConfig):
         return lambda params: SOAP(
             params, o.lr, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps,
             shampoo_beta=o.shampoo_beta, precondition_frequency=o.precondition_frequency,
-            max_preconditioner_dim=o.max_preconditioner_dim,
+            max_preconditioner_dim=o.max_preconditioner_dim, spread=o.stagger,
         )  # fmt: skip
     assert isinstance(o, ShampooConfig)
     return lambda params: Shampoo(
         params, o.lr, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps, shampoo_beta=o.shampoo_beta,
         shampoo_eps=o.shampoo_eps, precondition_frequency=o.precondition_frequency,
-        max_preconditioner_dim=o.max_preconditioner_dim, grafting=o.grafting,
+        max_preconditioner_dim=o.max_preconditioner_dim, grafting=o.grafting, roots=algorithm(config).roots,
+        spread=o.stagger,
     )  # fmt: skip
 
 
@@ -253,11 +254,15 @@ def test_who_updates_what_and_when_changes_nothing(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", AT_ONCE)
-def test_refreshes_at_once_do_not_depend_on_the_layout(name: str) -> None:
-    """Staggered, a matrix has another turn where its rank updates other matrices besides."""
-    one = RUNS["one rank", AT_ONCE[name]].after
-    assert _different(one, RUNS["tp2 pp2 dp2", AT_ONCE[name]].after, one) == []
-    assert _different(one, RUNS["one rank", STAGGERED[name]].after, one) != []
+def test_refreshes_do_not_depend_on_the_layout(name: str) -> None:
+    """In parts or as a whole; in parts, the third refresh is used later. Both are an ordinary optimizer's, bitwise."""
+    one, in_parts = (RUNS["one rank", runs[name]].after for runs in (AT_ONCE, STAGGERED))
+    assert _different(one, in_parts, one) != []
+    for runs, after in ((AT_ONCE, one), (STAGGERED, in_parts)):
+        assert _different(after, RUNS["tp2 pp2 dp2", runs[name]].after, after) == []
+        config, _ = _resolve(*runs[name][0], *LAYOUTS["one rank"])
+        single = single_process(RUNS["one rank", runs[name]].before, config, runs[name][1], _ordinary(config))
+        assert _different(after, single, single) == []
 
 
 @cache

@@ -20,7 +20,7 @@ from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import Case, Result, fill_gradients, noise, optimizer_step, run_engines
 from tests.dist.whole import Weights
 
-STEPS = 5
+STEPS = 6
 LR = 0.01
 LAYOUTS = {
     "tp2 dp2": ("gpus=4", "parallel.tp=2", "parallel.pp=1"),
@@ -53,10 +53,8 @@ def _worst(first: Weights, second: Weights) -> float:
 
 
 def _everywhere(optimizer: str, *settings: str) -> dict[str, tuple[str, ...]]:
-    # Turns to refresh are those of a rank's own matrices, so they are another strategy's or layout's own.
     common = (
         f"optimizer={optimizer}",
-        "optimizer.stagger=false",
         "optimizer.clip_grad=0",
         "engine.strategy=sc",
         *settings,
@@ -67,7 +65,6 @@ def _everywhere(optimizer: str, *settings: str) -> dict[str, tuple[str, ...]]:
 EVERYWHERE = {optimizer: _everywhere(optimizer) for optimizer in ("soap", "shampoo")}
 USUALLY = {"soap": ("tp2 dp2", "tp2 pp2"), "shampoo": ("tp2 dp2",)}
 """The layouts in which each is compared with one rank."""
-IN_TURN = {optimizer: (*runs["one rank"], "optimizer.stagger=true") for optimizer, runs in EVERYWHERE.items()}
 SPLIT = {
     splitting: (*EVERYWHERE["soap"]["tp2"], f"engine.splitting={splitting}") for splitting in ("fused", "per_head")
 }
@@ -89,7 +86,6 @@ AFTER = Runs(
     [
         *(runs[where] for name, runs in EVERYWHERE.items() for where in ("one rank", *USUALLY[name])),
         *(_canzona(runs["tp2 dp2"]) for runs in EVERYWHERE.values()),
-        *IN_TURN.values(),
         *(run for split in SPLIT.values() for run in (split, _canzona(split))),
     ],
     ranks_of,
@@ -102,18 +98,15 @@ AFTER = Runs(
     [(optimizer, where) for optimizer, layouts in USUALLY.items() for where in layouts],
 )
 def test_every_layout_is_one_rank_bitwise(optimizer: str, where: str) -> None:
-    """Matrices and AdamW's parameters, with all refreshes in the same steps."""
+    """Matrices and AdamW's parameters."""
     runs = EVERYWHERE[optimizer]
     assert _worst(AFTER[runs[where]], AFTER[runs["one rank"]]) == 0.0
 
 
 @pytest.mark.parametrize("optimizer", EVERYWHERE)
-def test_it_is_canzona_bitwise_without_turns(optimizer: str) -> None:
-    """By default refreshes take turns."""
+def test_it_is_canzona_bitwise(optimizer: str) -> None:
     runs = EVERYWHERE[optimizer]
-    one = AFTER[runs["one rank"]]
-    assert _worst(AFTER[_canzona(runs["tp2 dp2"])], one) == 0.0
-    assert _worst(AFTER[IN_TURN[optimizer]], one) > 0.0, "there were no turns"
+    assert _worst(AFTER[_canzona(runs["tp2 dp2"])], AFTER[runs["one rank"]]) == 0.0
 
 
 @pytest.mark.parametrize("splitting", SPLIT)

@@ -54,7 +54,6 @@ LAYOUTS = {
     "dp3": ("gpus=3", "train.global_batch_size=12"),
     "tp4 dp2": ("gpus=8", "parallel.tp=4"),
 }
-# Without staggering, which spreads refreshes by what they cost: an ordinary optimizer of ours does not.
 OPTIMIZERS = {
     "muon": ("optimizer=muon",),
     "shampoo": ("optimizer=shampoo", "optimizer.eps=1e-4", "optimizer.precondition_frequency=1"),
@@ -62,7 +61,6 @@ OPTIMIZERS = {
         "optimizer=soap",
         "optimizer.eps=1e-2",
         "optimizer.max_preconditioner_dim=64",
-        "optimizer.stagger=false",
     ),
 }
 """Settings whose 20 steps can be compared across orders of summation; see `tests.dist.test_engine_training`."""
@@ -247,7 +245,7 @@ def replay(trained: Trained, config: RunConfig) -> Weights:
 
 
 def ordinary(config: RunConfig, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The run's optimizer of whole matrices, as a single process would make it; refreshes are not staggered."""
+    """The run's optimizer of whole matrices, as a single process would make it."""
     o = config.optimizer
     if isinstance(o, MuonConfig):
         form: Form = "gram" if o.form == "gram" else "standard"
@@ -257,12 +255,12 @@ def ordinary(config: RunConfig, params: list[torch.nn.Parameter]) -> torch.optim
         return SOAP(
             params, o.lr, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps,
             shampoo_beta=o.shampoo_beta, precondition_frequency=o.precondition_frequency,
-            max_preconditioner_dim=o.max_preconditioner_dim,
+            max_preconditioner_dim=o.max_preconditioner_dim, spread=o.stagger,
         )  # fmt: skip
     return Shampoo(
         params, o.lr, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps, shampoo_beta=o.shampoo_beta,
         shampoo_eps=o.shampoo_eps, precondition_frequency=o.precondition_frequency,
-        max_preconditioner_dim=o.max_preconditioner_dim, grafting=o.grafting,
+        max_preconditioner_dim=o.max_preconditioner_dim, grafting=o.grafting, spread=o.stagger,
     )  # fmt: skip
 
 

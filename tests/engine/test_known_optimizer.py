@@ -37,7 +37,7 @@ class ToyConfig(OptimizerBase):
     beta: Annotated[Share, "Decay of the toy's momentum.", CURVE] = 0.9
 
 def work(a, rows, cols):
-    return Work(traffic=28.0 * rows * cols, launches=3), Work()
+    return Work(traffic=28.0 * rows * cols, launches=3), ()
 
 FACTS = (Facts(settings=ToyConfig, rule=Rule(work=work, fragment_bytes=28, moments=1), update="toy:Toy"),)
 """

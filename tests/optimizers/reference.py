@@ -60,8 +60,14 @@ def shampoo(
     grafting: str,
     left: bool = True,
     right: bool = True,
+    late: int | None = None,
 ) -> torch.Tensor:
-    """Shampoo (Gupta et al. 2018, algorithm 1) with averages and grafting (Shi et al. 2023, algorithm 2)."""
+    """Shampoo (Gupta et al. 2018, algorithm 1) with averages and grafting (Shi et al. 2023, algorithm 2).
+
+    Args:
+        late: by how many steps roots are used later than those of the third refresh's and later factors; None: none
+            are.
+    """
     w = weight.double()
     rows, cols = w.shape
     L, R = torch.zeros(rows, rows).double(), torch.zeros(cols, cols).double()
@@ -76,8 +82,10 @@ def shampoo(
         v = betas[1] * v + (1 - betas[1]) * g**2
         corrected = 1 - shampoo_beta**t
         if index % period == 0:
-            root_l = _power(L / corrected, power, shampoo_eps) if left else root_l
-            root_r = _power(R / corrected, power, shampoo_eps) if right else root_r
+            begun = L / corrected, R / corrected
+        if index == refreshed_at(index, period, late):
+            root_l = _power(begun[0], power, shampoo_eps) if left else root_l
+            root_r = _power(begun[1], power, shampoo_eps) if right else root_r
         mean = m / (1 - betas[0] ** t)
         update = root_l @ mean @ root_r
         adam = mean / ((v / (1 - betas[1] ** t)).sqrt() + eps)
@@ -100,10 +108,12 @@ def soap(
     eps: float,
     period: int,
     finish: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+    late: int | None = None,
 ) -> torch.Tensor:
     """SOAP (Vyas et al. 2024, algorithms 3 and 4); the first moment is kept in the weights' own basis, as there.
 
     Args:
+        late: as for `shampoo`.
         finish: what is done to an update.
     """
     w = weight.double()
@@ -115,14 +125,16 @@ def soap(
         g, t = grad.double(), index + 1
         L = shampoo_beta * L + (1 - shampoo_beta) * g @ g.T
         R = shampoo_beta * R + (1 - shampoo_beta) * g.T @ g
-        if index == 0:
-            q_l, q_r = torch.linalg.eigh(L)[1].flip(1), torch.linalg.eigh(R)[1].flip(1)
-        elif index % period == 0:
+        if index % period == 0:
+            begun = L, R
             order_l = (q_l.T @ L @ q_l).diagonal().argsort(descending=True)
             order_r = (q_r.T @ R @ q_r).diagonal().argsort(descending=True)
+        if index == 0:
+            q_l, q_r = torch.linalg.eigh(L)[1].flip(1), torch.linalg.eigh(R)[1].flip(1)
+        elif index == refreshed_at(index, period, late):
             v = v[order_l][:, order_r]
-            q_l = torch.linalg.qr(L @ q_l[:, order_l])[0]
-            q_r = torch.linalg.qr(R @ q_r[:, order_r])[0]
+            q_l = torch.linalg.qr(begun[0] @ q_l[:, order_l])[0]
+            q_r = torch.linalg.qr(begun[1] @ q_r[:, order_r])[0]
         m = betas[0] * m + (1 - betas[0]) * g
         turned = q_l.T @ g @ q_r
         v = betas[1] * v + (1 - betas[1]) * turned**2
@@ -143,6 +155,7 @@ def kl_shampoo(
     period: int,
     left: bool = True,
     right: bool = True,
+    late: int | None = None,
 ) -> torch.Tensor:
     """KL-Shampoo (Lin et al. 2025, figure 3): covariance, eigenvalues, bases, preconditioning; averages corrected."""
     w = weight.double()
@@ -162,17 +175,26 @@ def kl_shampoo(
             l_values = shampoo_beta * l_values + (1 - shampoo_beta) * (q_l.T @ of_l @ q_l).diagonal()
         if index and right:
             r_values = shampoo_beta * r_values + (1 - shampoo_beta) * (q_r.T @ of_r @ q_r).diagonal()
+        if index % period == 0:
+            begun = L, R
         if index == 0:
             q_l = torch.linalg.eigh(L)[1].flip(1) if left else q_l
             q_r = torch.linalg.eigh(R)[1].flip(1) if right else q_r
-        elif index % period == 0:
-            q_l = torch.linalg.qr(L @ q_l)[0] if left else q_l
-            q_r = torch.linalg.qr(R @ q_r)[0] if right else q_r
+        elif index == refreshed_at(index, period, late):
+            q_l = torch.linalg.qr(begun[0] @ q_l)[0] if left else q_l
+            q_r = torch.linalg.qr(begun[1] @ q_r)[0] if right else q_r
         m = beta1 * m + (1 - beta1) * g
         turned = q_l.T @ m @ q_r / (1 - beta1**t)
         update = q_l @ (turned / torch.outer(l_values, r_values).sqrt()) @ q_r.T
         w = w - lr * weight_decay * w - lr * update
     return w
+
+
+def refreshed_at(index: int, period: int, late: int | None) -> int:
+    """Returns the step of this period in which a refresh is used: its first, or, from the third refresh on, `late`
+    steps later."""
+    begin = index // period * period
+    return begin if late is None or index < 2 * period else begin + late
 
 
 def normuon(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from canzona_cli.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo, SOAPMuon
+from canzona_cli.optimizers.kronecker import KroneckerOptimizer
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer, products
 
 from . import reference as reference
@@ -20,6 +21,9 @@ MAKES: dict[str, Callable[[list[torch.nn.Parameter]], MatrixOptimizer]] = {
     "kl-shampoo": lambda p: KLShampoo(p, 0.02, precondition_frequency=2),
     "soap": lambda p: SOAP(p, 0.02, precondition_frequency=2),
     "soap-muon": lambda p: SOAPMuon(p, 0.02, precondition_frequency=2),
+    "shampoo-spread": lambda p: Shampoo(p, 0.02, precondition_frequency=2, roots="newton", spread=True),
+    "kl-shampoo-spread": lambda p: KLShampoo(p, 0.02, precondition_frequency=2, spread=True),
+    "soap-spread": lambda p: SOAP(p, 0.02, precondition_frequency=2, spread=True),
 }
 every = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 Kind = type[Shampoo] | type[SOAP] | type[KLShampoo]
@@ -31,7 +35,7 @@ def test_deleting_a_state_restarts_that_matrix_alone(
     make: Callable[[list[torch.nn.Parameter]], MatrixOptimizer],
 ) -> None:
     """Afterwards it moves as one that was never stepped; its neighbours as if nothing had happened."""
-    grads = reference.gradients(SHAPES, 5)
+    grads = reference.gradients(SHAPES, 9)
     params, undisturbed = reference.weights(SHAPES), reference.weights(SHAPES)
     optimizer, other = make(params), make(undisturbed)
     reference.step_through(optimizer, params, grads[:3])
@@ -77,16 +81,17 @@ def test_an_optimizer_says_what_it_keeps_of_each_matrix(
 def test_state_is_tensors_and_ints_and_goes_through_a_checkpoint(
     make: Callable[[list[torch.nn.Parameter]], MatrixOptimizer],
 ) -> None:
-    grads = reference.gradients(SHAPES, 6)
+    """Also between two parts of a refresh."""
+    grads = reference.gradients(SHAPES, 8)
     params = reference.weights(SHAPES)
     optimizer = make(params)
-    reference.step_through(optimizer, params, grads[:3])
+    reference.step_through(optimizer, params, grads[:5])
     assert {type(value) for _, value in reference.states(optimizer)} <= {torch.Tensor, int}
     copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
     resumed = make(copies)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    reference.step_through(optimizer, params, grads[3:])
-    reference.step_through(resumed, copies, grads[3:])
+    reference.step_through(optimizer, params, grads[5:])
+    reference.step_through(resumed, copies, grads[5:])
     assert all(torch.equal(a, b) for a, b in zip(params, copies, strict=True))
 
 
@@ -177,6 +182,70 @@ def test_what_fails_altogether_keeps_the_previous_one(kind: Kind, how: str, monk
     assert len(told) == 2
 
 
+@pytest.mark.parametrize("kind", [SOAP, KLShampoo])
+@pytest.mark.parametrize("how", ["raises", "not finite"])
+def test_a_part_that_fails_keeps_the_previous_basis(
+    kind: type[SOAP] | type[KLShampoo], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third refresh, whose second part fails; the fourth goes on from the basis that was kept."""
+    told: list[str] = []
+    (p,) = reference.weights([(9, 9)])
+    optimizer = kind(
+        [p], 0.02, precondition_frequency=3, spread=True, on_fallback=lambda _, reason: told.append(reason)
+    )
+    grads = reference.gradients([(9, 9)], 12)
+    reference.step_through(optimizer, [p], grads[:7])
+    before = optimizer.state[p]["Q_L"].clone()
+
+    def failing(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if how == "raises":
+            raise torch.linalg.LinAlgError("no")  # type: ignore[attr-defined]
+        return x * torch.nan, x[: x.size(1)] * torch.nan
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.linalg, "qr", failing)
+        reference.step_through(optimizer, [p], grads[7:8])
+    reference.step_through(optimizer, [p], grads[8:9])
+    assert len(told) == 2
+    assert all("QR of" in reason and reason.endswith("the previous one is kept") for reason in told)
+    torch.testing.assert_close(optimizer.state[p]["Q_L"], before, rtol=0, atol=1e-6)
+    reference.step_through(optimizer, [p], grads[9:])
+    assert len(told) == 2
+    assert (optimizer.state[p]["Q_L"] - before).abs().max() > 1e-3
+    torch.testing.assert_close(optimizer.state[p]["Q_L"].T @ optimizer.state[p]["Q_L"], torch.eye(9), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p, s: SOAP(p, 0.02, precondition_frequency=3, spread=s),
+        lambda p, s: KLShampoo(p, 0.02, precondition_frequency=3, spread=s),
+        lambda p, s: Shampoo(p, 0.02, precondition_frequency=3, spread=s, roots="newton"),
+    ],
+)
+def test_state_from_before_refreshes_were_spread_is_taken_over(
+    make: Callable[[list[torch.nn.Parameter], bool], KroneckerOptimizer],
+) -> None:
+    """In the middle of a period: its refresh leaves squares as they are, the next one does not; and the other way
+    round, what was begun is left out."""
+    grads = reference.gradients([(9, 9)], 12)
+    params = reference.weights([(9, 9)])
+    old = make(params, False)
+    reference.step_through(old, params, grads[:7])
+    [p] = params
+    tensors = {key: value for key, value in old.state[p].items() if isinstance(value, torch.Tensor)}
+    now = make(params, True)
+    now.state[p] = {**now.converted(p, tensors), "step": 7}
+    assert now.state_shapes(p).keys() == now.state[p].keys()
+    key = f"{now.squares}L"
+    before = now.state[p][key].clone()
+    reference.step_through(now, params, grads[7:9])
+    torch.testing.assert_close(now.state[p][key], before, rtol=1e-5, atol=1e-6)
+    reference.step_through(now, params, grads[9:])
+    assert (now.state[p][key] - before).abs().max() > 1e-3
+    assert old.converted(p, now.state[p]).keys() == old.state_shapes(p).keys()
+
+
 @preconditioned
 def test_failing_at_first_leaves_the_identity(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(x: torch.Tensor) -> None:
@@ -193,9 +262,7 @@ def test_failing_at_first_leaves_the_identity(kind: Kind, monkeypatch: pytest.Mo
 
 
 @preconditioned
-def test_offsets_have_to_fit(kind: Kind) -> None:
-    with pytest.raises(ValueError, match="2 entries for 3 parameters"):
-        kind(reference.weights(SHAPES), 0.02, refresh_offsets=[0, 1])
+def test_settings_are_checked(kind: Kind) -> None:
     with pytest.raises(ValueError, match="precondition_frequency is 0"):
         kind(reference.weights(SHAPES), 0.02, precondition_frequency=0)
     with pytest.raises(ValueError, match=r"betas\[1\] is 1.0"):

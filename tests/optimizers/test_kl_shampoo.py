@@ -12,20 +12,21 @@ from . import reference as reference
 RULE = {"weight_decay": 0.3, "shampoo_beta": 0.9}
 
 
-@pytest.mark.parametrize("period", [1, 3, 10])
-def test_is_the_papers_rule_at_any_period(period: int) -> None:
-    """Square matrices: what one gradient leaves undecided, we choose by ourselves."""
+@pytest.mark.parametrize(("period", "spread"), [(1, False), (3, False), (10, False), (2, True), (4, True)])
+def test_is_the_papers_rule_at_any_period(period: int, spread: bool) -> None:
+    """Square matrices: what one gradient leaves undecided, we choose by ourselves. Spread over a period, bases are
+    those of its beginning, used from its last step on."""
     shapes = [(10, 10), (13, 13)]
-    grads = reference.gradients(shapes, 9)
+    grads = reference.gradients(shapes, 14)
     ours, _ = reference.run(
-        lambda p: KLShampoo(p, 0.02, betas=(0.8, 0.9), precondition_frequency=period, **RULE),  # type: ignore[arg-type]
+        lambda p: KLShampoo(p, 0.02, betas=(0.8, 0.9), precondition_frequency=period, spread=spread, **RULE),  # type: ignore[arg-type]
         shapes,
         grads,
     )
     for index, (mine, start) in enumerate(zip(ours, reference.weights(shapes), strict=True)):
         naive = reference.kl_shampoo(
             start.detach(), [of_step[index] for of_step in grads], lr=0.02, beta1=0.8, period=period,
-            **RULE,  # type: ignore[arg-type]
+            late=period - 1 if spread else None, **RULE,  # type: ignore[arg-type]
         )  # fmt: skip
         torch.testing.assert_close(mine.double(), naive, rtol=1e-4, atol=2e-5)
 
@@ -41,7 +42,7 @@ def test_a_side_that_is_too_long_has_no_factor(shape: tuple[int, int]) -> None:
     (start,) = reference.weights([shape])
     naive = reference.kl_shampoo(
         start.detach(), [grad for (grad,) in grads], lr=0.02, beta1=0.9, period=2, left=shape[0] == 8,
-        right=shape[1] == 8, **RULE,
+        right=shape[1] == 8, **RULE,  # type: ignore[arg-type]
     )  # fmt: skip
     torch.testing.assert_close(mine.double(), naive, rtol=1e-4, atol=2e-5)
 

