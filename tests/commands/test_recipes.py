@@ -96,7 +96,7 @@ def test_copy_refuses_what_no_recipe_may_be_named(tmp_path: Path) -> None:
 
 
 def test_a_misspelt_name_is_exit_code_2() -> None:
-    result = canzona("recipes", "show", "qwen3-80b")
+    result = canzona("recipes", "show", "qwen3-8bb")
     assert result.returncode == 2
     assert "did you mean qwen3-8b?" in result.stderr
 
