@@ -114,7 +114,8 @@ def plain_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         rows.append([f"{count:,}", words(studied.layout), *steps, shares])
     listed = ",".join(map(str, gpus))
     return Table(
-        caption=f"By `canzona bench --simulate --gpus {listed} recipe={MODEL} {' '.join(PLAIN)}`:",
+        caption=f"By `canzona bench --simulate --gpus {listed} recipe={MODEL} {' '.join(PLAIN)}`; canzona chooses the "
+        "size of its buckets, the others have Megatron's default:",
         columns=(
             "GPUs", "layout", "optimizer step: canzona", "`asc`", "`layerwise`", "`sc`",
             "iteration over AdamW's: canzona, `layerwise`, `sc`",
@@ -141,7 +142,8 @@ def best_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
     return Table(
         caption=f"Iteration, and in brackets its optimizer step, in the layouts that `canzona train --dry-run "
         f"recipe={MODEL} gpus=GPUS` chooses, for AdamW with `optimizer=adamw` and for "
-        "`layerwise` with `engine.strategy=layerwise`:",
+        "`layerwise` with `engine.strategy=layerwise`; at their best, these two have the size of buckets that suits "
+        "them (`parallel.bucket_elements`), which canzona chooses for itself:",
         columns=(
             "GPUs", "canzona", "AdamW", "`layerwise`", "canzona over AdamW in canzona's layout",
             "over AdamW at its best", "`layerwise` over AdamW at its best",
@@ -194,7 +196,8 @@ def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
     ]
     return Table(
         caption="With `recipe=MODEL gpus=GPUS`, in the layout that this chooses. Balance is the slowest rank's updates "
-        "over the mean (in brackets: the lowest possible). Exchange is the part that updates do not hide. The "
+        "over the mean (in brackets: the lowest possible). Exchange is the part that updates do not hide. In this "
+        "layout AdamW has buckets of Megatron's default size, at its best of the size that suits it. The "
         f"pessimistic rates are {rates}:",
         columns=(
             "model", "GPUs", "layout", "iteration", "optimizer step, ms", "balance", "exchange, ms",

@@ -22,9 +22,10 @@ from canzona_cli.config.layout_rules import layout_problems, possible_tp
 from canzona_cli.config.schema import Layout, Recompute, RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.config.stages import possible_pp, possible_vpp
-from canzona_cli.costs.buffers import matrix_shapes
+from canzona_cli.costs.buffers import default_bucket_elements, matrix_shapes
 from canzona_cli.costs.memory import MemoryEstimate, estimate
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
+from canzona_cli.planner.attempt import BUCKET_SIZES
 from canzona_cli.planner.make import plan_of_run
 from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.plan import Plan
@@ -269,14 +270,26 @@ def search(config: RunConfig, count: int = 1) -> LayoutSearch:
 
 
 def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> Tried | None:
-    """Returns the fastest layout of the run with another strategy; None if no layout fits.
+    """Returns the fastest layout of the run with another strategy, one without a plan; None if no layout fits.
 
-    The planned layout is always tried too, because a search with limited simulations may miss it.
+    The planned layout is always tried too, because a search with limited simulations may miss it. On GPUs the
+    layout is simulated with buckets of the sizes that plans choose from, because such a yardstick may have them
+    too, with `parallel.bucket_elements`.
     """
     other = with_strategy(config, strategy)
     here = _try(other, planned) if estimate(other, planned).fits else None
-    fastest = [*search(other).best, *([] if here is None else [here.tried()])]
-    return min(fastest, key=lambda tried: tried.per_sequence_s, default=None)
+    fastest = min(
+        [*search(other).best, *([] if here is None else [here.tried()])],
+        key=lambda tried: tried.per_sequence_s,
+        default=None,
+    )
+    if fastest is None or config.cluster.device == "cpu" or config.parallel.bucket_elements is not None:
+        return fastest
+    default = default_bucket_elements(fastest.layout.owners)
+    sized = [replace(other.parallel, bucket_elements=round(size * default)) for size in BUCKET_SIZES]
+    runs = [replace(other, parallel=parallel) for parallel in sized]
+    tried = [_try(run, fastest.layout) for run in runs if estimate(run, fastest.layout).fits]
+    return min([fastest, *(each.tried() for each in tried if each)], key=lambda tried: tried.iteration_s)
 
 
 def _search(config: RunConfig, count: int) -> LayoutSearch:
