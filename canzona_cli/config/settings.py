@@ -160,6 +160,8 @@ def closest_key(key: str) -> str | None:
         left_out = set(bare.split("_")) - set(last.split("_"))
         if set(last.split("_")) < set(bare.split("_")):
             word = max(word, 0.95 - 0.05 * len(left_out))
+        if sorted(last) == sorted(bare):  # letters in another order, such as gpsu
+            word = max(word, 0.95)
         typed_section = flat.rpartition(".")[0] or section
         score = max(entire, 0.9 * word + 0.1 * SequenceMatcher(None, typed_section, section).ratio())
         if score > best_score:
