@@ -89,7 +89,8 @@ def orthonormal_panel(panel: torch.Tensor, before: torch.Tensor) -> torch.Tensor
         panel: (side, width), of a matrix whose longest column is as long as 1.
         before: (side, columns before).
     """
-    before = before.to(panel.dtype)
+    if before.dtype != panel.dtype:  # after a failure in fp32; a conversion that changes nothing leaks objects in torch
+        before = before.to(panel.dtype)
     for _ in range(2 if before.numel() else 0):
         panel = panel - before @ (before.mT @ panel)
     basis, sizes = _qr(panel)

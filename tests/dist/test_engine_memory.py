@@ -41,10 +41,10 @@ MAKE: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "muon": lambda params: Muon(params, 0.01),
     "muon shared": lambda params: Muon(params, 0.01),
     "normuon": lambda params: NorMuon(params, 0.01),
-    "shampoo": lambda params: Shampoo(params, 0.01),
-    "kl-shampoo": lambda params: KLShampoo(params, 0.01),
-    "soap": lambda params: SOAP(params, 0.01),
-    "soap-muon": lambda params: SOAPMuon(params, 0.01),
+    "shampoo": lambda params: Shampoo(params, 0.01, spread=True),
+    "kl-shampoo": lambda params: KLShampoo(params, 0.01, spread=True),
+    "soap": lambda params: SOAP(params, 0.01, spread=True),
+    "soap-muon": lambda params: SOAPMuon(params, 0.01, spread=True),
 }
 EVERYWHERE = ("muon", "muon shared")
 """The others differ from these by what they keep, not by where."""
