@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.costs.update import algorithm, period_seconds
 from canzona_cli.model.matrices import Matrix
+from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.planner.plan import Cell
 
 
@@ -89,13 +90,20 @@ def refreshes(config: RunConfig, ranks: Iterable[Sequence[Matrix]]) -> Refreshes
     """
     how = algorithm(config)
     works = [
-        [sum(step) for step in zip(*(period_seconds(how, *m.shape, config.cluster) for m in matrices), strict=True)]
+        [sum(step) for step in zip(*(_in_period(how, matrix, config) for matrix in matrices), strict=True)]
         for matrices in ranks
     ]
     return Refreshes(
         steps_s=tuple(max(step) for step in zip(*works, strict=True)),
         most_s=max(sum(steps) / len(steps) for steps in works),
     )
+
+
+def _in_period(how: Algorithm, matrix: Matrix, config: RunConfig) -> Sequence[float]:
+    """Returns the seconds of a matrix's update in each step of a refresh period."""
+    steps = period_seconds(how, *matrix.shape, config.cluster)
+    # A matrix whose sides are all longer than max_preconditioner_dim is never refreshed: its steps are equal.
+    return steps * how.refresh_period if len(steps) == 1 else steps
 
 
 def by_rank(matrices: Sequence[Matrix], cells: Sequence[Cell] | None) -> list[list[Matrix]]:

@@ -16,13 +16,13 @@ def _cells(row: str) -> list[str]:
 
 
 def test_a_row_without_pipeline_stages_is_what_bench_simulate_says() -> None:
-    table = figures.plain_table([256], []).markdown()
-    command = re.findall(r"`canzona bench --simulate --gpus 256 (.*)`", table)[0]
-    (cell,) = run_simulation(command.split(), (256,)).cells
+    table = figures.plain_table([64], []).markdown()
+    command = re.findall(r"`canzona bench --simulate --gpus 64 ([^`]*)`", table)[0]
+    (cell,) = run_simulation(command.split(), (64,)).cells
     study = cell.study
     assert study is not None
     gpus, layout, canzona, _, layerwise, sc, shares = _cells(table.splitlines()[-1])
-    assert (gpus, layout) == ("256", "TP 8 × DP 32")
+    assert (gpus, layout) == ("64", "TP 4 × DP 16")
     assert canzona == step_time(study.result("canzona").optimizer_s)
     assert layerwise == step_time(study.result("layerwise").optimizer_s)
     assert sc == "-", "it does not fit"
@@ -32,7 +32,7 @@ def test_a_row_without_pipeline_stages_is_what_bench_simulate_says() -> None:
 def test_yardsticks_stand_in_their_own_best_layouts_and_what_does_not_fit_has_a_dash() -> None:
     cells = _cells(figures.best_table([8], []).markdown().splitlines()[-1])
     mine, adamw, same_layout = cells[1].partition(":")[0], cells[2].partition(":")[0], cells[4]
-    assert (mine, adamw) == ("TP 8 × DP 1", "TP 4 × PP 2 (4 chunks each) × DP 1")
+    assert (mine, adamw) == ("TP 8 × DP 1", "TP 4 × PP 2 (3 chunks each) × DP 1")
     assert same_layout == "-", "AdamW does not fit in canzona's layout"
     assert figures.over(figures.study("qwen3-32b", 8), figures.best("qwen3-32b", 8, "adamw")) is not None
     assert _cells(figures.best_table([1], []).markdown().splitlines()[-1]) == ["1", *["-"] * 6]
@@ -84,7 +84,7 @@ def test_a_document_is_refreshed_between_its_markers_and_checked(
     assert document.read_text(encoding="utf-8") == before
     assert run("--write") == 0
     after = document.read_text(encoding="utf-8")
-    assert "TP 8 × DP 32" in after
+    assert "TP 4 × DP 64" in after
     assert "old" not in after
     assert after.startswith("Before.\n\n<!-- figures: plain -->\n")
     assert after.endswith("|\n\n<!-- /figures -->\n\nBehind.\n")
