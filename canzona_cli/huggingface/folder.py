@@ -221,14 +221,15 @@ def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs:
 
 
 def _nearest(folder: HuggingFaceFolder) -> str:
-    """Returns the name of the built-in recipe whose number of parameters is nearest to the folder's, as a
-    ratio."""
+    """Returns the name of the built-in recipe of the folder's family whose number of parameters is nearest to
+    the folder's, as a ratio."""
+    model = folder.as_config()
     sizes = {
         recipe.name: parameter_count(recipe.model).total
         for recipe in list_recipes()
-        if recipe.builtin and recipe.model is not None
+        if recipe.builtin and recipe.model is not None and family_of(recipe.model) is family_of(model)
     }
-    elements = parameter_count(folder.as_config()).total
+    elements = parameter_count(model).total
     return min(sizes, key=lambda name: abs(math.log(sizes[name]) - math.log(elements)))
 
 

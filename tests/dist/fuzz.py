@@ -317,7 +317,7 @@ def _rank(legs: Sequence[Leg]) -> list[Weighed]:
                 parallel_state.destroy_model_parallel()
                 groups = make_groups(one.layout, timeout=timedelta(minutes=2), alive=lambda: None)
                 model_parallel_cuda_manual_seed(one.config.train.seed)
-                world = replace(world, groups=groups)
+                world = replace(world, groups=groups, owners=groups.dp_cp)
             mesh, world = one.mesh, replace(world, layout=one.layout)
             found.append(_go(one, world))
         except Exception as error:
