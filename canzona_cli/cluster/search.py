@@ -25,7 +25,7 @@ from canzona_cli.config.stages import possible_pp, possible_vpp
 from canzona_cli.costs.buffers import default_bucket_elements, matrix_shapes
 from canzona_cli.costs.memory import MemoryEstimate, estimate
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
-from canzona_cli.planner.attempt import BUCKET_SIZES
+from canzona_cli.planner.attempt import bucket_limits
 from canzona_cli.planner.make import plan_of_run
 from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.plan import Plan
@@ -285,8 +285,8 @@ def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> T
     )
     if fastest is None or config.cluster.device == "cpu" or config.parallel.bucket_elements is not None:
         return fastest
-    default = default_bucket_elements(fastest.layout.owners)
-    sized = [replace(other.parallel, bucket_elements=round(size * default)) for size in BUCKET_SIZES]
+    _, *others = bucket_limits(default_bucket_elements(fastest.layout.owners))  # `fastest` has the default
+    sized = [replace(other.parallel, bucket_elements=limit) for limit in others]
     runs = [replace(other, parallel=parallel) for parallel in sized]
     tried = [_try(run, fastest.layout) for run in runs if estimate(run, fastest.layout).fits]
     return min([fastest, *(each.tried() for each in tried if each)], key=lambda tried: tried.iteration_s)

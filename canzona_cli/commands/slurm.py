@@ -69,7 +69,7 @@ def slurm(
     checkpoint, requeues itself and resumes from the checkpoint.
     """
     from canzona_cli.launch.slurm_job import JobOptions
-    from canzona_cli.launch.torchrun import node_count, ranks_per_node
+    from canzona_cli.launch.slurm_job import needs as job_needs
     from canzona_cli.planner.plan_file import obtain_plan
 
     options = JobOptions(
@@ -87,7 +87,7 @@ def slurm(
     arguments = [*(overrides or []), *([f"cluster.nodes={nodes}"] if nodes else [])]
     config, layout, options = _resolved(arguments, options, recipes_dir or [], sweep=sweep)
     if needs:
-        typer.echo(f"{node_count(config)} {ranks_per_node(config) if config.cluster.device == 'cuda' else 0}")
+        typer.echo(job_needs(config))
         return
     obtain_plan(config, layout)  # refuses the run if it cannot be planned
     checked_inputs(config, layout)

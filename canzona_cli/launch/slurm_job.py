@@ -77,6 +77,11 @@ class Submitted:
     array: bool = False
 
 
+def needs(config: RunConfig) -> str:
+    """Returns what the job script reads: the number of nodes, and of GPUs on each (0 for CPU ranks)."""
+    return f"{node_count(config)} {ranks_per_node(config) if config.cluster.device == 'cuda' else 0}"
+
+
 def template_text() -> str:
     """Reads the sbatch template that is installed with canzona."""
     return shipped(TEMPLATE).read_text(encoding="utf-8")
@@ -146,7 +151,6 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
         removed.discard(option)
     text = _with_directives(template_text(), directives, removed)
     cluster = config.cluster
-    needs = f"{node_count(config)} {ranks_per_node(config) if cluster.device == 'cuda' else 0}"
     begin, end = text.index("#     sbatch "), text.index("#\n#SBATCH ")
     text = f"{text[:begin]}{_FILLED_IN}{text[end:]}"
     for line, replacement in (
@@ -154,8 +158,8 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
         ('canzona=("${CANZONA:-canzona}")', f"canzona=({_words(cluster.command or (_this_command(),))})"),
         ("requeues=${CANZONA_REQUEUES:-20}", f"requeues={options.requeues}"),
         ("srun_args=()", f"srun_args=({_words(cluster.srun_args)})"),
-        ('#     module load cuda && source "$HOME/venv/bin/activate"', _setup(cluster.setup)),
-        ('needs=$("${canzona[@]}" slurm --needs "${overrides[@]}") || exit', f'needs="{needs}"'),
+        (_EXAMPLE, _setup(cluster.setup)),
+        ('needs=$("${canzona[@]}" slurm --needs "${overrides[@]}") || exit', f'needs="{needs(config)}"'),
     ):
         assert text.count(f"\n{line}\n") == 1, line
         text = text.replace(f"\n{line}\n", f"\n{replacement}\n")
@@ -165,6 +169,8 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
 _FILLED_IN = """\
 # Filled in by `canzona slurm`: submit it without arguments. You may edit it; nothing else uses it.
 """
+_EXAMPLE = '#     module load cuda && source "$HOME/venv/bin/activate"'
+"""The line of the template that `cluster.setup` replaces."""
 _NO_ARGUMENTS = '(($# == 0)) || { echo "this script has its settings in it and takes no arguments: $*" >&2; exit 2; }'
 _FAILED = 'echo "cluster.setup: this line failed with code $?: $BASH_COMMAND" >&2; exit 3'
 
@@ -173,7 +179,7 @@ def _setup(lines: Sequence[str]) -> str:
     """Returns the lines of `cluster.setup`, as a block that ends the job if one of them fails; without any,
     the template's example."""
     if not lines:
-        return '#     module load cuda && source "$HOME/venv/bin/activate"'
+        return _EXAMPLE
     return "\n".join([f"trap '{_FAILED}' ERR", *lines, "trap - ERR"])
 
 

@@ -135,8 +135,8 @@ def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
         return Work(products=((2, side, side, other),), traffic=8 * rows * cols + 16 * side * side, launches=9)
 
     def orthonormal(side: int, part: int) -> Work:
-        found = _orthonormal(a, side, part, Work(traffic=28 * side * side, launches=9))
-        return _total([found, turned(side)]) if part == parts_of(a) - 1 else found
+        panels = _orthonormal(a, side, part, Work(traffic=28 * side * side, launches=9))
+        return _total([panels, turned(side)]) if part == parts_of(a) - 1 else panels
 
     return step, _in_parts(a, rows, cols, orthonormal)
 

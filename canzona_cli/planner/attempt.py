@@ -33,6 +33,11 @@ BUCKET_SIZES = (1.0, 0.5, 2.0, 0.25, 4.0, 8.0)
 less to reduce after the backward pass and to gather before the forward pass, large ones pay fewer latencies."""
 
 
+def bucket_limits(default: int) -> tuple[int, ...]:
+    """Returns the elements at which buckets may be closed, Megatron's default first."""
+    return tuple(dict.fromkeys(round(size * default) for size in BUCKET_SIZES))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """An assignment with its buckets, and the seconds that they add to an iteration."""
@@ -137,7 +142,7 @@ class Attempt:
         default = self._default_limit
         if default is None or self._sized_by_user or not self._is_free or not self._model.rings:
             return default
-        limits = dict.fromkeys(round(size * default) for size in BUCKET_SIZES)
+        limits = bucket_limits(default)
         busy = dict(enumerate(self._bounds))
         prices = {limit: exposure.roughly(self._outline(limit), self._members, self._model, busy) for limit in limits}
         least = min(prices.values())
