@@ -92,7 +92,7 @@ def possible_layouts(config: RunConfig) -> list[Layout]:
 
 def fill(config: RunConfig, layout: Layout) -> RunConfig:
     """Returns `config` with the layout filled in, and with the schedule and the number of nodes completed."""
-    mesh = {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "sequence_parallel")}
+    mesh = {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "sequence_parallel")}
     batch = {name: getattr(layout, name) for name in ("micro_batch_size", "global_batch_size", "recompute")}
     return replace(
         config,
@@ -123,6 +123,7 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
                     vpp=vpp,
                     cp=cp,
                     dp=dp,
+                    ep=parallel.ep or 1,
                     micro_batch_size=micro,
                     num_microbatches=batch // (dp * micro),
                     global_batch_size=batch,

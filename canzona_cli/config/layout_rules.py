@@ -100,6 +100,7 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
         reason = f"is not a multiple of {product}, the ranks one copy of the model takes"
         fix = f"use gpus={above}" + (f" or gpus={below}" if below else "") + ", or a smaller parallel size"
         yield Problem(key="gpus", reason=reason, fix=fix)
+    yield from _expert_parallelism(config)
     if cp > 1 and train.seq_length % (2 * cp):
         reason = f"must be a multiple of 2 * cp = {2 * cp}: a rank takes two slices, to balance causal attention"
         fix = f"use train.seq_length={-(-train.seq_length // (2 * cp)) * 2 * cp}"
@@ -117,6 +118,22 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
             reason = f"must be a multiple of tp * cp = {tp * cp} for sequence parallelism"
             fix = f"use train.seq_length={-(-train.seq_length // (tp * cp)) * tp * cp}"
             yield Problem(key="train.seq_length", reason=reason, fix=fix)
+
+
+def _expert_parallelism(config: RunConfig) -> Iterator[Problem]:
+    ep, experts = config.parallel.ep or 1, config.model.num_experts
+    if ep == 1:
+        return
+    if experts == 0:
+        reason = "divides the experts of a layer among ranks, and the model has none"
+        yield Problem(key="parallel.ep", value=ep, reason=reason, fix="leave it null, or set model.num_experts")
+        return
+    yield from uneven_problems("parallel.ep", ep, [(experts, "experts")], "parts")
+    cells = config.gpus // (config.parallel.pp or 1)
+    if cells % ep:
+        reason = f"does not divide the {cells} ranks of a pipeline stage"
+        yield Problem(key="parallel.ep", value=ep, reason=reason, fix=f"use one of {_listed(divisors(cells))}")
+    yield Problem(key="parallel.ep", value=ep, reason="experts cannot be divided among ranks yet", fix="leave it null")
 
 
 def _machines(config: RunConfig) -> Iterator[Problem]:

@@ -49,6 +49,9 @@ class Matrix:
     are interleaved in one range of the buffer."""
     home: CountOrZero | None = None
     """The only TP rank that stores the matrix, for per-head matrices; None for other matrices."""
+    expert_rank: CountOrZero | None = None
+    """The expert-parallel rank whose cells (`Mesh.expert_rank`) store the whole matrix, for an expert's
+    matrix if `Mesh.ep` exceeds 1; None for other matrices."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -61,7 +64,7 @@ class Matrix:
     @property
     def replicated(self) -> bool:
         """True if every TP rank stores the whole matrix."""
-        return self.shard_dim is None and self.home is None
+        return self.shard_dim is None and self.home is None and self.expert_rank is None
 
     @property
     def cut_long(self) -> bool:

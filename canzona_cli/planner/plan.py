@@ -104,6 +104,9 @@ class Bucket:
     ranges: tuple[Range, ...]
     """The owners' ranges, ascending; elements between two ranges are padding. An owner may have none or
     several."""
+    expert_rank: CountOrZero | None = None
+    """The expert-parallel rank whose experts' matrices the bucket has; its owners are numbered by
+    `Mesh.expert_owner`. None for other matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +177,11 @@ class Subject:
     """The values of the hardware profile that costs depend on."""
 
     def content(self) -> dict[str, dict[str, Scalar]]:
-        """Returns each part as plain values, in the order of the fields."""
-        return {name: {**part} if isinstance(part, Mapping) else asdict(part) for name, part in vars(self).items()}
+        """Returns each part as plain values, in the order of the fields; without `ep` if that is 1."""
+        parts = {name: {**part} if isinstance(part, Mapping) else asdict(part) for name, part in vars(self).items()}
+        if self.layout.ep == 1:
+            del parts["layout"]["ep"]  # plans of before expert parallelism keep their hashes
+        return parts
 
     def flat(self) -> dict[str, Scalar]:
         """Returns all values under dotted keys such as `layout.tp`."""
@@ -230,10 +236,15 @@ class Plan:
             "subject": self.subject.content(),
             "lower_bounds": self.lower_bounds,
             "matrices": [
-                {**vars(matrix), "seconds": cost, **vars(cell), **_executed(self.assignment.shares.get(matrix.index))}
+                {
+                    **_written(matrix),
+                    "seconds": cost,
+                    **vars(cell),
+                    **_executed(self.assignment.shares.get(matrix.index)),
+                }
                 for matrix, cost, cell in zip(self.matrices, self.costs, self.assignment.cells, strict=True)
             ],
-            "buckets": [{**vars(bucket)} for bucket in self.buckets],
+            "buckets": [_written(bucket) for bucket in self.buckets],
             "micro_groups": [{**vars(group)} for group in self.groups],
         }
 
@@ -286,6 +297,11 @@ def content_hash(content: Mapping[str, object]) -> str:
 def _digest(content: Mapping[str, object]) -> str:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _written(entry: Matrix | Bucket) -> dict[str, object]:
+    """Returns an entry of a plan file, which has an expert-parallel rank only where experts are divided."""
+    return {name: value for name, value in vars(entry).items() if name != "expert_rank" or value is not None}
 
 
 def _executed(share: Share | None) -> dict[str, object]:

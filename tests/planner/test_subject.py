@@ -56,6 +56,7 @@ def subject_of(config: RunConfig) -> Subject:
         tp=tp,
         pp=pp,
         vpp=config.parallel.vpp or 1,
+        ep=config.parallel.ep or 1,
         cp=cp,
         dp=config.gpus * 64 // (tp * pp * cp),
         micro_batch_size=1,

@@ -210,7 +210,11 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The ranks of one job by parallel axis, which a plan is made for; `gpus == tp * pp * cp * dp`."""
+    """The ranks of one job by parallel axis, which a plan is made for; `gpus == tp * pp * cp * dp`.
+
+    A rank of a stage is a cell: cell `owner * tp + host` for the owner-th data- and context-parallel rank and
+    the host-th tensor-parallel rank.
+    """
 
     tp: Ranks
     pp: Ranks
@@ -219,6 +223,9 @@ class Mesh:
     * vpp`."""
     cp: Ranks
     dp: Ranks
+    ep: Ranks = 1
+    """The ranks of a pipeline stage among which the experts of a layer are divided. They are not an axis of
+    their own: the rank in cell c has the experts of expert-parallel rank `c % ep`."""
 
     @property
     def owners(self) -> int:
@@ -230,6 +237,20 @@ class Mesh:
     def cells(self) -> int:
         """The number of ranks of one pipeline stage."""
         return self.owners * self.tp
+
+    @property
+    def expert_owners(self) -> int:
+        """The number of ranks of a stage that have the same experts, over which those experts' gradients are
+        reduced: the cells with the same `expert_rank`, numbered by `expert_owner`."""
+        return self.cells // self.ep
+
+    def expert_rank(self, cell: int) -> int:
+        """Returns the expert-parallel rank of a cell of a stage, as Megatron numbers it."""
+        return cell % self.ep
+
+    def expert_owner(self, cell: int) -> int:
+        """Returns the number of a cell among the cells that have the same experts."""
+        return cell // self.ep
 
     @property
     def world_size(self) -> int:
@@ -257,7 +278,7 @@ class Layout(Mesh):
     @property
     def mesh(self) -> Mesh:
         """The mesh of this layout."""
-        return Mesh(tp=self.tp, pp=self.pp, vpp=self.vpp, cp=self.cp, dp=self.dp)
+        return Mesh(tp=self.tp, pp=self.pp, vpp=self.vpp, cp=self.cp, dp=self.dp, ep=self.ep)
 
     @cached_property
     def bare(self) -> "Layout":
@@ -281,5 +302,5 @@ class Layout(Mesh):
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The ranks of each axis, for display: (("TP", 2), ("DP", 4)). An axis with one rank is left out,
         except DP."""
-        axes = (("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("DP", self.dp))
+        axes = (("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("DP", self.dp), ("EP", self.ep))
         return tuple((name, ranks) for name, ranks in axes if ranks > 1 or name == "DP")

@@ -95,6 +95,12 @@ class ParallelConfig:
         LAYOUT | PLAN,
     ] = None
     cp: Annotated[Ranks | None, "Context-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
+    ep: Annotated[
+        Ranks | None,
+        "Expert-parallel ranks: the experts of a layer are divided among this many ranks of a pipeline stage, which"
+        " tensor parallelism then does not cut. null: 1.",
+        LAYOUT | PLAN,
+    ] = None
     sequence_parallel: Annotated[
         bool | None,
         "Shard activations of norms over TP ranks; null: with tp > 1, true for experts and with Transformer Engine.",
