@@ -24,7 +24,7 @@ from canzona_cli.errors import CanzonaError
 from canzona_cli.report.errors import ErrorView
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.statistics import Quartiles
-from canzona_cli.run.words import clean, milliseconds, plural
+from canzona_cli.run.words import clean, layout_code, milliseconds, plural
 
 Time = Literal["optimizer", "iteration"]
 TIMES: dict[Time, str] = {"optimizer": "Optimizer step", "iteration": "Iteration"}
@@ -124,10 +124,7 @@ def predicted(result: BenchResult, name: str, of: Time) -> float:
 
 
 def title(result: BenchResult) -> str:
-    mesh = result.layout
-    sizes = (("TP", mesh.tp), ("PP", mesh.pp), ("CP", mesh.cp), ("DP", mesh.dp))
-    layout = " ".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "DP")
-    return clean(f"{result.recipe} {result.optimizer} {layout}")
+    return clean(f"{result.recipe} {result.optimizer} {layout_code(result.layout)}")
 
 
 def table(results: Sequence[BenchResult], of: Time) -> Table:

@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""Prints how much the ratios of several results of `canzona bench` differ between process groups.
+
+    for i in 1 2 3; do canzona bench recipe=qwen3-mini gpus=4 parallel.tp=2 --rounds 1; done
+    python scripts/group_spread.py bench/*/bench.json
+
+Within a bench, all rounds run in one process group, so their quartiles do not show what differs from one group to the
+next. Here each bench counts once, with the median of its rounds.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from canzona_cli.bench.results import BenchResult, load
+from canzona_cli.errors import CanzonaError
+from canzona_cli.report.errors import ErrorView
+from canzona_cli.run.phases import STRATEGIES
+from canzona_cli.run.statistics import Quartiles
+from canzona_cli.run.words import clean, layout_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The time of a strategy over the reference's, over several benches of one run."""
+
+    bench: str
+    """The recipe, optimizer and layout."""
+    strategy: str
+    optimizer: tuple[float, ...]
+    """The ratio of the optimizer steps, by bench."""
+    iteration: tuple[float, ...]
+
+
+def spreads(results: Iterable[BenchResult]) -> list[Spread]:
+    """Returns a row for each strategy of each run but its reference."""
+    ratios: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for result in results:
+        bench = f"{result.recipe} {result.optimizer} {layout_code(result.layout)}"
+        for name in STRATEGIES:
+            if name in result.strategies and name != result.reference:
+                pair = result.optimizer_speedup(name), result.iteration_speedup(name)
+                ratios[bench, name].append((pair[0].ratio.median, pair[1].ratio.median))
+    return [
+        Spread(
+            bench=bench,
+            strategy=name,
+            optimizer=tuple(optimizer for optimizer, _ in pairs),
+            iteration=tuple(iteration for _, iteration in pairs),
+        )
+        for (bench, name), pairs in ratios.items()
+    ]
+
+
+def table(rows: Iterable[Spread]) -> Table:
+    title = "Time over the reference's, median [quartiles] over process groups"
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for head in ("bench", "strategy"):
+        shown.add_column(head)
+    for head in ("groups", "optimizer step", "iteration"):
+        shown.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        counted = str(len(row.optimizer))
+        shown.add_row(clean(row.bench), clean(row.strategy), counted, _written(row.optimizer), _written(row.iteration))
+    return shown
+
+
+def _written(ratios: tuple[float, ...]) -> str:
+    over = Quartiles.of(ratios)
+    return f"{over.median:.2f}x [{over.low:.2f}, {over.high:.2f}]"
+
+
+def main(paths: list[Path]) -> int:
+    """Prints the table of the given results; returns the exit code."""
+    if not paths:
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        results = [load(path) for path in paths]
+    except CanzonaError as error:
+        Console(stderr=True, highlight=False).print(ErrorView(error=error))
+        return int(error.exit_code)
+    Console(highlight=False).print(table(spreads(results)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main([Path(argument) for argument in sys.argv[1:]]))
