@@ -1,19 +1,13 @@
-"""Checks that the settings of a run work together, and finds settings on the command line that have no effect.
+"""Checks that the settings of a run work together, and warns of those that have no effect.
 
-A run is refused if ignoring a setting would change what is trained; otherwise there is a warning. The
-arithmetic of layouts is in `config.layout_rules`.
+A run is refused if ignoring a setting would change what is trained (`config.unused`); otherwise there is a
+warning. The arithmetic of layouts is in `config.layout_rules`.
 """
 
-import ast
 import os
 import re
-import symtable
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import decode_source, find_spec
-from pathlib import Path
 from typing import get_args
 
 from canzona_cli.config.execution import IN_ORDER, Execution, execution_of
@@ -21,7 +15,8 @@ from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.schema import STANDARD_ONLY, Collective, CustomConfig, MomentumConfig, RunConfig
 from canzona_cli.config.secrets import safety_problems
 from canzona_cli.config.settings import settings, with_own_values
-from canzona_cli.errors import Problem, closest
+from canzona_cli.config.source_class import source_problem
+from canzona_cli.errors import Problem
 
 BYTE_TOKENIZER_IDS = 257
 """The ids of the byte tokenizer: 256 bytes and an end-of-document token."""
@@ -299,188 +294,3 @@ def _measurements(config: RunConfig) -> Iterator[Problem]:
             )
             fix = "for example cluster.collectives=[[all_reduce,2,1048576,0.002,1.5]]"
             yield Problem(key="cluster.collectives", value=[kind, ranks, size, seconds, busy], reason=reason, fix=fix)
-
-
-def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> list[Problem]:
-    """Returns a problem for each setting of the command line that the run would ignore and that was meant to
-    change what is trained.
-
-    Args:
-        explicit: the dotted keys and the groups that the command line sets.
-        training: False for planning only, which makes canzona's plan whatever the run's strategy.
-    """
-    problems = [
-        *_unused_data(config, explicit),
-        *_unused_schedule(config, explicit),
-        *_unused_clipping(config, explicit),
-        *_unused_precision(config, explicit),
-        *_unused_guards(config, explicit),
-        *_unused_experts(config, explicit),
-        *(_unused_engine(config, explicit) if training else ()),
-    ]
-    return with_own_values(config, problems)
-
-
-def _unused_precision(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
-    train = config.train
-    if "train.grad_reduce_dtype" in explicit and train.grad_reduce_dtype == "bf16" and train.precision == "fp32":
-        reason = "has no effect: train.precision is fp32, whose gradients are summed in fp32"
-        yield Problem(key="train.grad_reduce_dtype", reason=reason, fix="leave it out, or use train.precision=bf16")
-
-
-def _unused_experts(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
-    model = config.model
-    if model.num_experts == 0:
-        for key in ("experts_per_token", "balancing_loss", "balancing_weight"):
-            if f"model.{key}" in explicit:
-                reason = "has no effect: model.num_experts is 0, so the model has no experts"
-                yield Problem(key=f"model.{key}", reason=reason, fix="set model.num_experts, or leave it out")
-    elif "model.balancing_weight" in explicit and model.balancing_loss == "none":
-        reason = "has no effect: model.balancing_loss is none"
-        fix = "use model.balancing_loss=sequence or global, or leave it out"
-        yield Problem(key="model.balancing_weight", reason=reason, fix=fix)
-
-
-def _unused_data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
-    data = config.data
-    chosen = explicit & {"data", "data.source"}
-    for key, value in (("data.path", data.path), ("data.blend", data.blend)):
-        # A data group or source on the command line replaces the data of the recipe.
-        if value and data.source == "stdlib" and (key in explicit or not chosen):
-            reason = "is not read: data.source is stdlib, the sources of Python's standard library"
-            yield Problem(key=key, reason=reason, fix=f"write data=prepared to train on it, or {key}=null")
-    for key in ("data.tokenizer", "data.tokenizer_vocab_size"):
-        if key in explicit and data.source == "prepared":
-            reason = "has no effect: prepared data was already tokenised"
-            fix = "leave it out, or prepare the data again: canzona data prepare ... --tokenizer NAME"
-            yield Problem(key=key, reason=reason, fix=fix)
-        elif key == "data.tokenizer_vocab_size" and key in explicit and data.tokenizer != "bpe":
-            reason = f"has no effect: data.tokenizer is {data.tokenizer}"
-            yield Problem(key=key, reason=reason, fix="write data=stdlib-bpe, or leave it out")
-
-
-def _unused_schedule(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
-    schedule, optimizer = config.schedule, config.optimizer
-    if "schedule.wsd_decay_steps" in explicit and schedule.wsd_decay_steps is not None and schedule.decay != "wsd":
-        reason = f"has no effect: schedule.decay is {schedule.decay}"
-        yield Problem(key="schedule.wsd_decay_steps", reason=reason, fix="write schedule.decay=wsd, or leave it out")
-    if schedule.decay != "constant":
-        return
-    ends = {
-        "schedule.decay_steps": schedule.decay_steps,
-        "optimizer.min_lr": optimizer.min_lr,
-        "optimizer.min_lr_ratio": optimizer.min_lr_ratio,
-    }
-    for key, value in ends.items():
-        if key in explicit and value is not None:
-            reason = "has no effect: schedule.decay is constant, so the rate never decreases"
-            yield Problem(key=key, reason=reason, fix="write schedule.decay=cosine, linear or wsd, or leave it out")
-
-
-def _unused_clipping(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
-    optimizer = config.optimizer
-    if "optimizer.clip_grad" in explicit and optimizer.clip == "none" and optimizer.clip_grad > 0:
-        reason = "has no effect: optimizer.clip is none"
-        yield Problem(key="optimizer.clip_grad", reason=reason, fix="write optimizer.clip=all, or leave it out")
-    if "optimizer.clip" in explicit and optimizer.clip != "none" and optimizer.clip_grad == 0:
-        reason = "has no effect: optimizer.clip_grad is 0, which switches clipping off"
-        yield Problem(key="optimizer.clip", reason=reason, fix="write optimizer.clip_grad=1, or leave it out")
-
-
-def _unused_guards(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
-    if "train.loss_spike_sigmas" in explicit and config.train.loss_spike == "ignore":
-        reason = "has no effect: train.loss_spike is ignore"
-        yield Problem(key="train.loss_spike_sigmas", reason=reason, fix="write train.loss_spike=stop, or leave it out")
-
-
-def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
-    """Yields settings that only canzona's engine supports, in a run that does not use this engine."""
-    execution, engine, optimizer = execution_of(config), config.engine, config.optimizer
-    adamw = execution is Execution.ADAMW
-    if execution is Execution.PLANNED:
-        return
-    why = "optimizer is adamw" if adamw else f"engine.strategy is {engine.strategy}"
-    instead = "leave it out" if adamw else "use engine.strategy=canzona, or leave it out"
-    if "train.non_finite" in explicit and not execution.ours:
-        reason = f"has no effect: {why}, which runs Megatron's own optimizer, and that optimizer has no such guard"
-        yield Problem(key="train.non_finite", reason=reason, fix=instead)
-    if adamw:
-        return
-    exchanges_bf16 = engine.exchange_dtype == "bf16" and config.parallel.tp != 1
-    if "engine.exchange_dtype" in explicit and exchanges_bf16:
-        reason = f"has no effect: {why}, which sends gradients between TP ranks in fp32"
-        yield Problem(key="engine.exchange_dtype", reason=reason, fix=instead)
-    if execution.ours:
-        return
-    if "engine.splitting" in explicit and engine.splitting in ("split", "per_head"):
-        reason = f"splits further than Megatron's own Muon can ({why}), which keeps gate and up together"
-        fix = "use engine.splitting=qkv, or engine.strategy=canzona"
-        yield Problem(key="engine.splitting", reason=reason, fix=fix)
-    if "optimizer.form" in explicit and isinstance(optimizer, MomentumConfig) and optimizer.form == "gram":
-        reason = f"has no effect: {why}, which runs Megatron's own Muon, and that has only the standard form"
-        yield Problem(
-            key="optimizer.form", reason=reason, fix="use engine.strategy=canzona, or optimizer.form=standard"
-        )
-
-
-_DYNAMIC = {"globals", "exec", "setattr"}
-"""The calls that may define any name of a module at run time."""
-
-
-def source_problem(place: str, name: str) -> str | None:
-    """Returns the reason why a file or module does not have this class, without importing it.
-
-    Returns None if the class is there, or if only running the code could show whether it is.
-
-    Args:
-        place: the path of a .py file, or the name of an installed module.
-    """
-    if place.endswith(".py"):
-        path = Path(place)
-        return f"there is no file {place} in {Path.cwd()}" if not path.is_file() else _missing(path, name)
-    module = _located(place)
-    if isinstance(module, str):
-        return module
-    path = Path(module.origin or "")
-    return _missing(path, name) if path.suffix == ".py" and path.is_file() else None
-
-
-def _located(module: str) -> ModuleSpec | str:
-    """Returns the spec of a module, without importing its parent packages; else a message saying what is
-    missing."""
-    first, *rest = module.split(".")
-    try:
-        spec = find_spec(first)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        return f"there is no package {first} here"
-    dotted = first
-    for part in rest:
-        above, dotted = dotted, f"{dotted}.{part}"
-        # An imported package may have added folders to its __path__; an import would search these too.
-        path = getattr(sys.modules.get(above), "__path__", spec.submodule_search_locations)
-        spec = PathFinder.find_spec(dotted, path or [])
-        if spec is None:
-            return f"{above} has no module {part}"
-    return spec
-
-
-def _missing(path: Path, name: str) -> str | None:
-    try:
-        text = decode_source(path.read_bytes())
-        module = symtable.symtable(text, str(path), "exec")
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        return f"{path} is not valid Python: {getattr(error, 'msg', error)}" + (f", line {line}" if line else "")
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-    bound = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
-    used = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
-    starred = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(ast.parse(text)))
-    if starred or used & _DYNAMIC or bound & {name, "__getattr__"}:
-        return None
-    classes = [scope.get_name() for scope in module.get_children() if scope.get_type() == "class"]
-    near = closest(name, classes)
-    others = f"its classes are {', '.join(classes)}" if classes else "it has no class"
-    return f"{path} has no {name}; " + (others if near is None else f"did you mean {near}?")

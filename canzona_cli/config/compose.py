@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 
-from canzona_cli.config.checks import config_problems, config_warnings, unused_problems
+from canzona_cli.config.checks import config_problems, config_warnings
 from canzona_cli.config.overrides import Overrides, key_of, parse_overrides
 from canzona_cli.config.recipes import (
     FROM_FILES,
@@ -28,6 +28,7 @@ from canzona_cli.config.secrets import content_problems, unasked_problems
 from canzona_cli.config.settings import leaves, settings
 from canzona_cli.config.tree import composed, put, with_values
 from canzona_cli.config.typed import build
+from canzona_cli.config.unused import unused_problems
 from canzona_cli.config.written import choose_again, is_written, with_written_recipe
 from canzona_cli.errors import ConfigError, Problem, refuse
 

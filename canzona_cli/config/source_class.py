@@ -1,0 +1,72 @@
+"""Checks that the file or module of a user's own optimizer has its class, without running the code."""
+
+import ast
+import symtable
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import decode_source, find_spec
+from pathlib import Path
+
+from canzona_cli.errors import closest
+
+_DYNAMIC = {"globals", "exec", "setattr"}
+"""The calls that may define any name of a module at run time."""
+
+
+def source_problem(place: str, name: str) -> str | None:
+    """Returns the reason why a file or module does not have this class, without importing it.
+
+    Returns None if the class is there, or if only running the code could show whether it is.
+
+    Args:
+        place: the path of a .py file, or the name of an installed module.
+    """
+    if place.endswith(".py"):
+        path = Path(place)
+        return f"there is no file {place} in {Path.cwd()}" if not path.is_file() else _missing(path, name)
+    module = _located(place)
+    if isinstance(module, str):
+        return module
+    path = Path(module.origin or "")
+    return _missing(path, name) if path.suffix == ".py" and path.is_file() else None
+
+
+def _located(module: str) -> ModuleSpec | str:
+    """Returns the spec of a module, without importing its parent packages; else a message saying what is
+    missing."""
+    first, *rest = module.split(".")
+    try:
+        spec = find_spec(first)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return f"there is no package {first} here"
+    dotted = first
+    for part in rest:
+        above, dotted = dotted, f"{dotted}.{part}"
+        # An imported package may have added folders to its __path__; an import would search these too.
+        path = getattr(sys.modules.get(above), "__path__", spec.submodule_search_locations)
+        spec = PathFinder.find_spec(dotted, path or [])
+        if spec is None:
+            return f"{above} has no module {part}"
+    return spec
+
+
+def _missing(path: Path, name: str) -> str | None:
+    try:
+        text = decode_source(path.read_bytes())
+        module = symtable.symtable(text, str(path), "exec")
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        return f"{path} is not valid Python: {getattr(error, 'msg', error)}" + (f", line {line}" if line else "")
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    bound = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    used = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
+    starred = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(ast.parse(text)))
+    if starred or used & _DYNAMIC or bound & {name, "__getattr__"}:
+        return None
+    classes = [scope.get_name() for scope in module.get_children() if scope.get_type() == "class"]
+    near = closest(name, classes)
+    others = f"its classes are {', '.join(classes)}" if classes else "it has no class"
+    return f"{path} has no {name}; " + (others if near is None else f"did you mean {near}?")

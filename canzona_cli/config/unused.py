@@ -1,0 +1,130 @@
+"""Finds settings on the command line that have no effect although they were meant to change what is trained."""
+
+from collections.abc import Iterator
+
+from canzona_cli.config.execution import Execution, execution_of
+from canzona_cli.config.schema import MomentumConfig, RunConfig
+from canzona_cli.config.settings import with_own_values
+from canzona_cli.errors import Problem
+
+
+def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> list[Problem]:
+    """Returns a problem for each setting of the command line that the run would ignore and that was meant to
+    change what is trained.
+
+    Args:
+        explicit: the dotted keys and the groups that the command line sets.
+        training: False for planning only, which makes canzona's plan whatever the run's strategy.
+    """
+    problems = [
+        *_unused_data(config, explicit),
+        *_unused_schedule(config, explicit),
+        *_unused_clipping(config, explicit),
+        *_unused_precision(config, explicit),
+        *_unused_guards(config, explicit),
+        *_unused_experts(config, explicit),
+        *(_unused_engine(config, explicit) if training else ()),
+    ]
+    return with_own_values(config, problems)
+
+
+def _unused_precision(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
+    train = config.train
+    if "train.grad_reduce_dtype" in explicit and train.grad_reduce_dtype == "bf16" and train.precision == "fp32":
+        reason = "has no effect: train.precision is fp32, whose gradients are summed in fp32"
+        yield Problem(key="train.grad_reduce_dtype", reason=reason, fix="leave it out, or use train.precision=bf16")
+
+
+def _unused_experts(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
+    model = config.model
+    if model.num_experts == 0:
+        for key in ("experts_per_token", "balancing_loss", "balancing_weight"):
+            if f"model.{key}" in explicit:
+                reason = "has no effect: model.num_experts is 0, so the model has no experts"
+                yield Problem(key=f"model.{key}", reason=reason, fix="set model.num_experts, or leave it out")
+    elif "model.balancing_weight" in explicit and model.balancing_loss == "none":
+        reason = "has no effect: model.balancing_loss is none"
+        fix = "use model.balancing_loss=sequence or global, or leave it out"
+        yield Problem(key="model.balancing_weight", reason=reason, fix=fix)
+
+
+def _unused_data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
+    data = config.data
+    chosen = explicit & {"data", "data.source"}
+    for key, value in (("data.path", data.path), ("data.blend", data.blend)):
+        # A data group or source on the command line replaces the data of the recipe.
+        if value and data.source == "stdlib" and (key in explicit or not chosen):
+            reason = "is not read: data.source is stdlib, the sources of Python's standard library"
+            yield Problem(key=key, reason=reason, fix=f"write data=prepared to train on it, or {key}=null")
+    for key in ("data.tokenizer", "data.tokenizer_vocab_size"):
+        if key in explicit and data.source == "prepared":
+            reason = "has no effect: prepared data was already tokenised"
+            fix = "leave it out, or prepare the data again: canzona data prepare ... --tokenizer NAME"
+            yield Problem(key=key, reason=reason, fix=fix)
+        elif key == "data.tokenizer_vocab_size" and key in explicit and data.tokenizer != "bpe":
+            reason = f"has no effect: data.tokenizer is {data.tokenizer}"
+            yield Problem(key=key, reason=reason, fix="write data=stdlib-bpe, or leave it out")
+
+
+def _unused_schedule(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
+    schedule, optimizer = config.schedule, config.optimizer
+    if "schedule.wsd_decay_steps" in explicit and schedule.wsd_decay_steps is not None and schedule.decay != "wsd":
+        reason = f"has no effect: schedule.decay is {schedule.decay}"
+        yield Problem(key="schedule.wsd_decay_steps", reason=reason, fix="write schedule.decay=wsd, or leave it out")
+    if schedule.decay != "constant":
+        return
+    ends = {
+        "schedule.decay_steps": schedule.decay_steps,
+        "optimizer.min_lr": optimizer.min_lr,
+        "optimizer.min_lr_ratio": optimizer.min_lr_ratio,
+    }
+    for key, value in ends.items():
+        if key in explicit and value is not None:
+            reason = "has no effect: schedule.decay is constant, so the rate never decreases"
+            yield Problem(key=key, reason=reason, fix="write schedule.decay=cosine, linear or wsd, or leave it out")
+
+
+def _unused_clipping(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    if "optimizer.clip_grad" in explicit and optimizer.clip == "none" and optimizer.clip_grad > 0:
+        reason = "has no effect: optimizer.clip is none"
+        yield Problem(key="optimizer.clip_grad", reason=reason, fix="write optimizer.clip=all, or leave it out")
+    if "optimizer.clip" in explicit and optimizer.clip != "none" and optimizer.clip_grad == 0:
+        reason = "has no effect: optimizer.clip_grad is 0, which switches clipping off"
+        yield Problem(key="optimizer.clip", reason=reason, fix="write optimizer.clip_grad=1, or leave it out")
+
+
+def _unused_guards(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
+    if "train.loss_spike_sigmas" in explicit and config.train.loss_spike == "ignore":
+        reason = "has no effect: train.loss_spike is ignore"
+        yield Problem(key="train.loss_spike_sigmas", reason=reason, fix="write train.loss_spike=stop, or leave it out")
+
+
+def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
+    """Yields settings that only canzona's engine supports, in a run that does not use this engine."""
+    execution, engine, optimizer = execution_of(config), config.engine, config.optimizer
+    adamw = execution is Execution.ADAMW
+    if execution is Execution.PLANNED:
+        return
+    why = "optimizer is adamw" if adamw else f"engine.strategy is {engine.strategy}"
+    instead = "leave it out" if adamw else "use engine.strategy=canzona, or leave it out"
+    if "train.non_finite" in explicit and not execution.ours:
+        reason = f"has no effect: {why}, which runs Megatron's own optimizer, and that optimizer has no such guard"
+        yield Problem(key="train.non_finite", reason=reason, fix=instead)
+    if adamw:
+        return
+    exchanges_bf16 = engine.exchange_dtype == "bf16" and config.parallel.tp != 1
+    if "engine.exchange_dtype" in explicit and exchanges_bf16:
+        reason = f"has no effect: {why}, which sends gradients between TP ranks in fp32"
+        yield Problem(key="engine.exchange_dtype", reason=reason, fix=instead)
+    if execution.ours:
+        return
+    if "engine.splitting" in explicit and engine.splitting in ("split", "per_head"):
+        reason = f"splits further than Megatron's own Muon can ({why}), which keeps gate and up together"
+        fix = "use engine.splitting=qkv, or engine.strategy=canzona"
+        yield Problem(key="engine.splitting", reason=reason, fix=fix)
+    if "optimizer.form" in explicit and isinstance(optimizer, MomentumConfig) and optimizer.form == "gram":
+        reason = f"has no effect: {why}, which runs Megatron's own Muon, and that has only the standard form"
+        yield Problem(
+            key="optimizer.form", reason=reason, fix="use engine.strategy=canzona, or optimizer.form=standard"
+        )
