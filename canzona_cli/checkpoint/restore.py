@@ -256,5 +256,6 @@ def load_weights(model: Model, folder: Path, manifest: Manifest) -> None:
         with Reader(folder, manifest, shape) as reader:
             for name, parameter in global_parameters(model.chunks):
                 rows = parameter.view(-1, parameter.size(-1))
-                for block in fragment_blocks(name, parameter.shape, shape, tp=world.layout.tp, rank=world.tp_rank):
+                tp, rank = world.cut(name, shape)
+                for block in fragment_blocks(name, parameter.shape, shape, tp=tp, rank=rank):
                     rows[block.row : block.row + block.rows].copy_(reader.block(block, MASTER))

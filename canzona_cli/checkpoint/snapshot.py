@@ -165,7 +165,8 @@ def held_pieces(trainee: Trainee) -> list[HeldPiece]:
     """Lists, as pieces of units, everything that this rank updates except the matrices that it hosts."""
     pieces, world, model = [], trainee.world, trainee.config.model
     for item in held(trainee.optimizer, trainee.chunks):
-        for block in fragment_blocks(item.parameter, item.shape, model, tp=world.layout.tp, rank=world.tp_rank):
+        tp, rank = world.cut(item.parameter, model)
+        for block in fragment_blocks(item.parameter, item.shape, model, tp=tp, rank=rank):
             first = block.row * block.cols
             start, end = max(item.start, first), min(item.end, first + block.rows * block.cols)
             if start < end:

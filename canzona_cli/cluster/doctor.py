@@ -158,6 +158,8 @@ def packages() -> Iterator[Finding]:
             if extra != "dev" and marker is not None and marker.evaluate({"extra": extra}):
                 value = installed_version(requirement.name) or "not installed"
                 yield _finding("python", requirement.name, False, value, meaning, otherwise="info")
+    value = installed_version("deep_ep") or "not installed"
+    yield _finding("python", "deep_ep", False, value, "optional: parallel.dispatcher=flex", otherwise="info")
 
 
 def package(requirement: Requirement) -> Finding:

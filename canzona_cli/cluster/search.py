@@ -159,7 +159,7 @@ def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
             if needed and tp > 1 and sequence % (tp * cp):
                 continue
             for pp in pps:
-                if config.gpus % (tp * pp * cp) == 0:
+                if config.gpus % (tp * pp * cp) == 0 and config.gpus // pp % (parallel.ep or 1) == 0:
                     for vpp in _model_chunks(config, pp):
                         yield tp, pp, vpp, cp, config.gpus // (tp * pp * cp)
 

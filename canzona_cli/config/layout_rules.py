@@ -132,8 +132,15 @@ def _expert_parallelism(config: RunConfig) -> Iterator[Problem]:
     cells = config.gpus // (config.parallel.pp or 1)
     if cells % ep:
         reason = f"does not divide the {cells} ranks of a pipeline stage"
-        yield Problem(key="parallel.ep", value=ep, reason=reason, fix=f"use one of {_listed(divisors(cells))}")
-    yield Problem(key="parallel.ep", value=ep, reason="experts cannot be divided among ranks yet", fix="leave it null")
+        possible = [size for size in divisors(cells) if experts % size == 0]
+        yield Problem(key="parallel.ep", value=ep, reason=reason, fix=f"use one of {_listed(possible)}")
+    if config.parallel.dispatcher != "flex":
+        return
+    if config.cluster.device == "cpu":
+        yield Problem(key="parallel.dispatcher", value="flex", reason="DeepEP's kernels need GPUs", fix="leave it null")
+    elif config.train.precision == "fp32":
+        reason = "DeepEP's kernels send bf16, and train.precision is fp32"
+        yield Problem(key="parallel.dispatcher", value="flex", reason=reason, fix="leave it null, or train in bf16")
 
 
 def _machines(config: RunConfig) -> Iterator[Problem]:

@@ -91,6 +91,9 @@ def machine_problems(config: RunConfig, layout: Layout, *, training: bool = True
         yield Problem(key="network", value=LOOPBACK, reason=reason, fix=LOOPBACK_FIX)
     if config.cluster.fused_layers and (problem := fused_layers_problem()) is not None:
         yield problem
+    if config.parallel.dispatcher == "flex" and layout.ep > 1 and importlib.util.find_spec("deep_ep") is None:
+        fix = "install DeepEP (github.com/deepseek-ai/DeepEP), or leave it null"
+        yield problem_with(config, "parallel.dispatcher", "DeepEP is not installed here", fix)
     for tracker in config.run.trackers:
         if importlib.util.find_spec(tracker) is None:
             fix = f"pip install 'canzona[{tracker}]', or leave it out: metrics.jsonl holds the same numbers"

@@ -25,6 +25,15 @@ class CpuStream:
 
     def wait_stream(self, stream: object) -> None: ...
 
+    def record_event(self) -> "CpuStream":
+        """Returns an object whose `synchronize` does nothing."""
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+_STREAM = CpuStream()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Replacement:
@@ -32,7 +41,7 @@ class Replacement:
 
     owner: ModuleType | type
     name: str
-    make: Callable[[Callable[..., object]], Callable[..., object]]
+    make: Callable[[Callable[..., object]], object]
     """A function that makes the CPU version from the original."""
     used_by: str
     """The Megatron-core code that needs it."""
@@ -81,6 +90,17 @@ def _megatron_type_name(original: Callable[..., object]) -> Callable[..., object
     return type_name
 
 
+def _splits_as_numbers(original: Callable[..., object]) -> Callable[..., object]:
+    """Wraps the copy of token counts to the host to return numpy arrays for tensors that are there already, as
+    it does for those of a GPU; collectives take no tensors as sizes."""
+
+    @functools.wraps(original)
+    def moved(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    return moved
+
+
 def _set_rng_state(original: Callable[..., object]) -> Callable[..., None]:
     def set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
         del device, graph_safe
@@ -106,11 +126,19 @@ def _tensor_cuda(original: Callable[..., object]) -> Callable[..., torch.Tensor]
 
 def _replacements() -> tuple[Replacement, ...]:
     import megatron.core.tensor_parallel.random as mcore_random
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     cuda = torch.cuda
-    table: tuple[tuple[ModuleType | type, str, Callable[[Callable[..., object]], Callable[..., object]], str], ...] = (
+    table: tuple[tuple[ModuleType | type, str, Callable[[Callable[..., object]], object], str], ...] = (
         (cuda, "current_device", _always(CPU), "every `device=torch.cuda.current_device()`"),
-        (cuda, "current_stream", _always(CpuStream()), "distributed.param_and_grad_buffer"),
+        (cuda, "current_stream", _always(_STREAM), "distributed.param_and_grad_buffer"),
+        (
+            dispatcher.MoEAlltoAllTokenDispatcher,
+            "cuda_dtoh_stream",
+            lambda original: _STREAM,
+            "transformer.moe.token_dispatcher, which would make one",
+        ),
+        (dispatcher, "maybe_move_tensor_to_cpu", _splits_as_numbers, "transformer.moe.token_dispatcher"),
         (cuda, "manual_seed", _manual_seed, "tensor_parallel.random"),
         (cuda, "get_rng_state", _get_rng_state, "tensor_parallel.random"),
         (mcore_random, "_get_cuda_rng_state", _get_rng_state, "tensor_parallel.random fork"),
@@ -157,6 +185,5 @@ def install() -> Mapping[str, str]:
 def uninstall() -> None:
     """Restores the original names (for tests)."""
     for item in _replacements():
-        original = _originals.pop(item.label, None)
-        if original is not None:
-            setattr(item.owner, item.name, original)
+        if item.label in _originals:
+            setattr(item.owner, item.name, _originals.pop(item.label))

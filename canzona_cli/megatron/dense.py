@@ -8,7 +8,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from canzona_cli.config.schema import Layout, ModelConfig
+from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.megatron.attention import CausalAttention
 
 
@@ -33,9 +33,10 @@ def rms_norm(*, config: TransformerConfig, hidden_size: int, eps: float) -> torc
     return norm
 
 
-def transformer_settings(model: ModelConfig, layout: Layout) -> dict[str, object]:
+def transformer_settings(config: RunConfig, layout: Layout) -> dict[str, object]:
     """Returns the settings of `TransformerConfig` that determine what a layer computes."""
     del layout
+    model = config.model
     return {
         "normalization": "RMSNorm",
         "layernorm_epsilon": model.norm_eps,

@@ -15,10 +15,13 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.moe import fused_a2a
 from megatron.core.utils import get_model_config
 
 from canzona_cli.megatron.holdings import leaves
 from canzona_cli.megatron.owner_bucket_group import bucket_groups
+from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import CONNECTIONS, TOTAL_OF, CudaWatcher, PhaseTimer, Span, Watcher, watcher_for
 from canzona_cli.run.phases import Phase
 
@@ -45,7 +48,9 @@ its other
 timers: the time of all passes that does not belong to another phase counts as `pipeline`."""
 
 
-def attach(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, timer: PhaseTimer) -> None:
+def attach(
+    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, timer: PhaseTimer, world: World
+) -> None:
     """Makes `timer` time the schedule, gradient reduction, parameter gathering, and the updates of Megatron's
     own optimizers with their TP communication.
 
@@ -60,6 +65,7 @@ def attach(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimiz
             "measured until the step waited for it",
             CONNECTIONS,
         )
+    _time_dispatch(timer, world)
     for group in bucket_groups(chunks):
         _Communication(group, timer, watcher, what="grad", phase="grad_reduce")
         _Communication(group, timer, watcher, what="param", phase="param_gather")
@@ -154,6 +160,33 @@ def _within(
             return original(*args, **kwargs)
 
     return called
+
+
+def _time_dispatch(timer: PhaseTimer, world: World) -> None:
+    """Wraps the collectives by which Megatron's dispatchers send tokens to the ranks of their experts, and
+    gradients back, so that their time counts as `dispatch`. All are synchronous."""
+    if world.layout.ep == 1:
+        return
+    groups = (world.groups.ep, world.groups.tp_ep)
+
+    def timed(original: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(original)
+        def collective(*args: object, **kwargs: object) -> object:
+            # DeepEP's functions have the group among others, and serve nothing else.
+            group = kwargs.get("group", world.groups.ep)
+            if timer.current not in ("forward", "backward") or all(group is not tokens for tokens in groups):
+                return original(*args, **kwargs)
+            with timer.phase("dispatch"):
+                return original(*args, **kwargs)
+
+        return collective
+
+    torch.distributed.all_to_all_single = timed(torch.distributed.all_to_all_single)  # type: ignore[assignment]
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(mappings, name, timed(getattr(mappings, name)))
+    for function in (fused_a2a.FusedDispatch, fused_a2a.FusedCombine):
+        for name in ("forward", "backward"):
+            setattr(function, name, staticmethod(timed(getattr(function, name))))
 
 
 def _time_tp_exchange(timer: PhaseTimer) -> None:

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -36,6 +37,7 @@ from canzona_cli.model.qwen3_moe import QWEN3_MOE
 
 _LOG = logging.getLogger(__name__)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(mlp\.experts\.linear_fc[12]\.weight)(\d+)")
 
 
 _LAYERS = {QWEN3.name: dense, LLAMA.name: dense, QWEN3_MOE.name: moe}
@@ -71,7 +73,7 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.head_dim,
-        **layers_of(model).transformer_settings(model, layout),
+        **layers_of(model).transformer_settings(config, layout),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bias_activation_fusion=compiled,
@@ -90,7 +92,8 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         account_for_embedding_in_pipeline_split=as_layers.embedding,
         account_for_loss_in_pipeline_split=as_layers.loss,
         context_parallel_size=layout.cp,
-        expert_tensor_parallel_size=layout.tp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -193,7 +196,6 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
     Raises:
         RuntimeError: the model has a parameter whose initialisation is not known.
     """
-    tp, rank = world.layout.tp, world.tp_rank
     routers = tuple(router.name for router in family_of(shape).routers(shape))
     with torch.no_grad():
         for name, param in global_names(model):
@@ -206,6 +208,7 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
                 continue
             if whole is None:
                 raise RuntimeError(f"parameter {name} has no known initialisation")
+            tp, rank = world.cut(name, shape)
             std = shape.init_std / math.sqrt(2 * shape.num_layers) if whole.cut == "cols" else shape.init_std
             fragments = [
                 _draw(key, (rows, whole.cols), std, seed, param.device).chunk(tp, dim=whole.shard_dim)[rank]
@@ -215,19 +218,28 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
 
 
 def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yields the parameters of a model chunk, named with the layer numbers of the whole model."""
-    first = 0
+    """Yields the parameters of a model chunk, named with the numbers of layers and experts in the whole model."""
+    first_layer = first_expert = 0
     for module in model.modules():
         layers = getattr(module, "layers", None)
         if isinstance(layers, torch.nn.ModuleList) and len(layers) > 0:
             # Megatron numbers layers from 1 over all stages.
             number = layers[0].layer_number
             assert isinstance(number, int)
-            first = number - 1
+            first_layer = number - 1
+        if isinstance(module, MoELayer):
+            # Every layer of a rank has the experts with the same numbers.
+            first_expert = module.local_expert_indices[0]
             break
     for name, param in model.named_parameters():
         match = _LAYER.fullmatch(name)
-        yield (f"decoder.layers.{int(match[1]) + first}.{match[2]}" if match else name), param
+        if match is None:
+            yield name, param
+            continue
+        part = match[2]
+        if expert := _EXPERT.fullmatch(part):
+            part = f"{expert[1]}{int(expert[2]) + first_expert}"
+        yield f"decoder.layers.{int(match[1]) + first_layer}.{part}", param
 
 
 def _drawn(whole: Weight) -> list[tuple[str, int]]:

@@ -6,7 +6,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from canzona_cli.config.schema import Layout, ModelConfig
+from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.megatron import dense
 from canzona_cli.megatron.experts import GroupedExperts
 
@@ -25,14 +25,15 @@ def layer_spec(model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
     return spec
 
 
-def transformer_settings(model: ModelConfig, layout: Layout) -> dict[str, object]:
+def transformer_settings(config: RunConfig, layout: Layout) -> dict[str, object]:
     """Returns the settings of `TransformerConfig` that determine what a layer computes.
 
     Megatron averages gradients over data-parallel ranks. It already divides the loss over the global batch by
     their number, so the weight of that loss is multiplied by it; otherwise the loss would depend on the layout.
     """
+    model = config.model
     weight = model.balancing_weight * (layout.dp if model.balancing_loss == "global" else 1)
-    return dense.transformer_settings(model, layout) | {
+    return dense.transformer_settings(config, layout) | {
         "num_moe_experts": model.num_experts,
         "moe_router_topk": model.experts_per_token,
         "moe_ffn_hidden_size": model.ffn_hidden_size,
@@ -40,7 +41,8 @@ def transformer_settings(model: ModelConfig, layout: Layout) -> dict[str, object
         "moe_aux_loss_coeff": weight if model.balancing_loss != "none" else 0.0,
         # The router computes in fp32, because bf16 would round close scores to ties.
         "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "allgather",
+        # Where experts are not divided among ranks, no token travels, but those of TP ranks are gathered.
+        "moe_token_dispatcher_type": "allgather" if layout.ep == 1 else config.parallel.dispatcher or "alltoall",
         "moe_grouped_gemm": True,
         # One parameter for all experts would be no matrix.
         "moe_single_grouped_weight": False,

@@ -71,7 +71,13 @@ def wrap_data_parallel(
             params = [p for p in chunk.parameters() if p.requires_grad]
             layer_wise = execution_of(config) is Execution.LAYERWISE
             compute = LayerWiseDistributedOptimizer if layer_wise else DistributedOptimizer
-            layout = compute.compute_full_param_layout(params, bucket_size, world.groups.dp_cp.size(), ddp_config)
+            layout = compute.compute_full_param_layout(
+                params,
+                bucket_size,
+                world.groups.dp_cp.size(),
+                ddp_config,
+                expert_data_parallel_world_size=world.groups.expt_dp.size(),
+            )
         wrapped.append(
             DistributedDataParallel(
                 config=mcore,

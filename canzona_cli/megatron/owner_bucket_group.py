@@ -200,8 +200,9 @@ def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int, o
 
 
 def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
-    """Returns all of this rank's bucket groups, in the order in which their gradients become ready."""
-    return [group for ddp in reversed(chunks) for group in ddp.bucket_groups]
+    """Returns all of this rank's bucket groups: chunk by chunk, each chunk's in the order in which their
+    gradients become ready, and then those of experts that are divided among ranks."""
+    return [group for ddp in reversed(chunks) for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)]
 
 
 def matrix_groups(chunks: Sequence[DistributedDataParallel]) -> list[OwnerBucketGroup]:

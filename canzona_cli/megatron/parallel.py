@@ -16,8 +16,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # where their types live
 from torch.distributed import ProcessGroup
 
-from canzona_cli.config.schema import Device, Layout
+from canzona_cli.config.schema import Device, Layout, ModelConfig
 from canzona_cli.megatron import cpu_backend
+from canzona_cli.model.geometry import is_expert
 from canzona_cli.planner.reduction import adamw_apart
 from canzona_cli.run.codec import parse, plain
 
@@ -37,6 +38,9 @@ class World:
     owners: ProcessGroup
     """The ranks of `groups.dp_cp`, in a group that only the buckets of matrices use
     (`planner.reduction.adamw_apart`); the same group where they do not have one of their own."""
+    expert_owners: ProcessGroup
+    """The ranks of `groups.expt_dp`, which have the same experts, likewise in a group of their own. The same
+    group as `owners` if experts are not divided among ranks."""
 
     @property
     def dp_rank(self) -> int:
@@ -47,6 +51,16 @@ class World:
         """The rank in the group over which gradients are reduced (data and context parallel), by which plans
         number owners."""
         return int(self.groups.dp_cp.rank())
+
+    @property
+    def expert_owner(self) -> int:
+        """The rank in the group over which experts' gradients are reduced (`Mesh.expert_owner`)."""
+        return int(self.groups.expt_dp.rank())
+
+    @property
+    def expert_rank(self) -> int:
+        """The rank in the group that divides the experts of a layer (`Mesh.expert_rank`)."""
+        return int(self.groups.ep.rank())
 
     @property
     def tp_rank(self) -> int:
@@ -63,6 +77,13 @@ class World:
     @property
     def is_last_stage(self) -> bool:
         return bool(parallel_state.is_pipeline_last_stage())
+
+    def cut(self, parameter: str, model: ModelConfig) -> tuple[int, int]:
+        """Returns the number of ranks that tensor parallelism cuts a parameter over, and this rank's number among
+        them: (1, 0) for an expert's weight where experts are divided among ranks."""
+        if self.layout.ep > 1 and is_expert(parameter, model):
+            return 1, 0
+        return self.layout.tp, self.tp_rank
 
     def describe(self) -> str:
         return f"rank {self.rank} (dp {self.dp_rank}, tp {self.tp_rank}, pp {self.pp_rank})"
@@ -107,9 +128,20 @@ def initialize(
         local = torch.device("cpu")
         torch.distributed.init_process_group("gloo", timeout=timeout, **meeting)
     groups = make_groups(layout, timeout=timeout, alive=alive)
-    owners = twin(groups.dp_cp, timeout) if adamw_apart(device) else groups.dp_cp
+    owners, expert_owners = groups.dp_cp, groups.expt_dp
+    if adamw_apart(device):
+        owners = twin(groups.dp_cp, timeout)
+        expert_owners = owners if groups.expt_dp is groups.dp_cp else twin(groups.expt_dp, timeout)
     model_parallel_cuda_manual_seed(seed)
-    return World(rank=rank, world_size=world_size, device=local, layout=layout, groups=groups, owners=owners)
+    return World(
+        rank=rank,
+        world_size=world_size,
+        device=local,
+        layout=layout,
+        groups=groups,
+        owners=owners,
+        expert_owners=expert_owners,
+    )
 
 
 def twin(group: ProcessGroup, timeout: timedelta) -> ProcessGroup:
@@ -170,12 +202,14 @@ def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]
         timeout: the timeout of each group's collectives.
         alive: called for every group.
     """
-    with _joined_once(timeout, alive):
+    with _joined_once(layout, timeout, alive):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
             context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.expert_tp,
             # Additional gloo groups are only used by Megatron's legacy optimizer checkpoints, which canzona
             # does not write.
             create_gloo_process_groups=False,
@@ -183,13 +217,19 @@ def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
+_OF_TOKENS: Final = frozenset({"EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"})
+"""The names of Megatron's groups whose ranks send tokens to each other's experts."""
+
+
 @contextmanager
-def _joined_once(timeout: timedelta, alive: Callable[[], None]) -> Iterator[None]:
+def _joined_once(layout: Layout, timeout: timedelta, alive: Callable[[], None]) -> Iterator[None]:
     """Replaces Megatron's `create_group` within the block by a function that makes one group for each set of
     ranks."""
     rank = torch.distributed.get_rank()
     # Buckets do not use the world's group, because messages among all ranks would queue after them. For the
-    # same reason, attention, which waits for keys and values, does not share a group with buckets if dp is 1.
+    # same reason, attention, which waits for keys and values, does not share a group with buckets if dp is 1,
+    # nor do experts, which wait for tokens.
+    apart = {"CONTEXT_PARALLEL_GROUP"} | (_OF_TOKENS if layout.ep > 1 else set())
     groups: dict[tuple[bool, tuple[int, ...]], Group] = {}
     alone = torch.distributed.new_group([rank], timeout=timeout, use_local_synchronization=True)
 
@@ -199,7 +239,7 @@ def _joined_once(timeout: timedelta, alive: Callable[[], None]) -> Iterator[None
             return alone
         if group_desc in AMONG_ALL and len(ranks) == torch.distributed.get_world_size():
             return torch.distributed.group.WORLD
-        members = (group_desc == "CONTEXT_PARALLEL_GROUP", tuple(sorted(ranks)))
+        members = (group_desc in apart, tuple(sorted(ranks)))
         if members not in groups:
             groups[members] = torch.distributed.new_group(list(ranks), timeout=timeout, group_desc=group_desc)
         return groups[members]

@@ -43,6 +43,12 @@ def weight_of(name: str, model: ModelConfig) -> Weight | None:
     return weight and replace(weight, name=name)
 
 
+def is_expert(name: str, model: ModelConfig) -> bool:
+    """Returns True if the parameter with a Megatron name is the weight of an expert."""
+    weight = _weights_by_name(model).get(_layer_of(name)[1])
+    return weight is not None and weight.inside != ""
+
+
 @lru_cache(maxsize=16)
 def _weights_by_name(model: ModelConfig) -> Mapping[str, Weight]:
     return {weight.name: weight for weight in family_of(model).weights(model)}

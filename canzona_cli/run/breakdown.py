@@ -97,7 +97,7 @@ NEGLIGIBLE = 0.05
 """The share of the step up to which a phase may differ from its prediction in a step that is as planned."""
 _APART = 1.25
 """The factor between a rank's time and the mean above which the rank is named."""
-_WAITS = (*COMMUNICATION, "norm_clip", "pipeline")
+_WAITS = (*COMMUNICATION, "norm_clip", "pipeline", "dispatch")
 """Phases in which ranks wait for the last rank to arrive, which itself waits least."""
 
 

@@ -70,7 +70,7 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
         updater = optimizer.build_optimizer(wrapped, config, world)
     if timed:
         # Canzona's optimizers report their phases to the timer themselves.
-        instrument.attach(wrapped, None if isinstance(updater, CanzonaOptimizer) else updater, timer)
+        instrument.attach(wrapped, None if isinstance(updater, CanzonaOptimizer) else updater, timer, world)
     schedule = optimizer.build_schedule(updater, config)
     return Trainee(
         config=config,

@@ -37,6 +37,16 @@ BROKEN = {
         "train.global_batch_size",
     ),
     "cp slices": (changed(changed(TINY, "parallel", cp=2), "train", seq_length=254), "train.seq_length"),
+    "experts of a dense model": (replace(changed(TINY, "parallel", ep=2), gpus=2), "parallel.ep"),
+    "experts % ep": (replace(changed(changed(TINY, "parallel", ep=3), "model", num_experts=8), gpus=3), "parallel.ep"),
+    "ranks of a stage % ep": (
+        replace(changed(changed(TINY, "parallel", ep=4, pp=2), "model", num_experts=8), gpus=4),
+        "parallel.ep",
+    ),
+    "DeepEP on CPUs": (
+        replace(changed(changed(TINY, "parallel", ep=2, dispatcher="flex"), "model", num_experts=8), gpus=2),
+        "parallel.dispatcher",
+    ),
     "experts without sequence parallelism": (
         changed(changed(TINY, "parallel", tp=2, sequence_parallel=False), "model", num_experts=8),
         "parallel.sequence_parallel",

@@ -120,7 +120,7 @@ def on_ranks[K, T](cases: Mapping[K, tuple[RunConfig, Layout]], work: Callable[[
     cut over ranks alike: their process groups are the same, and nothing else is handed on from one to the next.
     """
     config, first = next(iter(cases.values()))
-    assert len({(layout.tp, layout.cp, layout.pp, layout.dp) for _, layout in cases.values()}) == 1
+    assert len({(layout.tp, layout.cp, layout.pp, layout.dp, layout.ep) for _, layout in cases.values()}) == 1
 
     def rank() -> dict[K, T]:
         logging.disable(logging.WARNING)
@@ -163,7 +163,7 @@ class Runs[K: Hashable, T]:
         return self._found[case]
 
 
-CUT_BY = ("gpus", "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp")
+CUT_BY = ("gpus", "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep")
 
 
 def ranks_of(settings: Sequence[str]) -> frozenset[tuple[str, str]]:

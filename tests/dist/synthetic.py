@@ -102,7 +102,10 @@ def finish_gathering(trainee: Trainee) -> None:
     config = trainee.chunks[0].ddp_config
     if not config.use_distributed_optimizer:
         return
-    for group in (group for chunk in trainee.chunks for group in reversed(chunk.bucket_groups)):
+    groups = [
+        group for chunk in trainee.chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+    ]
+    for group in reversed(groups):
         if config.overlap_param_gather:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
         group.param_gather_dispatched = False

@@ -68,6 +68,7 @@ ON_EVEN_STAGES = Case(settings=(*FOUR, "gpus=2", "parallel.pp=2"), start=UNEVEN,
 UNEVEN_AGAIN = Case(settings=(*UNEVEN.settings, "train.seed=99"), start=UNEVEN, steps=1)
 READ_EVENLY = Case(settings=ON_EVEN_STAGES.settings, start=UNEVEN)
 AND_UNEVENLY = Case(settings=UNEVEN_AGAIN.settings, start=READ_EVENLY, steps=1)
+EXPERTS = ("model.num_experts=8", "model.ffn_hidden_size=64")
 UNTIED = ("model.tied_embeddings=false", "train.precision=fp32")
 
 
@@ -90,6 +91,16 @@ def _two_and_two(*settings: str) -> tuple[Case, Case, Case]:
 
 def _elsewhere(optimizer: str, where: str) -> tuple[Case, Case]:
     return _there_and_back((*LAYOUTS[where], *OPTIMIZERS[optimizer]), _saved(*OPTIMIZERS[optimizer]))
+
+
+def _over_experts(*settings: str) -> tuple[Case, Case, Case, Case]:
+    """Saved by four ranks with a quarter of the experts each; read and saved again by one rank, by four ranks with
+    half of the experts each, and by four with a quarter."""
+    quarters = (*EXPERTS, *settings, "gpus=4", "parallel.ep=4", "train.micro_batch_size=2")
+    saved = Case(settings=quarters, steps=2)
+    alone = Case(settings=(*EXPERTS, *settings, "gpus=1"), start=saved)
+    halves = Case(settings=(*EXPERTS, *settings, "gpus=4", "parallel.tp=2", "parallel.ep=2"), start=alone)
+    return saved, alone, halves, Case(settings=(*quarters, "train.seed=99"), start=halves)
 
 
 def _by_another_strategy(saving: str, reading: str) -> tuple[Case, Case, Case]:
@@ -139,6 +150,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, own: tuple[str, ...]) -> Runs
         *_by_another_strategy(*STRATEGIES),
         *(*SPLIT_OTHERWISE, WEIGHTS_ALONE, SC_SOAP, UNTIED_THERE, WIDER, *MODES, ONE_MORE, *_two_and_two(*SHARED)),
         *(READ_ELSEWHERE, CHUNKS_AGAIN, ON_EVEN_STAGES, UNEVEN_AGAIN, AND_UNEVENLY),
+        *_over_experts(*OPTIMIZERS["adamw"]),
         *(*IN_PARTS, _saved(*OPTIMIZERS["soap"], steps=6)),
     ]
     return saving_runs(
@@ -187,6 +199,28 @@ def test_another_layout_reads_the_same_values_and_gives_them_back(
     _same(units_of(back.checkpoint, model), values)
     _same_weights(there, saved)
     _same_weights(back, saved)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        OPTIMIZERS["adamw"],
+        *(
+            pytest.param((*OPTIMIZERS["muon"], f"engine.strategy={strategy}"), marks=pytest.mark.sweep)
+            for strategy in ("sc", "layerwise")
+        ),
+    ],
+    ids=" ".join,
+)
+def test_experts_are_read_by_any_number_of_ranks(settings: tuple[str, ...], runs: Runs[Case, Outcome]) -> None:
+    cases = _over_experts(*settings)
+    saved, *others = (runs[case] for case in cases)
+    model = resolve(*cases[0].settings)[0].model
+    values = units_of(saved.checkpoint, model)
+    assert sum("experts.7." in name for name in values) >= 2 * 3 * model.num_layers
+    for other in others:
+        _same(units_of(other.checkpoint, model), values)
+        _same_weights(other, saved)
 
 
 def test_a_refresh_that_has_begun_goes_through_another_layout(runs: Runs[Case, Outcome]) -> None:

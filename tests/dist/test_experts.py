@@ -1,13 +1,17 @@
 """Models with experts train the same on every layout: losses, weights, balancing losses and token counts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.timers import StepTiming
+from canzona_cli.run.phases import IN_STEP
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.routing import Routing
@@ -36,13 +40,27 @@ LAYOUTS = {
     "pp2": ("gpus=2", "parallel.pp=2"),
     "cp2": ("gpus=2", "parallel.cp=2"),
     "tp2 dp2": ("gpus=4", "parallel.tp=2"),
+    "ep2": ("gpus=2", "parallel.ep=2"),
+    "ep4": ("gpus=4", "parallel.ep=4"),
+    "ep2 dp4": ("gpus=4", "parallel.ep=2"),
+    "tp2 ep2": ("gpus=2", "parallel.tp=2", "parallel.ep=2"),
+    "tp2 ep4": ("gpus=4", "parallel.tp=2", "parallel.ep=4"),
+    "tp2 ep2 dp2": ("gpus=4", "parallel.tp=2", "parallel.ep=2"),
+    "pp2 ep2": ("gpus=4", "parallel.pp=2", "parallel.ep=2"),
+    "cp2 ep2": ("gpus=4", "parallel.cp=2", "parallel.ep=2"),
 }
+DIVIDED = [where for where in LAYOUTS if "ep" in where]
+"""The layouts that divide experts among ranks."""
 SETTINGS = {
     # A large weight, so that a balancing loss that depends on the layout changes the weights.
     "muon": ("optimizer=muon", "model.balancing_weight=0.1"),
     "global": ("optimizer=muon", "model.balancing_loss=global", "model.balancing_weight=0.1"),
     "adamw": ("optimizer=adamw", "model.balancing_weight=0.1"),
     "sc": ("optimizer=muon", "engine.strategy=sc", "engine.splitting=qkv"),
+    "layerwise": ("optimizer=muon", "engine.strategy=layerwise", "engine.splitting=qkv"),
+    "sc, gathered": ("optimizer=muon", "engine.strategy=sc", "engine.splitting=qkv", "parallel.dispatcher=allgather"),
+    "sc, recomputed": ("optimizer=muon", "engine.strategy=sc", "engine.splitting=qkv", "train.recompute=full"),
+    "sc, starved": ("optimizer=muon", "engine.strategy=sc", "engine.splitting=qkv"),
     "qkv": ("optimizer=muon", "engine.splitting=qkv"),
     "recompute": ("optimizer=muon", "model.balancing_weight=0.1", "train.recompute=full"),
 }
@@ -57,6 +75,7 @@ class Seen:
     losses: list[float]
     routing: list[Routing]
     part: Part
+    timing: StepTiming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +83,8 @@ class Found:
     losses: list[float]
     routing: list[Routing]
     weights: Weights
+    timings: list[StepTiming]
+    """Of the last step, by rank."""
 
 
 def _resolve(run: Run) -> tuple[RunConfig, Layout]:
@@ -80,6 +101,8 @@ def _train(runs: Sequence[Run]) -> list[Found]:
     def work(run: Run, world: World) -> Seen:
         config = made[run][0]
         trainee = assemble(config, world, plans[run])
+        if run[1] == "sc, starved":
+            _starve(trainee.chunks)
         batches = BatchStream(samples_of(config, STEPS * world.layout.global_batch_size), world)
         steps = [train_step(trainee, batches) for _ in range(STEPS)]
         finish_gathering(trainee)
@@ -87,23 +110,41 @@ def _train(runs: Sequence[Run]) -> list[Found]:
             losses=[step.loss for step in steps],
             routing=[step.routing for step in steps if step.routing is not None],
             part=part_of(trainee.chunks, world),
+            timing=trainee.timer.timings()[-1],
         )
 
     return [_agreed(ranks, made[run][0]) for run, ranks in on_ranks(made, work).items()]
 
 
+def _starve(chunks: Sequence[torch.nn.Module]) -> None:
+    """Keep all tokens away from the second half of the experts."""
+    out_of_reach = torch.tensor([0.0] * 4 + [-1e4] * 4)
+
+    def away(scores: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        return scores(hidden) + out_of_reach
+
+    for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
+        router.gating = partial(away, router.gating)
+
+
 def _agreed(ranks: list[Seen], config: RunConfig) -> Found:
     assert all((seen.losses, seen.routing) == (ranks[0].losses, ranks[0].routing) for seen in ranks)
     weights = whole.assemble([seen.part for seen in ranks], config.model)
-    return Found(losses=ranks[0].losses, routing=ranks[0].routing, weights=weights)
+    timings = [seen.timing for seen in ranks]
+    return Found(losses=ranks[0].losses, routing=ranks[0].routing, weights=weights, timings=timings)
 
 
 RUNS = Runs(
-    [("one rank", "muon"), ("one rank", "qkv"), ("one rank", "sc"), ("one rank", "global"), ("one rank", "recompute"),
-     ("one rank", "adamw"), ("dp2", "muon"), ("dp2", "global"), ("dp2", "adamw"), ("tp2", "muon")],
+    [
+        *(("one rank", how) for how in ("muon", "qkv", "sc", "sc, starved", "global", "recompute", "adamw")),
+        *(("dp2", how) for how in ("muon", "global", "adamw")),
+        ("tp2", "muon"),
+        *(("ep2", how) for how in ("sc", "sc, starved", "adamw")),
+        *(("tp2 ep2 dp2", how) for how in ("sc", "sc, gathered", "adamw")),
+    ],
     lambda run: run[0],
     _train,
-)  # fmt: skip
+)
 
 
 def _apart(one: Found, other: Found) -> tuple[float, float]:
@@ -138,6 +179,48 @@ def test_experts_train_the_same_on_further_layouts(run: Run) -> None:
 def test_adamw_trains_the_same_on_two_ranks() -> None:
     """AdamW turns rounding of tiny gradients into steps of the learning rate's size."""
     _same(RUNS["dp2", "adamw"], RUNS["one rank", "adamw"], matrices=1e-3, others=1e-3)
+
+
+def _whole(run: Run) -> Found:
+    """The run on one rank with the same results."""
+    how = run[1] if run[1] in ("adamw", "sc, starved", "global") else "sc"
+    return RUNS["one rank", how]
+
+
+def _same_but_divided(run: Run) -> None:
+    apart = {"matrices": 1e-3, "others": 1e-3} if run[1] == "adamw" else {}
+    _same(RUNS[run], _whole(run), **apart)
+    assert RUNS[run].losses == pytest.approx(_whole(run).losses, abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [("ep2", "sc"), ("ep2", "adamw"), ("tp2 ep2 dp2", "sc"), ("tp2 ep2 dp2", "sc, gathered"), ("tp2 ep2 dp2", "adamw")],
+    ids=" ".join,
+)
+def test_divided_experts_train_as_on_one_rank(run: Run) -> None:
+    _same_but_divided(run)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("how", ["sc", "adamw", "layerwise", "sc, gathered", "sc, recomputed"])
+@pytest.mark.parametrize("where", DIVIDED)
+def test_divided_experts_train_as_on_one_rank_on_every_layout(where: str, how: str) -> None:
+    _same_but_divided((where, how))
+
+
+@pytest.mark.parametrize("run", [("ep2", "sc"), ("tp2 ep2 dp2", "sc, gathered"), ("dp2", "adamw")], ids=" ".join)
+def test_the_time_of_tokens_under_way_is_a_phase_of_its_own(run: Run) -> None:
+    for timing in RUNS[run].timings:
+        assert (timing.phases.get("dispatch", 0.0) > 0) is (run[0] in DIVIDED)
+        assert sum(timing.phases.get(phase, 0.0) for phase in IN_STEP) == pytest.approx(timing.step_s, abs=1e-6)
+
+
+def test_ranks_whose_experts_get_no_token_take_part() -> None:
+    """Half of the ranks have only experts without tokens."""
+    _same_but_divided(("ep2", "sc, starved"))
+    for routing in RUNS["ep2", "sc, starved"].routing:
+        assert all(not any(layer[4:]) and all(layer[:4]) for layer in routing.tokens)
 
 
 def test_recomputation_counts_no_token_twice() -> None:

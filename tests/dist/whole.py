@@ -10,11 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.megatron.parallel import World
 
+EXPERT_PARALLEL = (
+    parallel_state.get_expert_model_parallel_world_size,
+    parallel_state.get_expert_model_parallel_rank,
+)
 Weights = dict[str, torch.Tensor]
 """Whole matrices and vectors, fp32, by Hugging Face name."""
 
@@ -47,13 +52,17 @@ def part_of(chunks: Iterable[torch.nn.Module], world: World) -> Part:
         pp_rank=world.pp_rank,
         owner=world.owner,
         fragments={
-            name: Fragment(
-                values=param.detach().float().numpy().copy(),
-                cut=getattr(param, "partition_dim", None) if getattr(param, "tensor_model_parallel", False) else None,
-            )
+            name: Fragment(values=param.detach().float().numpy().copy(), cut=_cut(name, param))
             for name, param in named_parameters(chunks)
         },
     )
+
+
+def _cut(name: str, param: torch.nn.Parameter) -> int | None:
+    """Experts have tensor parallelism of their own."""
+    if ".experts." in name and parallel_state.get_expert_tensor_parallel_world_size() == 1:
+        return None
+    return getattr(param, "partition_dim", None) if getattr(param, "tensor_model_parallel", False) else None
 
 
 def named_parameters(chunks: Iterable[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
@@ -72,6 +81,11 @@ def _named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parame
                 assert isinstance(layer, TransformerLayer)
                 # Megatron numbers layers from 1, over all pipeline stages.
                 path[at - 1] = str(layer.layer_number - 1)
+                if "experts" in path:
+                    # An expert's number counts this rank's experts, of which each expert-parallel rank has as many.
+                    kind, number, _ = re.split(r"(\d+)", path[-1])
+                    ranks, rank = (ask() for ask in EXPERT_PARALLEL)
+                    path[-1] = f"{kind}{int(number) + rank * layer.config.num_moe_experts // ranks}"
             named.append((".".join(part for part in path if part != "module"), param))
     return named
 
@@ -101,7 +115,7 @@ def _canonical(name: str, fragments: Sequence[Fragment], shape: ModelConfig) -> 
     key = _hugging_face_name(name, shape)
     if cut is None:
         assert all(torch.equal(pieces[0], piece) for piece in pieces), f"{name} differs between tp ranks"
-        return {key: pieces[0]}
+        pieces, cut = pieces[:1], 0
     if "linear_fc1.weight" in name:
         # Each rank holds [gate_r; up_r].
         gates, ups = zip(*(piece.chunk(2) for piece in pieces), strict=True)

@@ -136,12 +136,40 @@ def _causal_mask(world: World) -> None:
     assert torch.equal(get_default_causal_mask(4), torch.arange(4)[None, :] > torch.arange(4)[:, None])
 
 
+def _tokens_reach_their_experts(world: World) -> None:
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=2,
+        num_attention_heads=1,
+        num_moe_experts=4,
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,
+        moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=2,
+    )
+    rank = torch.distributed.get_rank()
+    dispatcher = MoEAlltoAllTokenDispatcher(2, [2 * rank, 2 * rank + 1], config, world.groups)
+    # Two tokens a rank: rank 0 sends one to expert 0 and one to expert 3, rank 1 both to expert 3.
+    chosen = torch.tensor([[0, 3], [3, 3]][rank])
+    routing = torch.nn.functional.one_hot(chosen, 4).bool()
+    tokens = torch.tensor([[10.0, 11.0], [20.0, 21.0]][rank])[:, None].expand(2, 2).contiguous()
+    sent, probs = dispatcher.dispatch_preprocess(tokens, routing, routing.float())
+    arrived, counts, _ = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(sent, probs))
+    assert (arrived[:, 0].tolist(), counts.tolist()) == [([10.0], [1, 0]), ([11.0, 20.0, 21.0], [0, 3])][rank]
+    back = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(arrived)))
+    assert torch.equal(back, tokens)
+
+
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 
-def _layout(*, pp: int = 1, dp: int = 1) -> Layout:
+def _layout(*, pp: int = 1, dp: int = 1, ep: int = 1) -> Layout:
     return Layout(
-        tp=1, pp=pp, cp=1, dp=dp, micro_batch_size=1, num_microbatches=1, global_batch_size=dp, recompute="none",
+        tp=1, pp=pp, cp=1, dp=dp, ep=ep, micro_batch_size=1, num_microbatches=1, global_batch_size=dp, recompute="none",
         sequence_parallel=False,
     )  # fmt: skip
 
@@ -149,6 +177,8 @@ def _layout(*, pp: int = 1, dp: int = 1) -> Layout:
 CONTRACTS: dict[str, tuple[Contract, Layout]] = {
     "torch.cuda.current_device": (_rotary_embedding, _layout()),
     "torch.cuda.current_stream": (_gradient_reduction, _layout(dp=2)),
+    "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream": (_tokens_reach_their_experts, _layout(dp=2, ep=2)),
+    f"{_DISPATCHER}.maybe_move_tensor_to_cpu": (_tokens_reach_their_experts, _layout(dp=2, ep=2)),
     "torch.cuda.manual_seed": (_seeds_give_different_states, _layout()),
     "torch.cuda.get_rng_state": (_adding_a_seed_disturbs_nobody, _layout()),
     f"{_RANDOM}._get_cuda_rng_state": (_fork_draws_from_its_own_state, _layout()),

@@ -21,8 +21,8 @@ from tests.faults.support import LAYOUT
 MINUTE = timedelta(minutes=1)
 
 
-def layout(*, tp: int = 1, pp: int = 1, cp: int = 1, dp: int = 1) -> Layout:
-    return replace(LAYOUT, tp=tp, pp=pp, cp=cp, dp=dp)
+def layout(*, tp: int = 1, pp: int = 1, cp: int = 1, dp: int = 1, ep: int = 1) -> Layout:
+    return replace(LAYOUT, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,14 @@ def ours(rank: int, wanted: Layout) -> Made:
 
 def megatrons(rank: int, wanted: Layout) -> Made:
     def make(of: Layout) -> ProcessGroupCollection:
-        sizes = (of.tp, of.pp)
-        parallel_state.initialize_model_parallel(*sizes, context_parallel_size=of.cp, create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(
+            of.tp,
+            of.pp,
+            context_parallel_size=of.cp,
+            expert_model_parallel_size=of.ep,
+            expert_tensor_parallel_size=of.tp if of.ep == 1 else 1,
+            create_gloo_process_groups=False,
+        )
         return ProcessGroupCollection.use_mpu_process_groups()
 
     return made(rank, wanted, make, [])
@@ -89,10 +95,15 @@ LAYOUTS = (
     layout(pp=4, dp=2),
     layout(cp=2, dp=2),
     layout(tp=2, pp=3, cp=2, dp=2),
+    layout(dp=4, ep=4),
+    layout(dp=4, ep=2),
+    layout(tp=2, dp=2, ep=2),
+    layout(tp=2, dp=2, ep=4),
+    layout(pp=2, cp=2, dp=2, ep=2),
 )
 
 
-@pytest.mark.parametrize("wanted", LAYOUTS, ids=lambda of: f"tp{of.tp}-pp{of.pp}-cp{of.cp}-dp{of.dp}")
+@pytest.mark.parametrize("wanted", LAYOUTS, ids=lambda of: f"tp{of.tp}-pp{of.pp}-cp{of.cp}-dp{of.dp}-ep{of.ep}")
 def test_every_purpose_has_the_ranks_that_megatron_gives_it(wanted: Layout) -> None:
     calls = set()
     for rank in range(wanted.world_size):
@@ -111,8 +122,10 @@ def test_every_purpose_has_the_ranks_that_megatron_gives_it(wanted: Layout) -> N
         # Attention's keys and values do not wait behind gradients of the same ranks.
         (layout(tp=2, cp=4), 93, 10, 5),
         (layout(tp=8, dp=128), 8091, 137, 3),
+        # Nor do experts' tokens.
+        (layout(dp=8, ep=8), 97, 3, 3),
     ],
-    ids=["8", "256", "8 of one sequence", "1024"],
+    ids=["8", "256", "8 of one sequence", "1024", "8 with an eighth of the experts each"],
 )
 def test_as_few_groups_as_there_are_sets_of_ranks(wanted: Layout, before: int, calls: int, own: int) -> None:
     assert megatrons(0, wanted).calls == before
@@ -120,3 +133,14 @@ def test_as_few_groups_as_there_are_sets_of_ranks(wanted: Layout, before: int, c
         found = ours(rank, wanted)
         assert (found.calls, found.own) == (calls, own)
         assert found.signs == before, "a sign of life for every group that Megatron asks for"
+
+
+@pytest.mark.parametrize("wanted", [of for of in LAYOUTS if of.ep > 1], ids=lambda of: f"tp{of.tp}-dp{of.dp}-ep{of.ep}")
+def test_cells_are_numbered_among_experts_as_megatron_does(wanted: Layout) -> None:
+    for rank in range(wanted.world_size):
+        members, cell = megatrons(rank, wanted).members, rank % wanted.cells
+        divided, same = members["ep"], members["expt_dp"]
+        assert divided is not None
+        assert same is not None
+        assert (divided.index(rank), same.index(rank)) == (wanted.expert_rank(cell), wanted.expert_owner(cell))
+        assert (len(divided), len(same)) == (wanted.ep, wanted.expert_owners)

@@ -244,6 +244,11 @@ class Mesh:
         reduced: the cells with the same `expert_rank`, numbered by `expert_owner`."""
         return self.cells // self.ep
 
+    @property
+    def expert_tp(self) -> int:
+        """The number of TP ranks that cut an expert's matrices: 1 where experts are divided among ranks."""
+        return self.tp if self.ep == 1 else 1
+
     def expert_rank(self, cell: int) -> int:
         """Returns the expert-parallel rank of a cell of a stage, as Megatron numbers it."""
         return cell % self.ep

@@ -32,6 +32,7 @@ Divergence = Literal["stop", "warn"]
 LossSpike = Literal["ignore", "warn", "stop"]
 DecayStyle = Literal["cosine", "wsd", "linear", "constant"]
 Experts = Annotated[int, Range(at_least=0, at_most=1024)]
+Dispatcher = Literal["allgather", "alltoall", "flex"]
 BalancingLoss = Literal["none", "sequence", "global"]
 
 WARMUP_SHARE = 20
@@ -100,6 +101,12 @@ class ParallelConfig:
         "Expert-parallel ranks: the experts of a layer are divided among this many ranks of a pipeline stage, which"
         " tensor parallelism then does not cut. null: 1.",
         LAYOUT | PLAN,
+    ] = None
+    dispatcher: Annotated[
+        Dispatcher | None,
+        "How tokens reach experts of other ranks. alltoall: every rank gets the tokens of its experts; allgather: every"
+        " rank gets all tokens; flex: as alltoall, by DeepEP's kernels for GPUs. null: alltoall.",
+        NOTHING,
     ] = None
     sequence_parallel: Annotated[
         bool | None,
