@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -13,12 +13,16 @@ from canzona_cli.commands.output import (
     HtmlFile,
     RecipesDirs,
     overrides_argument,
+    progress,
     show,
     warn_about,
     write_out,
     write_page,
 )
 from canzona_cli.errors import Clash, ConfigError, Problem, clashes, refuse
+
+if TYPE_CHECKING:
+    from canzona_cli.config.schema import RunConfig
 
 CLASHES = (
     Clash(option="--out", beside="--dry-run", reason="a dry run writes no plan", fix="leave out --dry-run, or --out"),
@@ -29,9 +33,11 @@ CLASHES = (
             reason="--layouts only lists layouts; it does not write a plan",
             fix=f"leave out {option}, or --layouts",
         )
-        for option in ("--out", "--html", "--compare", "--shapes")
+        for option in ("--out", "--html", "--compare")
     ),
 )
+SHAPES_RECIPE = "qwen3-8b"
+"""The recipe that gives batch, sequence length and optimizer to shapes that are planned without a recipe."""
 
 
 def plan(
@@ -49,18 +55,21 @@ def plan(
     html: HtmlFile = None,
     compare: Annotated[
         Literal["strategies", "alpha", "form"] | None,
-        typer.Option("--compare", help="Compare the phases of all strategies, or alphas, or Muon's forms."),
+        typer.Option("--compare", help="Show a comparison instead: phases of all strategies, alphas, or Muon's forms."),
     ] = None,
     shapes: Annotated[
         Path | None,
         typer.Option(
-            "--shapes", metavar="FILE", help="Plan the shapes in this YAML file instead of the recipe's model."
+            "--shapes",
+            metavar="FILE",
+            help="Plan the shapes in this YAML file instead of the recipe's model; needs no recipe.",
         ),
     ] = None,
     layouts: Annotated[
         bool,
         typer.Option("--layouts", help="Show the fastest layouts instead of a plan, and why the first is the fastest."),
     ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show everything about the plan.")] = False,
     assumptions: Annotated[bool, typer.Option("--assumptions", help="List the assumptions of the simulation.")] = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
@@ -85,25 +94,20 @@ def plan(
         problems += page_problems(html)
     refuse(problems)
     from canzona_cli.cluster.fit import resolve
-    from canzona_cli.config.compose import compose_run
     from canzona_cli.model.shapes import load_shapes
-    from canzona_cli.planner.make import plannable
     from canzona_cli.simulate.compare import study_run, with_shapes
 
-    try:
-        composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)
-    except ConfigError as error:
-        raise ConfigError(*map(_with_hint, error.problems)) from None
-    config, notes = plannable(composed.config, composed.explicit)
-    warn_about(composed, *notes, training=False)
+    shapes_file = None if shapes is None else load_shapes(shapes)
+    config = _plannable(overrides or (), recipes_dir or (), shaped=shapes is not None)
+    if shapes_file is not None:
+        config = with_shapes(config, shapes_file)
     if layouts:
         from canzona_cli.report.layouts import layouts_of
 
         fastest = layouts_of(config)
         show(fastest.as_json() if json else fastest)
         return
-    shapes_file = None if shapes is None else load_shapes(shapes)
-    config, layout = resolve(config if shapes_file is None else with_shapes(config, shapes_file))
+    config, layout = resolve(config)
     study = study_run(config, layout, compare, shapes_file)
     written = None
     if not dry_run:
@@ -118,19 +122,44 @@ def plan(
         return
     from canzona_cli.report.plan import PlanView
 
-    phases = compare == "strategies"
     corpus = None
     if config.data.source == "prepared":
         from canzona_cli.data.corpus import ensure_corpus  # imports numpy
 
         with suppress(ConfigError):  # the data of a plan may not exist yet
             corpus = ensure_corpus(config)
-    view = PlanView(study=study, written=written, phases=phases, assumptions=assumptions, corpus=corpus)
+    view = PlanView(
+        study=study, written=written, compare=compare, verbose=verbose, assumptions=assumptions, corpus=corpus
+    )
     if html is not None:
         from canzona_cli.report.document import document
 
-        write_page(html, document("canzona plan", replace(view, assumptions=True)))
+        write_page(html, document("canzona plan", replace(view, verbose=True, assumptions=True)))
     show(figures if json else view)
+
+
+def _plannable(overrides: Sequence[str], recipes_dirs: Sequence[Path], *, shaped: bool) -> "RunConfig":
+    """Composes a run that has a plan, and prints the warnings about it.
+
+    Args:
+        shaped: True if the model is a file of shapes, which needs no recipe.
+
+    Raises:
+        ConfigError: the settings are impossible, or no recipe is given for a model that is not shaped.
+    """
+    from canzona_cli.config.compose import compose_run
+    from canzona_cli.planner.make import plannable
+
+    if shaped and not _names_recipe(overrides):
+        overrides = [f"recipe={SHAPES_RECIPE}", *overrides]
+        progress(f"note: without a recipe, all settings but the model are those of recipe={SHAPES_RECIPE}")
+    try:
+        composed = compose_run(overrides, recipes_dirs=recipes_dirs, training=False)
+    except ConfigError as error:
+        raise ConfigError(*map(_with_hint, error.problems)) from None
+    config, notes = plannable(composed.config, composed.explicit)
+    warn_about(composed, *notes, training=False)
+    return config
 
 
 def _with_hint(problem: Problem) -> Problem:

@@ -19,6 +19,9 @@ def resume(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved run and what would be resumed; start nothing.")
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and a line at the end.")
+    ] = False,
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
@@ -46,4 +49,4 @@ def resume(
     if problems:
         raise ConfigError(*problems)
     arguments = [f"run.dir={text_value(str(run_dir))}", *(overrides or ())]
-    train(arguments, dry_run=dry_run, as_json=as_json, recipes_dir=recipes_dir)
+    train(arguments, dry_run=dry_run, quiet=quiet, as_json=as_json, recipes_dir=recipes_dir)

@@ -61,6 +61,9 @@ def train(
             help="Start from the weights of a run or a Hugging Face folder (also init=).",
         ),
     ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and a line at the end.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run or --prepare-only: print JSON.")] = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
@@ -80,7 +83,6 @@ def train(
     refuse(problems)
     if not printed:
         unattended()
-    how = {"dry_run": dry_run, "prepare_only": prepare_only, "show_config": show_config}
     requests = Requests(raising=True)
     with handled(requests.add, to_the_end=True):
         try:
@@ -89,11 +91,21 @@ def train(
             if sweep:
                 from canzona_cli.commands.train_sweep import sweep as train_swept
 
+                how = {"dry_run": dry_run, "prepare_only": prepare_only, "show_config": show_config}
                 train_swept(arguments, recipes_dir or [], requests, **how)
             else:
                 from canzona_cli.commands.train_run import run
 
-                run(arguments, recipes_dir or [], requests, as_json=as_json, **how)
+                run(
+                    arguments,
+                    recipes_dir or [],
+                    requests,
+                    dry_run=dry_run,
+                    prepare_only=prepare_only,
+                    as_json=as_json,
+                    show_config=show_config,
+                    quiet=quiet and not printed,
+                )
         except Preempted as asked:
             outcome = before_workers(None, asked)
             tell(outcome.message)

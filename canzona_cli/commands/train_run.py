@@ -3,6 +3,8 @@
 It is separate from the command's options, so that help and completion do not need these imports.
 """
 
+import os
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CanzonaError, ExitCode
 from canzona_cli.huggingface.folder import is_hugging_face, open_folder, recipe_of
 from canzona_cli.launch import preflight, torchrun
+from canzona_cli.launch.card import card_of, judge
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.processes import tracked
@@ -42,8 +45,9 @@ from canzona_cli.report.run_trace import write_trace
 from canzona_cli.report.train import make_view
 from canzona_cli.report.train_dry_run import RUN_DIR_TIME, DryRun
 from canzona_cli.run.breakdown import Prediction, load_breakdown
-from canzona_cli.run.corpus import PreparedCorpus, data_warnings
+from canzona_cli.run.corpus import PreparedCorpus, data_warnings, read_corpus
 from canzona_cli.run.files import RunFiles
+from canzona_cli.run.summary import load_summary
 from canzona_cli.run.words import plural
 from canzona_cli.simulate.predict import outlook
 
@@ -57,6 +61,9 @@ def run(
     prepare_only: bool = False,
     as_json: bool = False,
     show_config: bool = False,
+    quiet: bool = False,
+    name: str = "",
+    said: set[str] | None = None,
 ) -> None:
     """Runs `canzona train` for one run.
 
@@ -65,6 +72,9 @@ def run(
         dry_run: True to print the resolved run, and write and start nothing.
         prepare_only: True to write the run directory and print the command that starts the workers.
         show_config: True to print the resolved configuration in both cases.
+        quiet: True to print only warnings, errors and a line at the end.
+        name: the name of the run in that line; empty for its recipe's.
+        said: the warnings that earlier runs of the same command printed, which are not repeated.
 
     Raises:
         Preempted: a request to stop arrived before the run was resolved.
@@ -72,14 +82,16 @@ def run(
     """
     console = Console(highlight=False)
     composed = _composed(overrides, recipes_dirs)
-    warn_about(composed)
+    warn_about(composed, said=said)
     config, layout = resolve(composed.config)
-    tell_batch(composed.config, layout)
     adopted = adopt(config, current_step())
     config = adopted.config
-    for note in adopted.notes:
-        progress(note)
-    job = _Job(config=config, layout=layout, plan=obtain_plan(config, layout))
+    if not quiet:
+        tell_batch(composed.config, layout)
+        for note in adopted.notes:
+            progress(note)
+    short = (name or config.name) if quiet else ""
+    job = _Job(config=config, layout=layout, plan=obtain_plan(config, layout), short=short, said=said)
     if dry_run or prepare_only:
         look = _Look(console=console, as_json=as_json, show_config=show_config)
         (_show if dry_run else _prepare)(job, look)
@@ -91,7 +103,7 @@ def run(
         outcome = before_workers(files, asked)
         tell(outcome.message)
         raise typer.Exit(outcome.exit_code) from None
-    _conclude(outcome, directory, config, console)
+    _conclude(outcome, directory, job, console)
 
 
 def _composed(overrides: list[str], recipes_dirs: list[Path]) -> Composed:
@@ -112,6 +124,10 @@ class _Job:
     layout: Layout
     plan: Obtained | None
     """The plan that the run executes; None for a strategy without a plan."""
+    short: str = ""
+    """The name of the run in the one line that is printed at its end; empty to print everything."""
+    said: set[str] | None = None
+    """The warnings that were already printed; None to print every warning."""
 
     @property
     def node_rank(self) -> int:
@@ -205,7 +221,7 @@ def _launch(
     config, layout, node_rank = job.config, job.layout, job.node_rank
     _check(job)
     console.quiet = node_rank > 0  # node 0 shows the run; all nodes often write to the same file
-    first_view = make_view(config, layout, console)
+    first_view = make_view(config, layout, console, short=job.short)
     with _progress_of(first_view, requests) as on_progress:
         corpus = ensure_corpus(config, on_progress)
         run = _claim(job)
@@ -223,12 +239,12 @@ def _launch(
         requests.raising = True
         view, (machines, command) = first_view, first_meeting
         if restarts.done:
-            view = make_view(config, layout, console)
+            view = make_view(config, layout, console, short=job.short)
             machines, command = _meet(run, job, corpus, restarts=restarts.done)
         if node_rank == 0:
             job.write_inputs(run, corpus)
             machines.gather(config.cluster.rdzv_endpoint or "", say=tell)
-            warn(() if restarts.done else data_warnings(config, layout, corpus))
+            warn(() if restarts.done else data_warnings(config, layout, corpus), job.said)
         view.header(run_dir=run.path, corpus=corpus, plan=job.plan, earlier=run.earlier)
         requests.raising = False
         # On a terminal, the console of the view prints above the live frame. On a pipe it may be invisible,
@@ -347,33 +363,52 @@ def _tell_differences(resumption: Resumption) -> None:
         progress(f"note: different layout: {resumption.spread}")
 
 
-def _conclude(outcome: Outcome, run: RunDirectory, config: RunConfig, console: Console) -> None:
+def _conclude(outcome: Outcome, run: RunDirectory, job: _Job, console: Console) -> None:
     """Shows how the run ended; an error here does not change its exit code."""
     try:
-        _show_end(outcome, run, config, console)
+        _show_end(outcome, run, job, console)
     except Exception as error:
         show_failure(error)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
 
 
-def _show_end(outcome: Outcome, run: RunDirectory, config: RunConfig, console: Console) -> None:
+def _show_end(outcome: Outcome, run: RunDirectory, job: _Job, console: Console) -> None:
+    config = job.config
     if config.cluster.node_rank and torchrun.node_count(config) > 1:
         # node 0 has reported everything, and both often write to the same file
         if outcome.exit_code:
             tell(f"machine {config.cluster.node_rank}: {outcome.message}")
     elif outcome.failed:
         _say_why(outcome)
-    elif run.files.breakdown.exists():
+    elif run.files.breakdown.exists() and not job.short:
         console.print()
         console.print(BreakdownView(breakdown=load_breakdown(run.path), brief=True))
-    console.print()
-    if not outcome.failed:
-        for line in _recordings(run, config):
-            console.print(line, markup=False, soft_wrap=True)
-    console.print(f"run directory: {run.path}", markup=False, soft_wrap=True)
-    if hint := resume_hint(outcome, run.files, config):
-        console.print(hint, markup=False, soft_wrap=True)
+    rows = [] if outcome.failed else [*_recordings(run, config)]
+    if outcome.status == "done" and not job.node_rank and not job.short:
+        rows += _card_rows(run, config)
+    if not job.short or rows or outcome.status != "done":
+        console.print()
+    rows += [] if job.short and outcome.status == "done" else [f"run directory: {run.path}"]
+    rows += _next_rows(run) if outcome.status == "done" and not job.node_rank and not job.short else []
+    for row in [*rows, *filter(None, [resume_hint(outcome, run.files, config)])]:
+        console.print(row, markup=False, soft_wrap=True)
+
+
+def _card_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
+    """Yields a line that compares the run with the card of its recipe, if there is one for these settings."""
+    card = card_of(config)
+    verdict = None if card is None else judge(card, load_summary(run.path), read_corpus(run.files))
+    if verdict is not None:
+        yield f"card: {verdict.words}"
+
+
+def _next_rows(run: RunDirectory) -> Iterator[str]:
+    """Yields the commands that are most useful after a run."""
+    shown = shlex.quote(os.path.relpath(run.path))
+    if CheckpointStore(run.files.checkpoints).latest() is not None:
+        yield f"next: canzona generate {shown} --prompt 'def main'"
+    yield f"next: canzona report {shown} --html run.html"
 
 
 def _recordings(run: RunDirectory, config: RunConfig) -> Iterator[str]:

@@ -56,8 +56,14 @@ def sweep(
     if dry_run or prepare_only:
         for run in runs:
             tell(f"\n{run.combination.words}", "bold")
-            modes = {"dry_run": dry_run, "prepare_only": prepare_only, "show_config": show_config}
-            train_run.run(_overrides(run, root), recipes_dirs, requests, **modes)
+            train_run.run(
+                _overrides(run, root),
+                recipes_dirs,
+                requests,
+                dry_run=dry_run,
+                prepare_only=prepare_only,
+                show_config=show_config,
+            )
         return
     code = _train_all(runs, root, recipes_dirs, requests)
     if len(runs) > 1:
@@ -72,21 +78,20 @@ def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], r
 
     Runs that finished earlier are skipped.
     """
-    codes = [int(ExitCode.OK)]
+    codes, said = [int(ExitCode.OK)], set[str]()
     for number, run in enumerate(runs, 1):
         where = f"run {number} of {len(runs)}: {run.combination.words}"
         if finished(RunFiles(root / run.combination.name), run.config) is not None:
             tell(f"{where}: is already finished", "bold")
             continue
-        tell(f"\n{where}", "bold")
-        codes.append(_train(_overrides(run, root), recipes_dirs, requests))
+        codes.append(_train(_overrides(run, root), recipes_dirs, requests, name=where, said=said))
         if codes[-1] in _STOPPED:
             return codes[-1]
     return max(codes)
 
 
-def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests) -> int:
-    """Trains one run and returns its exit code.
+def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *, name: str, said: set[str]) -> int:
+    """Trains one run, with a line at its end, and returns its exit code.
 
     A stop request that arrived too late to affect the run stops the sweep: the exit code is then that of the
     stop.
@@ -95,7 +100,7 @@ def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests) -
     try:
         requests.raising = True
         if requests.reason is None:  # else a stop was requested between two runs
-            train_run.run(overrides, recipes_dirs, requests, dry_run=False)
+            train_run.run(overrides, recipes_dirs, requests, dry_run=False, quiet=True, name=name, said=said)
     except typer.Exit as end:
         code = end.exit_code
     except KeyboardInterrupt:

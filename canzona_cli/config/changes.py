@@ -53,6 +53,13 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
     return Changes(problems=problems, warnings=warnings, spread=tuple(spread))
 
 
+def curve_differences(one: RunConfig, other: RunConfig) -> tuple[str, ...]:
+    """Returns the settings in which two runs differ and that change the losses of a run."""
+    values, others = _settings(one), _settings(other)
+    keys = dict.fromkeys([*affecting(MODEL), *affecting(OPTIMIZER), *affecting(CURVE)])
+    return tuple(key for key in keys if values.get(key) != others.get(key))
+
+
 def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem, ...]:
     """Returns a problem for each model setting whose difference keeps `old`'s weights from fitting `new`."""
     before, now = _settings(old), _settings(new)

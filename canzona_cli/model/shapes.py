@@ -86,7 +86,7 @@ class ModelShapes:
         return number(self.blocks, layout)
 
     def stand_in(self, base: ModelConfig) -> ModelConfig:
-        """Returns a Qwen3 model with the same number of layers and nearly the same number of elements.
+        """Returns a dense model with the same number of layers and nearly the same number of elements.
 
         The feed-forward width is rounded to a multiple of 128. The model stands for the shapes where single
         matrices do not matter: memory of activations, and the time of forward and backward. Every token is
@@ -106,6 +106,8 @@ class ModelShapes:
             vocab_size=max(1, self.embedding // self.hidden_size),
             tied_embeddings=self.output == 0,
             qk_norm=False,
+            num_experts=0,
+            gated=True,
         )
 
 

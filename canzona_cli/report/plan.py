@@ -1,5 +1,4 @@
-"""The screen of `canzona plan`: summary, strategies, load map, memory, timelines and, on request,
-assumptions."""
+"""The screen of `canzona plan`: a summary that fits in 25 lines, one comparison, or everything about a plan."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from canzona_cli.report.tables import GroupedTable, column, rows_table
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.words import MISSING, clean, count, milliseconds, overhead, plural, size, step_time, traffic
-from canzona_cli.simulate.compare import STRATEGIES, Study, Variant
+from canzona_cli.simulate.compare import STRATEGIES, Comparison, Study, Variant
 from canzona_cli.simulate.step import StrategyResult
 
 _NO_GAP = 1e-6
@@ -29,13 +28,15 @@ _NO_GAP = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class PlanView(Page):
-    """The full description of a plan, with simulated times."""
+    """The description of a plan, with simulated times."""
 
     study: Study
     written: Path | None = None
     """The plan file; None if nothing was written."""
-    phases: bool = False
-    """True if the phases of every strategy are listed."""
+    compare: Comparison | None = None
+    """The comparison to show instead of the summary."""
+    verbose: bool = False
+    """True for everything about the plan."""
     assumptions: bool = False
     """True if the assumptions of the simulation are listed, not only counted."""
     corpus: PreparedCorpus | None = None
@@ -45,24 +46,22 @@ class PlanView(Page):
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         study = self.study
+        compared = [] if self.compare is None else [phases if self.compare == "strategies" else variants]
         yield wrapped(self._title(screen))
-        yield from labelled(self._rows())
-        sections = [strategies, load_map, memory, iterations, streams]
-        if study.variants:
-            sections.insert(1, variants)
-        if self.phases:
-            sections.insert(1, phases)
+        sections = compared or [summary]
+        if self.verbose:
+            yield from labelled(self._rows())
+            sections = [strategies, *compared, load_map, memory, iterations, streams]
+        elif not compared:
+            yield from labelled(self._main_rows())
         for section in sections:
             yield Text()
             yield from section(study, screen)
         if self.assumptions:
             yield from items("Assumptions", study.assumptions, "dim")
         yield Text()
-        if not self.assumptions:
-            number = len(study.assumptions)
-            hint = f"The times are simulated under {number} assumptions; add --assumptions to list them."
-            yield wrapped(hint, "dim")
         yield wrapped(self._where())
+        yield from map(note, self._more())
 
     @property
     def _unit(self) -> str:
@@ -85,6 +84,20 @@ class PlanView(Page):
         if RULES[algorithm.name].orthogonal:
             return f"{algorithm.name} ({algorithm.ns_steps} Newton-Schulz steps)"
         return algorithm.name
+
+    def _main_rows(self) -> Iterator[tuple[str, Text | str]]:
+        """Yields the rows of the summary."""
+        study, reached, account = self.study, self.study.balance, self.study.memory
+        yield "batch", describe_batch(study.layout, study.config.train.seq_length)
+        yield from [row for row in outlook_rows(study.config, study.outlook) if row[0] != "checkpoints"]
+        free = max(account.capacity - account.total, 0)
+        yield "memory", f"{size(account.total)} on the fullest {self._unit}, {size(free)} free"
+        yield "matrices", self._matrices()
+        yield (
+            "load balance",
+            f"{reached.grid:.3f} (bound {reached.lower_bound:.3f}): {step_time(reached.slowest_s)} of updates on rank "
+            f"{reached.slowest.rank}, mean {step_time(reached.mean_s)}",
+        )
 
     def _rows(self) -> Iterator[tuple[str, Text | str]]:
         study, balance, moved = self.study, self.study.balance, self.study.communication
@@ -189,8 +202,17 @@ class PlanView(Page):
 
     def _where(self) -> str:
         where = "nothing was written" if self.written is None else f"written to {self.written}"
-        took = step_time(self.study.planning_s)
-        return f"Plan {self.study.plan.hash}, {where}. Planning and simulation took {took}."
+        return f"Plan {self.study.plan.hash if self.verbose else self.study.plan.name}, {where}."
+
+    def _more(self) -> Iterator[str]:
+        """Yields the hints at the options that show more."""
+        number = len(self.study.assumptions)
+        if self.verbose:
+            yield f"Planning and simulation took {step_time(self.study.planning_s)}."
+        else:
+            yield "-v adds updates, traffic, a map of all ranks, memory and a timeline."
+        if not self.assumptions:
+            yield f"The times are simulated under {number} assumptions; --assumptions lists them."
 
 
 def _shared(kind: UpdateKind) -> str:
@@ -214,6 +236,19 @@ def _above(gap: float) -> str:
     return f"{100 * gap:.1f}% above it" if gap >= 0.0005 else "less than 0.1% above it"
 
 
+def summary(study: Study, screen: Screen) -> Iterator[RenderableType]:
+    """Yields a table of every strategy's times, overhead and memory."""
+    heads, kept = ("iteration", "optimizer", "vs AdamW", "GiB"), (0, 1, 2, -1)
+    rows = ((name, [_strategy_cells(study, name)[place] for place in kept]) for name in STRATEGIES)
+    yield rows_table(heads, rows, bold=STRATEGIES.index(study.strategy))
+    misfits = "" if _all_fit(study) else f"; !: does not fit in {study.memory.capacity / GIB:.1f} GiB"
+    yield note(f"simulated in this layout; optimizer: exposed time{misfits}")
+
+
+def _all_fit(study: Study) -> bool:
+    return all(strategy.fits for strategy in study.strategies.values())
+
+
 def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields a table of every strategy's times, its ratio to the planned strategy, and its memory."""
     yield headed("Strategies", ", simulated on the same layout and batch")
@@ -225,7 +260,7 @@ def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
         "optimizer: exposed time; vs AdamW: iteration overhead over AdamW in this layout; ratio: time divided by "
         f"{planned}'s; GiB: on the fullest rank"
     )
-    if not all(strategy.fits for strategy in study.strategies.values()):
+    if not _all_fit(study):
         capacity = study.memory.capacity / GIB
         yield note(f"! does not fit in {capacity:.1f} GiB: simulated as if it did, and left out of comparisons")
 
@@ -268,10 +303,10 @@ def _times(result: StrategyResult, phases: Sequence[str]) -> list[str]:
 
 def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields a table of plans of the same run with other settings."""
-    title = f" to this plan, strategy {study.strategy}; bytes: of each bucket's busiest owner, over the mean"
-    yield headed("Alternatives", title)
-    heads = ("balance", "bound", "bytes", "padding", "optimizer", "iteration", "GiB", "reduced", "exchanged")
+    yield headed("Alternatives", f" to this plan, strategy {study.strategy}")
+    heads = ("balance", "bound", "bytes", "padding", "optimizer", "iteration", "GiB")
     yield rows_table(heads, ((variant.name, _variant_cells(variant)) for variant in study.variants))
+    yield note("balance: update time of the slowest rank over the mean; bytes: peak over mean bytes per owner")
 
 
 def _variant_cells(variant: Variant) -> tuple[str, ...]:
@@ -284,8 +319,6 @@ def _variant_cells(variant: Variant) -> tuple[str, ...]:
         step_time(variant.result.optimizer_s),
         step_time(variant.result.iteration_s),
         f"{variant.memory_bytes / GIB:.1f}",
-        traffic(moved.dp_reduce_bytes),
-        traffic(moved.tp_exchange_bytes),
     )
 
 

@@ -170,19 +170,35 @@ _LINES_BETWEEN_TITLES = 50
 _TITLES = f"{'elapsed':>8} {'step':>13} {'loss':>9} {'lr':>9} {'grad norm':>9} {'tokens/s':>10} {'time':>8} {'left':>7}"
 
 
-def make_view(config: RunConfig, layout: Layout, console: Console) -> "ConsoleView":
+def make_view(config: RunConfig, layout: Layout, console: Console, *, short: str = "") -> "ConsoleView":
     """Returns the view for the console: live in an interactive terminal, plain lines in pipes and dumb
-    terminals."""
+    terminals.
+
+    Args:
+        short: the name of the run in the one line that is printed at its end; empty to print everything.
+    """
     if console.is_terminal and console.is_interactive and not console.is_dumb_terminal:
-        return LiveView(config, layout, console)
-    return PlainView(config, layout, console)
+        return LiveView(config, layout, console, short=short)
+    return PlainView(config, layout, console, short=short)
 
 
 class ConsoleView(TrainView, ABC):
-    """The base of both views: the run's state, and the header printed before training."""
+    """The base of both views: the run's state, and the header printed before training.
 
-    def __init__(self, config: RunConfig, layout: Layout, console: Console, *, clock: Clock = time.monotonic) -> None:
+    A short view prints warnings and a line at the end, which begins with the name `short`.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        console: Console,
+        *,
+        clock: Clock = time.monotonic,
+        short: str = "",
+    ) -> None:
         self.state = TrainState(config=config, layout=layout, clock=clock)
+        self._short = short
         self._console = console
         self._lock = threading.Lock()
         self._closed = False
@@ -206,7 +222,8 @@ class ConsoleView(TrainView, ABC):
         if earlier is not None:
             with self._lock:
                 self.state.go_on(earlier)
-        self._print_header(rows)
+        if not self._short:
+            self._print_header(rows)
 
     @abstractmethod
     def _print_header(self, rows: list[tuple[str, str]]) -> None:
@@ -221,11 +238,23 @@ class LiveView(ConsoleView):
     that the opposite order would deadlock.
     """
 
-    def __init__(self, config: RunConfig, layout: Layout, console: Console, *, clock: Clock = time.monotonic) -> None:
-        super().__init__(config, layout, console, clock=clock)
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        console: Console,
+        *,
+        clock: Clock = time.monotonic,
+        short: str = "",
+    ) -> None:
+        super().__init__(config, layout, console, clock=clock, short=short)
         self._preparing: tuple[str, float] | None = None
         self._live = Live(
-            self, console=console, refresh_per_second=_REFRESHES_PER_SECOND, transient=False, vertical_overflow="crop"
+            self,
+            console=console,
+            refresh_per_second=_REFRESHES_PER_SECOND,
+            transient=bool(short),
+            vertical_overflow="crop",
         )
 
     def _print_header(self, rows: list[tuple[str, str]]) -> None:
@@ -261,6 +290,8 @@ class LiveView(ConsoleView):
         self._begin()
 
     def note(self, note: Note) -> None:
+        if self._short and not note.warning:
+            return
         text = Text(f"  {note.text}", style="yellow" if note.warning else "dim")
         self._console.print(wrapped(text, rest="    "))
 
@@ -271,7 +302,8 @@ class LiveView(ConsoleView):
             self._closed = True
         if self._live.is_started:
             self._live.stop()
-        self._console.print(wrapped(closing(self.state, status, message), _STATUS_STYLE[status], first="  "))
+        line = closing(self.state, status, message, short=self._short)
+        self._console.print(wrapped(line, _STATUS_STYLE[status], first="" if self._short else "  "))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._lock:
@@ -290,6 +322,8 @@ class LiveView(ConsoleView):
             self._live.start(refresh=True)
 
     def _finished(self, name: str, took: str) -> None:
+        if self._short:
+            return
         line = Text.assemble(("  ✓", "green"), f" {clean(name)}", (f" {took}" if took else "", "dim"))
         line.truncate(self._console.width)
         self._console.print(line)
@@ -348,7 +382,8 @@ class PlainView(ConsoleView):
         )
 
     def note(self, note: Note) -> None:
-        self._print(f"{self._time()} {'warning: ' if note.warning else ''}{note.text}")
+        line = f"{self._time()} {'warning: ' if note.warning else ''}{note.text}"
+        self._print(line, always=note.warning)
 
     def close(self, status: RunStatus = "done", message: str = "") -> None:
         if self._closed:
@@ -356,7 +391,8 @@ class PlainView(ConsoleView):
         self._closed = True
         if self._unprinted:
             self._print_step(self.state.clock())
-        self._print(f"{self._time()} {closing(self.state, status, message)}")
+        line = closing(self.state, status, message, short=self._short)
+        self._print(line if self._short else f"{self._time()} {line}", always=True)
 
     def _print_step(self, now: float) -> None:
         state, last = self.state, self.state.last
@@ -377,13 +413,24 @@ class PlainView(ConsoleView):
     def _time(self) -> str:
         return f"{_clock(self.state.elapsed):>8}"
 
-    def _print(self, line: str) -> None:
-        # With soft_wrap, the width that the console assumes for a pipe does not break lines.
-        self._console.print(Text(line.rstrip()), soft_wrap=True)
+    def _print(self, line: str, *, always: bool = False) -> None:
+        """Prints a line; a short view prints only those with `always`."""
+        if always or not self._short:
+            # With soft_wrap, the width that the console assumes for a pipe does not break lines.
+            self._console.print(Text(line.rstrip()), soft_wrap=True)
 
 
-def closing(state: TrainState, status: RunStatus, message: str) -> str:
-    """Returns one line that describes how the run ended."""
+def closing(state: TrainState, status: RunStatus, message: str, *, short: str = "") -> str:
+    """Returns one line that describes how the run ended.
+
+    Args:
+        short: the name of the run, if no other line shows its losses; empty otherwise.
+    """
+    if short:
+        parts = [closing(state, status, message)]
+        parts += [f"loss {number(state.loss, '.4f')}"] if state.last is not None else []
+        parts += [f"validation {number(state.validations[-1][1], '.4f')}"] if state.validations else []
+        return f"{short}: {', '.join(parts)}"
     elapsed = duration(state.elapsed)
     experts = (state.experts,) if state.experts else ()
     remarks = (f": {clean(message)}" if message else "") + "".join(f"; {done}" for done in (*state.guarded, *experts))

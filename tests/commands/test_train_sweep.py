@@ -46,6 +46,13 @@ def test_each_run_has_its_turn_whatever_became_of_the_others_and_the_sweep_goes_
     said = " ".join(done.stderr.split())
     assert "not started: train.seed=5" in said
     assert "run.dir=" in said
+    lines = [line for line in done.stdout.splitlines() if " of 5: " in line]
+    assert [line.split(": done")[0] for line in lines if ": done" in line] == [
+        "run 1 of 5: train.seed=2",
+        "run 3 of 5: train.seed=1",
+    ]
+    assert len(lines) == 4, "a line for each run"
+    assert "layout" not in done.stdout
     rows = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("seed=")]
     assert rows[:4] == ["seed=2", "seed=3", "seed=1", "seed=4"]
     assert "lowest loss: 1.0000" in done.stdout

@@ -88,7 +88,8 @@ def test_the_report_of_a_study_fits_its_terminal() -> None:
         for colour in (None, "truecolor"):
             console = Console(width=width, color_system=colour, force_terminal=colour is not None, legacy_windows=False)
             with console.capture() as captured:
-                console.print(PlanView(study=study, phases=True))
+                for compare in (None, "strategies", "alpha"):
+                    console.print(PlanView(study=study, compare=compare, verbose=compare is None))
             lines = captured.get().splitlines() if colour is None else []
             assert all(len(line) <= width and line == line.rstrip() for line in lines)
             assert study.plan.name in captured.get()

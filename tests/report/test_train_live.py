@@ -121,6 +121,27 @@ def test_training_and_validation_alternate_without_a_line_each() -> None:
     assert [line for line in screen(text_of(terminal), 80) if "✓" in line] == ["  ✓ build data 0 s"]
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_short_view_leaves_warnings_and_one_line(terminal: bool) -> None:
+    clock, out = Clock(), console(80, terminal=terminal)
+    made = LiveView if terminal else PlainView
+    view = made(CONFIG, LAYOUT, out, clock=clock, short="run 2 of 3: seed=2")
+    view.header(run_dir=RUN_DIR, corpus=CORPUS)
+    view.progress("tokenising", 0.5)
+    for record in metrics(5):
+        clock.now += 5
+        view.stage(StageEvent(stage="build model"))
+        view.stage(StageEvent(stage="train"))
+        view.step(record)
+    view.note(Note(text="saved step 5"))
+    view.note(Note(text="the loss rose", warning=True))
+    view.validation(ValidationLoss(step=5, loss=4.25))
+    view.close()
+    *others, last = [line for line in screen(text_of(out), 80) if line.strip()]
+    assert re.fullmatch(r"run 2 of 3: seed=2: done, 5 steps in 25 s, loss \d\.\d{4}, validation 4\.2500", last.strip())
+    assert [line for line in others if "rose" not in line] == []
+
+
 @pytest.mark.parametrize(
     "record",
     [

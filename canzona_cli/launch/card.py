@@ -1,0 +1,101 @@
+"""Cards: the recorded losses of a recipe, so that a run can say whether it went as well.
+
+A card is `recipes/cards/RECIPE.yaml`. A recipe without one was never trained as recorded: all that is known
+about it is its plan.
+"""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.changes import curve_differences
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.recipes import builtin_recipes_dir, read_yaml
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.run.corpus import PreparedCorpus
+from canzona_cli.run.summary import RunSummary
+from canzona_cli.run.words import number
+
+Kind = Literal["validation", "loss"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A recorded run of a recipe. Losses are in nats per token."""
+
+    command: str
+    """The command that was run."""
+    machine: str
+    """The machine that ran it, and the precision of its products."""
+    date: str
+    """The day of the run: 2026-11-26."""
+    commit: str
+    """The commit of canzona that ran."""
+    corpus: str
+    """The name of the prepared corpus, which has Python's version in it: its sources are the text."""
+    loss: Mapping[int, float]
+    """The training loss by step."""
+    validation: Mapping[int, float]
+    """The validation loss by step."""
+    tolerance: float
+    """The largest difference from the card that a sound run has. It is chosen from reruns on other layouts and
+    with other products of matrices (`recipes/README.md`)."""
+
+    @property
+    def words(self) -> str:
+        """The card in a line: `validation 1.8839 ± 0.02 at step 120 (2 cores, bf16, 2026-11-26)`."""
+        step, loss = max(self.validation.items())
+        return f"validation {number(loss, '.4f')} ± {self.tolerance:g} at step {step:,} ({self.machine}, {self.date})"
+
+
+def load_card(recipe: str) -> Card | None:
+    """Reads the card of a built-in recipe; None if it has none."""
+    path = builtin_recipes_dir() / "cards" / f"{recipe}.yaml"
+    return Card(**read_yaml(path)) if path.is_file() else None  # type: ignore[arg-type]
+
+
+def card_of(config: RunConfig) -> Card | None:
+    """Returns the card of a resolved run.
+
+    None if its recipe has no card, or if a setting that changes the losses differs from the recorded run's.
+    """
+    card = load_card(config.name)
+    if card is None:
+        return None
+    recorded, _ = resolve(compose_run(shlex.split(card.command)[2:]).config)
+    return None if curve_differences(recorded, config) else card
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The comparison of a run with the card of its recipe."""
+
+    good: bool
+    """True if the losses differ by at most the card's tolerance."""
+    words: str
+    """The comparison in a line."""
+
+
+def judge(card: Card, run: RunSummary, corpus: PreparedCorpus | None) -> Verdict | None:
+    """Compares the last loss of a run that the card has too, preferably a validation's.
+
+    Returns:
+        The verdict; None if the card has no loss at any step of the run.
+    """
+    recorded: dict[Kind, Mapping[int, float]] = {"validation": card.validation, "loss": card.loss}
+    reached = {"validation": run.validations, "loss": run.losses}
+    for kind, losses in recorded.items():
+        pairs = [(step, loss, losses[step]) for step, loss in reached[kind] if loss is not None and step in losses]
+        if not pairs:
+            continue
+        step, loss, expected = max(pairs)
+        good = abs(loss - expected) <= card.tolerance
+        words = f"{kind} {number(loss, '.4f')} at step {step:,}, card {number(expected, '.4f')} ± {card.tolerance:g}"
+        if not good:
+            words += ": this run differs more than sound runs do"
+        if corpus is not None and corpus.prefix.name != card.corpus:
+            words += f"; its text is {corpus.prefix.name}, the card's {card.corpus}"
+        return Verdict(good=good, words=words)
+    return None
