@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from canzona_cli.config.execution import Execution, execution_of, splitting_of
-from canzona_cli.config.schema import Layout, ModelConfig, MomentumConfig, NorMuonConfig, RunConfig
+from canzona_cli.config.schema import Layout, Mesh, ModelConfig, MomentumConfig, NorMuonConfig, RunConfig
 from canzona_cli.config.stages import chunk_layers, stage_layers
 from canzona_cli.costs.update import RULES, algorithm, form_of, stack_of
 from canzona_cli.model.families import family_of, replicated_parameters
-from canzona_cli.model.matrices import layer_shapes
+from canzona_cli.model.matrices import layer_matrices, layer_shapes
 from canzona_cli.optimizers.muon_facts import BLOCK
 from canzona_cli.optimizers.shampoo_facts import STACKED_SQUARES, factored_sides
 
@@ -250,40 +250,73 @@ def keeps_workspace(config: RunConfig) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StageWeights:
-    """The elements of parameters that one TP rank of a pipeline stage stores."""
+    """The elements of parameters that one rank of a pipeline stage stores."""
 
     matrices: int
-    """The elements of 2-D layer weights."""
+    """The elements of 2-D layer weights, experts included."""
+    experts: int
+    """The elements of experts whose gradients are reduced over fewer ranks (`Mesh.expert_owners`): all of the
+    rank's experts if ep exceeds 1, otherwise 0."""
     others: int
     """The elements that AdamW updates: embedding, output layer, norms, routers."""
     largest: int
     """The elements of the largest single parameter."""
 
+    def reduced(self, layout: Mesh) -> float:
+        """Returns the elements of matrices whose gradients are reduced to one rank, on average."""
+        return (self.matrices - self.experts) / layout.owners + self.experts / layout.expert_owners
+
+    def share(self, layout: Mesh, *, matrices: bool) -> int:
+        """Returns the elements of a rank's equal share of what AdamW updates.
+
+        Args:
+            matrices: True if AdamW updates the matrices too.
+        """
+        if not matrices:
+            return math.ceil(self.others / layout.owners)
+        everywhere = self.others + self.matrices - self.experts
+        return math.ceil(everywhere / layout.owners) + math.ceil(self.experts / layout.expert_owners)
+
 
 def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights:
-    """Counts the elements that a TP rank of `stage` stores. With pp > 1 a tied output layer is a second copy
-    of the embedding."""
+    """Counts the elements that a rank of `stage` stores. With pp > 1 a tied output layer is a second copy of the
+    embedding."""
     model = config.model
-    return _stage_weights(model, layout.tp, layout.pp, stage, stage_layers(model.num_layers, layout, stage))
+    layers = stage_layers(model.num_layers, layout, stage)
+    return _stage_weights(model, layout.tp, layout.pp, layout.ep, stage, layers)
 
 
 @lru_cache(maxsize=1024)
-def _stage_weights(model: ModelConfig, t: int, p: int, stage: int, layers: int) -> StageWeights:
-    shapes = layer_shapes(model, "fused")
+def _stage_weights(model: ModelConfig, t: int, p: int, ep: int, stage: int, layers: int) -> StageWeights:
+    of_layer = [(matrix, matrix.rows * matrix.cols) for matrix in layer_matrices(model, "fused")]
+    whole = [size for matrix, size in of_layer if ep > 1 and matrix.expert is not None]
+    cut = [size // t for matrix, size in of_layer if ep == 1 or matrix.expert is None]
+    experts = sum(whole) // ep
     vocabulary = model.vocab_size * model.hidden_size // t
     first, last = stage == 0, stage == p - 1
     copies = int(first) + int(last and not (first and model.tied_embeddings))
     others = layers * replicated_parameters(model) + copies * vocabulary + (model.hidden_size if last else 0)
     return StageWeights(
-        matrices=layers * sum(rows * cols // t for rows, cols in shapes),
+        matrices=layers * (sum(cut) + experts),
+        experts=layers * experts,
         others=others,
-        largest=max(vocabulary if copies else 0, *(rows * cols // t for rows, cols in shapes)),
+        largest=max(vocabulary if copies else 0, *cut, *whole),
     )
 
 
 def matrix_shapes(config: RunConfig) -> tuple[tuple[int, int], ...]:
     """Lists (rows, columns) of one layer's matrices as the run's strategy splits them."""
     return layer_shapes(config.model, splitting_of(config))
+
+
+def stored_shapes(config: RunConfig, layout: Layout) -> Counter[Shape]:
+    """Counts the (rows, columns) of one layer's matrices, as the run's strategy splits them, that the ranks of a TP
+    group store together; of experts that are divided among ranks, those of one rank."""
+    counted: Counter[Shape] = Counter()
+    experts: Counter[Shape] = Counter()
+    for matrix in layer_matrices(config.model, splitting_of(config)):
+        (counted if matrix.expert is None or layout.ep == 1 else experts)[matrix.rows, matrix.cols] += 1
+    return counted + Counter({shape: count // layout.ep for shape, count in experts.items()})
 
 
 def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
@@ -407,8 +440,10 @@ def _scratch(config: RunConfig, layout: Layout, weights: StageWeights) -> tuple[
     """
     execution = execution_of(config)
     # The engine reads the matrices' gradients from the buffer in which they were reduced.
-    elements = weights.others if execution.ours else weights.matrices + weights.others
-    share = FP32 * (elements if execution.everywhere else math.ceil(elements / layout.owners))
+    if execution.everywhere:
+        share = FP32 * (weights.others if execution.ours else weights.matrices + weights.others)
+    else:
+        share = FP32 * weights.share(layout, matrices=not execution.ours)
     # Gradients that are reduced in bf16 are copied to fp32 for the masters, until the step is over.
     copies = share if element_bytes(config)[1] < FP32 else 0
     # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary per updated

@@ -107,6 +107,9 @@ class Groups:
     cp: Group
     data: Group
     """The group of dp * cp ranks over which gradients are reduced."""
+    experts: Group
+    """The group over which the gradients of experts are reduced: the ranks of a stage that have the same
+    experts, every ep-th; `data` if ep is 1."""
     stage_crosses: bool
     """True if some neighbouring pipeline stages are on different nodes."""
     world: Group
@@ -115,10 +118,12 @@ class Groups:
     def of(cls, layout: Layout, cluster: ClusterConfig) -> "Groups":
         ranks, per_machine = layout.world_size, cluster.gpus_per_node
         shards = layout.owners
+        data = strided(layout.tp, shards, ranks, per_machine)
         return cls(
             tp=strided(1, layout.tp, ranks, per_machine),
             cp=strided(layout.tp, layout.cp, ranks, per_machine),
-            data=strided(layout.tp, shards, ranks, per_machine),
+            data=data,
+            experts=data if layout.ep == 1 else strided(layout.ep, layout.expert_owners, ranks, per_machine),
             stage_crosses=strided(layout.tp * shards, layout.pp, ranks, per_machine).per_machine < layout.pp,
             world=strided(1, ranks, ranks, per_machine),
         )

@@ -21,7 +21,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from canzona_cli.config.execution import IN_ORDER, Execution, execution_of
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.config.stages import chunk_layers, stage_layers
 from canzona_cli.costs.buffers import (
     BATCH_BYTES,
@@ -34,12 +34,13 @@ from canzona_cli.costs.buffers import (
     lay_out,
     matrix_shapes,
     stage_weights,
+    stored_shapes,
     transient,
     workspace_bytes,
 )
 from canzona_cli.costs.update import RULES, algorithm
 from canzona_cli.model.families import family_of, parameter_count
-from canzona_cli.model.matrices import layer_shapes
+from canzona_cli.model.matrices import layer_matrices
 from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.optimizers.shampoo_facts import factored_sides, packed_elements
 
@@ -166,15 +167,17 @@ def _bounded_state(
     """
     execution = execution_of(config)
     if execution is Execution.ADAMW:
-        return optimizer_state(config, layout, weights.matrices + weights.others, 0, 0)
+        return optimizer_state(config, weights.share(layout, matrices=True), 0, 0)
     if held is None:
-        counts: Mapping[Shape, int] = Counter(matrix_shapes(config) * layers)
-        whole = weights.matrices * (layout.tp if execution is Execution.REDUNDANT else 1)
+        counts: Mapping[Shape, int] = {shape: layers * n for shape, n in stored_shapes(config, layout).items()}
+        copies = layout.tp if execution is Execution.REDUNDANT else 1
+        whole = (weights.matrices - weights.experts) * copies + weights.experts
     else:
         counts, whole = held.worst_shapes, held.worst
     how = algorithm(config)
     factors = sum(count * factor_bytes(how, rows, cols) for (rows, cols), count in counts.items())
-    return optimizer_state(config, layout, weights.others, whole, factors)
+    others = weights.others if execution.everywhere else weights.share(layout, matrices=False)
+    return optimizer_state(config, others, whole, factors)
 
 
 def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None:
@@ -190,16 +193,30 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
         return None
     shards, model = layout.owners, config.model
     if execution is Execution.LAYERWISE:
-        sizes = tuple(rows * cols // layout.tp for rows, cols in layer_shapes(model, "fused"))
         # Megatron cuts the first stage's buffers only.
         limit = bucket_elements(config, layout) if stage == 0 else None
         chunks = [chunk_layers(model.num_layers, layout, stage, chunk) for chunk in range(layout.vpp)]
-        by_chunk = [layerwise_placement(sizes, len(layers), shards, limit) for layers in chunks]
-        worst, padded = sum(held.worst for held in by_chunk), sum(held.padded for held in by_chunk)
+        held = [
+            layerwise_placement(sizes, len(layers), ranks, limit)
+            for sizes, ranks in _layerwise_buffers(model, layout)
+            for layers in chunks
+        ]
+        worst, padded = sum(buffer.worst for buffer in held), sum(buffer.padded for buffer in held)
         return Placement(worst=worst, worst_shapes=MappingProxyType({}), padded=padded)
     in_order = config.engine.strategy in IN_ORDER
     layers = stage_layers(model.num_layers, layout, stage)
     return balanced_placement(matrix_shapes(config), layers, shards * layout.tp, in_order=in_order)
+
+
+def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[int, ...], int]]:
+    """Returns, for each of a rank's layer-wise buffers, the elements of the parameters of one layer in it and the
+    number of ranks that share it."""
+    cut, whole = list[int](), list[int]()
+    for matrix in layer_matrices(model, "fused"):
+        divided = layout.ep > 1 and matrix.expert is not None
+        (whole if divided else cut).append(matrix.rows * matrix.cols // (1 if divided else layout.tp))
+    buffers = [(tuple(cut), layout.owners)]
+    return [*buffers, (tuple(whole[: len(whole) // layout.ep]), layout.expert_owners)] if whole else buffers
 
 
 @lru_cache(maxsize=4096)
@@ -246,7 +263,7 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in
     return Placement(worst=loads[worst], worst_shapes=MappingProxyType(held[worst]), padded=0)
 
 
-def optimizer_state(config: RunConfig, layout: Layout, others: int, whole: int, factors: int) -> dict[str, int]:
+def optimizer_state(config: RunConfig, others: int, whole: int, factors: int) -> dict[str, int]:
     """Counts the bytes of masters, matrix_state and adamw_state on a rank.
 
     AdamW keeps an fp32 master and two moments, 12 bytes a parameter (8 with fp32 weights, which need no
@@ -261,17 +278,16 @@ def optimizer_state(config: RunConfig, layout: Layout, others: int, whole: int, 
       other tensor holds the whole matrix.
 
     Args:
-        others: elements that AdamW updates among those that a TP rank of the stage stores.
+        others: elements that AdamW updates on the rank.
         whole: elements of the matrices whose state the rank keeps.
         factors: bytes of these matrices' preconditioners.
     """
     execution = execution_of(config)
     master = FP32 if config.train.precision == "bf16" else 0
-    share = others if execution.everywhere else math.ceil(others / layout.owners)
     return {
-        "masters": (FP32 if execution.ours else master) * whole + master * share,
+        "masters": (FP32 if execution.ours else master) * whole + master * others,
         "matrix_state": moment_bytes(algorithm(config)) * whole + factors,
-        "adamw_state": 2 * FP32 * share,
+        "adamw_state": 2 * FP32 * others,
     }
 
 

@@ -471,5 +471,6 @@ def least_before_updates(config: RunConfig, layout: Layout) -> float:
     least work."""
     weights, implemented = stage_weights(config, layout, layout.pp // 2), implementation(config)
     others = weights.others / layout.owners
+    reduced = weights.reduced(layout)
     update_s = step_factor(config.cluster, "adamw_update", implemented) * adamw_seconds(others, config.cluster)
-    return NormClip.of(config, layout).seconds(weights.matrices / layout.owners + others, others) + update_s
+    return NormClip.of(config, layout).seconds(reduced + others, others) + update_s

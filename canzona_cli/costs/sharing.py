@@ -49,15 +49,16 @@ HOSTED: Mapping[int, Share] = MappingProxyType({})
 def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
     """Returns the costs of all matrices that can be shared, by index.
 
-    No matrix can be shared with tp = 1, strategy paper or asc, an optimizer without a shared form, or if the
-    Gram form is excluded (by `optimizer.form` or `gram_holds`). Otherwise a matrix can be shared if TP cuts
-    its long side, tp divides its short side, and the short side is at least `GRAM_MIN_SIDE` or
-    `optimizer.form` is gram.
+    No matrix can be shared with tp = 1, with ep > 1 (experts fill the ranks that other matrices leave idle),
+    strategy paper or asc, an optimizer without a shared form, or if the Gram form is excluded (by
+    `optimizer.form` or `gram_holds`). Otherwise a matrix can be shared if TP cuts its long side, tp divides its
+    short side, and the short side is at least `GRAM_MIN_SIDE` or `optimizer.form` is gram.
     """
     how, asked = algorithm(config), config.engine
     if (
         asked.strategy in IN_ORDER
         or layout.tp == 1
+        or layout.ep > 1
         or how.custom
         or not RULES[how.name].shared
         or how.form == "standard"

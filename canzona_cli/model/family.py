@@ -48,8 +48,13 @@ class Weight:
     columns."""
     copies: Copies = "data"
     """The group whose ranks hold copies of each fragment."""
-    inside: str = ""
-    """The prefix of its units' names in a layer: `experts.17.` for an expert's weight."""
+    expert: int | None = None
+    """The number of the expert in its layer; None for weights outside experts."""
+
+    @property
+    def inside(self) -> str:
+        """The prefix of its units' names in a layer: `experts.17.` for an expert's weight."""
+        return "" if self.expert is None else f"experts.{self.expert}."
 
     @property
     def rows(self) -> int:

@@ -90,8 +90,8 @@ class Matrix:
 
     def fragment_elements(self, tp: int) -> int:
         """Returns the number of elements on one TP rank; with a home, the average over TP ranks, each of
-        which stores the same number of heads."""
-        return self.elements if self.replicated else self.elements // tp
+        which stores the same number of heads. An expert's matrix with an `expert_rank` counts whole."""
+        return self.elements if self.shard_dim is None and self.home is None else self.elements // tp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +114,8 @@ class LayerMatrix:
     by heads."""
     slice: int = 0
     """The number of the head among `slices`."""
+    expert: int | None = None
+    """The number of the expert in the layer; None for matrices outside experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,9 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
         ConfigError: as `matrices`.
     """
     layers = sum(block.layers for block in blocks)
-    cut = dict.fromkeys(_cut_by_tp(matrix for block in blocks for matrix in block.matrices))
+    cut = dict.fromkeys(
+        _cut_by_tp(matrix for block in blocks for matrix in block.matrices if not _whole(matrix, layout))
+    )
     problems = [
         *uneven_problems("parallel.tp", layout.tp, cut, "parts"),
         *pipeline_problems(layers, layout.pp, layout.vpp),
@@ -169,10 +173,12 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
     places = _places(layers, layout)
     for block in blocks:
         units = 1 + max(matrix.unit for matrix in block.matrices)
+        experts = 1 + max((matrix.expert for matrix in block.matrices if matrix.expert is not None), default=0)
         for _ in range(block.layers):
             stage, chunk = places[layer]
             for matrix in block.matrices:
                 dealt = matrix.slices > 0 and layout.tp > 1
+                whole = _whole(matrix, layout)
                 matrices.append(
                     Matrix(
                         index=len(matrices),
@@ -183,14 +189,21 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
                         chunk=chunk,
                         rows=matrix.rows,
                         cols=matrix.cols,
-                        shard_dim=None if dealt else matrix.shard_dim,
+                        shard_dim=None if dealt or whole else matrix.shard_dim,
                         parameter=f"decoder.layers.{layer}.{matrix.parameter}",
                         unit=unit + matrix.unit,
                         home=matrix.slice * layout.tp // matrix.slices if dealt else None,
+                        expert_rank=(matrix.expert or 0) * layout.ep // experts if whole else None,
                     )
                 )
             layer, unit = layer + 1, unit + units
     return tuple(matrices)
+
+
+def _whole(matrix: LayerMatrix, layout: Layout) -> bool:
+    """Returns True if every rank that stores the matrix stores all of it, because expert parallelism divides
+    the experts among ranks and tensor parallelism does not cut them."""
+    return layout.ep > 1 and matrix.expert is not None
 
 
 def _places(layers: int, layout: Layout) -> Mapping[int, tuple[int, int]]:
@@ -244,6 +257,7 @@ def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatri
                         unit=unit,
                         slices=heads,
                         slice=head,
+                        expert=parameter.expert,
                     )
                 )
             # Parts that repeat are interleaved in one range of the buffer, so they share a unit.

@@ -26,8 +26,8 @@ def _weights(model: ModelConfig) -> tuple[Weight, ...]:
     return (
         proj,
         qkv,
-        *(replace(fc1, name=f"mlp.experts.linear_fc1.weight{e}", inside=f"experts.{e}.") for e in experts),
-        *(replace(fc2, name=f"mlp.experts.linear_fc2.weight{e}", inside=f"experts.{e}.") for e in experts),
+        *(replace(fc1, name=f"mlp.experts.linear_fc1.weight{e}", expert=e) for e in experts),
+        *(replace(fc2, name=f"mlp.experts.linear_fc2.weight{e}", expert=e) for e in experts),
     )
 
 

@@ -74,8 +74,13 @@ class ModelShapes:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of everything that planning depends on, which is all but the name."""
-        return hashlib.sha256(json.dumps(asdict(replace(self, name="")), sort_keys=True).encode()).hexdigest()
+        """The SHA-256 of everything that planning depends on, which is all but the name. A user's matrices belong
+        to no expert."""
+        content = asdict(
+            replace(self, name=""),
+            dict_factory=lambda pairs: {name: value for name, value in pairs if name != "expert"},
+        )
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def matrices(self, layout: Layout) -> tuple[Matrix, ...]:
         """Lists the matrices in the file's order, layer by layer.

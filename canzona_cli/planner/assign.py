@@ -12,30 +12,32 @@
 Owners and hosts are balanced together, because a matrix cannot be divided. First every unit gets an owner
 (`Owners`: balanced by compute, by a blend of compute and bytes, or in natural order), then an owner's
 matrices are packed onto its hosts. The result depends only on the arguments, so every rank computes the same.
+
+Experts that are divided among ranks can only be updated by the ranks that store them; `planner.joint` balances
+them together with all other matrices.
 """
 
 import heapq
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.costs.sharing import HOSTED, Share
-from canzona_cli.costs.update import rounded
 from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.buckets import Parameter, Part, spread, stage_buckets, stages
-from canzona_cli.planner.packing import CLOSE_ENOUGH, HostPacker, lower_bound, pack
+from canzona_cli.planner.buckets import Pool, pool_buckets, pools, stages
+from canzona_cli.planner.joint import balanced_together
+from canzona_cli.planner.packing import CLOSE_ENOUGH, pack
 from canzona_cli.planner.paper import balanced_cuts, even_start, greedy_hosts
 from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
+from canzona_cli.planner.problem import Owners, Placed, PoolProblem
+from canzona_cli.planner.seats import spread
 
 BLENDS = (0.0, 0.25, 0.5, 0.75)
 """The weights of compute against bytes that are tried if alpha < 1, in addition to compute alone."""
-Owners = dict[int, int]
-"""The owner of each unit."""
 
 
 def assign(
@@ -76,180 +78,117 @@ def assign(
     """
     cells: list[Cell] = [Cell(owner=0, host=0)] * len(matrices)
     shared: dict[int, Share] = {}
-    for stage in stages(matrices):
-        problem = _Stage(
-            number=stage,
+
+    def problem(pool: Pool) -> PoolProblem:
+        return PoolProblem(
+            pool=pool,
             matrices=matrices,
             costs=costs,
             shares=shares,
             all_shared=settings.mode == "shared",
-            buckets=stage_buckets(matrices, stage, layout.tp, bucket_elements),
-            owners=layout.owners,
-            tp=layout.tp,
+            buckets=pool_buckets(matrices, pool, layout, bucket_elements),
+            mesh=layout,
         )
-        for index, cell, share in _solve(problem, settings, memory_cap, bytes_per_element):
+
+    for stage in stages(matrices):
+        experts = [problem(pool) for pool in pools(matrices) if pool.stage == stage and pool.expert_rank is not None]
+        best = _solve(problem(Pool(stage)), experts, settings, memory_cap, bytes_per_element)
+        for index, cell in best.cells.items():
             cells[index] = cell
-            if share is not None:
-                shared[index] = share
+            if index in best.shared:
+                shared[index] = shares[index]
     return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shared.items()))))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Stage:
-    """The assignment problem of one pipeline stage."""
-
-    number: int
-    matrices: Sequence[Matrix]
-    costs: Sequence[float]
-    """The seconds that a host takes to update each matrix alone."""
-    shares: Mapping[int, Share]
-    all_shared: bool
-    buckets: Sequence[Sequence[Parameter]]
-    owners: int
-    tp: int
-
-    @cached_property
-    def parts(self) -> list[list[Part]]:
-        """The parts of each bucket, in buffer order."""
-        return [[part for parameter in bucket for part in parameter.parts] for bucket in self.buckets]
-
-    @cached_property
-    def units(self) -> dict[int, tuple[int, ...]]:
-        """The matrices of each unit; units are in registration order."""
-        parameters = (parameter for bucket in reversed(self.buckets) for parameter in reversed(bucket))
-        return {part.unit: part.matrices for parameter in parameters for part in parameter.parts}
-
-    @cached_property
-    def together(self) -> list[float]:
-        """The seconds of each matrix summed over all ranks, with every matrix shared that may be."""
-        each = {index: self.tp * share.each for index, share in self.shares.items()}
-        return [each.get(index, cost) for index, cost in enumerate(self.costs)]
-
-    @cached_property
-    def bound(self) -> float:
-        """The lower bound of the busiest cell's seconds."""
-        return lower_bound(self.matrices, self.costs, self.number, self.owners, self.tp, self.shares)
-
-    @cached_property
-    def packer(self) -> HostPacker:
-        return HostPacker(self.costs, self.tp, self.shares, all_shared=self.all_shared)
-
-    def cost(self, unit: int) -> float:
-        return sum(self.costs[index] for index in self.units[unit])
-
-    def held(self, owner_of: Owners) -> list[list[int]]:
-        """Lists the matrices of each owner, ascending."""
-        held: list[list[int]] = [[] for _ in range(self.owners)]
-        for unit, owner in owner_of.items():
-            held[owner] += self.units[unit]
-        return [sorted(matrices) for matrices in held]
-
-    def height(self, owner_of: Owners) -> float:
-        """Packs every owner's matrices onto its hosts and returns the seconds of the busiest cell."""
-        return max(self.packer.height(matrices) for matrices in self.held(owner_of))
-
-    def reach(self, placed: "_Placed") -> float:
-        """Adds up the elements of every bucket's busiest owner, which decide how long a bucket is
-        communicated."""
-        total = 0
-        for parts in self.parts:
-            held: Counter[int] = Counter()
-            for part in parts:
-                held[placed.cells[part.matrices[0]].owner] += part.elements
-            total += max(held.values())
-        return float(total)
-
-    def least_reach(self) -> float:
-        """Returns a lower bound of `reach`."""
-        sizes = [[part.elements for part in parts] for parts in self.parts]
-        return sum(max(sum(held) / self.owners, max(held)) for held in sizes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Placed:
-    """A stage's assignment: the cell of every matrix, with the load it results in."""
-
-    cells: Mapping[int, Cell]
-    shared: Set[int]
-    busiest: float
-    """The seconds of the busiest cell."""
-    fullest: int
-    """The elements of matrices that the fullest cell holds."""
-
-    @staticmethod
-    def of(stage: _Stage, cells: Mapping[int, Cell], shared: Set[int]) -> "_Placed":
-        busy: dict[Cell, float] = defaultdict(float)
-        held: Counter[Cell] = Counter()
-        for index, cell in cells.items():
-            share = stage.shares[index] if index in shared else None
-            busy[cell] += stage.costs[index] if share is None else 0.0
-            for rank, elements in cell.held(stage.matrices[index], stage.tp, shared=share is not None):
-                held[rank] += elements
-                busy[rank] += 0.0 if share is None else share.each
-        return _Placed(cells=cells, shared=shared, busiest=rounded(max(busy.values())), fullest=max(held.values()))
-
-
 def _solve(
-    stage: _Stage, settings: PlanSettings, memory_cap: int | None, bytes_per_element: int
-) -> Iterator[tuple[int, Cell, Share | None]]:
-    """Yields the cell of each of a stage's matrices, and its share if the matrix is shared.
+    stage: PoolProblem,
+    experts: Sequence[PoolProblem],
+    settings: PlanSettings,
+    memory_cap: int | None,
+    bytes_per_element: int,
+) -> Placed:
+    """Returns the best assignment of a stage.
+
+    Args:
+        stage: the problem of the matrices that all ranks of the stage store.
+        experts: the problem of each expert-parallel rank's experts.
 
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.
     """
 
-    def placed(owner_of: Owners) -> _Placed | None:
-        """Chooses hosts for these owners; None if a rank would exceed `memory_cap`."""
-        cells, shared = _hosted(stage, settings, owner_of, bytes_per_element)
-        candidate = _Placed.of(stage, cells, shared)
-        return candidate if memory_cap is None or candidate.fullest <= memory_cap else None
+    def fits(candidate: Placed) -> bool:
+        return memory_cap is None or candidate.fullest <= memory_cap
+
+    def placed(way: Callable[[PoolProblem], Owners]) -> Placed:
+        """Chooses owners by `way`, and hosts for these owners."""
+        cells, shared = _hosted(stage, settings, way(stage), bytes_per_element)
+        return Placed.of(stage, {**cells, **_alike(experts, way)}, shared)
 
     if settings.strategy == "asc":
-        ways = [_evenly_cut(stage)]
+        ways: list[Callable[[PoolProblem], Owners]] = [_evenly_cut]
     elif settings.strategy == "paper":
-        ways = [_cut(stage, [[stage.cost(part.unit) for part in parts] for parts in stage.parts], settings.alpha)]
+        ways = [partial(_cut_by_cost, alpha=settings.alpha)]
     elif settings.layout == "contiguous":
-        ways = _contiguous(stage)
+        ways = [partial(way, alpha=alpha) for way in (_cut_by_cost, _cut_by_elements) for alpha in (*BLENDS, 1.0)]
+    elif experts:
+        ways = []
     else:
-        ways = [_balanced(stage)]
-    fitting = [way for way in map(placed, ways) if way]
+        ways = [_balanced]
+    fitting = [candidate for candidate in map(placed, ways) if fits(candidate)]
     if not fitting:
-        assert memory_cap is not None
-        fitting = [_within(stage, settings, memory_cap)]
+        fitting = [_within(stage, experts, settings, memory_cap)]
     if settings.strategy == "canzona" and settings.layout != "contiguous" and settings.alpha < 1:
         # The first candidate, balanced for compute alone, is the answer for alpha = 1. No candidate may beat
         # it at compute, or alpha = 1 would no longer give the least busy cell.
-        blended = [placed(_blended(stage, blend)) for blend in BLENDS]
-        fitting += [way for way in blended if way and way.busiest >= fitting[0].busiest]
-    best = _pick(stage, settings.alpha, fitting) if len(fitting) > 1 else fitting[0]
-    for index, cell in best.cells.items():
-        yield index, cell, stage.shares[index] if index in best.shared else None
+        blended = [placed(partial(_blended, blend=blend)) for blend in BLENDS]
+        fitting += [candidate for candidate in blended if fits(candidate) and candidate.busiest >= fitting[0].busiest]
+    return _pick([stage, *experts], settings.alpha, fitting) if len(fitting) > 1 else fitting[0]
 
 
-def _evenly_cut(stage: _Stage) -> Owners:
+def _alike(experts: Sequence[PoolProblem], way: Callable[[PoolProblem], Owners]) -> dict[int, Cell]:
+    """Returns the cells of all experts if each expert-parallel rank's get owners by `way`. The ranks' experts
+    are alike, so the first rank's owners serve for all."""
+    cells: dict[int, Cell] = {}
+    owners = way(experts[0]) if experts else {}
+    for problem in experts:
+        for members, unit in zip(problem.units.values(), experts[0].units, strict=True):
+            cells.update(dict.fromkeys(members, problem.cell(owners[unit])))
+    return cells
+
+
+def _evenly_cut(stage: PoolProblem) -> Owners:
     """Returns the owners if the stage's buffer, in natural order, is divided evenly."""
     parts = [part for parts in stage.parts for part in parts]
     starts = even_start([part.elements for part in parts], stage.owners)
     return {part.unit: owner for part, owner in zip(parts, starts, strict=True)}
 
 
-def _within(stage: _Stage, settings: PlanSettings, memory_cap: int) -> _Placed:
-    """Assigns matrices in any order and without sharing, for when all candidates exceed `memory_cap`.
+def _within(
+    stage: PoolProblem, experts: Sequence[PoolProblem], settings: PlanSettings, memory_cap: int | None
+) -> Placed:
+    """Assigns matrices in any order and without sharing: those of a stage with experts, and those for which
+    all candidates exceed `memory_cap`.
 
     Raises:
         DoesNotFit: no assignment was found, or mode shared or strategy paper, which do not allow another
             order.
     """
     elements = [matrix.elements for matrix in stage.matrices]
-    # Placing the largest matrices first may succeed where placing the costliest first leaves one without
-    # room.
-    cells = _capped(stage, stage.costs, elements, memory_cap) or _capped(stage, elements, elements, memory_cap)
-    if cells is None or settings.mode == "shared" or settings.strategy == "paper":
-        raise DoesNotFit(_too_much(stage, memory_cap))
-    return _Placed.of(stage, cells, frozenset())
+    if experts:
+        cells = balanced_together(stage, experts, memory_cap)
+    else:
+        assert memory_cap is not None
+        # Placing the largest matrices first may succeed where placing the costliest first leaves one without
+        # room.
+        cells = _capped(stage, stage.costs, elements, memory_cap) or _capped(stage, elements, elements, memory_cap)
+        cells = None if settings.mode == "shared" else cells
+    if cells is None or (settings.strategy == "paper" and memory_cap is not None):
+        raise DoesNotFit(_too_much(stage, experts, memory_cap or 0))
+    return Placed.of(stage, cells, frozenset())
 
 
-def _balanced(stage: _Stage) -> Owners:
+def _balanced(stage: PoolProblem) -> Owners:
     """Balances units over owners by the best of three heuristics, then spreads bytes over buckets.
 
     1. Pack units into owners; this suffices where owners hold many.
@@ -259,11 +198,11 @@ def _balanced(stage: _Stage) -> Owners:
 
     Each is judged by its busiest cell after every owner's matrices are packed onto its hosts. With tp = 1
     only the first is tried. If matrices may be shared, each is tried with the cost to one host and with the
-    cost to all ranks (`_Stage.together`). The search stops at the first result that reaches the bound.
+    cost to all ranks (`PoolProblem.together`). The search stops at the first result that reaches the bound.
     """
     best: Owners = {}
     lowest = float("inf")
-    ways: list[Callable[[_Stage], Owners]] = [_units_to_owners]
+    ways: list[Callable[[PoolProblem], Owners]] = [_units_to_owners]
     if stage.tp > 1:
         ways += [_leaders_to_cells, _units_to_cells]
     problems = [stage, replace(stage, costs=stage.together)] if stage.shares else [stage]
@@ -274,33 +213,27 @@ def _balanced(stage: _Stage) -> Owners:
             best, lowest = owner_of, height
         if lowest <= stage.bound * (1 + CLOSE_ENOUGH):
             break
-    kinds = {
-        unit: tuple(
-            sorted((stage.costs[index], stage.matrices[index].elements, index in stage.shares) for index in members)
-        )
-        for unit, members in stage.units.items()
-    }
-    return spread(stage.buckets, best, kinds)
+    return spread(stage.buckets, best, stage.kinds)
 
 
-def _units_to_owners(stage: _Stage) -> Owners:
+def _units_to_owners(stage: PoolProblem) -> Owners:
     """Packs units into owners."""
     units = list(stage.units)
     packing = pack([stage.cost(unit) for unit in units], stage.owners)
     return {units[item]: owner for owner, items in enumerate(packing.bins) for item in items}
 
 
-def _units_to_cells(stage: _Stage) -> Owners:
+def _units_to_cells(stage: PoolProblem) -> Owners:
     """Packs units into cells, by the cost of all matrices of a unit, and deals the cells to owners."""
     return _cells_to_owners(stage, [stage.cost(unit) for unit in stage.units])
 
 
-def _leaders_to_cells(stage: _Stage) -> Owners:
+def _leaders_to_cells(stage: PoolProblem) -> Owners:
     """Packs units into cells, by the cost of a unit's costliest matrix, and deals the cells to owners."""
     return _cells_to_owners(stage, [max(stage.costs[index] for index in members) for members in stage.units.values()])
 
 
-def _cells_to_owners(stage: _Stage, costs: Sequence[float]) -> Owners:
+def _cells_to_owners(stage: PoolProblem, costs: Sequence[float]) -> Owners:
     """Packs units, with a cost for each, into cells of the grid, and deals the cells to owners."""
     units = list(stage.units)
     packing = pack(costs, stage.owners * stage.tp)
@@ -308,7 +241,7 @@ def _cells_to_owners(stage: _Stage, costs: Sequence[float]) -> Owners:
     return {units[item]: dealt[cell] for cell, items in enumerate(packing.bins) for item in items}
 
 
-def _blended(stage: _Stage, blend: float) -> Owners:
+def _blended(stage: PoolProblem, blend: float) -> Owners:
     """Assigns units bucket by bucket, largest first, each to the owner with the lowest weighted sum of
     compute so far and bytes of this bucket."""
     compute = [0.0] * stage.owners
@@ -326,16 +259,17 @@ def _blended(stage: _Stage, blend: float) -> Owners:
     return owner_of
 
 
-def _contiguous(stage: _Stage) -> list[Owners]:
-    """Lists cuts in natural order, weighted by cost and by elements, for five values of the paper's alpha."""
-    weights = (
-        [[stage.cost(part.unit) for part in parts] for parts in stage.parts],
-        [[float(part.elements) for part in parts] for parts in stage.parts],
-    )
-    return [_cut(stage, by, alpha) for by in weights for alpha in (*BLENDS, 1.0)]
+def _cut_by_cost(stage: PoolProblem, alpha: float) -> Owners:
+    """Cuts buckets between owners in natural order, weighted by cost; `alpha` is the paper's."""
+    return _cut(stage, [[stage.cost(part.unit) for part in parts] for parts in stage.parts], alpha)
 
 
-def _cut(stage: _Stage, weights: Sequence[Sequence[float]], alpha: float) -> Owners:
+def _cut_by_elements(stage: PoolProblem, alpha: float) -> Owners:
+    """Cuts buckets between owners in natural order, weighted by elements; `alpha` is the paper's."""
+    return _cut(stage, [[float(part.elements) for part in parts] for parts in stage.parts], alpha)
+
+
+def _cut(stage: PoolProblem, weights: Sequence[Sequence[float]], alpha: float) -> Owners:
     """Cuts buckets between owners in natural order, by the weights of each bucket's parts (`balanced_cuts`)."""
     return {
         part.unit: owner
@@ -344,12 +278,17 @@ def _cut(stage: _Stage, weights: Sequence[Sequence[float]], alpha: float) -> Own
     }
 
 
-def _pick(stage: _Stage, alpha: float, candidates: Sequence[_Placed]) -> _Placed:
-    """Returns the candidate with the lowest score, see `assign`."""
-    least = stage.least_reach()
+def _pick(problems: Sequence[PoolProblem], alpha: float, candidates: Sequence[Placed]) -> Placed:
+    """Returns the candidate with the lowest score, see `assign`.
 
-    def score(placed: _Placed) -> tuple[float, float]:
-        compute, communication = placed.busiest / stage.bound, stage.reach(placed) / least
+    Args:
+        problems: the problem of the stage, and those of its experts.
+    """
+    least = sum(problem.least_reach() for problem in problems)
+
+    def score(placed: Placed) -> tuple[float, float]:
+        compute = placed.busiest / problems[0].bound
+        communication = sum(problem.reach(placed) for problem in problems) / least
         # Ties are broken by the sum of both measures: otherwise, with alpha = 1, bytes could be needlessly
         # uneven.
         return alpha * compute + (1 - alpha) * communication, compute + communication
@@ -358,7 +297,7 @@ def _pick(stage: _Stage, alpha: float, candidates: Sequence[_Placed]) -> _Placed
 
 
 def _hosted(
-    stage: _Stage, settings: PlanSettings, owner_of: Owners, bytes_per_element: int
+    stage: PoolProblem, settings: PlanSettings, owner_of: Owners, bytes_per_element: int
 ) -> tuple[dict[int, Cell], set[int]]:
     """Chooses the hosts of every owner's matrices; returns the cells and the matrices that are shared."""
     cells: dict[int, Cell] = {}
@@ -379,11 +318,11 @@ def _hosted(
     return cells, shared
 
 
-def _too_much(stage: _Stage, memory_cap: int) -> Problem:
-    indices = [index for members in stage.units.values() for index in members]
-    total = sum(stage.matrices[index].elements for index in indices)
-    largest = max(stage.matrices[index].elements for index in indices)
-    cells = stage.owners * stage.tp
+def _too_much(stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap: int) -> Problem:
+    held = [
+        stage.matrices[i].elements for problem in (stage, *experts) for unit in problem.units.values() for i in unit
+    ]
+    total, largest, cells = sum(held), max(held), stage.mesh.cells
     return Problem(
         key="gpus",
         value=f"{stage.owners} x {stage.tp} ranks of a stage",
@@ -408,7 +347,7 @@ def deal(loads: Sequence[float], owners: int) -> list[int]:
     return owner_of
 
 
-def _capped(stage: _Stage, weights: Sequence[float], elements: Sequence[int], cap: int) -> dict[int, Cell] | None:
+def _capped(stage: PoolProblem, weights: Sequence[float], elements: Sequence[int], cap: int) -> dict[int, Cell] | None:
     """Assigns matrices to cells of at most `cap` elements each; None if a unit found no room.
 
     Units go heaviest first, each to the lightest owner whose hosts have room for it.

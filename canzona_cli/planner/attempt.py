@@ -14,12 +14,13 @@ from canzona_cli.costs.sharing import HOSTED, Share
 from canzona_cli.costs.update import rounded
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.buckets import buckets, few_owners, in_order_of_reductions, slowest, stage_buckets, stages
+from canzona_cli.planner.buckets import buckets, pool_buckets, pools
 from canzona_cli.planner.exposure import Exposure, Outline
-from canzona_cli.planner.groups import Grouped, best_of, micro_groups
+from canzona_cli.planner.groups import Grouped, best_of, micro_groups, slowest
 from canzona_cli.planner.pipeline import HostedPipeline, planning
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan, PlanSettings, Subject
 from canzona_cli.planner.reduction import ReductionModel
+from canzona_cli.planner.seats import few_owners, in_order_of_reductions
 
 SHARING_GAIN = 1.03
 """Sharing is considered only if, without it, some stage's busiest rank takes longer than this times the lower
@@ -113,7 +114,8 @@ class Attempt:
         """True if the plan may be any plan that balances matrices and lays buckets out by owner."""
         asked = self._asked
         free = asked.strategy == "canzona" and asked.layout == "owner" and asked.alpha == 1
-        return free and self._layout.owners > 1
+        layout = self._layout
+        return free and (layout.owners > 1 or (layout.ep > 1 and layout.expert_owners > 1))
 
     def _best(self, exposure: Exposure) -> Candidate:
         """Returns the candidate that adds least to an iteration; of those within `ALIKE`, the first.
@@ -149,13 +151,17 @@ class Attempt:
         return next(limit for limit, price in prices.items() if price <= (1 + ALIKE) * least)
 
     def _outline(self, limit: int) -> list[list[Outline]]:
-        """Returns the buckets of every stage that are closed at `limit` elements."""
+        """Returns the buckets of every stage that are closed at `limit` elements, for the first expert-parallel
+        rank."""
         outlines: list[list[Outline]] = [[] for _ in range(self._layout.pp)]
-        for stage in stages(self._members):
-            for bucket in stage_buckets(self._members, stage, self._layout.tp, limit):
+        for pool in (pool for pool in pools(self._members) if pool.expert_rank in (None, 0)):
+            for bucket in pool_buckets(self._members, pool, self._layout, limit):
                 parts = [part.elements for parameter in bucket for part in parameter.parts]
                 matrices = tuple(index for parameter in bucket for index in parameter.matrices)
-                outlines[stage].append(Outline(elements=sum(parts), largest=max(parts), matrices=matrices))
+                outline = Outline(
+                    elements=sum(parts), largest=max(parts), matrices=matrices, experts=pool.expert_rank is not None
+                )
+                outlines[pool.stage].append(outline)
         return outlines
 
     def _balanced(self, limit: int | None) -> Assignment:

@@ -11,22 +11,24 @@ Once owners are known, `buckets` orders the parameters inside each bucket:
     inside bucket 0, layout
       contiguous             | fc2.1 | gate.1  up.1 | qkv.1 |     as Megatron lays them out
       owner                  | 0: qkv.1 gate.1 | 1: up.1 | 2: fc2.1 |     one range for each owner
+
+Experts that expert parallelism divides among ranks have buffers of their own, because their gradients are
+reduced over fewer ranks. Each expert-parallel rank has its own experts there, in buckets of the same sizes.
+Their buckets end where every owner can have equally many matrices of each size, so that equal parts need no
+padding.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from types import MappingProxyType
 from typing import NamedTuple
 
-from canzona_cli.config.schema import Layout
+from canzona_cli.config.schema import Layout, Mesh
 from canzona_cli.costs.buffers import align, bucket_end, shard_elements
-from canzona_cli.costs.sharing import Share
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.groups import Grouped, held_jobs
-from canzona_cli.planner.plan import Assignment, Bucket, Cell, PlanSettings, Range
+from canzona_cli.planner.plan import Assignment, Bucket, PlanSettings, Range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,23 +97,42 @@ def _on_one_rank(members: Sequence[Matrix], tp: int) -> int:
     return heads // tp + sum(matrix.fragment_elements(tp) for matrix in members if matrix.home is None)
 
 
-def cut(parameters: Sequence[Parameter], bucket_elements: int | None, *, stage: int) -> list[list[Parameter]]:
+class Pool(NamedTuple):
+    """The matrices of a pipeline stage whose gradients are reduced over the same ranks."""
+
+    stage: int
+    expert_rank: int | None = None
+    """The matrices' `Matrix.expert_rank`."""
+
+
+def pools(matrices: Sequence[Matrix]) -> list[Pool]:
+    """Lists the pools of all stages, ascending; in a stage the matrices of all ranks come first."""
+    return list(_pooled(_Same(matrices)))
+
+
+def cut(
+    parameters: Sequence[Parameter], bucket_elements: int | None, *, stage: int, even: int = 1
+) -> list[list[Parameter]]:
     """Cuts a stage's parameters into buckets, the parameters registered last first.
 
     `bucket_elements` applies only to the first stage. In the other stages, as in Megatron, every model chunk
     is one bucket.
+
+    Args:
+        even: a bucket ends only where its number of parts of each size is a multiple of this, unless it would
+            become twice as large as `bucket_elements`.
     """
     by_chunk = [list(of_chunk) for _, of_chunk in groupby(parameters, lambda parameter: parameter.chunk)]
-    return [
-        bucket for of_chunk in reversed(by_chunk) for bucket in _cut(of_chunk, bucket_elements if stage == 0 else None)
-    ]
+    limit = bucket_elements if stage == 0 else None
+    return [bucket for of_chunk in reversed(by_chunk) for bucket in _cut(of_chunk, limit, even)]
 
 
-def stage_buckets(
-    matrices: Sequence[Matrix], stage: int, tp: int, bucket_elements: int | None
+def pool_buckets(
+    matrices: Sequence[Matrix], pool: Pool, mesh: Mesh, bucket_elements: int | None
 ) -> list[list[Parameter]]:
-    """Lists the parameters of each bucket of a stage, see `cut`; do not change the lists, they are cached."""
-    return _stage_buckets(_Same(matrices), stage, tp, bucket_elements)
+    """Lists the parameters of each bucket of a pool, see `cut`; do not change the lists, they are cached."""
+    even = 1 if pool.expert_rank is None else mesh.expert_owners
+    return _pool_buckets(_Same(matrices), pool, mesh.tp, bucket_elements, even)
 
 
 class _Same(NamedTuple):
@@ -127,23 +148,41 @@ class _Same(NamedTuple):
         return id(self.matrices)
 
 
-@lru_cache(maxsize=64)
-def _stage_buckets(same: _Same, stage: int, tp: int, bucket_elements: int | None) -> list[list[Parameter]]:
-    return cut(stage_parameters(same.matrices, stage, tp), bucket_elements, stage=stage)
+@lru_cache(maxsize=8)
+def _pooled(same: _Same) -> Mapping[Pool, Sequence[Matrix]]:
+    """Returns the matrices of each pool."""
+    pooled: dict[Pool, list[Matrix]] = {}
+    for matrix in same.matrices:
+        pooled.setdefault(Pool(matrix.stage, matrix.expert_rank), []).append(matrix)
+    order = sorted(pooled, key=lambda pool: (pool.stage, -1 if pool.expert_rank is None else pool.expert_rank))
+    return {pool: pooled[pool] for pool in order}
 
 
-def _cut(parameters: Sequence[Parameter], limit: int | None) -> list[list[Parameter]]:
-    """Cuts a model chunk's parameters into buckets, each closed once it holds `limit` elements; None: one
-    bucket."""
+@lru_cache(maxsize=512)
+def _pool_parameters(same: _Same, pool: Pool, tp: int) -> list[Parameter]:
+    return stage_parameters(_pooled(same)[pool], pool.stage, tp)
+
+
+@lru_cache(maxsize=512)
+def _pool_buckets(same: _Same, pool: Pool, tp: int, bucket_elements: int | None, even: int) -> list[list[Parameter]]:
+    return cut(_pool_parameters(same, pool, tp), bucket_elements, stage=pool.stage, even=even)
+
+
+def _cut(parameters: Sequence[Parameter], limit: int | None, even: int) -> list[list[Parameter]]:
+    """Cuts a model chunk's parameters into buckets, each closed once it holds `limit` elements and can be
+    divided evenly (see `cut`); None: one bucket."""
     closed: list[list[Parameter]] = []
     bucket: list[Parameter] = []
-    filled = 0
+    filled, parts = 0, Counter[int]()
     for parameter in reversed(parameters):
         bucket.append(parameter)
         filled = align(filled) + parameter.elements
-        if limit is not None and filled >= limit:
+        parts.update(part.elements for part in parameter.parts)
+        if limit is None or filled < limit:
+            continue
+        if filled >= 2 * limit or not any(count % even for count in parts.values()):
             closed.append(bucket)
-            bucket, filled = [], 0
+            bucket, filled, parts = [], 0, Counter()
     return [*closed, bucket] if bucket else closed
 
 
@@ -154,8 +193,8 @@ def buckets(
     settings: PlanSettings,
     bucket_elements: int | None = None,
 ) -> tuple[Bucket, ...]:
-    """Makes the buckets of all stages, numbered from 0 in each stage in the order in which gradients become
-    ready.
+    """Makes the buckets of all stages, each pool's in the order in which gradients become ready, numbered from
+    0 in each stage.
 
     - layout owner: the parameters of an owner are adjacent, in uneven shards. A parameter whose gate and up
         have
@@ -170,13 +209,24 @@ def buckets(
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
     """
     made: list[Bucket] = []
-    cells = assignment.cells
-    for stage in stages(matrices):
-        for index, bucket in enumerate(stage_buckets(matrices, stage, layout.tp, bucket_elements)):
-            owned = [_Owned(item, tuple(cells[part.matrices[0]].owner for part in item.parts)) for item in bucket]
-            order = _by_owner(owned) if settings.layout == "owner" and settings.strategy == "canzona" else owned
-            made.append(_packed(order, stage, index, layout.owners))
+    by_owner = settings.layout == "owner" and settings.strategy == "canzona"
+    numbers = Counter[int]()
+    for pool in pools(matrices):
+        for bucket in pool_buckets(matrices, pool, layout, bucket_elements):
+            owned = [
+                _Owned(item, tuple(owner_of(part, matrices, assignment, layout) for part in item.parts))
+                for item in bucket
+            ]
+            order = _by_owner(owned) if by_owner else owned
+            made.append(_packed(order, pool, numbers[pool.stage], layout.reducers(pool.expert_rank)))
+            numbers[pool.stage] += 1
     return tuple(made)
+
+
+def owner_of(part: Part, matrices: Sequence[Matrix], assignment: Assignment, mesh: Mesh) -> int:
+    """Returns the owner of a part, numbered as in its bucket's ranges."""
+    first = part.matrices[0]
+    return assignment.cells[first].reduces(matrices[first], mesh)
 
 
 class _Owned(NamedTuple):
@@ -246,10 +296,10 @@ def _by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
     return order + tail
 
 
-def _packed(order: Sequence[_Owned], stage: int, index: int, shards: int) -> Bucket:
+def _packed(order: Sequence[_Owned], pool: Pool, index: int, shards: int) -> Bucket:
     """Makes the bucket whose parameters are placed one after another in this order."""
     starts, end = _side_by_side([item.parameter for item in order])
-    return _filled(zip(starts, order, strict=True), bucket_end(end, shards), stage, index)
+    return _filled(zip(starts, order, strict=True), bucket_end(end, shards), pool, index)
 
 
 def _side_by_side(parameters: Iterable[Parameter]) -> tuple[list[int], int]:
@@ -262,7 +312,7 @@ def _side_by_side(parameters: Iterable[Parameter]) -> tuple[list[int], int]:
     return starts, end
 
 
-def _filled(placed: Iterable[tuple[int, _Owned]], elements: int, stage: int, index: int) -> Bucket:
+def _filled(placed: Iterable[tuple[int, _Owned]], elements: int, pool: Pool, index: int) -> Bucket:
     """Makes a bucket of `elements` elements.
 
     Args:
@@ -277,13 +327,18 @@ def _filled(placed: Iterable[tuple[int, _Owned]], elements: int, stage: int, ind
             _extend(ranges, start, start + part.elements, owner, part.matrices)
             start += part.elements
             used += part.elements
-    parameters, padding = tuple(names), elements - used
     return Bucket(
-        index=index, stage=stage, parameters=parameters, elements=elements, padding=padding, ranges=tuple(ranges)
+        index=index,
+        stage=pool.stage,
+        expert_rank=pool.expert_rank,
+        parameters=tuple(names),
+        elements=elements,
+        padding=elements - used,
+        ranges=tuple(ranges),
     )
 
 
-def even_bucket(held: Sequence[Sequence[Parameter]], stage: int, index: int) -> Bucket:
+def even_bucket(held: Sequence[Sequence[Parameter]], pool: Pool, index: int) -> Bucket:
     """Makes a bucket of Megatron's layer-wise optimizer: a shard for each owner's parameters, padded to the
     length of the fullest. It is reduced and gathered in a ring, in which nothing has to be handed over."""
     positions = [_side_by_side(parameters) for parameters in held]
@@ -293,7 +348,7 @@ def even_bucket(held: Sequence[Sequence[Parameter]], stage: int, index: int) -> 
         for owner, (parameters, (starts, _)) in enumerate(zip(held, positions, strict=True))
         for parameter, start in zip(parameters, starts, strict=True)
     )
-    return replace(_filled(placed, shard * len(held), stage, index), reduction="ring", gathering="ring")
+    return replace(_filled(placed, shard * len(held), pool, index), reduction="ring", gathering="ring")
 
 
 def _extend(ranges: list[Range], start: int, end: int, owner: int, matrices: tuple[int, ...]) -> None:
@@ -303,152 +358,3 @@ def _extend(ranges: list[Range], start: int, end: int, owner: int, matrices: tup
         last = ranges.pop()
         start, matrices = last.start, last.matrices + matrices
     ranges.append(Range(start=start, end=end, owner=owner, matrices=matrices))
-
-
-Seat = tuple[tuple[Cell, Share | None], ...]
-"""A unit's place: the cell of each of its matrices, and its share if it is shared."""
-
-
-def few_owners(
-    matrices: Sequence[Matrix],
-    costs: Sequence[float],
-    assignment: Assignment,
-    layout: Layout,
-    bucket_elements: int | None,
-) -> Assignment:
-    """Exchanges units of one kind between cells so that buckets have few owners, a stage's last bucket first.
-
-    Every cell keeps its number of units of each kind, so its updates take as long as before.
-    """
-    cells, shares = list(assignment.cells), dict(assignment.shares)
-    for stage in stages(matrices):
-        buckets = [
-            [part for parameter in bucket for part in parameter.parts]
-            for bucket in stage_buckets(matrices, stage, layout.tp, bucket_elements)
-        ]
-
-        def kind(part: Part) -> Hashable:
-            """Returns a key that parts have in common if they can be exchanged."""
-            return tuple(
-                (costs[index], matrix.shape, matrix.shard_dim, matrix.home, index in assignment.shares)
-                for index in part.matrices
-                for matrix in (matrices[index],)
-            )
-
-        free: dict[Hashable, dict[int, list[Seat]]] = defaultdict(dict)
-        for part in (part for bucket in buckets for part in bucket):
-            seat = tuple((assignment.cells[index], assignment.shares.get(index)) for index in part.matrices)
-            free[kind(part)].setdefault(seat[0][0].owner, []).append(seat)
-        for bucket in reversed(buckets):
-            parts_by_kind: dict[Hashable, list[Part]] = defaultdict(list)
-            for part in bucket:
-                parts_by_kind[kind(part)].append(part)
-            while parts_by_kind:
-                owner = _most_useful(parts_by_kind, free)
-                for part_kind in [part_kind for part_kind in parts_by_kind if owner in free[part_kind]]:
-                    parts, seats = parts_by_kind[part_kind], free[part_kind][owner]
-                    while parts and seats:
-                        for index, (cell, share) in zip(parts.pop().matrices, seats.pop(), strict=True):
-                            cells[index] = cell
-                            if share is not None:
-                                shares[index] = share
-                    if not seats:
-                        del free[part_kind][owner]
-                    if not parts:
-                        del parts_by_kind[part_kind]
-    return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shares.items()))))
-
-
-def in_order_of_reductions(
-    matrices: Sequence[Matrix], assignment: Assignment, layout: Layout, bucket_elements: int | None
-) -> Assignment:
-    """Renumbers the owners of every stage in the order in which buckets are reduced to them.
-
-    The chain of ranks of one reduction then overlaps with the next chain. Of the owners that first occur in
-    one bucket, the owner that occurs in the latest bucket gets the highest number, because it comes first in
-    a bucket that follows. Gatherings run in the opposite order and overlap less. Reductions matter more,
-    because the last reductions wait for the end of the backward pass and overlap with nothing else.
-    """
-    number: dict[tuple[int, int], int] = {}
-    for stage in stages(matrices):
-        owners = [
-            [assignment.cells[part.matrices[0]].owner for parameter in bucket for part in parameter.parts]
-            for bucket in stage_buckets(matrices, stage, layout.tp, bucket_elements)
-        ]
-        last = {owner: place for place, held in enumerate(owners) for owner in held}
-        first = dict.fromkeys(owner for held in owners for owner in sorted(held, key=last.__getitem__))
-        number.update({(stage, owner): place for place, owner in enumerate(first)})
-    cells = tuple(
-        replace(cell, owner=number[matrix.stage, cell.owner])
-        for matrix, cell in zip(matrices, assignment.cells, strict=True)
-    )
-    return replace(assignment, cells=cells)
-
-
-def _most_useful(
-    parts_by_kind: Mapping[Hashable, Sequence[Part]], free: Mapping[Hashable, Mapping[int, Sequence[Seat]]]
-) -> int:
-    """Returns the owner that can take most elements of a bucket's unassigned parts, the first of equal ones.
-
-    Args:
-        parts_by_kind: the parts that have no seat yet.
-        free: by kind and owner, the seats that are not taken.
-    """
-    takes: dict[int, int] = defaultdict(int)
-    for kind, parts in parts_by_kind.items():
-        for owner, seats in free[kind].items():
-            takes[owner] += min(len(parts), len(seats)) * parts[0].elements
-    return min(takes, key=lambda owner: (-takes[owner], owner))
-
-
-def slowest(
-    matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment, grouped: Grouped
-) -> dict[int, float]:
-    """Returns, by stage, the update seconds of the owner that is done last, as the planner's `Clock` adds
-    them up."""
-    seconds: dict[int, float] = defaultdict(float)
-    for (stage, _), jobs in held_jobs(matrices, costs, assignment).items():
-        seconds[stage] = max(seconds[stage], grouped.of(jobs)[0])
-    return seconds
-
-
-def spread(
-    buckets: Sequence[Sequence[Parameter]], owner_of: Mapping[int, int], alike: Mapping[int, Hashable]
-) -> dict[int, int]:
-    """Exchanges units of the same kind between owners so that each bucket's bytes are spread evenly over
-    owners.
-
-    Every owner keeps its number of units of each kind. Bucket by bucket, the units of a kind go to the owners
-    with the fewest bytes of the bucket so far, and of equal ones to the owner with most units of this kind
-    left. Inside a bucket gate and up of a layer get the same or neighbouring owners, so that few parameters
-    have two owners.
-
-    Args:
-        owner_of: the owner of each unit so far.
-        alike: the kind of each unit.
-    """
-    left: dict[Hashable, Counter[int]] = defaultdict(Counter)
-    for unit, owner in sorted(owner_of.items()):
-        left[alike[unit]][owner] += 1
-    new_owner: dict[int, int] = {}
-    for bucket in buckets:
-        held: Counter[int] = Counter()
-        kinds: dict[Hashable, list[Part]] = defaultdict(list)
-        # Parameters of several parts first: their parts are then next to each other in the list.
-        for parameter in sorted(bucket, key=lambda parameter: -len(parameter.parts)):
-            for part in parameter.parts:
-                kinds[alike[part.unit]].append(part)
-        for kind, parts in sorted(kinds.items(), key=lambda item: -item[1][0].elements):
-            free = left[kind]
-            chosen: list[int] = []
-            while len(chosen) < len(parts):
-                ranked = sorted(free, key=lambda owner: (held[owner], -free[owner], owner))
-                for owner in ranked[: len(parts) - len(chosen)]:
-                    chosen.append(owner)
-                    held[owner] += parts[0].elements
-                    free[owner] -= 1
-                    if not free[owner]:
-                        del free[owner]
-            for part, owner in zip(parts, sorted(chosen), strict=True):
-                new_owner[part.unit] = owner
-    return new_owner

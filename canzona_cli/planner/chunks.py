@@ -6,6 +6,7 @@ first of the forward pass with a parameter in the bucket, so it is also the firs
 parameters.
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from canzona_cli.costs.model import StageTime
 from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Part
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.plan import Bucket
+from canzona_cli.planner.plan import Bucket, rank_buckets
 from canzona_cli.planner.reduction import GATHERED_AHEAD, ReductionModel, adamw_apart
 
 
@@ -34,6 +35,11 @@ class Chunk:
     apart: bool = False
     """True for a bucket of AdamW's parameters with a communicator of its own
     (`planner.reduction.adamw_apart`)."""
+
+
+def in_order(streams: Iterable[Sequence[Chunk]]) -> list[Chunk]:
+    """Merges chunks of several kinds of matrices, each in the order in which its buckets fill, into this order."""
+    return list(heapq.merge(*streams, key=lambda chunk: -chunk.module))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,16 +140,23 @@ class Buffers:
         ]
 
     def matrices(self, buckets: Iterable[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:
-        """Builds the chunks of the matrices' buckets, in the order in which buckets fill."""
-        of_stage = [bucket for bucket in buckets if bucket.stage == self._stage]
-        return [
-            Chunk(
-                module=self.first_module(matrices[index] for part in bucket.ranges for index in part.matrices),
-                reduce=reduced,
-                gather=gathered,
-            )
-            for bucket, (reduced, gathered) in zip(of_stage, self._reductions.in_turn(of_stage), strict=True)
+        """Builds the chunks of the matrices' buckets, in the order in which buckets fill. The experts of the first
+        expert-parallel rank stand for those of all."""
+        streams: dict[int | None, list[Bucket]] = {}
+        for bucket in rank_buckets(buckets, self._stage):
+            streams.setdefault(bucket.expert_rank, []).append(bucket)
+        chunks = [
+            [
+                Chunk(
+                    module=self.first_module(matrices[index] for part in bucket.ranges for index in part.matrices),
+                    reduce=reduced,
+                    gather=gathered,
+                )
+                for bucket, (reduced, gathered) in zip(stream, self._reductions.in_turn(stream), strict=True)
+            ]
+            for stream in streams.values()
         ]
+        return in_order(chunks)
 
     def _even(self, elements: int, module: int, *, sharded: bool) -> Chunk:
         if not sharded:

@@ -16,7 +16,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import StageTime, stage_time, units_taken, zeroing_seconds
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.chunks import Buffers, Chunk, Order
+from canzona_cli.planner.chunks import Buffers, Chunk, Order, in_order
 from canzona_cli.planner.plan import Bucket
 from canzona_cli.planner.reduction import GATHERED_AHEAD, ReductionModel
 
@@ -38,6 +38,8 @@ class Outline:
     largest: int
     """The elements of the largest part that must have one owner."""
     matrices: tuple[int, ...]
+    experts: bool = False
+    """True for experts with an `expert_rank`."""
 
 
 class Exposure:
@@ -139,17 +141,15 @@ class _StageClock:
 
     def outlined(self, outlines: Sequence[Outline], matrices: Sequence[Matrix], model: ReductionModel) -> list[Chunk]:
         """Returns the chunks of AdamW's parameters and estimated chunks of matrices, see `Exposure.roughly`."""
-        return [
-            *self._others,
-            *(
-                Chunk(
-                    module=self._buffers.first_module(matrices[index] for index in bucket.matrices),
-                    reduce=model.roughly(bucket.elements, bucket.largest, "reduce_scatter"),
-                    gather=model.roughly(bucket.elements, bucket.largest, "all_gather"),
-                )
-                for bucket in outlines
-            ),
-        ]
+        chunks: dict[bool, list[Chunk]] = {False: [], True: []}
+        for bucket in outlines:
+            reduced, gathered = (
+                model.roughly(bucket.elements, bucket.largest, kind, experts=bucket.experts)
+                for kind in ("reduce_scatter", "all_gather")
+            )
+            module = self._buffers.first_module(matrices[index] for index in bucket.matrices)
+            chunks[bucket.experts].append(Chunk(module=module, reduce=reduced, gather=gathered))
+        return [*self._others, *in_order(chunks.values())]
 
     def reduced(self, chunks: Sequence[Chunk], *, overlap: bool) -> Waits:
         """Returns the wait for reductions after the first stage's last backward pass."""

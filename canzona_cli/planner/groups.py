@@ -7,6 +7,7 @@ bounds what a rank sends: a fragment of 1 / tp of the matrices of tp hosts.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from types import MappingProxyType
@@ -45,11 +46,12 @@ def micro_groups(
         ConfigError: C_max is smaller than the largest matrix.
     """
     check_capacity(matrices, grouped.pipeline.tp, grouped.settings, grouped.bytes_per_element)
+    first = expert_seconds(matrices, costs, assignment, grouped.pipeline)
     groups: list[MicroGroup] = []
     for (stage, owner), jobs in sorted(held_jobs(matrices, costs, assignment).items()):
         groups += [
             MicroGroup(stage=stage, owner=owner, index=number, matrices=group)
-            for number, group in enumerate(grouped.of(jobs)[1])
+            for number, group in enumerate(grouped.of(jobs, first.get((stage, owner), ()))[1])
         ]
     return tuple(groups)
 
@@ -57,12 +59,41 @@ def micro_groups(
 def held_jobs(
     matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment
 ) -> dict[tuple[int, int], list[Job]]:
-    """Lists the matrices of each (stage, owner), with their hosts and costs."""
+    """Lists the matrices of each (stage, owner) that are exchanged over its TP group, with their hosts and
+    costs: all but experts with an `expert_rank`."""
     held: dict[tuple[int, int], list[Job]] = {}
     for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True):
-        job = Job(matrix=matrix, host=cell.host, seconds=cost, share=assignment.shares.get(matrix.index))
-        held.setdefault((matrix.stage, cell.owner), []).append(job)
+        if matrix.expert_rank is None:
+            job = Job(matrix=matrix, host=cell.host, seconds=cost, share=assignment.shares.get(matrix.index))
+            held.setdefault((matrix.stage, cell.owner), []).append(job)
     return held
+
+
+def expert_seconds(
+    matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment, pipeline: HostedPipeline
+) -> Mapping[tuple[int, int], tuple[float, ...]]:
+    """Returns, by (stage, owner), the seconds for which each host updates experts with an `expert_rank`, which
+    it does before micro-groups; owners without such experts are left out."""
+    jobs: dict[tuple[int, int], list[list[Job]]] = {}
+    for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True):
+        if matrix.expert_rank is not None:
+            hosts = jobs.setdefault((matrix.stage, cell.owner), [[] for _ in range(pipeline.tp)])
+            hosts[cell.host].append(Job(matrix=matrix, host=cell.host, seconds=cost))
+    return {owner: tuple(map(pipeline.alone, hosts)) for owner, hosts in jobs.items()}
+
+
+def slowest(
+    matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment, grouped: "Grouped"
+) -> dict[int, float]:
+    """Returns, by stage, the update seconds of the owner that is done last, as the planner's `Clock` adds
+    them up."""
+    jobs = held_jobs(matrices, costs, assignment)
+    first = expert_seconds(matrices, costs, assignment, grouped.pipeline)
+    seconds: dict[int, float] = defaultdict(float)
+    for stage, owner in jobs.keys() | first.keys():
+        done = grouped.of(jobs.get((stage, owner), []), first.get((stage, owner), ()))[0]
+        seconds[stage] = max(seconds[stage], done)
+    return seconds
 
 
 class Grouped:
@@ -73,14 +104,21 @@ class Grouped:
         self.settings, self.bytes_per_element, self.pipeline = settings, bytes_per_element, pipeline
         self._known: dict[Hashable, tuple[float, list[tuple[int, ...]]]] = {}
 
-    def of(self, jobs: Sequence[Job]) -> tuple[float, list[Group]]:
-        """Returns an owner's update seconds, as the planner's `Clock` adds them up, and its groups."""
-        key = tuple(
-            (job.host, job.seconds, job.matrix.elements, job.matrix.home, job.matrix.replicated, job.share)
-            for job in jobs
+    def of(self, jobs: Sequence[Job], first: Sequence[float] = ()) -> tuple[float, list[Group]]:
+        """Returns an owner's update seconds, as the planner's `Clock` adds them up, and its groups.
+
+        Args:
+            first: the seconds of each host's updates before the groups, see `expert_seconds`.
+        """
+        key = (
+            tuple(first),
+            tuple(
+                (job.host, job.seconds, job.matrix.elements, job.matrix.home, job.matrix.replicated, job.share)
+                for job in jobs
+            ),
         )
         if key not in self._known:
-            seconds, groups = _groups(jobs, self.settings, self.bytes_per_element, self.pipeline)
+            seconds, groups = _groups(jobs, self.settings, self.bytes_per_element, self.pipeline, first)
             positions = {job.matrix.index: position for position, job in enumerate(jobs)}
             self._known[key] = (
                 seconds,
@@ -90,11 +128,16 @@ class Grouped:
         return seconds, [tuple(jobs[place].matrix.index for place in group) for group in places]
 
 
+def sent(matrices: Sequence[Matrix]) -> Sequence[Matrix]:
+    """Returns the matrices that micro-groups consist of: all but experts with an `expert_rank`."""
+    return [matrix for matrix in matrices if matrix.expert_rank is None]
+
+
 def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, bytes_per_element: int) -> None:
     """Raises ConfigError if C_max is smaller than the largest matrix."""
     if settings.c_max_bytes is None or tp == 1 or not matrices:
         return
-    largest = max(matrices, key=lambda matrix: matrix.elements)
+    largest = max(sent(matrices), key=lambda matrix: matrix.elements)
     need = largest.elements * bytes_per_element
     if settings.c_max_bytes < need:
         # Rounded up to a multiple of 1/64, which has few digits and is read back exactly.
@@ -113,13 +156,17 @@ def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, 
 
 
 def _groups(
-    jobs: Sequence[Job], settings: PlanSettings, bytes_per_element: int, pipeline: HostedPipeline
+    jobs: Sequence[Job],
+    settings: PlanSettings,
+    bytes_per_element: int,
+    pipeline: HostedPipeline,
+    first: Sequence[float],
 ) -> tuple[float, list[list[Job]]]:
     """Returns the seconds that an owner's groups take, and the groups."""
     capacity, tp = settings.capacity(bytes_per_element), pipeline.tp
-    if settings.grouping == "auto" and tp > 1:
-        return _fewest_of_the_fastest(_searched(jobs, tp, capacity), pipeline)
-    chosen = [list(jobs)]
+    if settings.grouping == "auto" and tp > 1 and jobs:
+        return _fewest_of_the_fastest(_searched(jobs, tp, capacity), pipeline, first)
+    chosen = [list(jobs)] if jobs else []
     if tp > 1:
         chosen = rolled_back(jobs, tp, capacity)
         # If a memory cap led to other hosts than the greedy choice, the groups are cut for the assigned
@@ -127,18 +174,18 @@ def _groups(
         hosts = {job.matrix.index: job.host for group in chosen for job in group}
         if hosts != {job.matrix.index: job.host for job in jobs}:
             chosen = _cut(jobs, tp, capacity)
-    return pipeline.seconds(chosen), chosen
+    return pipeline.seconds(chosen, first=first), chosen
 
 
 def _fewest_of_the_fastest(
-    candidates: Iterable[list[list[Job]]], pipeline: HostedPipeline
+    candidates: Iterable[list[list[Job]]], pipeline: HostedPipeline, first: Sequence[float]
 ) -> tuple[float, list[list[Job]]]:
     """Times all candidates; returns, of those within `CLOSE` of the fastest, the seconds and groups of the
     one with the fewest groups."""
     # Candidates are often equal, and most have groups in common, whose loads `known` keeps.
     distinct = {tuple(tuple(job.matrix.index for job in group) for group in groups): groups for groups in candidates}
     known: Loads = {}
-    timed = [(pipeline.seconds(groups, known), groups) for groups in distinct.values()]
+    timed = [(pipeline.seconds(groups, known, first), groups) for groups in distinct.values()]
     least = min(seconds for seconds, _ in timed)
     _, seconds, groups = min(
         ((len(groups), seconds, groups) for seconds, groups in timed if seconds <= (1 + CLOSE) * least),

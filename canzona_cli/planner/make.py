@@ -28,8 +28,9 @@ from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.attempt import Attempt, cheapest
 from canzona_cli.planner.exposure import Exposure
+from canzona_cli.planner.groups import sent
 from canzona_cli.planner.memory import plan_memory
-from canzona_cli.planner.packing import lower_bound
+from canzona_cli.planner.packing import stage_bound
 from canzona_cli.planner.paper import as_published, capacities
 from canzona_cli.planner.plan import Cell, Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import ReductionModel
@@ -135,7 +136,7 @@ def _attempts_with(
     """Prepares the attempts of `attempt`, one for each C_max to try."""
     sizes: list[int | None] = [c_max_bytes]
     if config.engine.strategy == "paper" and config.engine.c_max_mib is None and c_max_bytes is None and layout.tp > 1:
-        sizes += capacities(max(matrix.elements for matrix in members) * max(exchange_bytes(config)), None)
+        sizes += capacities(max(matrix.elements for matrix in sent(members)) * max(exchange_bytes(config)), None)
     return [
         Attempt(
             config,
@@ -156,7 +157,7 @@ def _attempts_with(
 def lower_bounds(config: RunConfig, layout: Layout, members: tuple[Matrix, ...]) -> tuple[float, ...]:
     """Computes `Plan.lower_bounds`, in seconds by stage."""
     costs, possible = update_costs(config, members), _possible(config, layout, members)
-    return tuple(lower_bound(members, costs, stage, layout.owners, layout.tp, possible) for stage in range(layout.pp))
+    return tuple(stage_bound(members, costs, stage, layout, possible) for stage in range(layout.pp))
 
 
 def _possible(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
@@ -313,7 +314,7 @@ def _capacities(config: RunConfig, layout: Layout, members: Sequence[Matrix]) ->
     """Yields C_max of `make_plan`'s attempts in bytes: first None (as the settings say), then smaller and
     smaller, down to the largest matrix."""
     yield None
-    largest = max(matrix.elements for matrix in members) * max(exchange_bytes(config))
+    largest = max(matrix.elements for matrix in sent(members)) * max(exchange_bytes(config))
     yield from capacities(largest, settings(config).c_max_bytes)
 
 
@@ -332,11 +333,11 @@ def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], li
         factors = max(size / elements for size, elements in shares)
     else:
         factors = sum(size for size, _ in shares) / sum(elements for _, elements in shares)
-    state = sum(optimizer_state(config, layout, others=0, whole=1, factors=0).values()) + factors
+    state = sum(optimizer_state(config, others=0, whole=1, factors=0).values()) + factors
     left = []
     for stage in range(layout.pp):
         weights = stage_weights(config, layout, stage)
-        adamw = sum(optimizer_state(config, layout, weights.others, whole=0, factors=0).values())
+        adamw = sum(optimizer_state(config, weights.share(layout, matrices=False), whole=0, factors=0).values())
         stored = sum(element_bytes(config)) * (weights.matrices + weights.others)
         needed = least_step_bytes(config, layout, stage) + sum(transient(config, layout, stage).parts().values())
         left.append(limit - stored - adamw - needed)

@@ -5,14 +5,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import Form, Gathering, Layout, NewtonSchulzConfig, Reduction, RunConfig
 from canzona_cli.costs.buffers import element_bytes, exchange_bytes, stage_weights
 from canzona_cli.costs.sharing import Share, shared_bytes, shared_collectives
 from canzona_cli.costs.update import form_of, stack_of
 from canzona_cli.planner.exchange import GroupTraffic, group_traffic
-from canzona_cli.planner.plan import Bucket, MicroGroup, Place, Plan
+from canzona_cli.planner.plan import Bucket, MicroGroup, Place, Plan, rank_buckets
 from canzona_cli.planner.reduction import collectives, sent_elements, shares
 
 
@@ -167,24 +167,18 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
     model's forward and backward passes."""
     mesh = plan.subject.layout
     width, grad = element_bytes(config)
-    reduced = [
-        stage_weights(config, layout, stage).others * (mesh.owners - 1) / mesh.owners for stage in range(mesh.pp)
-    ]
-    gathered = [*reduced]
-    for bucket in plan.buckets:
-        reduced[bucket.stage] += sent_elements(bucket, bucket.reduction, mesh.owners)
-        gathered[bucket.stage] += sent_elements(bucket, bucket.gathering, mesh.owners)
-    stages = [
-        [collectives(bucket, mesh.owners) for bucket in plan.buckets if bucket.stage == stage]
+    ranks = [
+        _traffic_of(config, layout, plan, stage, expert_rank)
         for stage in range(mesh.pp)
+        for expert_rank in range(mesh.ep)
     ]
-    communicated = plan.buckets if mesh.owners > 1 else ()
+    communicated = [bucket for bucket in plan.buckets if mesh.reducers(bucket.expert_rank) > 1]
     return Communication(
-        dp_reduce_bytes=round(max(reduced) * grad),
-        dp_gather_bytes=round(max(gathered) * width),
+        dp_reduce_bytes=round(max(rank.reduced for rank in ranks) * grad),
+        dp_gather_bytes=round(max(rank.gathered for rank in ranks) * width),
         tp_exchange_bytes=max(exchange_sent(config, plan), default=0),
-        dp_reductions=max(sum(reductions for reductions, _ in stage) for stage in stages),
-        dp_gathers=max(sum(gathers for _, gathers in stage) for stage in stages),
+        dp_reductions=max(rank.reductions for rank in ranks),
+        dp_gathers=max(rank.gathers for rank in ranks),
         reduced_by=dict(Counter(bucket.reduction for bucket in communicated).most_common()),
         gathered_by=dict(Counter(bucket.gathering for bucket in communicated).most_common()),
         tp_exchanges=max(exchanges(plan).values(), default=0),
@@ -193,12 +187,34 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
     )
 
 
+class _RankTraffic(NamedTuple):
+    """The elements that a rank of a stage sends to reduce and to gather, and the collectives of its matrices."""
+
+    reduced: float
+    gathered: float
+    reductions: int
+    gathers: int
+
+
+def _traffic_of(config: RunConfig, layout: Layout, plan: Plan, stage: int, expert_rank: int) -> _RankTraffic:
+    mesh = plan.subject.layout
+    others = stage_weights(config, layout, stage).others * (mesh.owners - 1) / mesh.owners
+    reduced, gathered, reductions, gathers = others, others, 0, 0
+    for bucket in rank_buckets(plan.buckets, stage, expert_rank):
+        owners = mesh.reducers(bucket.expert_rank)
+        reduced += sent_elements(bucket, bucket.reduction, owners)
+        gathered += sent_elements(bucket, bucket.gathering, owners)
+        to_reduce, to_gather = collectives(bucket, owners)
+        reductions, gathers = reductions + to_reduce, gathers + to_gather
+    return _RankTraffic(reduced, gathered, reductions, gathers)
+
+
 def _byte_balance(plan: Plan) -> float:
     busiest = even = 0.0
     for bucket in plan.buckets:
         held = shares(bucket)
         busiest += max(held.values())
-        even += sum(held.values()) / plan.subject.layout.owners
+        even += sum(held.values()) / plan.subject.layout.reducers(bucket.expert_rank)
     return busiest / even if even else 1.0
 
 

@@ -22,10 +22,11 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import Gathering, Layout, Reduction, RunConfig
 from canzona_cli.costs.buffers import (
     BATCH_BYTES,
     FP32,
+    Shape,
     element_bytes,
     exchange_bytes,
     stage_weights,
@@ -38,7 +39,7 @@ from canzona_cli.model.geometry import interleaved_kinds
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.exchange import group_traffic
 from canzona_cli.planner.order import LANES
-from canzona_cli.planner.plan import Place, Plan
+from canzona_cli.planner.plan import Bucket, Place, Plan, rank_buckets
 from canzona_cli.planner.reduction import GATHERED_AHEAD, scratch_bytes
 
 
@@ -70,6 +71,10 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
     for group in sorted(plan.groups, key=lambda group: group.index):
         if group.stage == stage:
             by_owner.setdefault(group.owner, []).append(group.matrices)
+    experts: list[list[Matrix]] = [[] for _ in range(mesh.cells)]
+    for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
+        if matrix.stage == stage and matrix.expert_rank is not None:
+            experts[cell.owner * mesh.tp + cell.host].append(matrix)
     reduced, gathered = _communicated(config, plan, stage)
     known: dict[Hashable, list[StepBuffers]] = {}
     buffers: list[StepBuffers] = []
@@ -81,19 +86,19 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
             ]
             for group in by_owner.get(owner, ())
         ]
-        reduction, gathering = reduced.get(owner, 0), gathered.get(owner, 0)
+        row = slice(owner * mesh.tp, (owner + 1) * mesh.tp)
         # Most of thousands of owners have the same matrices as some other owner.
-        placements = tuple(
-            tuple((_alike(placed.matrix), placed.host, placed.share) for placed in group) for group in groups
+        key = (
+            tuple(tuple((_alike(placed.matrix), placed.host, placed.share) for placed in group) for group in groups),
+            tuple(tuple(map(_alike, of_host)) for of_host in experts[row]),
         )
-        key = (reduction, gathering, placements)
         if key not in known:
-            known[key] = [
-                replace(of_host, reduction=reduction, gathering=gathering)
-                for of_host in _owners_buffers(config, groups, mesh.tp)
-            ]
+            known[key] = list(_owners_buffers(config, groups, experts[row]))
         buffers += known[key]
-    return buffers
+    return [
+        replace(of_cell, reduction=reduced.get(cell, 0), gathering=gathered.get(cell, 0))
+        for cell, of_cell in enumerate(buffers)
+    ]
 
 
 def _alike(matrix: Matrix) -> Hashable:
@@ -109,17 +114,22 @@ class _Placed(NamedTuple):
     share: Share | None
 
 
-def _owners_buffers(config: RunConfig, groups: Sequence[Sequence[_Placed]], tp: int) -> Iterator[StepBuffers]:
+def _owners_buffers(
+    config: RunConfig, groups: Sequence[Sequence[_Placed]], experts: Sequence[Sequence[Matrix]]
+) -> Iterator[StepBuffers]:
     """Yields the buffers of each of an owner's hosts, without those for buckets (`reduction`, `gathering`).
 
     Args:
         groups: the owner's micro-groups.
+        experts: by host, the experts with an `expert_rank`.
     """
+    tp = len(experts)
+    batches = [_batched(config, of_host) for of_host in experts]
     if tp == 1:
-        members = [placed.matrix for group in groups for placed in group]
-        copied = [_copied(config, matrix, 1, 0) for matrix in members]
-        together = [[members[place].shape for place in batch] for batch in _batches(copied)]
-        yield StepBuffers(gradients=batch_bytes(copied), workspace=workspace_bytes(config, together))
+        gradients, together = _batched(config, [placed.matrix for group in groups for placed in group])
+        ((of_experts, expert_shapes),) = batches
+        workspace = workspace_bytes(config, [*together, *expert_shapes])
+        yield StepBuffers(gradients=gradients + of_experts, workspace=workspace)
         return
     widths = exchange_bytes(config)
     shared = [placed.matrix for group in groups for placed in group if placed.share is not None]
@@ -141,11 +151,21 @@ def _owners_buffers(config: RunConfig, groups: Sequence[Sequence[_Placed]], tp: 
         copied_most = _most(sum(_copied(config, matrix, tp, rank) for matrix in group) for group in hosted)
         yield StepBuffers(
             exchange=exchange,
-            gradients=FP32 * copied_most + fragment_copy,
+            gradients=FP32 * copied_most + fragment_copy + batches[rank][0],
             workspace=workspace_bytes(
-                config, [[matrix.shape for matrix in group] for group in hosted], cut[::LANES], cut[1::LANES]
+                config,
+                [*([matrix.shape for matrix in group] for group in hosted), *batches[rank][1]],
+                cut[::LANES],
+                cut[1::LANES],
             ),
         )
+
+
+def _batched(config: RunConfig, matrices: Sequence[Matrix]) -> tuple[int, list[list[Shape]]]:
+    """Returns, for matrices that one rank stores whole, the fp32 bytes of the largest batch of gradients that it
+    copies, and the shapes of each batch."""
+    copied = [_copied(config, matrix, 1, 0) for matrix in matrices]
+    return batch_bytes(copied), [[matrices[place].shape for place in batch] for batch in _batches(copied)]
 
 
 def batch_bytes(elements: Sequence[int]) -> int:
@@ -192,27 +212,34 @@ def _is_head(matrix: Matrix) -> bool:
 
 
 def _communicated(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
-    """Counts the bytes of scratch for the reduction of gradients and for the gathering of weights, by owner.
+    """Counts the bytes of scratch for the reduction of gradients and for the gathering of weights, by cell.
 
     The scratch of all buckets' gradients may be needed at the same time. For weights, `GATHERED_AHEAD`
     buckets are gathered at a time and one more is copied into place, so the largest of them count.
     """
-    width, grad = element_bytes(config)
-    buckets, owners = [bucket for bucket in plan.buckets if bucket.stage == stage], plan.subject.layout.owners
+    mesh, (width, grad) = plan.subject.layout, element_bytes(config)
+
+    def needed(bucket: Bucket, way: Reduction | Gathering, size: int) -> Mapping[int, int]:
+        """Returns the bytes of scratch that each cell needs for a bucket."""
+        scratch = scratch_bytes(bucket, way, mesh.reducers(bucket.expert_rank), size)
+        if bucket.expert_rank is not None:
+            return {owner * mesh.ep + bucket.expert_rank: held for owner, held in scratch.items()}
+        return {owner * mesh.tp + host: held for owner, held in scratch.items() for host in range(mesh.tp)}
+
+    buckets = [bucket for bucket in plan.buckets if bucket.stage == stage]
     reduced = Counter[int]()
     for bucket in buckets:
-        reduced.update(scratch_bytes(bucket, bucket.reduction, owners, grad))
-    gathered = (scratch_bytes(bucket, bucket.gathering, owners, width) for bucket in buckets)
-    return reduced, _largest(GATHERED_AHEAD + 1, gathered)
+        reduced.update(needed(bucket, bucket.reduction, grad))
+    return reduced, _largest(GATHERED_AHEAD + 1, (needed(bucket, bucket.gathering, width) for bucket in buckets))
 
 
 def _largest(count: int, needed: Iterable[Mapping[int, int]]) -> Mapping[int, int]:
-    """Adds up, by owner, the `count` largest sizes in `needed`."""
+    """Adds up, by cell, the `count` largest sizes in `needed`."""
     held: dict[int, list[int]] = {}
     for of_bucket in needed:
-        for owner, size in of_bucket.items():
-            held.setdefault(owner, []).append(size)
-    return {owner: sum(sorted(sizes)[-count:]) for owner, sizes in held.items()}
+        for cell, size in of_bucket.items():
+            held.setdefault(cell, []).append(size)
+    return {cell: sum(sorted(sizes)[-count:]) for cell, sizes in held.items()}
 
 
 def _most(sizes: Iterable[int]) -> int:
@@ -261,7 +288,7 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     def varying(cell: int) -> dict[str, int]:
         """Returns the parts that differ between the cells of a stage."""
         return {
-            **optimizer_state(config, layout, weights.others, kept[cell], factors[cell]),
+            **optimizer_state(config, weights.share(mesh, matrices=False), kept[cell], factors[cell]),
             **needed.parts(reduction=buffers[cell].reduction, gathering=buffers[cell].gathering),
             "exchange": buffers[cell].lasting,
         }
@@ -270,8 +297,9 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     distinct = {(kept[cell], factors[cell], buffers[cell]): cell for cell in reversed(range(mesh.cells))}
     worst = max(distinct.values(), key=lambda cell: (sum(varying(cell).values()), -cell))
     # Fragments are counted from the plan, because a user's own shapes differ from those of `stage_weights`.
-    stored = weights.others + sum(m.fragment_elements(mesh.tp) for m in plan.matrices if m.stage == stage)
-    padding = sum(bucket.padding for bucket in plan.buckets if bucket.stage == stage)
+    held = [m.fragment_elements(mesh.tp) for m in plan.matrices if m.stage == stage and m.expert_rank in (None, 0)]
+    stored = weights.others + sum(held)
+    padding = sum(bucket.padding for bucket in rank_buckets(plan.buckets, stage))
     place = Place.of(mesh, stage, worst)
     return PlanMemory(
         parts=MappingProxyType(

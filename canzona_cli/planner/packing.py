@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from canzona_cli.config.schema import Mesh
 from canzona_cli.costs.sharing import HOSTED, Share
 from canzona_cli.model.matrices import Matrix
 
@@ -250,6 +251,23 @@ def _exchange(classes: _Classes, patterns: Sequence[Pattern], bound: float) -> l
         else:
             break
     return packed
+
+
+def stage_bound(
+    matrices: Sequence[Matrix], costs: Sequence[float], stage: int, mesh: Mesh, shares: Mapping[int, Share] = HOSTED
+) -> float:
+    """Returns the seconds that the slowest cell of a stage needs at least: `lower_bound`, or what it takes to pack
+    an expert-parallel rank's experts into the cells that store them, if that is more."""
+    experts: dict[int, list[float]] = {}
+    for matrix, cost in zip(matrices, costs, strict=True):
+        if matrix.stage == stage and matrix.expert_rank is not None:
+            experts.setdefault(matrix.expert_rank, []).append(cost)
+    alone = {tuple(sorted(members)) for members in experts.values()}
+    return max(
+        lower_bound(matrices, costs, stage, mesh.owners, mesh.tp, shares),
+        *(packing_bound(members, mesh.expert_owners) for members in alone),
+        0.0,
+    )
 
 
 def lower_bound(

@@ -168,31 +168,46 @@ class HostedPipeline:
         """The bytes of memory traffic to unpack a gradient element after its exchange."""
         return self.grad + FP32
 
-    def seconds(self, groups: Sequence[Sequence[Job]], known: "Loads | None" = None) -> float:
+    def seconds(
+        self, groups: Sequence[Sequence[Job]], known: "Loads | None" = None, first: Sequence[float] = ()
+    ) -> float:
         """Returns the seconds of an owner's groups, in this order, beyond those of norm, clip and AdamW.
 
         Args:
             known: loads of groups of the same jobs, computed before; new ones are added.
+            first: see `run`.
         """
         clock = Clock(self.tp, self.norm_s)
-        self.run(groups, clock, known)
+        self.run(groups, clock, known, first)
         return max(clock.now) - self.norm_s
 
+    def alone(self, jobs: Sequence[Job]) -> float:
+        """Returns the seconds in which a host updates matrices that no other rank of its TP group stores."""
+        return sum(self._alone(jobs)) if jobs else 0.0
+
+    def _alone(self, jobs: Sequence[Job]) -> Iterator[float]:
+        yield self.updating * self.replay_s
+        for job in jobs:
+            yield self.updating * job.seconds + self.own * job.matrix.elements * self.byte_s
+
     def run[Moment](
-        self, groups: Sequence[Sequence[Job]], ranks: Pipeline[Moment], known: "Loads | None" = None
+        self,
+        groups: Sequence[Sequence[Job]],
+        ranks: Pipeline[Moment],
+        known: "Loads | None" = None,
+        first: Sequence[float] = (),
     ) -> None:
         """Passes the work of an owner's micro-groups, and then of its shared matrices, to `ranks` in order.
 
         Args:
             known: see `seconds`.
+            first: the seconds for which each host updates its experts, before it updates anything else.
         """
         if self.tp == 1 or not groups:
-            ranks.norm()
+            _begin(ranks, first)
             for group in groups:
-                ranks.work(0, "matrix_update", self.updating * self.replay_s)
-                for job in group:
-                    own_s = self.own * job.matrix.elements * self.byte_s
-                    ranks.work(0, "matrix_update", self.updating * job.seconds + own_s)
+                for seconds in self._alone(group):
+                    ranks.work(0, "matrix_update", seconds)
             return
         loads = [
             self._load([job for job in group if not job.share], {} if known is None else known) for group in groups
@@ -200,7 +215,7 @@ class HostedPipeline:
         landed: dict[int, Moment] = {}
         for place, (number, stage) in enumerate(order(len(loads))):
             if place == ahead(len(loads)):
-                ranks.norm()
+                _begin(ranks, first)
             load = loads[number]
             for host, parts in enumerate(load.work[stage]):
                 if stage:
@@ -281,6 +296,13 @@ class HostedPipeline:
         """Returns the all-to-all that moves `traffic`, of `width` bytes an element."""
         sent, received = ([elements * width for elements in side] for side in (traffic.sent, traffic.received))
         return self.links.all_to_all(sent, received, self.group).times(self.exchanging)
+
+
+def _begin[Moment](ranks: Pipeline[Moment], first: Sequence[float]) -> None:
+    """Passes the work before the first update of a micro-group to `ranks`, see `HostedPipeline.run`."""
+    ranks.norm()
+    for host, seconds in enumerate(first):
+        ranks.work(host, "matrix_update", seconds)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ every rank and node.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from types import MappingProxyType
@@ -49,6 +49,11 @@ class Cell:
             return
         for host in range(tp):
             yield Cell(owner=self.owner, host=host), matrix.elements // tp
+
+    def reduces(self, matrix: Matrix, mesh: Mesh) -> int:
+        """Returns the number of this cell, to which a matrix's gradient is reduced, among the ranks of the
+        reduction: its owner, or for an expert its `Mesh.expert_owner`."""
+        return self.owner if matrix.expert_rank is None else mesh.expert_owner(self.owner * mesh.tp + self.host)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +112,11 @@ class Bucket:
     expert_rank: CountOrZero | None = None
     """The expert-parallel rank whose experts' matrices the bucket has; its owners are numbered by
     `Mesh.expert_owner`. None for other matrices."""
+
+
+def rank_buckets(buckets: Iterable[Bucket], stage: int, expert_rank: int = 0) -> list[Bucket]:
+    """Selects the buckets that the ranks of a stage with an expert-parallel rank have, in order."""
+    return [bucket for bucket in buckets if bucket.stage == stage and bucket.expert_rank in (None, expert_rank)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,9 +354,9 @@ class _Content:
 
 
 def _check(plan: Plan) -> None:
-    """Checks what the engine relies on: every matrix is in the list once, on a cell of the grid, in exactly
-    one range of a bucket and in exactly one micro-group of its owner, and may be shared if the plan shares
-    it.
+    """Checks what the engine relies on: every matrix is in the list once, on a cell of the grid that stores it,
+    in exactly one range of a bucket and in exactly one micro-group of its owner, and may be shared if the plan
+    shares it. An expert with an `expert_rank` is in a bucket of this rank and in no micro-group.
 
     Raises:
         ValueError: the plan is inconsistent.
@@ -361,6 +371,10 @@ def _check(plan: Plan) -> None:
             raise ValueError(f"matrix {matrix.name} has an index, stage or chunk that is not valid")
         if not (0 <= cell.owner < mesh.owners and 0 <= cell.host < mesh.tp):
             raise ValueError(f"matrix {matrix.name} is on owner {cell.owner}, host {cell.host}: outside the grid")
+        if matrix.expert_rank not in (None, mesh.expert_rank(cell.owner * mesh.tp + cell.host)):
+            raise ValueError(
+                f"matrix {matrix.name} is on owner {cell.owner}, host {cell.host}, which does not store it"
+            )
         share = plan.assignment.shares.get(index)
         if share is None:
             continue
@@ -373,19 +387,22 @@ def _check(plan: Plan) -> None:
         raise ValueError("the buckets do not contain every matrix exactly once")
     for bucket in plan.buckets:
         end = 0
+        of_bucket = [plan.matrices[index] for part in bucket.ranges for index in part.matrices]
+        if any((matrix.stage, matrix.expert_rank) != (bucket.stage, bucket.expert_rank) for matrix in of_bucket):
+            raise ValueError(f"bucket {bucket.index} of stage {bucket.stage} has matrices of other ranks")
         for part in bucket.ranges:
             if not end <= part.start < part.end <= bucket.elements:
                 raise ValueError(
                     f"bucket {bucket.index} of stage {bucket.stage} has ranges that overlap or exceed its elements"
                 )
-            if any((plan.matrices[i].stage, cells[i].owner) != (bucket.stage, part.owner) for i in part.matrices):
+            if any(cells[i].reduces(plan.matrices[i], mesh) != part.owner for i in part.matrices):
                 raise ValueError(f"bucket {bucket.index} of stage {bucket.stage} gives a matrix to another owner")
             end = part.end
-        if len({plan.matrices[i].chunk for part in bucket.ranges for i in part.matrices}) > 1:
+        if len({matrix.chunk for matrix in of_bucket}) > 1:
             raise ValueError(f"bucket {bucket.index} of stage {bucket.stage} has matrices of several model chunks")
     grouped = [index for group in plan.groups for index in group.matrices]
-    if sorted(grouped) != list(range(len(plan.matrices))):
-        raise ValueError("the micro-groups do not contain every matrix exactly once")
+    if sorted(grouped) != [matrix.index for matrix in plan.matrices if matrix.expert_rank is None]:
+        raise ValueError("the micro-groups do not contain every matrix that is sent between TP ranks exactly once")
     for group in plan.groups:
         for index in group.matrices:
             if (plan.matrices[index].stage, cells[index].owner) != (group.stage, group.owner):

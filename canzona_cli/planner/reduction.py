@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import Device, Gathering, Layout, Reduction, RunConfig
 from canzona_cli.costs.buffers import element_bytes
-from canzona_cli.costs.links import Groups, Links, Transfer
+from canzona_cli.costs.links import Group, Groups, Links, Transfer
 from canzona_cli.costs.update import memory_rate
 from canzona_cli.model.families import matrix_copies
 from canzona_cli.planner.plan import Bucket, PlanSettings, Range
@@ -58,7 +58,12 @@ def handovers(bucket: Bucket, ranks: int) -> tuple[tuple[Run, ...], ...]:
     A rank's part has `bucket.elements / ranks` elements, and together the runs cover the bucket. The list is
     empty if every part belongs to its rank.
     """
-    return _handovers(bucket.ranges, bucket.elements, ranks)
+    return _handovers(_owned(bucket), bucket.elements, ranks)
+
+
+def _owned(bucket: Bucket) -> tuple[Range, ...]:
+    """Returns a bucket's ranges without their matrices, which many buckets have in common."""
+    return tuple(Range(part.start, part.end, part.owner, ()) for part in bucket.ranges)
 
 
 @lru_cache(maxsize=1024)
@@ -76,7 +81,7 @@ def _handovers(ranges: tuple[Range, ...], elements: int, ranks: int) -> tuple[tu
 def handed(bucket: Bucket, ranks: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
     """Counts, for each all-to-all of `handovers` after a reduce-scatter, the elements that every rank hands
     over from its part, and those that it receives of its share."""
-    return _handed(bucket.ranges, bucket.elements, ranks)
+    return _handed(_owned(bucket), bucket.elements, ranks)
 
 
 @lru_cache(maxsize=1024)
@@ -184,12 +189,13 @@ class ReductionModel:
     def __init__(self, config: RunConfig, layout: Layout) -> None:
         groups = Groups.of(layout, config.cluster)
         self._links, self._group = Links(cluster=config.cluster), groups.holding(matrix_copies(config.model))
+        self._experts = groups.experts
         self._width, self._grad = element_bytes(config)
         self._rate = memory_rate(config.cluster)
         self._launch_s = config.cluster.launch_us * 1e-6
         # With gloo the all-to-all of a ring overlaps with nothing, because it is launched only once the
         # reduce-scatter has been waited for.
-        self.rings = config.cluster.device == "cuda" and self._group.size > 1
+        self.rings = config.cluster.device == "cuda" and max(self._group.size, self._experts.size) > 1
         """True if buckets may be reduced and gathered in rings that the settings do not ask for."""
 
     def reduce(self, bucket: Bucket) -> Transfer:
@@ -205,19 +211,26 @@ class ReductionModel:
         return self._per_range(bucket, "broadcast")
 
     def in_turn(self, buckets: Sequence[Bucket]) -> list[tuple[Transfer, Transfer]]:
-        """Returns the reduction and the gathering of each of a stage's buckets, run one after another on a
-        stream.
+        """Returns the reduction and the gathering of each of a stage's buckets of one expert-parallel rank, or
+        of none, run one after another on a stream.
 
         Gatherings are run in the opposite order. The `fill_s` of each transfer is the part that overlaps with
         the next chain.
         """
-        reduced = _overlapped([self.reduce(bucket) for bucket in buckets], buckets, self._group.size)
-        gathered = _overlapped([self.gather(bucket) for bucket in buckets[::-1]], buckets[::-1], self._group.size)
+        if not buckets:
+            return []
+        ranks = self._group_of(buckets[0]).size
+        reduced = _overlapped([self.reduce(bucket) for bucket in buckets], buckets, ranks)
+        gathered = _overlapped([self.gather(bucket) for bucket in buckets[::-1]], buckets[::-1], ranks)
         return list(zip(reduced, gathered[::-1], strict=True))
 
     def gather_evenly(self, elements: int) -> float:
         """Returns the seconds to gather AdamW's parameters, of which every rank has an equal shard."""
-        return self._native(elements, "all_gather").seconds
+        return self._native(elements, "all_gather", self._group).seconds
+
+    def _group_of(self, bucket: Bucket) -> Group:
+        """Returns the ranks over which a bucket is reduced."""
+        return self._group if bucket.expert_rank is None else self._experts
 
     def choose(self, buckets: Iterable[Bucket], settings: PlanSettings, *, scratch: bool) -> tuple[Bucket, ...]:
         """Chooses how each bucket is reduced and gathered.
@@ -232,8 +245,8 @@ class ReductionModel:
         plain = self._plain(buckets, settings)
         if settings.reduction or settings.strategy != "canzona" or not (scratch and self.rings):
             return plain
-        stages = groupby(plain, key=lambda bucket: bucket.stage)
-        return tuple(bucket for _, held in stages for bucket in self._quickest(list(held)))
+        streams = groupby(plain, key=lambda bucket: (bucket.stage, bucket.expert_rank))
+        return tuple(bucket for _, held in streams for bucket in self._quickest(list(held)))
 
     def choices(self, buckets: Sequence[Bucket], settings: PlanSettings) -> Iterator[tuple[Bucket, ...]]:
         """Yields different choices of how each bucket is reduced and gathered: first `choose`, which has the
@@ -250,17 +263,22 @@ class ReductionModel:
         rings = tuple(replace(bucket, reduction="ring", gathering="ring") for bucket in chosen)
         yield from (way for way in (rings, self._plain(buckets, settings)) if way != chosen)
 
-    def roughly(self, elements: int, largest: int, kind: Native) -> Transfer:
+    def roughly(self, elements: int, largest: int, kind: Native, *, experts: bool) -> Transfer:
         """Estimates the reduction or gathering of a bucket whose owners are not known yet.
 
         Args:
             elements: the elements of the bucket.
             largest: the elements of its largest part that has one owner.
+            experts: True for a bucket of experts with an `expert_rank`.
         """
-        size, share = elements * self._bytes(kind), max(largest, elements // self._group.size) * self._bytes(kind)
-        chain = self._links.chains(size, self._group)
-        handed = self._links.all_to_all([share], [share], self._group).delayed(2 * share / self._rate)
-        ring = self._native(elements, kind).then(handed)
+        group = self._experts if experts else self._group
+        size, share = elements * self._bytes(kind), max(largest, elements // group.size) * self._bytes(kind)
+        chain = self._links.chains(size, group)
+        ring = self._native(elements, kind, group)
+        if not experts:
+            # Experts are alike, so that owners can have equal shares and nothing is handed over.
+            handed = self._links.all_to_all([share], [share], group).delayed(2 * share / self._rate)
+            ring = ring.then(handed)
         return ring if ring.seconds <= WORTH * chain.seconds else replace(chain, fill_s=0.0)
 
     def _plain(self, buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[Bucket, ...]:
@@ -287,7 +305,7 @@ class ReductionModel:
         without handing over. This avoids computing what a ring hands over, which is slow."""
         return [
             self._ring(bucket, kind).seconds
-            if self._native(bucket.elements, kind).seconds <= WORTH * chain.seconds
+            if self._native(bucket.elements, kind, self._group_of(bucket)).seconds <= WORTH * chain.seconds
             else math.inf
             for bucket, chain in zip(buckets, chains, strict=True)
         ]
@@ -295,33 +313,34 @@ class ReductionModel:
     def _per_range(self, bucket: Bucket, kind: Literal["reduce", "broadcast"]) -> Transfer:
         """Returns the transfer of a reduction (broadcast) for each range; each range after the first adds a
         launch."""
-        width = self._grad if kind == "reduce" else self._width
+        width, group = self._grad if kind == "reduce" else self._width, self._group_of(bucket)
         transfer = self._links.rooted(
-            kind, [share * width for share in shares(bucket).values()], self._group, collectives=len(bucket.ranges)
+            kind, [share * width for share in shares(bucket).values()], group, collectives=len(bucket.ranges)
         )
-        issue = (len(bucket.ranges) - 1) * self._launch_s if self._group.size > 1 else 0.0
+        issue = (len(bucket.ranges) - 1) * self._launch_s if group.size > 1 else 0.0
         return transfer.delayed(issue)
 
     def _ring(self, bucket: Bucket, kind: Native) -> Transfer:
         """Returns the transfer of equal parts of the bucket, of the all-to-alls that hand elements over, and
         of the copy of the largest share that this takes."""
-        ranks = self._group.size
+        group = self._group_of(bucket)
+        ranks = group.size
         if ranks == 1:
             return Transfer()
         width = self._bytes(kind)
-        transfer = self._native(bucket.elements, kind)
+        transfer = self._native(bucket.elements, kind, group)
         messages = handed(bucket, ranks)
         if not messages:
             return transfer
         for runs in messages:
             from_parts, to_shares = ([elements * width for elements in side] for side in runs)
             sent, received = (from_parts, to_shares) if kind == "reduce_scatter" else (to_shares, from_parts)
-            transfer = transfer.then(self._links.all_to_all(sent, received, self._group)).delayed(self._launch_s)
+            transfer = transfer.then(self._links.all_to_all(sent, received, group)).delayed(self._launch_s)
         return transfer.delayed(2 * max(shares(bucket).values()) * width / self._rate + self._launch_s)
 
-    def _native(self, elements: int, kind: Native) -> Transfer:
+    def _native(self, elements: int, kind: Native, group: Group) -> Transfer:
         collective = self._links.reduce_scatter if kind == "reduce_scatter" else self._links.all_gather
-        return collective(elements * self._bytes(kind), self._group)
+        return collective(elements * self._bytes(kind), group)
 
     def _bytes(self, kind: Native) -> int:
         """Returns the bytes of an element that is communicated: of a gradient or of a weight."""

@@ -17,7 +17,7 @@ from canzona_cli.costs.update import adamw_seconds, implementation, step_factor,
 from canzona_cli.model.families import flops_per_token
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
-from canzona_cli.planner.buckets import even_bucket, stage_parameters, stages
+from canzona_cli.planner.buckets import Pool, even_bucket, stage_parameters, stages
 from canzona_cli.planner.chunks import after_reduction
 from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.packing import simple_bound
@@ -118,7 +118,7 @@ def layerwise(
                     for parameter in of_owner:
                         for matrix in parameter.matrices:
                             owner_of[matrix] = owner
-                buckets.append(even_bucket(held, stage, index))
+                buckets.append(even_bucket(held, Pool(stage), index))
                 index += 1
     return Assignment(cells=tuple(Cell(owner=owner, host=0) for owner in owner_of)), tuple(buckets)
 

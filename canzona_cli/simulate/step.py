@@ -31,6 +31,7 @@ from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.families import flops_per_token
 from canzona_cli.planner.chunks import Buffers, Chunk, Order, after_reduction
 from canzona_cli.planner.order import by_rank, refreshes
+from canzona_cli.planner.plan import rank_buckets
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.run.breakdown import SimulatedEvent
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
@@ -282,7 +283,7 @@ class _Simulation:
 
     def _order(self, stage: int, chunks: Sequence[Chunk]) -> Order:
         """Returns the order in which a stage's chunks are gathered."""
-        others = len(chunks) - sum(bucket.stage == stage for bucket in self._workload.buckets)
+        others = len(chunks) - len(rank_buckets(self._workload.buckets, stage))
         return Order.of(chunks, others, stage_time(self._config, self._layout, stage).places)
 
     def _factor(self, phase: Phase) -> float:
@@ -290,7 +291,7 @@ class _Simulation:
 
     def _zero_s(self, stage: int) -> float:
         """Returns the seconds of setting the gradient buffers to zero, before the first forward."""
-        padding = sum(bucket.padding for bucket in self._workload.buckets if bucket.stage == stage)
+        padding = sum(bucket.padding for bucket in rank_buckets(self._workload.buckets, stage))
         return zeroing_seconds(self._config, self._layout, stage, padding)
 
     def _rank(self, cell: CellUpdate) -> int:

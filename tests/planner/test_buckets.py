@@ -15,8 +15,9 @@ from canzona_cli.config.schema import BufferLayout, Layout
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.buckets import buckets, cut, few_owners, in_order_of_reductions, stage_parameters
+from canzona_cli.planner.buckets import buckets, cut, stage_parameters
 from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
+from canzona_cli.planner.seats import few_owners, in_order_of_reductions
 from tests.planner.planning import grid, newton_schulz, transformer
 from tests.sizes import layout, model
 

@@ -253,15 +253,17 @@ def test_nothing_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     search, seconds, load = groups_module._groups, HostedPipeline.seconds, HostedPipeline._new_load
 
     def groups_of(
-        jobs: Sequence[Job], asked: PlanSettings, width: int, pipeline: HostedPipeline
+        jobs: Sequence[Job], asked: PlanSettings, width: int, pipeline: HostedPipeline, first: Sequence[float]
     ) -> tuple[float, list[list[Job]]]:
         searched.append(tuple((job.host, job.seconds, job.matrix.shape, job.share) for job in jobs))
         timed.append([])
-        return search(jobs, asked, width, pipeline)
+        return search(jobs, asked, width, pipeline, first)
 
-    def noted(self: HostedPipeline, groups: Sequence[Sequence[Job]], known: Loads | None = None) -> float:
+    def noted(
+        self: HostedPipeline, groups: Sequence[Sequence[Job]], known: Loads | None = None, first: Sequence[float] = ()
+    ) -> float:
         timed[-1].append(tuple(tuple(job.matrix.index for job in group) for group in groups))
-        return seconds(self, groups, known)
+        return seconds(self, groups, known, first)
 
     def load_of(self: HostedPipeline, group: Sequence[Job]) -> Load:
         priced.append(1)

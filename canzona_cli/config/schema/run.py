@@ -249,6 +249,11 @@ class Mesh:
         """The number of TP ranks that cut an expert's matrices: 1 where experts are divided among ranks."""
         return self.tp if self.ep == 1 else 1
 
+    def reducers(self, expert_rank: int | None) -> int:
+        """Returns the number of ranks over which the gradients of matrices with this `Matrix.expert_rank` are
+        reduced, which are also those that may own the matrices."""
+        return self.owners if expert_rank is None else self.expert_owners
+
     def expert_rank(self, cell: int) -> int:
         """Returns the expert-parallel rank of a cell of a stage, as Megatron numbers it."""
         return cell % self.ep

@@ -1,0 +1,131 @@
+"""Balances experts that are divided among ranks together with the matrices that all ranks of a stage store.
+
+An expert can only be updated by the ranks that store it, so expert-parallel ranks cannot help one another:
+
+    expert-parallel rank 0   | cell 0: q.0 proj.1 e e e e | cell 2: e e e e e e e e |    cells of equal height
+    expert-parallel rank 1   | cell 1: q.1 e e e e e      | cell 3: proj.0 k v e e e e |
+
+First the other matrices are divided evenly among the expert-parallel ranks, and each goes to the least busy cell
+there. Then each expert-parallel rank's experts, which are many and alike, fill up its cells, the costliest first
+into the least busy cell.
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+
+from canzona_cli.planner.plan import Cell
+from canzona_cli.planner.problem import PoolProblem, cell_at
+from canzona_cli.planner.seats import spread
+
+
+def balanced_together(
+    stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap: int | None
+) -> dict[int, Cell] | None:
+    """Returns the cell of every matrix of a stage; None if one found no room.
+
+    Args:
+        stage: the problem of the matrices that all ranks of the stage store.
+        experts: the problem of each expert-parallel rank's experts.
+        memory_cap: the elements of matrices that one cell may hold; None: no limit.
+    """
+    grid = _Grid(stage, experts, memory_cap)
+    cells = {index: cell_at(cell, stage.mesh) for index, cell in grid.place_others()}
+    for problem in experts:
+        cells.update(grid.place_experts(problem))
+    placed = len(cells) == sum(len(members) for each in (stage, *experts) for members in each.units.values())
+    return cells if placed else None
+
+
+class _Grid:
+    """The load of a stage's cells, by their number `owner * tp + host`, while matrices are placed."""
+
+    def __init__(self, stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap: int | None) -> None:
+        mesh = stage.mesh
+        self._stage, self._mesh = stage, mesh
+        self._busy = [0.0] * mesh.cells
+        self._room = [_unlimited(stage) if memory_cap is None else memory_cap] * mesh.cells
+        self._total = [sum(map(problem.cost, problem.units)) for problem in experts]
+        """The seconds of each expert-parallel rank's matrices."""
+        self._filled: dict[tuple[tuple[float, int], ...], list[int]] = {}
+        """The owners of an expert-parallel rank's units, by the busyness and room of its cells."""
+
+    def place_others(self) -> Iterator[tuple[int, int]]:
+        """Yields (matrix, cell) of the matrices that all ranks store, as far as there is room."""
+        stage, tp, ep = self._stage, self._mesh.tp, self._mesh.ep
+        for unit in sorted(stage.units, key=lambda unit: (-stage.cost(unit), unit)):
+            first, *others = sorted(stage.units[unit], key=lambda index: (-stage.costs[index], index))
+            for rank in sorted(range(ep), key=lambda rank: (self._total[rank], rank)):
+                free = self._with_room(first, range(rank, self._mesh.cells, ep))
+                if free:
+                    break
+            else:
+                continue
+            cell = min(free, key=lambda cell: (self._busy[cell], cell))
+            yield first, self._put(first, cell)
+            # The other matrices of the unit have the same owner.
+            row = range(cell // tp * tp, cell // tp * tp + tp)
+            for index in others:
+                free = self._with_room(index, row)
+                if free:
+                    best = min(free, key=lambda cell: (self._total[cell % ep], self._busy[cell], cell))
+                    yield index, self._put(index, best)
+
+    def _with_room(self, index: int, cells: range) -> list[int]:
+        needed = self._stage.matrices[index].elements
+        return [cell for cell in cells if self._room[cell] >= needed]
+
+    def _put(self, index: int, cell: int) -> int:
+        cost = self._stage.costs[index]
+        self._busy[cell] += cost
+        self._total[self._mesh.expert_rank(cell)] += cost
+        self._room[cell] -= self._stage.matrices[index].elements
+        return cell
+
+    def place_experts(self, problem: PoolProblem) -> Mapping[int, Cell]:
+        """Returns the cells of an expert-parallel rank's experts; without those that found no room."""
+        rank = problem.pool.expert_rank
+        assert rank is not None
+        cells = range(rank, self._mesh.cells, self._mesh.ep)
+        key = tuple((self._busy[cell], self._room[cell]) for cell in cells)
+        if key not in self._filled:
+            # Expert-parallel ranks have equal experts, so those with equal cells are filled alike.
+            owners = _filled(problem, *map(list, zip(*key, strict=True)))
+            everyone = len(owners) == len(problem.units)
+            even = spread(problem.buckets, owners, problem.kinds) if everyone else {}
+            self._filled[key] = [even[unit] for unit in problem.units if unit in even]
+        return {
+            index: problem.cell(owner)
+            for members, owner in zip(problem.units.values(), self._filled[key], strict=False)
+            for index in members
+        }
+
+
+def _filled(problem: PoolProblem, busy: Sequence[float], room: list[int]) -> dict[int, int]:
+    """Returns the owners of an expert-parallel rank's units, the costliest first to the least busy owner; without
+    units that found no room.
+
+    Args:
+        busy: the seconds that each owner already has.
+        room: the elements that each owner may still hold.
+    """
+    heap = [(seconds, owner) for owner, seconds in enumerate(busy)]
+    heapq.heapify(heap)
+    owners: dict[int, int] = {}
+    for unit in sorted(problem.units, key=lambda unit: (-problem.cost(unit), unit)):
+        needed = sum(problem.matrices[index].elements for index in problem.units[unit])
+        full: list[tuple[float, int]] = []
+        while heap and room[heap[0][1]] < needed:
+            full.append(heapq.heappop(heap))
+        if heap:
+            seconds, owner = heap[0]
+            heapq.heapreplace(heap, (seconds + problem.cost(unit), owner))
+            owners[unit] = owner
+            room[owner] -= needed
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return owners
+
+
+def _unlimited(stage: PoolProblem) -> int:
+    """Returns the room of a cell without a limit: all elements of all matrices."""
+    return sum(matrix.elements for matrix in stage.matrices)

@@ -1,0 +1,158 @@
+"""Exchanges of units between owners, which change what buckets take to communicate but not what updates take.
+
+Units of one kind cost the same to update and have equally many elements, so owners may exchange them freely.
+A few owners in each bucket suit collectives for each owner's range, and equal shares suit rings.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from canzona_cli.config.schema import Layout
+from canzona_cli.costs.sharing import Share
+from canzona_cli.model.matrices import Matrix
+from canzona_cli.planner.buckets import Parameter, Part, Pool, owner_of, pool_buckets, pools, stages
+from canzona_cli.planner.plan import Assignment, Cell
+
+Seat = tuple[tuple[Cell, Share | None], ...]
+"""A unit's place: the cell of each of its matrices, and its share if it is shared."""
+
+
+def few_owners(
+    matrices: Sequence[Matrix],
+    costs: Sequence[float],
+    assignment: Assignment,
+    layout: Layout,
+    bucket_elements: int | None,
+) -> Assignment:
+    """Exchanges units of one kind between cells so that buckets have few owners, a pool's last bucket first.
+
+    Every cell keeps its number of units of each kind, so its updates take as long as before.
+    """
+    cells, shares = list(assignment.cells), dict(assignment.shares)
+    for pool in pools(matrices):
+        buckets = [
+            [part for parameter in bucket for part in parameter.parts]
+            for bucket in pool_buckets(matrices, pool, layout, bucket_elements)
+        ]
+
+        def kind(part: Part) -> Hashable:
+            """Returns a key that parts have in common if they can be exchanged."""
+            return tuple(
+                (costs[index], matrix.shape, matrix.shard_dim, matrix.home, index in assignment.shares)
+                for index in part.matrices
+                for matrix in (matrices[index],)
+            )
+
+        free: dict[Hashable, dict[int, list[Seat]]] = defaultdict(dict)
+        for part in (part for bucket in buckets for part in bucket):
+            seat = tuple((assignment.cells[index], assignment.shares.get(index)) for index in part.matrices)
+            free[kind(part)].setdefault(owner_of(part, matrices, assignment, layout), []).append(seat)
+        for bucket in reversed(buckets):
+            parts_by_kind: dict[Hashable, list[Part]] = defaultdict(list)
+            for part in bucket:
+                parts_by_kind[kind(part)].append(part)
+            while parts_by_kind:
+                owner = _most_useful(parts_by_kind, free)
+                for part_kind in [part_kind for part_kind in parts_by_kind if owner in free[part_kind]]:
+                    parts, seats = parts_by_kind[part_kind], free[part_kind][owner]
+                    while parts and seats:
+                        for index, (cell, share) in zip(parts.pop().matrices, seats.pop(), strict=True):
+                            cells[index] = cell
+                            if share is not None:
+                                shares[index] = share
+                    if not seats:
+                        del free[part_kind][owner]
+                    if not parts:
+                        del parts_by_kind[part_kind]
+    return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shares.items()))))
+
+
+def in_order_of_reductions(
+    matrices: Sequence[Matrix], assignment: Assignment, layout: Layout, bucket_elements: int | None
+) -> Assignment:
+    """Renumbers the owners of every stage in the order in which buckets are reduced to them.
+
+    The chain of ranks of one reduction then overlaps with the next chain. Of the owners that first occur in
+    one bucket, the owner that occurs in the latest bucket gets the highest number, because it comes first in
+    a bucket that follows. Gatherings run in the opposite order and overlap less. Reductions matter more,
+    because the last reductions wait for the end of the backward pass and overlap with nothing else.
+
+    Where experts are divided among ranks, owners keep their numbers: the number of a rank decides which experts
+    it stores, and those were balanced with the matrices of just this owner.
+    """
+    if layout.ep > 1:
+        return assignment
+    number: dict[tuple[int, int], int] = {}
+    for stage in stages(matrices):
+        owners = [
+            [assignment.cells[part.matrices[0]].owner for parameter in bucket for part in parameter.parts]
+            for bucket in pool_buckets(matrices, Pool(stage), layout, bucket_elements)
+        ]
+        last = {owner: place for place, held in enumerate(owners) for owner in held}
+        first = dict.fromkeys(owner for held in owners for owner in sorted(held, key=last.__getitem__))
+        number.update({(stage, owner): place for place, owner in enumerate(first)})
+    cells = tuple(
+        replace(cell, owner=number[matrix.stage, cell.owner])
+        for matrix, cell in zip(matrices, assignment.cells, strict=True)
+    )
+    return replace(assignment, cells=cells)
+
+
+def _most_useful(
+    parts_by_kind: Mapping[Hashable, Sequence[Part]], free: Mapping[Hashable, Mapping[int, Sequence[Seat]]]
+) -> int:
+    """Returns the owner that can take most elements of a bucket's unassigned parts, the first of equal ones.
+
+    Args:
+        parts_by_kind: the parts that have no seat yet.
+        free: by kind and owner, the seats that are not taken.
+    """
+    takes: dict[int, int] = defaultdict(int)
+    for kind, parts in parts_by_kind.items():
+        for owner, seats in free[kind].items():
+            takes[owner] += min(len(parts), len(seats)) * parts[0].elements
+    return min(takes, key=lambda owner: (-takes[owner], owner))
+
+
+def spread(
+    buckets: Sequence[Sequence[Parameter]], owners: Mapping[int, int], alike: Mapping[int, Hashable]
+) -> dict[int, int]:
+    """Exchanges units of the same kind between owners so that each bucket's bytes are spread evenly over
+    owners.
+
+    Every owner keeps its number of units of each kind. Bucket by bucket, the units of a kind go to the owners
+    with the fewest bytes of the bucket so far, and of equal ones to the owner with most units of this kind
+    left. Inside a bucket gate and up of a layer get the same or neighbouring owners, so that few parameters
+    have two owners.
+
+    Args:
+        owners: the owner of each unit so far.
+        alike: the kind of each unit.
+    """
+    left: dict[Hashable, Counter[int]] = defaultdict(Counter)
+    for unit, owner in sorted(owners.items()):
+        left[alike[unit]][owner] += 1
+    new_owner: dict[int, int] = {}
+    for bucket in buckets:
+        held: Counter[int] = Counter()
+        kinds: dict[Hashable, list[Part]] = defaultdict(list)
+        # Parameters of several parts first: their parts are then next to each other in the list.
+        for parameter in sorted(bucket, key=lambda parameter: -len(parameter.parts)):
+            for part in parameter.parts:
+                kinds[alike[part.unit]].append(part)
+        for kind, parts in sorted(kinds.items(), key=lambda item: -item[1][0].elements):
+            free = left[kind]
+            chosen: list[int] = []
+            while len(chosen) < len(parts):
+                ranked = sorted(free, key=lambda owner: (held[owner], -free[owner], owner))
+                for owner in ranked[: len(parts) - len(chosen)]:
+                    chosen.append(owner)
+                    held[owner] += parts[0].elements
+                    free[owner] -= 1
+                    if not free[owner]:
+                        del free[owner]
+            for part, owner in zip(parts, sorted(chosen), strict=True):
+                new_owner[part.unit] = owner
+    return new_owner
