@@ -2,6 +2,8 @@
 joint balance is."""
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -127,6 +129,55 @@ def test_no_rank_is_faster_than_the_bound_and_loads_add_up(mesh: Layout, layers:
         bound = stage_bound(matrices, costs, stage, mesh)
         alone = sum(c for m, c in zip(matrices, costs, strict=True) if (m.stage, m.expert_rank) == (stage, 0))
         assert alone / mesh.expert_owners <= bound * (1 + 1e-9) <= max(loads) * (1 + 2e-9)
+
+
+def best_by_trying(stage: Sequence[Matrix], costs: Sequence[float], mesh: Layout) -> float:
+    """The busiest cell of the best assignment, by trying all placements of dense units on owners and hosts, each
+    filled up with equal experts one by one."""
+    units: dict[int, list[int]] = {}
+    for matrix in stage:
+        if matrix.expert_rank is None:
+            units.setdefault(matrix.unit, []).append(matrix.index)
+    cost = {m.index: c for m, c in zip(stage, costs, strict=True)}
+    each = Counter(m.expert_rank for m in stage if m.expert_rank is not None)
+    of_expert = next(cost[m.index] for m in stage if m.expert_rank is not None)
+    best = float("inf")
+
+    def filled(loads: Sequence[float]) -> float:
+        loads = list(loads)
+        for rank, count in each.items():
+            cells = range(rank or 0, mesh.cells, mesh.ep)
+            for _ in range(count):
+                loads[min(cells, key=loads.__getitem__)] += of_expert
+        return max(loads)
+
+    def place(number: int, loads: list[float]) -> None:
+        nonlocal best
+        if number == len(units):
+            best = min(best, filled(loads))
+            return
+        unit = [*units.values()][number]
+        for owner in range(mesh.owners):
+            for hosts in range(mesh.tp ** len(unit)):
+                placed = list(loads)
+                for position, index in enumerate(unit):
+                    placed[owner * mesh.tp + hosts // mesh.tp**position % mesh.tp] += cost[index]
+                place(number + 1, placed)
+
+    place(0, [0.0] * mesh.cells)
+    return best
+
+
+@pytest.mark.parametrize(("tp", "dp", "ep"), [(1, 4, 2), (1, 4, 4), (2, 2, 2), (2, 2, 4)])
+def test_small_stages_are_balanced_to_within_one_expert_of_the_best(tp: int, dp: int, ep: int) -> None:
+    mesh = replace(layout(tp=tp, dp=dp), ep=ep)
+    matrices = members(mesh, layers=1)
+    costs = newton_schulz(matrices)
+    found = assign(matrices, costs, mesh, CANZONA)
+    best = best_by_trying(matrices, costs, mesh)
+    assert stage_bound(matrices, costs, 0, mesh) <= best * (1 + 1e-9)
+    one = max(cost for matrix, cost in zip(matrices, costs, strict=True) if matrix.expert_rank is not None)
+    assert max(found.loads(matrices, costs, 0, mesh.owners, mesh.tp)) <= best + one
 
 
 def test_experts_make_up_for_unequal_dense_matrices() -> None:
