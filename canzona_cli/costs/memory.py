@@ -213,10 +213,12 @@ def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[i
     number of ranks that share it."""
     cut, whole = list[int](), list[int]()
     for matrix in layer_matrices(model, "fused"):
-        divided = layout.ep > 1 and matrix.expert is not None
-        (whole if divided else cut).append(matrix.rows * matrix.cols // (1 if divided else layout.tp))
+        if layout.ep == 1 or matrix.expert is None:
+            cut.append(matrix.rows * matrix.cols // layout.tp)
+        elif matrix.expert < model.num_experts // layout.ep:
+            whole.append(matrix.rows * matrix.cols)
     buffers = [(tuple(cut), layout.owners)]
-    return [*buffers, (tuple(whole[: len(whole) // layout.ep]), layout.expert_owners)] if whole else buffers
+    return [*buffers, (tuple(whole), layout.expert_owners)] if whole else buffers
 
 
 @lru_cache(maxsize=4096)
