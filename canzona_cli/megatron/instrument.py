@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import fused_a2a
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_model_config
 
 from canzona_cli.megatron.holdings import leaves
@@ -66,6 +67,8 @@ def attach(
             CONNECTIONS,
         )
     _time_dispatch(timer, world)
+    if timer.device.type == "cuda":
+        mark_dispatch_waits(chunks, timer)
     for group in bucket_groups(chunks):
         _Communication(group, timer, watcher, what="grad", phase="grad_reduce")
         _Communication(group, timer, watcher, what="param", phase="param_gather")
@@ -187,6 +190,15 @@ def _time_dispatch(timer: PhaseTimer, world: World) -> None:
     for function in (fused_a2a.FusedDispatch, fused_a2a.FusedCombine):
         for name in ("forward", "backward"):
             setattr(function, name, staticmethod(timed(getattr(function, name))))
+
+
+def mark_dispatch_waits(chunks: Sequence[torch.nn.Module], timer: PhaseTimer) -> None:
+    """Marks as waits the methods in which Megatron's dispatchers read from the device how many tokens each
+    expert gets. This comes after collectives, so the host waits for other ranks, once for each layer and pass."""
+    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
+    for dispatcher in (layer.token_dispatcher for layer in layers):
+        for name in ("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"):
+            setattr(dispatcher, name, _within(timer.waiting, getattr(dispatcher, name)))
 
 
 def _time_tp_exchange(timer: PhaseTimer) -> None:

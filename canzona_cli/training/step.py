@@ -65,7 +65,8 @@ def train_step(
 ) -> StepResult:
     """Makes one step: forward and backward over all micro-batches, update, schedule.
 
-    The host waits for the device only once, for the gradient norm. The all-reduce of the loss and requests
+    The host waits for the device only once, for the gradient norm, and with experts in each layer, for the
+    number of tokens of each expert. The all-reduce of the loss and requests
     has started by then, so reading its result costs nothing, and the host can launch the next step while the
     device still executes this step's update.
 
