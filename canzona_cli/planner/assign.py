@@ -123,7 +123,7 @@ def _solve(
     def placed(way: Callable[[PoolProblem], Owners]) -> Placed:
         """Chooses owners by `way`, and hosts for these owners."""
         cells, shared = _hosted(stage, settings, way(stage), bytes_per_element)
-        return Placed.of(stage, {**cells, **_alike(experts, way)}, shared)
+        return Placed(problem=stage, cells={**cells, **_alike(experts, way)}, shared=shared)
 
     if settings.strategy == "asc":
         ways: list[Callable[[PoolProblem], Owners]] = [_evenly_cut]
@@ -185,7 +185,7 @@ def _within(
         cells = None if settings.mode == "shared" else cells
     if cells is None or (settings.strategy == "paper" and memory_cap is not None):
         raise DoesNotFit(_too_much(stage, experts, memory_cap or 0))
-    return Placed.of(stage, cells, frozenset())
+    return Placed(problem=stage, cells=cells, shared=frozenset())
 
 
 def _balanced(stage: PoolProblem) -> Owners:

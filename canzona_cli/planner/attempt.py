@@ -5,8 +5,10 @@ Candidates are compared by the seconds that updates, reductions and gatherings a
 so one attempt makes plans for several sizes of micro-batches.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.buffers import bucket_elements, exchange_bytes
@@ -14,7 +16,7 @@ from canzona_cli.costs.sharing import HOSTED, Share
 from canzona_cli.costs.update import rounded
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.buckets import buckets, pool_buckets, pools
+from canzona_cli.planner.buckets import Pool, buckets, pool_buckets, typical_pools
 from canzona_cli.planner.exposure import Exposure, Outline
 from canzona_cli.planner.groups import Grouped, best_of, micro_groups, slowest
 from canzona_cli.planner.pipeline import HostedPipeline, planning
@@ -44,7 +46,10 @@ class Candidate:
     """An assignment with its buckets, and the seconds that they add to an iteration."""
 
     assignment: Assignment
+    limit: int | None
+    """The elements at which buckets are closed."""
     buckets: tuple[Bucket, ...]
+    """The buckets of `typical_pools`."""
     seconds: float
 
 
@@ -99,7 +104,7 @@ class Attempt:
             matrices=self._members,
             costs=self._costs,
             assignment=best.assignment,
-            buckets=best.buckets,
+            buckets=self._buckets(best),
             groups=micro_groups(self._members, self._costs, best.assignment, self._grouped),
             lower_bounds=self._bounds,
         )
@@ -154,7 +159,7 @@ class Attempt:
         """Returns the buckets of every stage that are closed at `limit` elements, for the first expert-parallel
         rank."""
         outlines: list[list[Outline]] = [[] for _ in range(self._layout.pp)]
-        for pool in (pool for pool in pools(self._members) if pool.expert_rank in (None, 0)):
+        for pool in typical_pools(self._members):
             for bucket in pool_buckets(self._members, pool, self._layout, limit):
                 parts = [part.elements for parameter in bucket for part in parameter.parts]
                 matrices = tuple(index for parameter in bucket for index in parameter.matrices)
@@ -223,17 +228,32 @@ class Attempt:
             replace(bucket, gathering=other.gathering) if bucket.gathering != other.gathering else bucket
             for bucket, other in zip(ways[reduced], ways[gathered], strict=True)
         )
-        return Candidate(
-            assignment=assignment, buckets=chosen, seconds=rounded(reducing[reduced] + gathering[gathered])
-        )
+        seconds = rounded(reducing[reduced] + gathering[gathered])
+        return Candidate(assignment=assignment, limit=limit, buckets=chosen, seconds=seconds)
 
     def _ways(self, assignment: Assignment, limit: int | None) -> tuple[tuple[Bucket, ...], ...]:
-        """Returns the buckets of an assignment, with different choices of how each is reduced and gathered."""
+        """Returns the buckets of `typical_pools`, with different choices of how each is reduced and gathered."""
         key = assignment.cells, limit
         if key not in self._laid_out:
-            made = buckets(self._members, assignment, self._layout, self._asked, limit)
+            typical = typical_pools(self._members)
+            made = buckets(self._members, assignment, self._layout, self._asked, limit, typical)
             self._laid_out[key] = tuple(self._model.choices(made, self._asked))
         return self._laid_out[key]
+
+    def _buckets(self, candidate: Candidate) -> tuple[Bucket, ...]:
+        """Returns the buckets of all pools; those of other expert-parallel ranks are reduced and gathered as the
+        first rank's."""
+        if self._layout.ep == 1:
+            return candidate.buckets
+        made = buckets(self._members, candidate.assignment, self._layout, self._asked, candidate.limit)
+        typical: dict[Pool, list[Bucket]] = defaultdict(list)
+        for bucket in candidate.buckets:
+            typical[Pool(bucket.stage, bucket.expert_rank)].append(bucket)
+        return tuple(
+            replace(bucket, reduction=like.reduction, gathering=like.gathering)
+            for (stage, rank), held in groupby(made, lambda bucket: (bucket.stage, bucket.expert_rank))
+            for bucket, like in zip(held, typical[Pool(stage, None if rank is None else 0)], strict=True)
+        )
 
 
 def _first_of_least(seconds: Sequence[float]) -> int:

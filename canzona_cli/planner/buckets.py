@@ -110,6 +110,11 @@ def pools(matrices: Sequence[Matrix]) -> list[Pool]:
     return list(_pooled(_Same(matrices)))
 
 
+def typical_pools(matrices: Sequence[Matrix]) -> list[Pool]:
+    """Lists the pools without the experts of later expert-parallel ranks, which are like the first rank's."""
+    return [pool for pool in pools(matrices) if pool.expert_rank in (None, 0)]
+
+
 def cut(
     parameters: Sequence[Parameter], bucket_elements: int | None, *, stage: int, even: int = 1
 ) -> list[list[Parameter]]:
@@ -173,17 +178,22 @@ def _cut(parameters: Sequence[Parameter], limit: int | None, even: int) -> list[
     divided evenly (see `cut`); None: one bucket."""
     closed: list[list[Parameter]] = []
     bucket: list[Parameter] = []
-    filled, parts = 0, Counter[int]()
+    filled = 0
     for parameter in reversed(parameters):
         bucket.append(parameter)
         filled = align(filled) + parameter.elements
-        parts.update(part.elements for part in parameter.parts)
         if limit is None or filled < limit:
             continue
-        if filled >= 2 * limit or not any(count % even for count in parts.values()):
+        if even == 1 or filled >= 2 * limit or _divides(bucket, even):
             closed.append(bucket)
-            bucket, filled, parts = [], 0, Counter()
+            bucket, filled = [], 0
     return [*closed, bucket] if bucket else closed
+
+
+def _divides(bucket: Sequence[Parameter], even: int) -> bool:
+    """Returns True if the bucket's number of parts of each size is a multiple of `even`."""
+    parts = Counter(part.elements for parameter in bucket for part in parameter.parts)
+    return not any(count % even for count in parts.values())
 
 
 def buckets(
@@ -192,6 +202,7 @@ def buckets(
     layout: Layout,
     settings: PlanSettings,
     bucket_elements: int | None = None,
+    of: Sequence[Pool] | None = None,
 ) -> tuple[Bucket, ...]:
     """Makes the buckets of all stages, each pool's in the order in which gradients become ready, numbered from
     0 in each stage.
@@ -207,11 +218,12 @@ def buckets(
 
     Args:
         bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
+        of: the pools whose buckets are made; None: all.
     """
     made: list[Bucket] = []
     by_owner = settings.layout == "owner" and settings.strategy == "canzona"
     numbers = Counter[int]()
-    for pool in pools(matrices):
+    for pool in pools(matrices) if of is None else of:
         for bucket in pool_buckets(matrices, pool, layout, bucket_elements):
             owned = [
                 _Owned(item, tuple(owner_of(part, matrices, assignment, layout) for part in item.parts))
@@ -318,7 +330,7 @@ def _filled(placed: Iterable[tuple[int, _Owned]], elements: int, pool: Pool, ind
     Args:
         placed: each parameter with its start in the bucket, ascending.
     """
-    ranges: list[Range] = []
+    ranges: list[tuple[int, int, int, list[int]]] = []
     names: list[str] = []
     used = 0
     for start, item in placed:
@@ -334,7 +346,7 @@ def _filled(placed: Iterable[tuple[int, _Owned]], elements: int, pool: Pool, ind
         parameters=tuple(names),
         elements=elements,
         padding=elements - used,
-        ranges=tuple(ranges),
+        ranges=tuple(Range(start, end, owner, tuple(matrices)) for start, end, owner, matrices in ranges),
     )
 
 
@@ -351,10 +363,19 @@ def even_bucket(held: Sequence[Sequence[Parameter]], pool: Pool, index: int) -> 
     return replace(_filled(placed, shard * len(held), pool, index), reduction="ring", gathering="ring")
 
 
-def _extend(ranges: list[Range], start: int, end: int, owner: int, matrices: tuple[int, ...]) -> None:
+def _extend(
+    ranges: list[tuple[int, int, int, list[int]]], start: int, end: int, owner: int, matrices: tuple[int, ...]
+) -> None:
     """Appends the range [start, end), or extends the last range if it has the same owner and ends at `start`
-    up to alignment."""
-    if ranges and ranges[-1].owner == owner and start in (ranges[-1].end, align(ranges[-1].end)):
-        last = ranges.pop()
-        start, matrices = last.start, last.matrices + matrices
-    ranges.append(Range(start=start, end=end, owner=owner, matrices=matrices))
+    up to alignment.
+
+    Args:
+        ranges: (start, end, owner, matrices) of each range.
+    """
+    if ranges:
+        first, last, held_by, held = ranges[-1]
+        if held_by == owner and start in (last, align(last)):
+            ranges[-1] = first, end, owner, held
+            held.extend(matrices)
+            return
+    ranges.append((start, end, owner, [*matrices]))

@@ -7,7 +7,7 @@ bounds what a rank sends: a fragment of 1 / tp of the matrices of tp hosts.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from types import MappingProxyType
@@ -74,12 +74,16 @@ def expert_seconds(
 ) -> Mapping[tuple[int, int], tuple[float, ...]]:
     """Returns, by (stage, owner), the seconds for which each host updates experts with an `expert_rank`, which
     it does before micro-groups; owners without such experts are left out."""
-    jobs: dict[tuple[int, int], list[list[Job]]] = {}
-    for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True):
-        if matrix.expert_rank is not None:
-            hosts = jobs.setdefault((matrix.stage, cell.owner), [[] for _ in range(pipeline.tp)])
-            hosts[cell.host].append(Job(matrix=matrix, host=cell.host, seconds=cost))
-    return {owner: tuple(map(pipeline.alone, hosts)) for owner, hosts in jobs.items()}
+    counted = Counter(
+        (matrix.stage, cell.owner, cell.host, cost, matrix.elements)
+        for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True)
+        if matrix.expert_rank is not None
+    )
+    seconds: dict[tuple[int, int], list[float]] = {}
+    for (stage, owner, host, cost, elements), count in sorted(counted.items()):
+        of_hosts = seconds.setdefault((stage, owner), [0.0] * pipeline.tp)
+        of_hosts[host] = (of_hosts[host] or pipeline.begin_s) + count * pipeline.alone(cost, elements)
+    return {owner: tuple(of_hosts) for owner, of_hosts in seconds.items()}
 
 
 def slowest(

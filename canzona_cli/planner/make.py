@@ -6,6 +6,7 @@ Nothing depends on torch, on measured time or on randomness.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,10 +30,10 @@ from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.attempt import Attempt, cheapest
 from canzona_cli.planner.exposure import Exposure
 from canzona_cli.planner.groups import sent
-from canzona_cli.planner.memory import plan_memory
+from canzona_cli.planner.memory import kept_elements, plan_memory
 from canzona_cli.planner.packing import stage_bound
 from canzona_cli.planner.paper import as_published, capacities
-from canzona_cli.planner.plan import Cell, Plan, PlanSettings, Scalar, Subject
+from canzona_cli.planner.plan import Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import ReductionModel
 
 _LATER: Final = {"num_experts": 0, "gated": True}
@@ -294,12 +295,7 @@ def _unbounded_attempts(config: RunConfig, layout: Layout, shapes: ModelShapes |
 
 def _most_held(plan: Plan) -> int:
     """Counts the elements of matrices on the cell that keeps most."""
-    held: Counter[tuple[int, Cell]] = Counter()
-    tp, shared = plan.subject.layout.tp, plan.assignment.shares
-    for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
-        for keeper, elements in cell.held(matrix, tp, shared=matrix.index in shared):
-            held[matrix.stage, keeper] += elements
-    return max(held.values())
+    return max(max(kept_elements(plan, stage)) for stage in range(plan.subject.layout.pp))
 
 
 def _with_less(config: RunConfig, layout: Layout, plan: Plan) -> Iterator[Plan]:
@@ -327,12 +323,12 @@ def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], li
         careful: preconditioners take more bytes per element for some shapes than for others. True to count
             the most of any matrix, False to count the mean over all matrices.
     """
-    how = algorithm(config)
-    shares = [(factor_bytes(how, matrix.rows, matrix.cols), matrix.elements) for matrix in members]
+    how, shapes = algorithm(config), Counter((matrix.rows, matrix.cols) for matrix in members)
+    shares = [(factor_bytes(how, *shape), math.prod(shape), count) for shape, count in shapes.items()]
     if careful:
-        factors = max(size / elements for size, elements in shares)
+        factors = max(size / elements for size, elements, _ in shares)
     else:
-        factors = sum(size for size, _ in shares) / sum(elements for _, elements in shares)
+        factors = sum(size * count for size, _, count in shares) / sum(size * count for _, size, count in shares)
     state = sum(optimizer_state(config, others=0, whole=1, factors=0).values()) + factors
     left = []
     for stage in range(layout.pp):

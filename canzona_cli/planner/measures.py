@@ -30,6 +30,10 @@ class Balance:
     """The balance over all cells: how many times as long the update takes as with perfect balance."""
     lower_bound: float
     """The lower bound of `grid`: no assignment has a smaller one."""
+    ranks: float
+    """The balance over the ranks of all stages, which may have different numbers of layers."""
+    ranks_bound: float
+    """The lower bound of `ranks`."""
     slowest_s: float
     """The update seconds of the slowest rank."""
     mean_s: float
@@ -151,11 +155,15 @@ def balance(plan: Plan) -> Balance:
     total, slowest = math.fsum(owners), max(range(len(loads)), key=loads.__getitem__)
     mean, owner_mean = total / mesh.cells, total / mesh.owners
     grid = max(1.0, loads[slowest] / mean)
+    of_all = math.fsum(map(math.fsum, stages)) / (mesh.pp * mesh.cells)
+    ranks = max(1.0, loads[slowest] / of_all)
     return Balance(
         dp=max(owners) / owner_mean,
         tp=loads[slowest] / (owners[slowest // mesh.tp] / mesh.tp),
         grid=grid,
         lower_bound=min(max(bound / mean, 1.0), grid),  # the bound exceeds `grid` only by rounding
+        ranks=ranks,
+        ranks_bound=min(max(max(plan.lower_bounds) / of_all, 1.0), ranks),
         slowest_s=loads[slowest],
         mean_s=mean,
         slowest=Place.of(mesh, stage, slowest),

@@ -271,17 +271,30 @@ def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
     return max(stages, key=lambda memory: (memory.total, -memory.worst.rank))
 
 
+def kept_elements(plan: Plan, stage: int) -> list[int]:
+    """Counts the elements of matrices that each cell of a stage keeps, at index `owner * tp + host`: of a hosted
+    matrix all on its host, of a shared one a fragment on every host of its owner."""
+    mesh, kept = plan.subject.layout, [0] * plan.subject.layout.cells
+    for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
+        if matrix.stage != stage:
+            continue
+        if matrix.index not in plan.assignment.shares:
+            kept[cell.owner * mesh.tp + cell.host] += matrix.elements
+            continue
+        for keeper, elements in cell.held(matrix, mesh.tp, shared=True):
+            kept[keeper.owner * mesh.tp + keeper.host] += elements
+    return kept
+
+
 def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> PlanMemory:
     """Returns the memory of a stage's fullest cell."""
     mesh, how = plan.subject.layout, plan.subject.optimizer
     width, grad = element_bytes(config)
-    kept, factors = [0] * mesh.cells, [0] * mesh.cells
+    kept, factors = kept_elements(plan, stage), [0] * mesh.cells
+    bytes_of = {shape: factor_bytes(how, *shape) for shape in {matrix.shape for matrix in plan.matrices}}
     for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
-        if matrix.stage == stage:
-            shared = matrix.index in plan.assignment.shares
-            for keeper, elements in cell.held(matrix, mesh.tp, shared=shared):
-                kept[keeper.owner * mesh.tp + keeper.host] += elements
-            factors[cell.owner * mesh.tp + cell.host] += 0 if shared else factor_bytes(how, matrix.rows, matrix.cols)
+        if matrix.stage == stage and matrix.index not in plan.assignment.shares:
+            factors[cell.owner * mesh.tp + cell.host] += bytes_of[matrix.shape]
     buffers, needed = step_buffers(config, plan, stage), transient(config, layout, stage)
     weights = stage_weights(config, layout, stage)
 

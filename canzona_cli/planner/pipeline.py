@@ -181,14 +181,19 @@ class HostedPipeline:
         self.run(groups, clock, known, first)
         return max(clock.now) - self.norm_s
 
-    def alone(self, jobs: Sequence[Job]) -> float:
-        """Returns the seconds in which a host updates matrices that no other rank of its TP group stores."""
-        return sum(self._alone(jobs)) if jobs else 0.0
+    @property
+    def begin_s(self) -> float:
+        """The seconds before a host's updates of matrices that no other rank of its TP group stores."""
+        return self.updating * self.replay_s
 
-    def _alone(self, jobs: Sequence[Job]) -> Iterator[float]:
-        yield self.updating * self.replay_s
-        for job in jobs:
-            yield self.updating * job.seconds + self.own * job.matrix.elements * self.byte_s
+    def alone(self, seconds: float, elements: int) -> float:
+        """Returns the seconds in which a host updates a matrix that no other rank of its TP group stores.
+
+        Args:
+            seconds: the seconds of the update.
+            elements: the elements of the matrix.
+        """
+        return self.updating * seconds + self.own * elements * self.byte_s
 
     def run[Moment](
         self,
@@ -206,8 +211,9 @@ class HostedPipeline:
         if self.tp == 1 or not groups:
             _begin(ranks, first)
             for group in groups:
-                for seconds in self._alone(group):
-                    ranks.work(0, "matrix_update", seconds)
+                ranks.work(0, "matrix_update", self.begin_s)
+                for job in group:
+                    ranks.work(0, "matrix_update", self.alone(job.seconds, job.matrix.elements))
             return
         loads = [
             self._load([job for job in group if not job.share], {} if known is None else known) for group in groups

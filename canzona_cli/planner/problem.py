@@ -1,6 +1,6 @@
 """The assignment problem of the matrices of a pipeline stage, and one answer to it."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,7 +50,12 @@ class PoolProblem:
     def cell(self, owner: int, host: int = 0) -> Cell:
         """Returns the cell of an owner's host."""
         rank = self.pool.expert_rank
-        return Cell(owner=owner, host=host) if rank is None else cell_at(owner * self.mesh.ep + rank, self.mesh)
+        return Cell(owner=owner, host=host) if rank is None else self._cells[owner]
+
+    @cached_property
+    def _cells(self) -> Sequence[Cell]:
+        """The cells that store this problem's experts, by owner."""
+        return [cell_at(cell, self.mesh) for cell in range(self.pool.expert_rank or 0, self.mesh.cells, self.mesh.ep)]
 
     @cached_property
     def parts(self) -> list[list[Part]]:
@@ -124,21 +129,31 @@ class PoolProblem:
 class Placed:
     """An assignment: the cell of every matrix, with the load it results in."""
 
+    problem: PoolProblem
+    """The problem of the stage."""
     cells: Mapping[int, Cell]
     shared: Set[int]
-    busiest: float
-    """The seconds of the busiest cell."""
-    fullest: int
-    """The elements of matrices that the fullest cell holds."""
 
-    @staticmethod
-    def of(problem: PoolProblem, cells: Mapping[int, Cell], shared: Set[int]) -> "Placed":
-        busy: dict[Cell, float] = defaultdict(float)
-        held: Counter[Cell] = Counter()
-        for index, cell in cells.items():
-            share = problem.shares[index] if index in shared else None
-            busy[cell] += problem.costs[index] if share is None else 0.0
-            for rank, elements in cell.held(problem.matrices[index], problem.mesh.tp, shared=share is not None):
-                held[rank] += elements
-                busy[rank] += 0.0 if share is None else share.each
-        return Placed(cells=cells, shared=shared, busiest=rounded(max(busy.values())), fullest=max(held.values()))
+    @cached_property
+    def busiest(self) -> float:
+        """The seconds of the busiest cell."""
+        problem, tp = self.problem, self.problem.mesh.tp
+        busy = [0.0] * problem.mesh.cells
+        for index, cell in self.cells.items():
+            first = cell.owner * tp
+            if index not in self.shared:
+                busy[first + cell.host] += problem.costs[index]
+                continue
+            for place in range(first, first + tp):
+                busy[place] += problem.shares[index].each
+        return rounded(max(busy))
+
+    @cached_property
+    def fullest(self) -> int:
+        """The elements of matrices that the fullest cell holds."""
+        problem, tp = self.problem, self.problem.mesh.tp
+        held = [0] * problem.mesh.cells
+        for index, cell in self.cells.items():
+            for keeper, elements in cell.held(problem.matrices[index], tp, shared=index in self.shared):
+                held[keeper.owner * tp + keeper.host] += elements
+        return max(held)

@@ -114,6 +114,8 @@ class PlanView(Page):
         grid = f"{plural(mesh.owners, 'owner')} × {plural(mesh.tp, 'host')}"
         shared = len(plan.assignment.shares)
         modes = f"; {shared:,} matrices shared by TP groups" if shared else ""
+        if mesh.ep > 1:
+            grid += f", each expert on {plural(mesh.expert_owners, 'rank')}"
         yield "assignment", f"{settings.strategy}: {layout}; grid of {grid}{modes}"
         yield (
             "load balance",
@@ -122,6 +124,7 @@ class PlanView(Page):
                 f" over the grid (max / mean; DP {balance.dp:.3f} × TP {balance.tp:.3f}); lower bound ",
                 (f"{balance.lower_bound:.3f}", "bold"),
                 f"; this plan is {_above(balance.gap)}",
+                f"; {balance.ranks:.3f} over all ranks, lower bound {balance.ranks_bound:.3f}" if mesh.pp > 1 else "",
             ),
         )
         yield (
