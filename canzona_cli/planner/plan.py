@@ -27,6 +27,7 @@ from canzona_cli.costs.sharing import HOSTED, Share, shared_exchanges
 from canzona_cli.fields import CountOrZero, NotNegative, Seconds
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.facts import Algorithm
+from canzona_cli.planner.families import lengthened, shortened
 from canzona_cli.run.codec import parse
 
 Scalar = str | int | float | bool | None
@@ -259,20 +260,23 @@ class Plan:
         }
 
     def to_json(self, **extra: object) -> str:
-        """Returns the text of a plan file: the content, its hash, and `extra`, which the hash does not cover.
+        """Returns the text of a plan file: the content in short form (`planner.families`), its hash, and `extra`,
+        which the hash does not cover.
 
-        One line per matrix, bucket and micro-group, so that two plans can be compared with `diff`.
+        One line per matrix, bucket and micro-group, so that two plans can be compared with `diff`; the experts of
+        a layer share lines.
         """
-        return "{\n" + ",\n".join(_lines({"hash": self.hash, **self.content(), **extra})) + "\n}\n"
+        return "{\n" + ",\n".join(_lines({"hash": self.hash, **shortened(self.content()), **extra})) + "\n}\n"
 
     @classmethod
     def from_content(cls, content: Mapping[str, object]) -> "Plan":
-        """Makes the plan with this content, read from a file or received from another rank.
+        """Makes the plan with this content, read from a file or received from another rank, in short form or not.
 
         Raises:
             ValueError: an entry is missing, unknown or of a wrong type, or the plan is inconsistent (see
                 `_check`).
         """
+        content = lengthened(content)
         read = parse(_Content, content)
         plan = cls(
             version=read.version,
@@ -300,7 +304,8 @@ class Plan:
 
 
 def content_hash(content: Mapping[str, object]) -> str:
-    """Computes the hash of `content`, read from a file; entries that the hash does not cover are ignored."""
+    """Computes the hash of `content`, read from a file and `lengthened`; entries that the hash does not cover are
+    ignored."""
     return _digest({name: content[name] for name in _CONTENT if name in content})
 
 

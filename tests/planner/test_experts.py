@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -14,13 +15,16 @@ from hypothesis import strategies as st
 from canzona_cli.cluster.search import fill
 from canzona_cli.config.schema import BufferLayout, Layout, RunConfig, Splitting
 from canzona_cli.costs.buffers import stage_weights
+from canzona_cli.errors import ConfigError
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.measures import balance
+from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.packing import stage_bound
 from canzona_cli.planner.plan import Cell, Plan, PlanSettings
+from canzona_cli.planner.plan_file import read_plan
 from tests.planner.planning import newton_schulz
 from tests.sizes import layout, run
 
@@ -225,3 +229,63 @@ def test_a_plan_with_an_expert_elsewhere_is_refused() -> None:
     wrong = replace(plan, assignment=replace(plan.assignment, cells=tuple(cells)))
     with pytest.raises(ValueError, match="which does not store it"):
         Plan.from_content(json.loads(wrong.to_json()))
+
+
+def test_a_file_has_one_entry_for_the_experts_of_a_layer_and_longer_files_are_read_too(tmp_path: Path) -> None:
+    mesh = replace(layout(dp=4), ep=2)
+    plan = make_plan(experts(mesh), mesh)
+    text = plan.to_json()
+    names = [entry["name"] for entry in json.loads(text)["matrices"]]
+    assert [name for name in names if "layers.3." in name] == [
+        *(f"layers.3.{kind}" for kind in ("proj", "q", "k", "v")),
+        *(f"layers.3.experts.*.{kind}" for kind in ("gate", "up", "down")),
+    ]
+    long = json.dumps({"hash": plan.hash, **plan.content()})
+    for number, each in enumerate((text, long)):
+        path = tmp_path / f"{number}.json"
+        path.write_text(each)
+        assert read_plan(path) == plan
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [("count", 7, "7 values"), ("each", [], "without `count`"), ("count", None, "without `count`")],
+)
+def test_an_entry_for_several_experts_that_does_not_add_up_is_damage(
+    field: str, value: object, reason: str, tmp_path: Path
+) -> None:
+    mesh = replace(layout(dp=4), ep=2)
+    content = json.loads(make_plan(experts(mesh), mesh).to_json())
+    next(entry for entry in content["matrices"] if "each" in entry)[field] = value
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="damaged") as caught:
+        read_plan(path)
+    assert reason in caught.value.problems[0].reason
+
+
+def test_balance_is_over_the_ranks_of_all_stages() -> None:
+    mesh = replace(layout(pp=2, dp=4), ep=2)
+    plan = make_plan(experts(mesh, layers=3), mesh)
+    found, loads = balance(plan), [*plan.loads(0), *plan.loads(1)]
+    mean = sum(loads) / 8
+    assert found.ranks == pytest.approx(max(loads) / mean)
+    assert found.ranks > 1.2 > found.grid, "one stage has two of the three layers"
+    assert found.ranks_bound == pytest.approx(max(plan.lower_bounds) / mean)
+    assert found.ranks_bound <= found.ranks
+
+
+def test_memory_has_the_experts_of_a_rank_whole_and_their_state_once() -> None:
+    mesh = replace(layout(tp=2, dp=4), ep=4)
+    config = experts(mesh)
+    plan = make_plan(config, mesh)
+    memory = plan_memory(config, mesh, plan)
+    cell = memory.worst.owner * 2 + memory.worst.host
+    weights = stage_weights(config, mesh, 0)
+    held = [m.elements for m in plan.matrices if m.expert_rank == cell % 4]
+    dense = [m.elements // 2 for m in plan.matrices if m.expert_rank is None]
+    assert memory.parts["weights"] == 2 * (sum(held) + sum(dense) + weights.others)
+    assert memory.parts["gradients"] == 4 * (sum(held) + sum(dense) + weights.others)
+    mine = [m.elements for m, c in zip(plan.matrices, plan.assignment.cells, strict=True) if number(c, mesh) == cell]
+    assert memory.parts["matrix_state"] == 4 * sum(mine)
+    assert sum(held) * 4 == sum(m.elements for m in plan.matrices if m.expert_rank is not None)

@@ -1,0 +1,161 @@
+"""The short form of a plan's content in files: experts of a layer that differ only in their numbers are one entry.
+
+    {"name": "layers.3.experts.*.gate", ..., "count": 4, "each": {"name": {"from": 0, "by": 1}, "owner": [0, 4, 2, 6]}}
+
+stands for four entries. `each` has, by field, the entries' values, listed or in even steps; in a text field, such
+as `name`, they replace the `*`. Every other field has one value for all entries. Names in a bucket are shortened to
+`["decoder.layers.3.mlp.experts.linear_fc1.weight*", [0, 1, 2, 3]]`.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+_FEWEST = 4
+"""The fewest entries that are shortened."""
+_NUMBERED = re.compile(r"(.*\.(?:experts\.|weight))(\d+)(.*)")
+"""A name with the number of an expert."""
+_TEXTS = ("name", "parameter")
+
+Entry = Mapping[str, object]
+
+
+def shortened(content: Mapping[str, object]) -> dict[str, object]:
+    """Returns a plan's content (`Plan.content`) in its short form."""
+    return {
+        **content,
+        "matrices": _merged(_entries(content["matrices"])),
+        "buckets": [{**bucket, "parameters": _names(bucket["parameters"])} for bucket in _entries(content["buckets"])],
+    }
+
+
+def lengthened(content: Mapping[str, object]) -> dict[str, object]:
+    """Returns content read from a file with one entry for each matrix and each name.
+
+    Raises:
+        ValueError: an entry's `each` does not have `count` values for every field.
+    """
+    matrices, buckets = content.get("matrices"), content.get("buckets")
+    plain = dict(content)
+    if isinstance(matrices, list) and any(isinstance(entry, dict) and "each" in entry for entry in matrices):
+        plain["matrices"] = sorted((each for entry in matrices for each in _split(entry)), key=_index)
+    if isinstance(buckets, list):
+        plain["buckets"] = [_with_names(bucket) for bucket in buckets]
+    return plain
+
+
+def _entries(part: object) -> Sequence[Entry]:
+    assert isinstance(part, list)
+    return part
+
+
+def _merged(entries: Iterable[Entry]) -> list[dict[str, object]]:
+    """Merges entries of one layer that differ only in numbers, owner and host into the first of them."""
+    families: dict[object, list[Entry]] = {}
+    for entry in entries:
+        families.setdefault(_family(entry), []).append(entry)
+    merged: list[dict[str, object]] = []
+    for members in families.values():
+        merged += [dict(entry) for entry in members] if len(members) < _FEWEST else [_merge(members)]
+    return merged
+
+
+def _family(entry: Entry) -> object:
+    """Returns a key that the entries of a family have in common; an entry without an expert's number has a key of
+    its own."""
+    parts = [_NUMBERED.fullmatch(f"{entry[field]}") for field in _TEXTS]
+    if None in parts:
+        return entry["index"]
+    patterns = tuple(part[1] + part[3] for part in parts if part)
+    alike = ("kind", "layer", "rows", "cols", "shard_dim", "home", "seconds", "execution")
+    return patterns, tuple(entry.get(field) for field in alike), f"{entry.get('fragment')}"
+
+
+def _merge(members: Sequence[Entry]) -> dict[str, object]:
+    family, each = dict[str, object](), dict[str, object]()
+    for field in members[0]:
+        values = [entry[field] for entry in members]
+        if field in _TEXTS:
+            family[field], numbers = _pattern([f"{value}" for value in values])
+            each[field] = _in_steps(numbers) or numbers
+        elif all(value == values[0] for value in values):
+            family[field] = values[0]
+        else:
+            each[field] = _in_steps(values) or values
+    return {**family, "count": len(members), "each": each}
+
+
+def _in_steps(values: Sequence[object]) -> dict[str, int] | None:
+    """Returns values in even steps as the first value and the step; None for other values."""
+    numbers = [value for value in values if isinstance(value, int)]
+    if len(numbers) < len(values) or len({after - before for before, after in pairwise(numbers)}) != 1:
+        return None
+    return {"from": numbers[0], "by": numbers[1] - numbers[0]}
+
+
+def _pattern(names: Sequence[str]) -> tuple[str, list[int]]:
+    """Returns the names' pattern and their numbers."""
+    parts = [part for part in map(_NUMBERED.fullmatch, names) if part]
+    return f"{parts[0][1]}*{parts[0][3]}", [int(part[2]) for part in parts]
+
+
+def _split(entry: object) -> Iterator[dict[str, object]]:
+    if not isinstance(entry, dict) or "each" not in entry:
+        yield entry  # type: ignore[misc]  # an entry of another type is refused when the plan is made from it
+        return
+    each, count = entry["each"], entry.get("count")
+    if not isinstance(each, dict) or not isinstance(count, int):
+        raise ValueError("an entry has `each` without `count`")
+    columns = {field: _column(field, values, count) for field, values in each.items()}
+    common = {field: value for field, value in entry.items() if field not in ("each", "count", *columns)}
+    for row in range(count):
+        yield {**common, **{field: _value(entry.get(field), values[row]) for field, values in columns.items()}}
+
+
+def _column(field: str, values: object, count: int) -> Sequence[object]:
+    """Returns the `count` values of a field of `each`."""
+    if isinstance(values, dict):
+        match values:
+            case {"from": int(first), "by": int(by)}:
+                return [first + row * by for row in range(count)]
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError(f"an entry does not have {count} values for {field}")
+    return values
+
+
+def _value(pattern: object, value: object) -> object:
+    return pattern.replace("*", f"{value}") if isinstance(pattern, str) else value
+
+
+def _index(entry: object) -> int:
+    index = entry.get("index") if isinstance(entry, dict) else None
+    return index if isinstance(index, int) else -1
+
+
+def _names(names: object) -> list[object]:
+    """Shortens consecutive names with one pattern to `[pattern, numbers]`."""
+    assert isinstance(names, list | tuple)
+    runs: list[tuple[object, list[str]]] = []
+    for name in names:
+        part = _NUMBERED.fullmatch(name)
+        key = part and (part[1], part[3])
+        if runs and key is not None and runs[-1][0] == key:
+            runs[-1][1].append(name)
+        else:
+            runs.append((key, [name]))
+    short: list[object] = []
+    for _, run in runs:
+        short += run if len(run) < _FEWEST else [[*_pattern(run)]]
+    return short
+
+
+def _with_names(bucket: object) -> object:
+    if not isinstance(bucket, dict) or not isinstance(bucket.get("parameters"), list):
+        return bucket
+    names: list[object] = []
+    for item in bucket["parameters"]:
+        if isinstance(item, list) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], list):
+            names += [_value(item[0], number) for number in item[1]]
+        else:
+            names.append(item)
+    return {**bucket, "parameters": names}
