@@ -76,12 +76,15 @@ def _better_options(ctx: Any) -> Iterator[None]:
         yield
     except Exception as error:
         asks_for_help = type(error).__name__ == "NoArgsIsHelpError"
-        if asks_for_help or not hasattr(error, "format_message") or getattr(error, "ctx", None) is None:
+        if asks_for_help or not hasattr(error, "format_message"):
             raise  # not an error of usage; Typer does not export their classes
         from canzona_cli.commands.instead import Command, bad_usage, other_options
-        from canzona_cli.errors import BadUsage
+        from canzona_cli.errors import BadUsage, Problem
 
-        context, unread = error.ctx, getattr(error, "option_name", "")  # type: ignore[attr-defined]
+        context, unread = getattr(error, "ctx", None), getattr(error, "option_name", "")
+        if context is None:  # the option is the last word, and takes a value
+            fix = f"see canzona {ctx.invoked_subcommand} --help"
+            raise BadUsage(Problem(key=unread, reason="needs a value", fix=fix)) from None
         if not hasattr(error, "possibilities"):
             raise BadUsage(bad_usage(context, error, ctx.meta[_WORDS])) from None
         command = Command(

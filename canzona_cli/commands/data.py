@@ -59,6 +59,15 @@ def prepare(
     text_key: Annotated[
         str, typer.Option(metavar="NAME", help="The JSONL field or Parquet column that contains the text.")
     ] = "text",
+    template: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help="Make a document of several JSONL fields: '{question}\\n{answer}'; or of the messages in the list "
+            "that --text-key names: '{role}: {content}\\n'.",
+            show_default=False,
+        ),
+    ] = "",
     document: Annotated[
         Literal["file", "line"],
         typer.Option(help="What is a document in plain text. Each JSONL line or Parquet row is a document."),
@@ -96,6 +105,7 @@ def prepare(
         format=format,
         document=document,
         text_key=text_key,
+        template=template,
         max_bad=max_bad,
         workers=workers,
         overwrite=overwrite,

@@ -202,6 +202,7 @@ def _print_start(
         ahead=outlook(config, job.layout, job.predicted.iteration_s),
         memory=memory_of(config, job.layout, None if job.plan is None else job.plan.plan),
         command=torchrun.build(config, run_dir),
+        card=card_of(config),
         prepared=prepared,
     )
     if look.as_json:

@@ -84,6 +84,8 @@ class BuildSettings:
     """The end-of-document token of a tokenizer.json; None to find one by the usual names."""
     document: DocumentUnit = "file"
     text_key: str = "text"
+    template: str = ""
+    """The template by which JSONL objects become text; empty for the field `text_key` alone."""
     max_bad: int = 0
     """The largest number of lines without a text that are skipped; with more, the build fails."""
     workers: int | None = None
@@ -132,7 +134,12 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
     if settings.workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(settings.workers)  # read when the tokenizer's thread pool starts
     with _disk_errors(prefix), _spooled(sources, prefix, settings, on_progress) as readable:
-        read = ReadSettings(piece=piece_bytes(sources), document=settings.document, text_key=settings.text_key)
+        read = ReadSettings(
+            piece=piece_bytes(sources),
+            document=settings.document,
+            text_key=settings.text_key,
+            template=settings.template,
+        )
         tokenizer, sampled = _make_tokenizer(readable, read, settings, on_progress)
         recipe = Recipe(tokenizer=tokenizer, read=read)
         done = _finished_inputs(prefix, recipe, readable)
@@ -321,6 +328,7 @@ def _describe(
         input_count=len(tally.records),
         document=settings.document,
         text_key=settings.text_key,
+        template=settings.template,
         python=platform.python_version(),
         canzona=__version__,
     )
@@ -379,7 +387,8 @@ def _refuse_bad_lines(tally: Tally, most: int) -> None:
     """
     if tally.bad <= most:
         return
-    fix = "use --text-key NAME for another field, or --format text to read lines as plain text; to skip these lines, "
+    fix = "name the field with --text-key NAME, or join several with --template '{question}\\n{answer}'; to skip these "
+    fix += "lines, "
     fix += f"--max-bad {max(10, 2 * tally.bad)}" if most == 0 else "a higher --max-bad"
     shown = tally.bad_lines[:_MOST_BAD_SHOWN]
     raise ConfigError(

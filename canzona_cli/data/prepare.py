@@ -23,6 +23,7 @@ from canzona_cli.data.indexed import inspect_pair
 from canzona_cli.data.locks import Busy, exclusive, lock_path
 from canzona_cli.data.reading import package_problem
 from canzona_cli.data.sources import InputFormat, Source, find_sources
+from canzona_cli.data.template import template_problem
 from canzona_cli.data.tokenizers import MIN_VOCAB_SIZE, load_json_tokenizer
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, refuse
 from canzona_cli.run.machine import existing_folder
@@ -56,8 +57,11 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
     sources, problems = find_sources(request.inputs, request.format)
     if not request.inputs:
         problems.append(Problem(key="INPUT", reason="there are no inputs", fix="name files, folders, - or stdlib"))
-    problems += _tokenizer_problems(request)
+    problems += _setting_problems(request)
     problems += _output_problems(prefix, sources, request)
+    if request.template and any(source.format == "parquet" for source in sources):
+        reason, fix = "is for JSONL, and Parquet has one column of text", "leave it out, or write JSONL"
+        problems.append(Problem(key="--template", value=request.template, reason=reason, fix=fix))
     environment = [*_place_problems(prefix, sources, request), *_package_problems(sources)]
     if problems:
         raise ConfigError(*problems, *environment)
@@ -92,7 +96,7 @@ def train_command(built: Built) -> str:
     return shlex.join(words)
 
 
-def _tokenizer_problems(request: PrepareRequest) -> Iterator[Problem]:
+def _setting_problems(request: PrepareRequest) -> Iterator[Problem]:
     is_file = request.tokenizer not in ("byte", "bpe")
     size = request.vocab_size
     if size is not None and request.tokenizer != "bpe":
@@ -110,6 +114,9 @@ def _tokenizer_problems(request: PrepareRequest) -> Iterator[Problem]:
             load_json_tokenizer(request.tokenizer, request.eod)
         except ConfigError as error:
             yield from error.problems
+    if request.template and (reason := template_problem(request.template)):
+        fix = "for example --template '{role}: {content}\\n' --text-key messages"
+        yield Problem(key="--template", value=request.template, reason=reason, fix=fix)
     if request.max_bad < 0:
         yield Problem(key="--max-bad", value=request.max_bad, reason="must be at least 0", fix="use --max-bad 0")
     if request.workers is not None and request.workers < 1:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final, Literal, NamedTuple, cast
 
 from canzona_cli.data.sidecar import BadLine, InputRecord, Tally
 from canzona_cli.data.sources import Source, input_error
+from canzona_cli.data.template import Unfilled, fill
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class ReadSettings:
     """The unit of plain text that is a document. A line of JSONL or a row of Parquet is always a document."""
     text_key: str = "text"
     """The field of a JSONL object, or the column of Parquet, with the text."""
+    template: str = ""
+    """The template by which JSONL objects become text (`canzona_cli.data.template`); empty: the field alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +211,7 @@ def pieces(batch: Batch, settings: ReadSettings, tally: Tally) -> Iterator[Piece
         return
     for number, item in enumerate(batch.items, batch.first):
         try:
-            text = _document(item, batch.form, settings.text_key, tally)
+            text = _document(item, batch.form, settings, tally)
         except _BadText as error:
             tally.add_bad(BadLine(path=batch.label, line=number, kind=error.kind, detail=error.detail))
             continue
@@ -220,7 +223,7 @@ def pieces(batch: Batch, settings: ReadSettings, tally: Tally) -> Iterator[Piece
             tally.empty += 1
 
 
-def _document(item: bytes | None, form: str, text_key: str, tally: Tally) -> bytes | None:
+def _document(item: bytes | None, form: str, settings: ReadSettings, tally: Tally) -> bytes | None:
     """Returns the text of a line or row; None for a blank line in JSONL.
 
     Raises:
@@ -236,7 +239,7 @@ def _document(item: bytes | None, form: str, text_key: str, tally: Tally) -> byt
         return item.rstrip(b"\r\n")
     if item.isspace():
         return None
-    text = _text_of(item, text_key)
+    text = _text_of(item, settings)
     try:
         return text.encode()
     except UnicodeEncodeError:  # a lone surrogate of a JSON escape
@@ -375,12 +378,13 @@ class _BadText(ValueError):
         self.kind, self.detail = kind, detail
 
 
-def _text_of(line: bytes, key: str) -> str:
+def _text_of(line: bytes, settings: ReadSettings) -> str:
     """Returns the text of one JSONL line.
 
     Raises:
         _BadText: the line has no usable text, with the reason.
     """
+    key = settings.text_key
     try:
         record: object = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -392,10 +396,17 @@ def _text_of(line: bytes, key: str) -> str:
         raise _BadText("not JSON", ": nested too deeply, or a number too long") from error
     if not isinstance(record, dict):
         raise _BadText("not an object", f" with a field {key!r} but a {type(record).__name__}")
+    if settings.template:
+        try:
+            return fill(settings.template, record, key)
+        except Unfilled as error:
+            raise _BadText("does not fill --template", str(error)) from None
     if key not in record:
         names = ", ".join(repr(name) for name in list(record)[:8]) or "nothing"
         raise _BadText(f"no field {key!r}", f"; it has {names}")
     text = record[key]
+    if isinstance(text, list):
+        raise _BadText("no text", f": field {key!r} is a list; for messages, add --template '{{role}}: {{content}}\\n'")
     if not isinstance(text, str):
         raise _BadText("no text", f": field {key!r} is a {type(text).__name__}")
     return text

@@ -119,6 +119,7 @@ class Sidecar:
     """The number of all inputs."""
     document: str
     text_key: str
+    template: str = ""
     python: str
     canzona: str
 

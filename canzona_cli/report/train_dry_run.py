@@ -15,6 +15,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.secrets import redacted, shown_value
 from canzona_cli.costs.memory import GIB, Memory
 from canzona_cli.errors import CanzonaError
+from canzona_cli.launch.card import Card
 from canzona_cli.launch.torchrun import (
     ENDPOINT_PLACEHOLDER,
     NODE_RANK_PLACEHOLDER,
@@ -102,6 +103,8 @@ class DryRun(Page):
     ahead: Outlook
     memory: Memory
     command: LaunchCommand
+    card: Card | None = None
+    """The card of the run's recipe; None if it has none for these settings."""
     prepared: bool = False
     """True for `--prepare-only`: the run directory is written, and the command is not run."""
 
@@ -144,9 +147,10 @@ class DryRun(Page):
             **({"plan": describe_plan(self.plan)} if self.plan is not None else {}),
             "data": describe_data(self.config, self.corpus),
             **({} if read is None else {"epochs": read.words}),
-            **dict(routing_rows(self.config)),
+            **(dict(routing_rows(self.config)) if self.config_yaml is not None else {}),
             "memory": self._memory(),
             **dict(outlook_rows(self.config, self.ahead)),
+            **self._card(),
         }
         for label, value in rows.items():
             yield wrapped(clean(value), first=f"{label:<13}")
@@ -159,6 +163,13 @@ class DryRun(Page):
         yield from _verbatim("command" + self._where(), self._command().splitlines())
         for note in self._notes():
             yield wrapped(note, "dim")
+
+    def _card(self) -> dict[str, str]:
+        if self.card is not None:
+            return {"card": self.card.words}
+        if self.config.cluster.device == "cpu":
+            return {}
+        return {"card": "a plan only: no run with these settings was recorded, so times and memory are simulated"}
 
     @property
     def _unit(self) -> str:
@@ -212,7 +223,7 @@ class DryRun(Page):
         else:
             yield "Nothing was started or written. `canzona train` writes the run directory before it runs the command."
         if self.config_yaml is None:
-            yield "Add --config to print every setting and its value."
+            yield "Add --config to print every setting and its value, and which parameters are updated as matrices."
 
 
 def _assignments(environment: Mapping[str, str]) -> list[str]:

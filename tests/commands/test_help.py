@@ -39,6 +39,8 @@ def test_version() -> None:
         (["checkpoint", "export", "run"], "write canzona checkpoint export RUN_OR_CHECKPOINT OUT"),
         (["checkpoint", "export", "run", "out", "--step", "x"], "--step"),
         (["plan", "--compare", "rows", "recipe=tiny"], "--compare"),
+        (["plan", "recipe=tiny", "--compare"], "needs a value"),
+        (["report", "--html"], "see canzona report --help"),
         (["finetune", "recipe=tiny"], "canzona does not have fine-tuning"),
         (["resume", "nowhere"], "RUN = nowhere"),
         (["--versoin"], "--version"),

@@ -1,0 +1,64 @@
+r"""Templates make one document from several fields of a JSONL object, or from the messages of a chat.
+
+    {question}\n{answer}\n          fields of the object
+    {role}: {content}\n             once for each message, if the field of --text-key is a list of messages
+
+`\n` and `\t` are written as two characters each, because shells pass them that way. Text from a template never
+becomes a special token, like all other text.
+"""
+
+from collections.abc import Mapping
+from string import Formatter
+
+
+class Unfilled(ValueError):
+    """The error that an object cannot fill a template; the message says why."""
+
+
+def template_problem(template: str) -> str:
+    """Returns the reason why a template cannot be used; empty if it can."""
+    try:
+        parts = [*Formatter().parse(template)]
+    except ValueError as error:
+        return f"is not a template: {error}"
+    names = [name for _, name, _, _ in parts if name is not None]
+    if not names:
+        return "names no field"
+    odd = any(spec or conversion or not _is_name(name) for _, name, spec, conversion in parts if name is not None)
+    return "may only have plain names in braces" if odd else ""
+
+
+def fill(template: str, record: Mapping[str, object], key: str) -> str:
+    """Returns the text of an object: the template filled with its fields, or with each message of its list `key`.
+
+    Raises:
+        Unfilled: a field is missing or holds no text, or the list has something other than messages.
+    """
+    parts = [(_unescaped(text), name) for text, name, _, _ in Formatter().parse(template)]
+    messages = record.get(key)
+    return "".join(_filled(parts, each) for each in (messages if isinstance(messages, list) else [record]))
+
+
+def _filled(parts: list[tuple[str, str | None]], fields: object) -> str:
+    if not isinstance(fields, Mapping):
+        raise Unfilled(f": a message is a {type(fields).__name__}")
+    filled = []
+    for text, name in parts:
+        filled.append(text)
+        if name is None:
+            continue
+        if name not in fields:
+            raise Unfilled(f": no field {name!r}, only {', '.join(map(repr, list(fields)[:8])) or 'nothing'}")
+        value = fields[name]
+        if not isinstance(value, str | int | float):
+            raise Unfilled(f": field {name!r} is a {type(value).__name__}")
+        filled.append(str(value))
+    return "".join(filled)
+
+
+def _is_name(name: str) -> bool:
+    return bool(name) and all(letter.isalnum() or letter in "_-" for letter in name)
+
+
+def _unescaped(text: str) -> str:
+    return text.replace("\\n", "\n").replace("\\t", "\t")

@@ -1,0 +1,61 @@
+"""Templates fill documents from fields or messages, and say what they lack."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from canzona_cli.data.indexed import inspect_pair
+from canzona_cli.data.template import Unfilled, fill, template_problem
+from canzona_cli.data.view import view
+from tests.commands.support import canzona
+
+CHAT = [{"role": "user", "content": "2 + {2}?"}, {"role": "assistant", "content": "4\n"}]
+
+
+def test_messages_or_fields_are_filled_and_braces_in_them_are_text() -> None:
+    template = r"{role}: {content}\n"
+    assert fill(template, {"messages": CHAT}, "messages") == "user: 2 + {2}?\nassistant: 4\n\n"
+    assert fill(r"{{{q}}}\t{n}", {"q": "why", "n": 3}, "text") == "{why}\t3"
+    assert fill(template, {"messages": []}, "messages") == ""
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"messages": [{"role": "user"}]}, "no field 'content', only 'role'"),
+        ({"messages": ["hello"]}, "a message is a str"),
+        ({"messages": [{"role": "user", "content": None}]}, "field 'content' is a NoneType"),
+        ({"conversation": CHAT}, "no field 'role', only 'conversation'"),
+    ],
+)
+def test_what_does_not_fill_a_template_is_named(record: dict[str, object], words: str) -> None:
+    with pytest.raises(Unfilled, match=words):
+        fill("{role}: {content}", record, "messages")
+
+
+@pytest.mark.parametrize("template", ["plain", "{role", "{}", "{a.b}", "{a[0]}", "{a!r}", "{a:>9}"])
+def test_a_template_has_plain_names_only(template: str) -> None:
+    assert template_problem(template)
+
+
+@pytest.mark.parametrize("template", ["{text}", r"{role}: {content}\n", "{{{a_b-c}}}"])
+def test_a_template_with_names_is_fine(template: str) -> None:
+    assert template_problem(template) == ""
+
+
+def test_chat_is_prepared_and_shown_as_text(tmp_path: Path) -> None:
+    lines = [json.dumps({"messages": CHAT}), json.dumps({"messages": CHAT[:1]})]
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
+    asked = ("data", "prepare", "chat.jsonl", "-o", "chat", "--text-key", "messages")
+    without = canzona(*asked, cwd=tmp_path)
+    assert without.returncode == 2
+    assert "add --template '{role}: {content}\\n'" in " ".join(without.stderr.split())
+    done = canzona(*asked, "--template", r"{role}: {content}\n", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert inspect_pair(tmp_path / "chat").documents == 2
+    shown = view(tmp_path / "chat", documents=2, tokens=100, seq_length=None)
+    assert [document.text for document in shown.documents] == [
+        "user: 2 + {2}?\nassistant: 4\n\n",
+        "user: 2 + {2}?\n",
+    ]
