@@ -88,6 +88,8 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         yield "engine.exchange_dtype is ignored: with parallel.tp=1 there is no exchange between TP ranks"
     if tp is not None and tp > config.cluster.gpus_per_node:
         yield f"parallel.tp={tp} spans nodes of {config.cluster.gpus_per_node} ranks; expect slow tensor parallelism"
+    if "parallel.dispatcher" in explicit and (config.model.num_experts == 0 or config.parallel.ep == 1):
+        yield "parallel.dispatcher is ignored: no experts are divided among ranks"
     for key in ("sample_prompt", "sample_tokens"):
         if f"train.{key}" in explicit and config.train.sample_every == 0:
             yield f"train.{key} is ignored: train.sample_every is 0"

@@ -101,6 +101,7 @@ def test_a_run_may_be_as_short_as_one_step(steps: int) -> None:
         ("parallel.tp=1 engine.exchange_dtype=bf16", "engine.exchange_dtype"),
         ("optimizer=soap engine=sc engine.layout=contiguous", "engine.layout"),
         ("optimizer.graph=true", "optimizer.graph"),
+        ("parallel.dispatcher=allgather", "parallel.dispatcher"),
     ],
 )
 def test_a_setting_without_effect_is_a_warning(overrides: str, ignored: str) -> None:
