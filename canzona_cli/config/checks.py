@@ -264,10 +264,6 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
 
 
 def _plans_only(config: RunConfig) -> Iterator[Problem]:
-    if (config.parallel.ep or 1) > 1 and execution_of(config).ours:
-        reason = "canzona's engine cannot train experts yet that are divided among ranks"
-        fix = "leave it null; or use optimizer=adamw, or Muon with engine.strategy=sc or layerwise"
-        yield Problem(key="parallel.ep", value=config.parallel.ep, reason=reason, fix=fix)
     if not config.model.gated:
         reason = "can only be planned: training has no activation for feed-forward layers without a gate"
         yield Problem(key="model.gated", reason=reason, fix="leave it out, or use `canzona plan --dry-run`")

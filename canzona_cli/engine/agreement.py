@@ -101,7 +101,7 @@ def _plan_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: W
     if plan is None:
         return Problem(key="plan", reason="there is no plan; strategies canzona, paper and asc need one", fix=fix)
     planned, actual = plan.subject.layout, world.layout.mesh
-    for name in ("tp", "pp", "vpp", "cp", "dp"):
+    for name in ("tp", "pp", "vpp", "cp", "dp", "ep"):
         here, there = getattr(actual, name), getattr(planned, name)
         if here != there:
             return Problem(
@@ -111,7 +111,7 @@ def _plan_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: W
                 fix=fix,
             )
     try:
-        named_matrix_parameters(chunks, plan, world.pp_rank)
+        named_matrix_parameters(chunks, plan, world)
     except PlanMismatch as mismatch:
         return Problem(key="plan", value=plan.name, reason=str(mismatch), fix=fix)
     return None

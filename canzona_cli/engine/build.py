@@ -1,7 +1,7 @@
 """Builds the engine of one rank: from a plan, or, for strategy sc, with all matrices of the stage on every
 rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
 
@@ -23,7 +23,7 @@ from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters, runs, scratch_elements
 from canzona_cli.engine.masters import Fallbacks, MasterOptimizer
 from canzona_cli.engine.planned import PlannedOptimizer
-from canzona_cli.engine.redundant import RedundantOptimizer
+from canzona_cli.engine.redundant import RedundantOptimizer, counted, counts_dense
 from canzona_cli.engine.shared import Sharing
 from canzona_cli.engine.wire import AllToAll, Aside, Fragments, MakeOptimizer, Messages, Wiring
 from canzona_cli.megatron.matrix_buffers import global_parameters, named_matrix_parameters, tag_matrices
@@ -63,10 +63,11 @@ def build_engine(
     """
     if plan is not None:
         mine = updated_matrices(plan, world)
-        parameters = named_matrix_parameters(chunks, plan, world.pp_rank)
+        parameters = named_matrix_parameters(chunks, plan, world)
     else:
         everything = matrices_of(config.model, world.layout, config.engine.splitting)
-        mine = list(stage_matrices(everything, world.pp_rank))
+        stage = stage_matrices(everything, world.pp_rank)
+        mine = [matrix for matrix in stage if matrix.expert_rank in (None, world.expert_rank)]
         named = dict(global_parameters(chunks))
         parameters = {matrix.parameter: named[matrix.parameter] for matrix in mine}
         tag_matrices(chunks, parameters)
@@ -82,9 +83,13 @@ def build_engine(
         )
         for matrix in mine
     }
-    # All TP ranks take the same fallbacks for a shared matrix; only the rank in its cell of the plan counts
-    # them.
-    fallbacks = Fallbacks((m for m in mine if m.index not in shared or cells[m.index].host == world.tp_rank), masters)
+    # Several ranks take the same fallbacks for a shared matrix, and without a plan for every matrix. One counts them:
+    # with a plan the rank in the matrix's cell.
+    if plan is not None:
+        told = [matrix for matrix in mine if matrix.index not in shared or cells[matrix.index].host == world.tp_rank]
+    else:
+        told = [matrix for matrix in mine if counted(matrix, world)]
+    fallbacks = Fallbacks(told, masters)
     source = config.optimizer.source if isinstance(config.optimizer, CustomConfig) else None
     wiring = Wiring(
         fragments=Fragments(config.model, world.layout.tp, world.tp_rank, parameters),
@@ -99,8 +104,14 @@ def build_engine(
     )
     updater: MasterOptimizer
     if plan is not None:
-        hosting = _hosting(config, plan, world, wiring)
-        updater = PlannedOptimizer(config, chunks, wiring, hosting, _sharing(plan, world, wiring), fallbacks)
+        updater = PlannedOptimizer(
+            config,
+            chunks,
+            _experts(config, plan, world, wiring),
+            _sent(config, plan, world, wiring),
+            _sharing(plan, world, wiring),
+            fallbacks,
+        )
     else:
         updater = RedundantOptimizer(config, chunks, world, mine, wiring, fallbacks)
     return CanzonaOptimizer(
@@ -109,7 +120,8 @@ def build_engine(
         chunks,
         # With a plan, every gradient element is reduced to one rank. Without a plan, data-parallel ranks have
         # equal gradients, which count once.
-        stats_group=world.groups.intra_dist_opt if plan is not None else world.groups.mp,
+        stats_group=world.groups.mp if plan is None and world.layout.ep == 1 else world.groups.intra_dist_opt,
+        counts_adamw=plan is not None or counts_dense(world),
         timer=timer,
         non_finite=config.train.non_finite,
         clip=config.optimizer.clip,
@@ -134,20 +146,45 @@ def _micro_groups(plan: Plan, world: World) -> list[tuple[Matrix, ...]]:
     return [tuple(plan.matrices[index] for index in group.matrices) for group in groups]
 
 
-def _hosting(config: RunConfig, plan: Plan, world: World, wiring: Wiring) -> Hosting:
-    """Allocates messages, scratch and optimizers for the hosted matrices of this rank's owner, and fills the
+def _experts(config: RunConfig, plan: Plan, world: World, wiring: Wiring) -> Hosting:
+    """Allocates scratch and optimizers of the experts that this rank updates, of which it stores the whole, and
+    fills the masters."""
+    experts = [matrix for matrix in updated_matrices(plan, world) if matrix.expert_rank is not None]
+    alone = wiring.alone()
+    return _hosting(config, _in_scratch([experts], alone), dict.fromkeys((m.index for m in experts), 0), alone)
+
+
+def _sent(config: RunConfig, plan: Plan, world: World, wiring: Wiring) -> Hosting:
+    """Allocates messages, scratch and optimizers of the hosted matrices in this owner's micro-groups, and fills the
     masters. Collective over the TP ranks."""
-    tp, rank, device = world.layout.tp, wiring.rank, wiring.device
     hosts = {matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)}
-    batches = _micro_groups(plan, world)
-    if tp == 1:  # nothing is sent, so groups are limited only by the scratch for gradients
-        batches = [
-            tuple(run)
-            for batch in batches
-            for run in runs(batch, BATCH_BYTES // 4, lambda matrix: scratch_elements(wiring, (matrix,)))
-        ]
-    owned = tuple(matrix for batch in batches for matrix in batch)
-    batches = [tuple(matrix for matrix in batch if matrix.index not in plan.assignment.shares) for batch in batches]
+    groups: Sequence[Sequence[Matrix]] = _micro_groups(plan, world)
+    if world.layout.tp == 1:  # nothing is sent, so groups are limited only by the scratch for gradients
+        groups = _in_scratch(groups, wiring)
+    shares = plan.assignment.shares
+    batches = [[matrix for matrix in group if matrix.index not in shares] for group in groups]
+    return _hosting(config, batches, hosts, wiring)
+
+
+def _in_scratch(groups: Sequence[Sequence[Matrix]], wiring: Wiring) -> list[list[Matrix]]:
+    """Divides groups into batches whose gradients need `BATCH_BYTES` of scratch or less, or are one matrix."""
+    return [
+        run
+        for group in groups
+        for run in runs(group, BATCH_BYTES // 4, lambda matrix: scratch_elements(wiring, (matrix,)))
+    ]
+
+
+def _hosting(
+    config: RunConfig, batches: Sequence[Sequence[Matrix]], hosts: Mapping[int, int], wiring: Wiring
+) -> Hosting:
+    """Makes the groups of hosted matrices and fills their masters.
+
+    Args:
+        batches: the matrices that any TP rank hosts, group by group in the order of their updates.
+        hosts: the TP rank that hosts each matrix, by matrix index.
+    """
+    tp, rank, device = wiring.fragments.tp, wiring.rank, wiring.device
     matrices = tuple(matrix for batch in batches for matrix in batch)
     hosted = [tuple(matrix for matrix in batch if hosts[matrix.index] == rank) for batch in batches]
 
@@ -176,8 +213,8 @@ def _hosting(config: RunConfig, plan: Plan, world: World, wiring: Wiring) -> Hos
         )
     ]
     return Hosting(
+        wiring=wiring,
         matrices=matrices,
-        owned=owned,
         hosts=hosts,
         groups=groups,
         finite=finite,

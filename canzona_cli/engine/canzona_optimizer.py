@@ -53,6 +53,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
             on every rank (`RedundantOptimizer`).
         stats_group: the ranks over which every gradient element counts once: all ranks, or, if data-parallel
             ranks have equal gradients, the ranks of one model replica.
+        counts_adamw: False if other ranks of the group have copies of all of this rank's gradients of AdamW's
+            parameters, and count them.
         non_finite: "stop" to raise, "skip" to leave the step out, if the norm is not finite.
         clip: the parameters whose gradients are clipped.
     """
@@ -63,6 +65,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         matrices: MasterOptimizer,
         chunks: Sequence[DistributedDataParallel],
         stats_group: torch.distributed.ProcessGroup,
+        counts_adamw: bool,
         timer: PhaseTimer,
         non_finite: NonFinite,
         clip: Clip,
@@ -70,6 +73,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         super().__init__([adamw, matrices])
         self._adamw, self.matrices, self._chunks = adamw, matrices, chunks
         self._stats_group, self._timer, self._non_finite, self._clip = stats_group, timer, non_finite, clip
+        self._counts_adamw = counts_adamw
         self.skipped = 0
         """The number of steps skipped so far for non-finite gradients, the same on every rank."""
         self.fallbacks = 0
@@ -142,9 +146,9 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
     def get_grad_norm(self) -> float:
         """Computes the global norm of the reduced gradients before clipping, and sets `fallbacks` and
         `captures`. Collective; the host waits for the device."""
-        counted = self._adamw.get_grads_for_grad_norm()
+        counted = self._adamw.get_grads_for_grad_norm() if self._counts_adamw else []
         squares = self._squares([*counted, *self.matrices.gradients_for_norm()])
-        # If tensor-parallel ranks have equal copies of a gradient, one rank's copy counts. The others are
+        # If several ranks have equal copies of a gradient, one rank's copy counts. The others are
         # added with factor 0, so that a copy that is not finite makes the norm not finite.
         seen = {gradient.data_ptr() for gradient in counted}
         copies = [param.grad for param in self._adamw.get_parameters() if param.grad is not None]

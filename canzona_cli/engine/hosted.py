@@ -203,12 +203,12 @@ class HostedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Hosting:
-    """The hosted matrices of one owner as micro-groups, with the memory for their update, on one TP rank."""
+    """The hosted matrices of one owner as micro-groups, or a rank's experts, with the memory for their update, on
+    one TP rank."""
 
+    wiring: Wiring
     matrices: tuple[Matrix, ...]
     """The matrices of all groups, in the groups' order, on whichever rank they are hosted."""
-    owned: tuple[Matrix, ...]
-    """The hosted and the shared matrices of the owner, in the plan's order."""
     hosts: Mapping[int, int]
     """The TP rank that hosts each matrix, by matrix index."""
     groups: Sequence[HostedGroup]

@@ -1,5 +1,5 @@
-"""The matrices' part of an optimizer step by a plan: a pipeline over micro-groups, then shared matrices, then
-gathering over the data-parallel ranks."""
+"""The matrices' part of an optimizer step by a plan: this rank's experts, a pipeline over micro-groups, shared
+matrices, and the gathering of weights from their owners."""
 
 import logging
 from collections.abc import Sequence
@@ -12,10 +12,8 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters
 from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, left_out, settle
 from canzona_cli.engine.shared import Sharing
-from canzona_cli.engine.wire import Wiring
 from canzona_cli.megatron.optimizer import adamw_settings
 from canzona_cli.megatron.owner_bucket_group import gathering_order, matrix_groups
-from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.order import ahead, order
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 
@@ -30,8 +28,9 @@ class PlannedOptimizer(MasterOptimizer):
     copies.
 
     Args:
-        wiring: this rank's wiring; its `masters` are those of `updated_matrices`.
-        hosting: the hosted matrices of this rank's owner, in the order of its micro-groups.
+        experts: the experts that this rank updates, if experts are divided among ranks. Nothing is sent for
+            them; the others' gradients, which have been sent, arrive while they are updated.
+        hosting: the other hosted matrices of this rank's owner, in the order of its micro-groups.
         sharing: the shared matrices of this rank's owner; None if the owner does not have any.
         fallbacks: counts the fallbacks of this rank's optimizers.
     """
@@ -40,21 +39,22 @@ class PlannedOptimizer(MasterOptimizer):
         self,
         config: RunConfig,
         chunks: Sequence[DistributedDataParallel],
-        wiring: Wiring,
+        experts: Hosting,
         hosting: Hosting,
         sharing: Sharing | None,
         fallbacks: Fallbacks,
     ) -> None:
+        wiring = hosting.wiring
         super().__init__(adamw_settings(config), chunks, wiring.masters, wiring.device)
         self._chunks, self._wiring, self._fallbacks = chunks, wiring, fallbacks
         self._tp = wiring.fragments.tp
         self._overlap = bool(chunks[0].ddp_config.overlap_param_gather)
-        self._hosting, self._finite = hosting, hosting.finite
-        self.groups: Sequence[HostedGroup] = hosting.groups
+        self._experts, self._hosting = experts, hosting
+        self.groups: Sequence[HostedGroup] = (*experts.groups, *hosting.groups)
         self._sharing = sharing
         self.sharing = () if sharing is None else (sharing,)
         self._begun = 0
-        """The number of entries of `planner.order.order` that have run in this step."""
+        """The number of entries of `planner.order.order` that have run in this step, of the micro-groups."""
         self._slices = self._gradient_slices()
 
     # --- one step ---
@@ -68,27 +68,29 @@ class PlannedOptimizer(MasterOptimizer):
     def begin(self) -> None:
         """Packs the first groups' gradients and starts sending them. They are not scaled yet, because the
         norm is not known; hosts scale the gradients that they receive."""
-        self._run(ahead(len(self.groups)))
+        self._run(ahead(len(self._hosting.groups)))
 
     @torch.no_grad()
     def discard(self) -> None:
-        for group in self.groups[: self._begun]:
+        for group in self._hosting.groups[: self._begun]:
             group.discard()
         self._begun = 0
         self._wiring.aside.join()
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Updates all matrices of this rank's owner and starts gathering the parameters that the next forward
-        pass needs first."""
+        """Updates this rank's experts and all matrices of its owner, and starts gathering the parameters that
+        the next forward pass needs first."""
         self._update()
         self._gather()
         return True
 
     def _update(self) -> None:
-        """Updates the micro-groups in the order of `planner.order.order`, so that messages of neighbouring
-        groups are in flight while a group is updated, and then the shared matrices. At the end, the current
-        stream waits for the stream that packs messages and writes weights."""
+        """Updates the experts; then the micro-groups in the order of `planner.order.order`, so that messages of
+        neighbouring groups are in flight while a group is updated; then the shared matrices. At the end, the
+        current stream waits for the stream that packs messages and writes weights."""
+        for number, stage in order(len(self._experts.groups)):
+            self._experts.groups[number].run(stage, self._scale)
         self._run(None)
         self._begun = 0
         if self._sharing is not None:
@@ -98,13 +100,15 @@ class PlannedOptimizer(MasterOptimizer):
             self._wiring.aside.join()
 
     def _run(self, end: int | None) -> None:
-        """Runs the entries of the order that have not run yet, up to entry `end`; all if `end` is None."""
-        for number, stage in islice(order(len(self.groups)), self._begun, end):
-            self.groups[number].run(stage, self._scale)
+        """Runs the entries of the micro-groups' order that have not run yet, up to entry `end`; all if `end` is
+        None."""
+        groups = self._hosting.groups
+        for number, stage in islice(order(len(groups)), self._begun, end):
+            groups[number].run(stage, self._scale)
         self._begun = max(self._begun, end or 0)
 
     def _gather(self) -> None:
-        """Gathers the updated parameters over the data-parallel ranks. With `overlap_param_gather`, only the
+        """Gathers the updated parameters from their owners. With `overlap_param_gather`, only the
         buckets that the forward pass needs first are started (`owner_bucket_group.install` chains the
         others); otherwise all matrix buckets are gathered now."""
         if self._overlap:
@@ -122,7 +126,9 @@ class PlannedOptimizer(MasterOptimizer):
         count = torch.full((1,), float(self._fallbacks.take()), device=self._wiring.device)
         if self._sharing is not None:
             count += self._sharing.fallbacks()
-        return count + left_out(self.groups, self._device) + torch.isfinite(self._finite).logical_not().sum()
+        for hosting in (self._experts, self._hosting):
+            count += torch.isfinite(hosting.finite).logical_not().sum()
+        return count + left_out(self.groups, self._device)
 
     @torch.no_grad()
     def repair(self) -> None:
@@ -130,31 +136,42 @@ class PlannedOptimizer(MasterOptimizer):
         optimizer state.
 
         The model's weights are still the previous ones, because fragments of such an update are not written;
-        the masters are copied from them. The TP ranks first agree on these matrices, because a rank does not
-        receive the flag of a matrix if it does not receive a fragment.
+        the masters are copied from them.
         """
         settle(self.groups, self.masters)
         if self._sharing is not None:
             self._sharing.repair(self.masters)
-        finite = torch.ones(len(self._hosting.matrices), device=self._wiring.device)
-        finite[self._hosting.places] = torch.isfinite(self._finite).float()
-        if self._wiring.tp_group is not None:
-            torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN, group=self._wiring.tp_group)
-        each = zip(self._hosting.matrices, self._wiring.timer.read(finite), strict=True)
+        for hosting in (self._experts, self._hosting):
+            self._restore(hosting)
+
+    def _restore(self, hosting: Hosting) -> None:
+        """Restores the hosted matrices whose last update was not finite.
+
+        The TP ranks first agree on them, because a rank does not receive the flag of a matrix if it does not
+        receive a fragment.
+        """
+        if not hosting.matrices:
+            return
+        wiring = hosting.wiring
+        finite = torch.ones(len(hosting.matrices), device=wiring.device)
+        finite[hosting.places] = torch.isfinite(hosting.finite).float()
+        if wiring.tp_group is not None:
+            torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN, group=wiring.tp_group)
+        each = zip(hosting.matrices, wiring.timer.read(finite), strict=True)
         broken = [matrix for matrix, good in each if not good]
         if not broken:
             return
-        self._gather_whole(sorted(broken, key=lambda matrix: matrix.index))
-        for group in self.groups:
+        gather_masters(wiring, hosting.hosts, sorted(broken, key=lambda matrix: matrix.index))
+        for group in hosting.groups:
             for matrix in group.hosted:
                 if matrix in broken:
                     assert group.optimizer is not None
-                    group.optimizer.state.pop(self._wiring.masters[matrix.index], None)
+                    group.optimizer.state.pop(wiring.masters[matrix.index], None)
                     _log.warning(
                         "%s keeps its weight because its update was not finite; its optimizer state is reset",
                         matrix.name,
                     )
-        self._finite.fill_(1.0)
+        hosting.finite.fill_(1.0)
 
     # --- whole matrices ---
 
@@ -170,31 +187,30 @@ class PlannedOptimizer(MasterOptimizer):
                 matrix.publish()
         self._wiring.aside.join()
 
-    def _gather_whole(self, matrices: Sequence[Matrix]) -> None:
-        """Copies the model's weights into the masters of hosted matrices. Collective over the TP ranks: all
-        of them pass the same matrices."""
-        gather_masters(self._wiring, self._hosting.hosts, matrices)
-
     # --- set-up ---
 
     def _gradient_slices(self) -> list[torch.Tensor]:
         """Returns views of the gradients that this rank owns. If TP ranks have equal copies of a matrix, only
         those of TP rank 0 are included."""
-        fragments = self._wiring.fragments
-        owned = self._hosting.owned
-        if any(matrix.replicated and self._tp > 1 for matrix in owned):
-            held = [m for m in owned if self._wiring.rank in m.holders(self._tp)]
-            return [fragments.gradient(m) for m in held if not m.replicated or self._wiring.rank == 0]
-        slices = []
+        fragments, rank = self._wiring.fragments, self._wiring.rank
+        shared = self._sharing.hosted if self._sharing is not None else ()
+        owned = (*self._hosting.matrices, *shared)
+        slices: list[torch.Tensor] = []
+        copied = self._tp > 1 and any(matrix.replicated for matrix in owned)
+        if copied:
+            held = [matrix for matrix in owned if rank in matrix.holders(self._tp)]
+            slices += [fragments.gradient(matrix) for matrix in held if not matrix.replicated or rank == 0]
         for group in matrix_groups(self._chunks):
-            data = group.buckets[0].grad_data
-            slices += [data[part.start : part.end] for part in group.owned]
+            if not copied or group.planned.expert_rank is not None:
+                data = group.buckets[0].grad_data
+                slices += [data[part.start : part.end] for part in group.owned]
         return slices
 
     @property
     def exchange_bytes(self) -> int:
         """The bytes of message buffers and gradient scratch."""
-        return self._hosting.bytes + (self._sharing.gradient_bytes if self._sharing is not None else 0)
+        shared = self._sharing.gradient_bytes if self._sharing is not None else 0
+        return self._experts.bytes + self._hosting.bytes + shared
 
     @property
     def workspace_bytes(self) -> int:
@@ -205,6 +221,7 @@ class PlannedOptimizer(MasterOptimizer):
     def reload_model_params(self, state_dict: object = None) -> None:
         """Copies the model's weights into the masters, as needed after loading a checkpoint without optimizer
         state. Collective over the TP ranks."""
-        self._gather_whole(self._hosting.matrices)
+        for hosting in (self._experts, self._hosting):
+            gather_masters(hosting.wiring, hosting.hosts, hosting.matrices)
         for matrix in self._sharing.matrices if self._sharing is not None else ():
             matrix.reload()

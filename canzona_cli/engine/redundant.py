@@ -30,7 +30,7 @@ class FragmentGather:
     """
 
     def __init__(self, wiring: Wiring, matrices: Sequence[Matrix]) -> None:
-        self._wiring, self._tp = wiring, wiring.fragments.tp
+        self.wiring, self._tp = wiring, wiring.fragments.tp
         largest = max((m.elements for m in matrices if self.travels(m) and m.home is None), default=0)
         self._send = torch.empty(largest // self._tp, dtype=torch.float32, device=wiring.device)
         self._receive = torch.empty(largest, dtype=torch.float32, device=wiring.device)
@@ -46,7 +46,7 @@ class FragmentGather:
 
     def spared(self, matrix: Matrix) -> bool:
         """Returns True if an optimizer can use the reduced gradient in Megatron's buffer without a copy."""
-        return not self.travels(matrix) and lies_whole(self._wiring, matrix)
+        return not self.travels(matrix) and lies_whole(self.wiring, matrix)
 
     def gather(self, matrix: Matrix, fragment: torch.Tensor, whole: torch.Tensor) -> None:
         """Gathers the fragments of all TP ranks into `whole`. Collective over the TP ranks.
@@ -56,7 +56,7 @@ class FragmentGather:
                 the matrix.
             whole: fp32 (rows, columns), overwritten.
         """
-        in_whole, rank, group = self._wiring.fragments.in_whole, self._wiring.rank, self._wiring.tp_group
+        in_whole, rank, group = self.wiring.fragments.in_whole, self.wiring.rank, self.wiring.tp_group
         at_home = matrix.home is None or matrix.home == rank
         if not self.travels(matrix) or matrix.home is not None:
             if at_home:
@@ -81,8 +81,9 @@ class RedundantUpdate:
             update.
     """
 
-    def __init__(self, wiring: Wiring, matrix: Matrix, gathering: FragmentGather, scratch: torch.Tensor) -> None:
-        self._wiring, self._matrix, self._gathering = wiring, matrix, gathering
+    def __init__(self, matrix: Matrix, gathering: FragmentGather, scratch: torch.Tensor) -> None:
+        self._wiring = wiring = gathering.wiring
+        self._matrix, self._gathering = matrix, gathering
         self._master = wiring.masters[matrix.index]
         self.hosted, self.optimizer = (matrix,), wiring.make_optimizer((matrix,), [self._master])
         self._fragment = wiring.fragments.gradient(matrix) if _stores(wiring, matrix) else scratch[:0]
@@ -120,8 +121,8 @@ class RedundantOptimizer(MasterOptimizer):
     step will show it.
 
     Args:
-        matrices: the matrices of the stage, in the same order on every rank, because each is gathered
-            collectively.
+        matrices: the matrices that this rank stores or has fragments of, in the same order on every rank, because
+            each is gathered collectively.
         wiring: the wiring of this rank; its `masters` are those of all matrices.
         fallbacks: counts the fallbacks of this rank's optimizers.
     """
@@ -136,22 +137,34 @@ class RedundantOptimizer(MasterOptimizer):
         fallbacks: Fallbacks,
     ) -> None:
         super().__init__(adamw_settings(config), chunks, wiring.masters, wiring.device)
-        self._matrices, self._wiring, self._fallbacks = matrices, wiring, fallbacks
-        self._gathering = FragmentGather(wiring, matrices)
-        # All TP ranks take the same fallbacks, so only TP rank 0 counts them.
-        self._counts = world.tp_rank == 0
-        copied = [matrix.elements for matrix in matrices if not self._gathering.spared(matrix)]
+        self._matrices, self._world, self._fallbacks = matrices, world, fallbacks
+        dense, experts = (
+            [matrix for matrix in matrices if (matrix.expert_rank is not None) == of_experts]
+            for of_experts in (False, True)
+        )
+        self._dense, self._experts = FragmentGather(wiring, dense), FragmentGather(wiring.alone(), experts)
+        copied = [matrix.elements for matrix in matrices if not self._gathering(matrix).spared(matrix)]
         self._scratch = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
         self.reload_model_params()
         self.groups: list[RedundantUpdate] = [
-            RedundantUpdate(wiring, matrix, self._gathering, self._scratch) for matrix in matrices
+            RedundantUpdate(matrix, self._gathering(matrix), self._scratch) for matrix in matrices
         ]
 
+    def _gathering(self, matrix: Matrix) -> FragmentGather:
+        return self._dense if matrix.expert_rank is None else self._experts
+
     def gradients_for_norm(self) -> list[torch.Tensor]:
-        """Returns this rank's gradient fragments. If TP ranks have equal copies of a matrix, only those of TP
-        rank 0 are included."""
-        held = [matrix for matrix in self._matrices if _stores(self._wiring, matrix)]
-        return [self._wiring.fragments.gradient(m) for m in held if not m.replicated or self._wiring.rank == 0]
+        """Returns the gradient fragments that this rank counts; every element counts on one rank of the stats
+        group."""
+        return [
+            self._gathering(matrix).wiring.fragments.gradient(matrix)
+            for matrix in self._matrices
+            if _stores(self._gathering(matrix).wiring, matrix) and self._counts_fragment(matrix)
+        ]
+
+    def _counts_fragment(self, matrix: Matrix) -> bool:
+        travels = self._gathering(matrix).travels(matrix)  # then other TP ranks have other elements
+        return counts_dense(self._world) if travels else counted(matrix, self._world)
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -166,8 +179,8 @@ class RedundantOptimizer(MasterOptimizer):
             group.publish()
 
     def fallbacks(self) -> torch.Tensor:
-        count = left_out(self.groups, self._device) + self._fallbacks.take()
-        return count if self._counts else torch.zeros_like(count)
+        groups = [group for group in self.groups if counted(group.hosted[0], self._world)]
+        return left_out(groups, self._device) + self._fallbacks.take()
 
     def repair(self) -> None:
         """Switches matrices whose update was left out to the standard form. Weights are not restored."""
@@ -177,13 +190,28 @@ class RedundantOptimizer(MasterOptimizer):
     def reload_model_params(self, state_dict: object = None) -> None:
         """Copies the model's weights into the masters. Collective over the TP ranks."""
         for matrix in self._matrices:
-            stored = _stores(self._wiring, matrix)
-            fragment = self._wiring.fragments.weight(matrix) if stored else self._scratch[:0]
-            self._gathering.gather(matrix, fragment, self.masters[matrix.index].detach())
+            gathering = self._gathering(matrix)
+            stored = _stores(gathering.wiring, matrix)
+            fragment = gathering.wiring.fragments.weight(matrix) if stored else self._scratch[:0]
+            gathering.gather(matrix, fragment, self.masters[matrix.index].detach())
 
     @property
     def exchange_bytes(self) -> int:
-        return self._gathering.bytes + self._scratch.nbytes
+        return self._dense.bytes + self._experts.bytes + self._scratch.nbytes
+
+
+def counts_dense(world: World) -> bool:
+    """Returns True if this rank counts what data-parallel ranks have equal copies of in sums over the stats group:
+    one model replica, or all ranks if experts are divided among them, which a replica does not have all of."""
+    return world.layout.ep == 1 or world.owner == 0
+
+
+def counted(matrix: Matrix, world: World) -> bool:
+    """Returns True if this rank, among those that make equal updates of a matrix, counts them in sums over the
+    stats group."""
+    if matrix.expert_rank is not None:
+        return world.expert_owner == 0
+    return world.tp_rank == 0 and counts_dense(world)
 
 
 def _stores(wiring: Wiring, matrix: Matrix) -> bool:

@@ -3,7 +3,7 @@ writes of weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,6 +26,10 @@ class Fragments:
 
     def __init__(self, model: ModelConfig, tp: int, rank: int, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._model, self.tp, self._rank, self._parameters = model, tp, rank, parameters
+
+    def uncut(self) -> "Fragments":
+        """Returns the views of matrices that tensor parallelism does not cut."""
+        return Fragments(self._model, 1, 0, self._parameters)
 
     def gradient(self, matrix: Matrix) -> torch.Tensor:
         """Returns a view of this rank's fragment of the reduced gradient; valid on the matrix's owner only."""
@@ -173,6 +177,10 @@ class Wiring:
     """The fp32 weights that this rank updates, by matrix index: whole matrices (rows, columns), and fragments
     of shared matrices."""
     make_optimizer: MakeOptimizer
+
+    def alone(self) -> "Wiring":
+        """Returns the wiring of matrices of which this rank stores the whole, so that nothing is communicated."""
+        return replace(self, fragments=self.fragments.uncut(), rank=0, tp_group=None)
 
 
 @dataclass(frozen=True, slots=True)

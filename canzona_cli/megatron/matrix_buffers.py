@@ -21,7 +21,7 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.model.geometry import stored_shape
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.buckets import Parameter, stage_parameters
-from canzona_cli.planner.plan import Bucket, Plan
+from canzona_cli.planner.plan import Bucket, Plan, rank_buckets
 
 TAG = "is_managed_by_layer_wise_optimizer"
 """The parameter attribute by which Megatron assigns parameters to separate buffers."""
@@ -35,22 +35,24 @@ class PlanMismatch(RuntimeError):
         super().__init__(f"{key}: planned {planned}, found {actual}")
 
 
-def named_matrix_parameters(chunks: Sequence[torch.nn.Module], plan: Plan, stage: int) -> dict[str, torch.nn.Parameter]:
-    """Returns this rank's parameters that contain the plan's matrices of `stage`, by their names in the plan.
+def named_matrix_parameters(
+    chunks: Sequence[torch.nn.Module], plan: Plan, world: World
+) -> dict[str, torch.nn.Parameter]:
+    """Returns this rank's parameters that contain the plan's matrices, by their names in the plan.
 
-    Layers are numbered over the whole model. Parameters are in the order of registration.
+    Layers and experts are numbered over the whole model. Parameters are in the order of registration.
 
     Args:
         chunks: this rank's part of the model, in forward order.
 
     Raises:
-        PlanMismatch: the first difference between model and plan, or within the plan's buckets of this stage.
+        PlanMismatch: the first difference between model and plan, or within the plan's buckets of this rank.
     """
     tp = plan.subject.layout.tp
     trainable = {name: param for name, param in global_parameters(chunks) if param.requires_grad}
     members: dict[str, list[Matrix]] = {}
     for matrix in plan.matrices:
-        if matrix.stage == stage:
+        if matrix.stage == world.pp_rank and matrix.expert_rank in (None, world.expert_rank):
             members.setdefault(matrix.parameter, []).append(matrix)
     for name, matrices in members.items():
         planned = stored_shape(matrices, tp)
@@ -61,12 +63,14 @@ def named_matrix_parameters(chunks: Sequence[torch.nn.Module], plan: Plan, stage
     for name, param in trainable.items():
         if name not in members and _is_matrix(name, param):
             raise PlanMismatch(key=name, planned="nothing", actual=f"a matrix of shape {tuple(param.shape)}")
-    places = placements(plan, stage)
+    places = placements(plan, world.pp_rank, world.expert_rank)
     placed = [name for bucket in places for name in bucket]
     if sorted(placed) != sorted(members):
         different = next(iter(sorted(set(placed) ^ set(members)) or sorted(placed)))
         raise PlanMismatch(
-            key=different, planned="in one bucket", actual=f"in {placed.count(different)} buckets of stage {stage}"
+            key=different,
+            planned="in one bucket",
+            actual=f"in {placed.count(different)} buckets of stage {world.pp_rank}",
         )
     return {name: param for name, param in trainable.items() if name in members}
 
@@ -111,7 +115,9 @@ def full_param_layout(
     layouts = {}
     for key, (params, indices) in group_params_for_buffers(trainable, ddp_config.grad_reduce_in_fp32).items():
         if key.is_managed_by_layer_wise_optimizer:
-            layouts[key] = _matrix_layout(params, indices, names, plan, world.pp_rank, chunk)
+            buckets = stage_buckets(plan, world.pp_rank, world.expert_rank, chunk)
+            apart = tuple(each for each in buckets if (each.expert_rank is not None) == key.is_expert_parallel)
+            layouts[key] = _matrix_layout(params, indices, names, plan, apart)
         else:
             layouts[key] = DistributedOptimizer._compute_per_buffer_param_layout(
                 params, bucket_size, shards, ddp_config, indices
@@ -119,25 +125,21 @@ def full_param_layout(
     return FullParamLayout(layouts=layouts)
 
 
-def placements(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Mapping[str, tuple[int, int]], ...]:
+def placements(plan: Plan, stage: int, expert_rank: int = 0) -> tuple[Mapping[str, tuple[int, int]], ...]:
     """Returns, for each of `stage_buckets`, the (start, end) of each parameter within the bucket, by name.
 
-    The positions are derived from the plan's ranges, which also determine the owners of gradients, so the two
-    cannot disagree.
-
     Raises:
-        PlanMismatch: ranges overlap, exceed the bucket, or do not contain the matrices that are assigned to
-        their owner.
+        PlanMismatch: as `_placed`.
     """
-    parameters = {item.name: item for item in stage_parameters(plan.matrices, stage, plan.subject.layout.tp)}
-    return tuple(_placed(bucket, plan, parameters) for bucket in stage_buckets(plan, stage, chunk))
+    return _placements(plan, stage_buckets(plan, stage, expert_rank))
 
 
-def stage_buckets(plan: Plan, stage: int, chunk: int | None = None) -> tuple[Bucket, ...]:
-    """Returns the buckets of a stage, or of one of its model chunks, in the order in which their gradients
+def stage_buckets(plan: Plan, stage: int, expert_rank: int = 0, chunk: int | None = None) -> tuple[Bucket, ...]:
+    """Returns the buckets on the ranks of a stage with the same experts, or those of one of their model chunks,
+    in the order of their numbers: each kind, other matrices' and experts', in the order in which its gradients
     become ready."""
-    of_stage = sorted((bucket for bucket in plan.buckets if bucket.stage == stage), key=lambda bucket: bucket.index)
-    return tuple(bucket for bucket in of_stage if chunk in (None, plan.matrices[bucket.ranges[0].matrices[0]].chunk))
+    on_rank = sorted(rank_buckets(plan.buckets, stage, expert_rank), key=lambda bucket: bucket.index)
+    return tuple(bucket for bucket in on_rank if chunk in (None, plan.matrices[bucket.ranges[0].matrices[0]].chunk))
 
 
 def global_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -153,7 +155,27 @@ def _is_matrix(name: str, param: torch.nn.Parameter) -> bool:
     return param.dim() == 2 and "layers" in parts and "router" not in parts
 
 
+def _placements(plan: Plan, buckets: Sequence[Bucket]) -> tuple[Mapping[str, tuple[int, int]], ...]:
+    """Returns the positions of each bucket's parameters; the buckets are of one stage."""
+    if not buckets:
+        return ()
+    names = {name for bucket in buckets for name in bucket.parameters}
+    matrices = [matrix for matrix in plan.matrices if matrix.parameter in names]
+    parameters = stage_parameters(matrices, buckets[0].stage, plan.subject.layout.tp)
+    by_name = {parameter.name: parameter for parameter in parameters}
+    return tuple(_placed(bucket, plan, by_name) for bucket in buckets)
+
+
 def _placed(bucket: Bucket, plan: Plan, parameters: Mapping[str, Parameter]) -> dict[str, tuple[int, int]]:
+    """Returns the (start, end) of each parameter within the bucket, by name.
+
+    The positions are derived from the plan's ranges, which also determine the owners of gradients, so the two
+    cannot disagree.
+
+    Raises:
+        PlanMismatch: ranges overlap, exceed the bucket, or do not contain the matrices that are assigned to
+            their owner.
+    """
     mesh, cells = plan.subject.layout, plan.assignment.cells
     where = f"bucket {bucket.index} of stage {bucket.stage}"
     _check_ranges(bucket, mesh, where)
@@ -170,11 +192,11 @@ def _placed(bucket: Bucket, plan: Plan, parameters: Mapping[str, Parameter]) -> 
         for part in parameter.parts:
             end = position + part.elements
             for index in part.matrices:
-                held = range_of.get(index)
-                if held is None or held.owner != cells[index].owner or not held.start <= position <= end <= held.end:
+                held, owner = range_of.get(index), cells[index].reduces(plan.matrices[index], mesh)
+                if held is None or held.owner != owner or not held.start <= position <= end <= held.end:
                     raise PlanMismatch(
                         key=plan.matrices[index].name,
-                        planned=f"[{position}, {end}) of {where} on owner {cells[index].owner}",
+                        planned=f"[{position}, {end}) of {where} on owner {owner}",
                         actual="no range" if held is None else f"[{held.start}, {held.end}) on owner {held.owner}",
                     )
             position = end
@@ -191,13 +213,14 @@ def _check_ranges(bucket: Bucket, mesh: Mesh, where: str) -> None:
     ends = [0, *(position for part in bucket.ranges for position in (part.start, part.end)), bucket.elements]
     if any(before > after for before, after in pairwise(ends)):
         raise PlanMismatch(key=where, planned=f"ordered ranges within {bucket.elements} elements", actual=ends[1:-1])
-    if bucket.elements % mesh.owners or bucket.elements % align(1):
+    owners = mesh.reducers(bucket.expert_rank)
+    if bucket.elements % owners or bucket.elements % align(1):
         raise PlanMismatch(
-            key=where, planned=f"a multiple of {mesh.owners} ranks and of {align(1)} elements", actual=bucket.elements
+            key=where, planned=f"a multiple of {owners} ranks and of {align(1)} elements", actual=bucket.elements
         )
-    outside = [part.owner for part in bucket.ranges if not 0 <= part.owner < mesh.owners]
+    outside = [part.owner for part in bucket.ranges if not 0 <= part.owner < owners]
     if outside:
-        raise PlanMismatch(key=where, planned=f"owners below {mesh.owners}", actual=f"owner {outside[0]}")
+        raise PlanMismatch(key=where, planned=f"owners below {owners}", actual=f"owner {outside[0]}")
 
 
 def _matrix_layout(
@@ -205,18 +228,15 @@ def _matrix_layout(
     indices: list[int],
     names: Mapping[torch.nn.Parameter, str],
     plan: Plan,
-    stage: int,
-    chunk: int,
+    buckets: Sequence[Bucket],
 ) -> PerBufferParamLayout:
-    """Returns the layout of a matrix buffer: the plan's buckets of a stage's model chunk, one after the
-    other."""
+    """Returns the layout of a matrix buffer: the buckets of a model chunk of one kind, one after the other."""
     matrices = {names[param]: param for param in params}
     where: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
     bounds: list[tuple[int, int]] = []
     used: list[int] = []
     offset = 0
-    pairs = zip(stage_buckets(plan, stage, chunk), placements(plan, stage, chunk), strict=True)
-    for number, (bucket, places) in enumerate(pairs):
+    for number, (bucket, places) in enumerate(zip(buckets, _placements(plan, buckets), strict=True)):
         for name, (start, end) in places.items():
             where[matrices[name]] = (offset + start, offset + end, number)
         bounds.append((offset, offset + bucket.elements))
@@ -237,5 +257,5 @@ def _matrix_layout(
         bucket_indices=bounds,
         per_bucket_numel_unpadded=used,
         param_indices=indices,
-        num_optimizer_shards=plan.subject.layout.owners,
+        num_optimizer_shards=plan.subject.layout.reducers(buckets[0].expert_rank),
     )

@@ -57,7 +57,7 @@ def wrap_data_parallel(
         average_in_collective=False,
     )
     if plan is not None:
-        tag_matrices(chunks, named_matrix_parameters(chunks, plan, world.pp_rank))
+        tag_matrices(chunks, named_matrix_parameters(chunks, plan, world))
     elif execution_of(config) is Execution.LAYERWISE:
         tag_params_for_buffer_routing(chunks)
     # The bucket size that `DistributedDataParallel` will use. Only the first stage is divided into buckets.
@@ -88,7 +88,7 @@ def wrap_data_parallel(
             )
         )
     if plan is not None:
-        owner_bucket_group.install(wrapped, plan, world.pp_rank, world.owners)
+        owner_bucket_group.install(wrapped, plan, world)
     mcore.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     # Gradients are reduced bucket by bucket. With `align_grad_reduce`, they would wait for complete model
     # chunks.

@@ -16,6 +16,7 @@ from canzona_cli.errors import Problem, WorkerCrashed
 from canzona_cli.megatron.matrix_buffers import TAG, PlanMismatch, global_parameters, stage_buckets
 from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.owner_collectives import gathering, reduce_each, reducing
+from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import Waitable
 from canzona_cli.planner.plan import Bucket, Plan, Range
 from canzona_cli.planner.reduction import GATHERED_AHEAD
@@ -55,7 +56,8 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         Args:
             bucket: the bucket that Megatron built.
             planned: the plan's bucket.
-            group: the data- and context-parallel ranks, in which owners are numbered.
+            group: the ranks among which the bucket's owners are numbered: the data- and context-parallel ranks,
+                or, for experts that are divided among ranks, those that have the same experts.
             names: the parameters' names in the whole model, for error messages.
 
         Raises:
@@ -68,6 +70,9 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         """The ranges of the bucket that this rank owns."""
         self._bucket, self._group, self._config, self._names = bucket, group, ddp_config, names
         self.reducing, self.gathering = reducing(planned, group), gathering(planned, group)
+        self.first = min(index for part in planned.ranges for index in part.matrices)
+        """The index in the plan of the bucket's first matrix, which the forward pass needs first and whose gradient
+        is ready last."""
         self.all_groups: Sequence[_ParamAndGradBucketGroup] = (self,)
         """All bucket groups of the rank, to distinguish a bucket without gradients from a step without a
         backward pass."""
@@ -159,7 +164,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             raise PlanMismatch(key=where, planned=f"{planned.elements} elements", actual=f"{actual} elements")
 
 
-def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int, owners: ProcessGroup) -> None:
+def install(chunks: Sequence[DistributedDataParallel], plan: Plan, world: World) -> None:
     """Replaces the bucket groups of the plan's matrices by `OwnerBucketGroup`s. Must be called right after
     `chunks` were built.
 
@@ -167,28 +172,16 @@ def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int, o
     at a time. Bucket groups that are not in this order are not chained to others; the code that steps AdamW
     starts them.
 
-    Args:
-        owners: the data- and context-parallel ranks (`World.owners`).
-
     Raises:
         PlanMismatch: the chunks have other matrix buckets than the plan.
     """
-    planned = stage_buckets(plan, stage)
-    places = [
-        (ddp, number)
-        for ddp in reversed(chunks)
-        for number, group in enumerate(ddp.bucket_groups)
-        if _holds_matrices(group)
-    ]
-    if len(places) != len(planned):
-        raise PlanMismatch(key=f"buckets of stage {stage}", planned=len(planned), actual=len(places))
+    planned = stage_buckets(plan, world.pp_rank, world.expert_rank)
     names = {param: name for name, param in global_parameters(chunks)}
-    for bucket, (ddp, place) in zip(planned, places, strict=True):
-        groups: list[_ParamAndGradBucketGroup] = ddp.bucket_groups
-        [built] = groups[place].buckets
-        groups[place] = OwnerBucketGroup(built, bucket, ddp.ddp_config, owners, names)
-        for param in built.params_list:
-            ddp.param_to_bucket_group[param] = groups[place]
+    dense, experts = (
+        [bucket for bucket in planned if (bucket.expert_rank is not None) == of_experts] for of_experts in (False, True)
+    )
+    _replace([(ddp, ddp.bucket_groups) for ddp in chunks], dense, world.owners, names)
+    _replace([(ddp, ddp.expert_parallel_bucket_groups) for ddp in chunks], experts, world.expert_owners, names)
     for group in matrix_groups(chunks):
         group.all_groups = bucket_groups(chunks)
     for group in bucket_groups(chunks):
@@ -199,6 +192,35 @@ def install(chunks: Sequence[DistributedDataParallel], plan: Plan, stage: int, o
             group.next_param_gather_bucket_group = following
 
 
+def _replace(
+    built: Sequence[tuple[DistributedDataParallel, list[_ParamAndGradBucketGroup]]],
+    planned: Sequence[Bucket],
+    owners: ProcessGroup,
+    names: Mapping[torch.nn.Parameter, str],
+) -> None:
+    """Replaces the bucket groups of matrices in Megatron's lists, one list for each model chunk in forward order.
+
+    Args:
+        planned: the plan's buckets of the lists, in the order in which their gradients become ready.
+        owners: the ranks among which the buckets' owners are numbered.
+        names: the parameters' names in the whole model.
+    """
+    places = [
+        (ddp, groups, number)
+        for ddp, groups in reversed(built)
+        for number, group in enumerate(groups)
+        if _holds_matrices(group)
+    ]
+    if len(places) != len(planned):
+        kind = "buckets of experts" if planned and planned[0].expert_rank is not None else "buckets"
+        raise PlanMismatch(key=kind, planned=len(planned), actual=len(places))
+    for bucket, (ddp, groups, place) in zip(planned, places, strict=True):
+        [replaced] = groups[place].buckets
+        groups[place] = OwnerBucketGroup(replaced, bucket, ddp.ddp_config, owners, names)
+        for param in replaced.params_list:
+            ddp.param_to_bucket_group[param] = groups[place]
+
+
 def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
     """Returns all of this rank's bucket groups: chunk by chunk, each chunk's in the order in which their
     gradients become ready, and then those of experts that are divided among ranks."""
@@ -207,7 +229,8 @@ def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGr
 
 def matrix_groups(chunks: Sequence[DistributedDataParallel]) -> list[OwnerBucketGroup]:
     """Returns the bucket groups of the plan's matrices, in the order in which their gradients become ready."""
-    return [group for group in bucket_groups(chunks) if isinstance(group, OwnerBucketGroup)]
+    groups = [group for group in bucket_groups(chunks) if isinstance(group, OwnerBucketGroup)]
+    return sorted(groups, key=lambda group: group.first, reverse=True)
 
 
 def adamw_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:

@@ -155,7 +155,8 @@ def tensor_bytes(trainee: Trainee) -> int:
     """Of all this rank keeps from step to step, each storage once: buffers, masters, state, messages, scratch."""
     matrices = engine_of(trainee).matrices
     (model,) = trainee.chunks
-    tensors: list[object] = [data for buffer in model.buffers for data in (buffer.param_data, buffer.grad_data)]
+    buffers = (*model.buffers, *model.expert_parallel_buffers)
+    tensors: list[object] = [data for buffer in buffers for data in (buffer.param_data, buffer.grad_data)]
     tensors += list(model.parameters())
     for leaf in adamw_leaves(trainee):
         tensors += leaf.get_parameters()

@@ -46,6 +46,8 @@ SMALL = (
     "parallel.cp=1",
     "train.recompute=none",
 )
+EXPERTS = ("model.num_experts=8", "model.ffn_hidden_size=64")
+"""What makes `SMALL` a model with experts."""
 
 
 def resolve(*overrides: str) -> tuple[RunConfig, Layout]:

@@ -80,7 +80,7 @@ def wrap(config: RunConfig, world: World, plan: Plan) -> DistributedDataParallel
     """The model in the plan's buckets, matrices on `OwnerBucketGroup`s."""
     [model] = build_model(config, world)
     stage = world.pp_rank
-    tag_matrices([model], named_matrix_parameters([model], plan, stage))
+    tag_matrices([model], named_matrix_parameters([model], plan, world))
     overlap = config.parallel.overlap_grad_reduce
     ddp_config = _ddp_config(config, overlap=overlap, sharded=True)
     bucket_size = config.parallel.bucket_elements if overlap and stage == 0 else None
@@ -91,7 +91,7 @@ def wrap(config: RunConfig, world: World, plan: Plan) -> DistributedDataParallel
         pg_collection=world.groups,
         full_param_layout=full_param_layout(model, 0, plan, world, ddp_config, bucket_size),
     )
-    install([ddp], plan, stage, world.owners)
+    install([ddp], plan, world)
     get_model_config(model).no_sync_func = ddp.no_sync
     get_model_config(model).finalize_model_grads_func = finalize_model_grads
     return ddp

@@ -6,18 +6,19 @@ same to the last bit.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.megatron.model import Trainee
+from canzona_cli.megatron.owner_bucket_group import bucket_groups
 from canzona_cli.megatron.parallel import World
 from canzona_cli.optimizers.newton_schulz import coefficients
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.jobs import on_ranks, planned
-from tests.dist.whole import Part, Weights, assemble, named_parameters, part_of
+from tests.dist.whole import Part, Weights, assemble, cut_of, named_parameters, part_of
 
 FARTHER, FARTHEST = 2.0, 4.0
 """How many times as far from the exact update shared matrices may be as those of one process in the same form: all
@@ -102,10 +103,7 @@ def finish_gathering(trainee: Trainee) -> None:
     config = trainee.chunks[0].ddp_config
     if not config.use_distributed_optimizer:
         return
-    groups = [
-        group for chunk in trainee.chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
-    ]
-    for group in reversed(groups):
+    for group in reversed(bucket_groups(trainee.chunks)):
         if config.overlap_param_gather:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
         group.param_gather_dispatched = False
@@ -116,7 +114,7 @@ def fill_gradients(trainee: Trainee, step: int, gradient: Gradient) -> None:
     """Reduced gradients: on every rank, as its owner has them after the reduction."""
     world, shape = trainee.world, trainee.config.model
     for name, param in named_parameters(trainee.chunks):
-        cut = getattr(param, "partition_dim", -1) if getattr(param, "tensor_model_parallel", False) else None
+        cut = cut_of(name, param)
         gradients = getattr(param, "main_grad", None)
         assert isinstance(gradients, torch.Tensor)
         gradients.copy_(fragment(name, tuple(param.shape), cut, world.layout.tp, world.tp_rank, shape, step, gradient))
@@ -136,10 +134,12 @@ def fragment(
     if name == "output_layer.weight" and model.tied_embeddings:
         name = "embedding.word_embeddings.weight"
     if cut is None:
+        tp, rank = 1, 0
+    if len(shape) == 1:
         return gradient(name, shape, step)
     rows = shape[0] * tp if cut == 0 else shape[0]
     cols = shape[1] * tp if cut == 1 else shape[1]
-    if name.endswith("linear_fc1.weight"):
+    if "linear_fc1.weight" in name:
         halves = [gradient(f"{name}:{part}", (rows // 2, cols), step).chunk(tp)[rank] for part in ("gate", "up")]
         return torch.cat(halves)
     if name.endswith("linear_qkv.weight"):
@@ -151,7 +151,7 @@ def fragment(
             for part, size in sizes.items()
         ]
         return torch.cat(parts, dim=1).chunk(tp)[rank].flatten(0, 1)
-    return gradient(name, (rows, cols), step).chunk(tp, dim=cut)[rank]
+    return gradient(name, (rows, cols), step).chunk(tp, dim=cut or 0)[rank]
 
 
 def whole_gradients(before: Weights, model: ModelConfig, step: int, gradient: Gradient = noise) -> Weights:
@@ -159,17 +159,23 @@ def whole_gradients(before: Weights, model: ModelConfig, step: int, gradient: Gr
     found: Weights = {}
     for layer in range(model.num_layers):
         prefix, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        sources: Mapping[str, str] = {
+        sources = {
             "self_attn.o_proj": f"{prefix}.self_attention.linear_proj.weight",
             "self_attn.q_proj": f"{prefix}.self_attention.linear_qkv.weight:q",
             "self_attn.k_proj": f"{prefix}.self_attention.linear_qkv.weight:k",
             "self_attn.v_proj": f"{prefix}.self_attention.linear_qkv.weight:v",
-            "mlp.gate_proj": f"{prefix}.mlp.linear_fc1.weight:gate",
-            "mlp.up_proj": f"{prefix}.mlp.linear_fc1.weight:up",
-            "mlp.down_proj": f"{prefix}.mlp.linear_fc2.weight",
         }
-        for mine, source in sources.items():
-            key = f"{theirs}.{mine}.weight"
+        places = [("mlp", "mlp", "")]
+        if model.num_experts:
+            places = [("mlp.experts", f"mlp.experts.{expert}", str(expert)) for expert in range(model.num_experts)]
+        for place, mine, number in places:
+            sources |= {
+                f"{mine}.gate_proj": f"{prefix}.{place}.linear_fc1.weight{number}:gate",
+                f"{mine}.up_proj": f"{prefix}.{place}.linear_fc1.weight{number}:up",
+                f"{mine}.down_proj": f"{prefix}.{place}.linear_fc2.weight{number}",
+            }
+        for matrix, source in sources.items():
+            key = f"{theirs}.{matrix}.weight"
             found[key] = gradient(source, tuple(before[key].shape), step)
     return found
 

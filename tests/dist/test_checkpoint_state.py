@@ -21,7 +21,7 @@ from canzona_cli.optimizers.muon_facts import DISTRUSTED, STANDARD_STEPS
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
-from tests.dist.jobs import Runs, on_ranks, planned
+from tests.dist.jobs import EXPERTS, Runs, on_ranks, planned
 from tests.dist.samples import RandomTokens
 from tests.dist.saved import (
     Case,
@@ -68,7 +68,6 @@ ON_EVEN_STAGES = Case(settings=(*FOUR, "gpus=2", "parallel.pp=2"), start=UNEVEN,
 UNEVEN_AGAIN = Case(settings=(*UNEVEN.settings, "train.seed=99"), start=UNEVEN, steps=1)
 READ_EVENLY = Case(settings=ON_EVEN_STAGES.settings, start=UNEVEN)
 AND_UNEVENLY = Case(settings=UNEVEN_AGAIN.settings, start=READ_EVENLY, steps=1)
-EXPERTS = ("model.num_experts=8", "model.ffn_hidden_size=64")
 UNTIED = ("model.tied_embeddings=false", "train.precision=fp32")
 
 
@@ -150,7 +149,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, own: tuple[str, ...]) -> Runs
         *_by_another_strategy(*STRATEGIES),
         *(*SPLIT_OTHERWISE, WEIGHTS_ALONE, SC_SOAP, UNTIED_THERE, WIDER, *MODES, ONE_MORE, *_two_and_two(*SHARED)),
         *(READ_ELSEWHERE, CHUNKS_AGAIN, ON_EVEN_STAGES, UNEVEN_AGAIN, AND_UNEVENLY),
-        *_over_experts(*OPTIMIZERS["adamw"]),
+        *(case for name in ("adamw", "muon", "shampoo") for case in _over_experts(*OPTIMIZERS[name])),
         *(*IN_PARTS, _saved(*OPTIMIZERS["soap"], steps=6)),
     ]
     return saving_runs(
@@ -204,7 +203,7 @@ def test_another_layout_reads_the_same_values_and_gives_them_back(
 @pytest.mark.parametrize(
     "settings",
     [
-        OPTIMIZERS["adamw"],
+        *(OPTIMIZERS[name] for name in ("adamw", "muon", "shampoo")),
         *(
             pytest.param((*OPTIMIZERS["muon"], f"engine.strategy={strategy}"), marks=pytest.mark.sweep)
             for strategy in ("sc", "layerwise")

@@ -31,7 +31,7 @@ from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.optimizers.soap_muon import SOAPMuon
 from tests.dist import jobs
-from tests.dist.jobs import SMALL, Runs, planned
+from tests.dist.jobs import EXPERTS, SMALL, Runs, planned
 from tests.dist.synthetic import (
     FARTHER,
     FARTHEST,
@@ -70,6 +70,10 @@ LAYOUTS = {
     # 7 layers in stages of 2, 3 and 2; in chunks of 2, 2, 2 and 1.
     "pp3, uneven": ("gpus=6", "parallel.tp=2", "parallel.pp=3", "model.num_layers=7"),
     "pp2 vpp2, uneven": ("gpus=4", "parallel.pp=2", "parallel.vpp=2", "model.num_layers=7"),
+    # Two ranks have the same experts, or one has them alone.
+    "dp4 ep2": ("gpus=4", "parallel.ep=2", *EXPERTS),
+    "tp2 ep4": ("gpus=4", "parallel.tp=2", "parallel.ep=4", *EXPERTS),
+    "tp2 pp2 ep2": ("gpus=8", "parallel.tp=2", "parallel.pp=2", "parallel.ep=2", *EXPERTS),
 }
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -130,6 +134,9 @@ COMPARED: dict[str, list[Run]] = {
     "tp2 pp2 dp2": [WHOLE["soap"], *AT_ONCE.values(), *STAGGERED.values()],
     "pp3, uneven": [WHOLE["muon"]],
     "pp2 vpp2, uneven": [WHOLE["muon"]],
+    "dp4 ep2": [WHOLE["muon"], WHOLE["soap"]],
+    "tp2 ep4": [WHOLE["muon"], WHOLE["shampoo"]],
+    "tp2 pp2 ep2": [WHOLE["muon"]],
 }
 """All that the tests below compare, by the ranks it runs on; `tests.dist.fuzz` draws more."""
 
@@ -189,19 +196,29 @@ def _different(first: Weights, second: Weights, names: Weights) -> list[str]:
     return [name for name in names if not torch.equal(first[name], second[name])]
 
 
+def _model(where: str) -> tuple[str, ...]:
+    return tuple(setting for setting in LAYOUTS[where] if setting.startswith("model."))
+
+
 @cache
-def _single_process(name: str, layers: int = 2) -> Weights:
+def _single_process(name: str, model: tuple[str, ...] = ()) -> Weights:
     """What an optimizer comes to in one process without the engine."""
     run = (WHOLE | KIN)[name]
     settings, steps = run
-    before = RUNS["tp2 dp2" if layers == 2 else "pp3, uneven", run].before
-    config, _ = _resolve(*settings, *LAYOUTS["one rank"], f"model.num_layers={layers}")
+    before = next(RUNS[where, run].before for where, runs in COMPARED.items() if run in runs and _model(where) == model)
+    config, _ = _resolve(*settings, *LAYOUTS["one rank"], *model)
     return single_process(before, config, steps, _ordinary(config))
 
 
-@pytest.mark.parametrize(("name", "where"), _compared(WHOLE))
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        pytest.param(name, where, marks=pytest.mark.sweep if where == "tp2 pp2 ep2" else ())
+        for name, where in _compared(WHOLE)
+    ],
+)
 def test_five_steps_equal_a_single_process_bitwise(name: str, where: str) -> None:
-    found, expected = RUNS[where, WHOLE[name]], _single_process(name, 7 if "uneven" in where else 2)
+    found, expected = RUNS[where, WHOLE[name]], _single_process(name, _model(where))
     assert _different(found.after, expected, expected) == []
     assert all(not torch.equal(found.before[key], expected[key]) for key in expected), "nothing was updated"
 

@@ -1,7 +1,7 @@
 """What is not finite stays out of the weights, on every rank alike, and is told by name."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,8 +10,9 @@ import torch
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
-from canzona_cli.engine.hosted import HostedGroup
+from canzona_cli.engine.hosted import HostedGroup, gather_masters
 from canzona_cli.engine.planned import PlannedOptimizer
+from canzona_cli.engine.wire import Wiring
 from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.matrices import Matrix
@@ -31,7 +32,7 @@ from tests.dist.engine_support import (
     resolve,
     weights,
 )
-from tests.dist.jobs import Runs, build, on_ranks, planned
+from tests.dist.jobs import EXPERTS, Runs, build, on_ranks, planned
 from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import optimizer_step, whole_gradients
 from tests.dist.whole import Part, Weights, assemble, part_of
@@ -40,8 +41,10 @@ LAYOUTS = {
     "tp2 dp2": ("gpus=4", "parallel.tp=2", "parallel.pp=1", "train.micro_batch_size=4"),
     "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2", "train.micro_batch_size=4"),
     "tp1 dp4": ("gpus=4", "parallel.tp=1", "parallel.pp=1"),
+    "tp2 ep4": ("gpus=4", "parallel.tp=2", "parallel.ep=4", *EXPERTS, "train.micro_batch_size=4"),
 }
 FC1, NORM = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.pre_mlp_layernorm.weight"
+EXPERT = "decoder.layers.1.mlp.experts.linear_fc2.weight7"
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -68,6 +71,8 @@ BAD: list[Bad] = [
     # Every tensor-parallel rank has all of it, and only the first one's counts in the norm.
     ("tp2 dp2", NORM, float("nan"), 1),
     ("tp2 dp2", FC1, OVERFLOWING, 3),
+    # No other rank has the expert.
+    ("tp2 ep4", EXPERT, float("nan"), 3),
 ]
 
 
@@ -108,9 +113,10 @@ def test_one_bad_element_stops_all_ranks_before_anything_changes(case: Bad) -> N
         assert stopped.exit_code == 70
 
 
-def test_a_skipped_step_leaves_no_trace() -> None:
+@pytest.mark.parametrize(("where", "name", "culprit"), [("tp2 dp2", FC1, 2), ("tp2 ep4", EXPERT, 3)])
+def test_a_skipped_step_leaves_no_trace(where: str, name: str, culprit: int) -> None:
     """Good, bad, good, good is bitwise good, good, good; forward passes in between see whole parameters."""
-    made = resolve("optimizer=shampoo", "train.non_finite=skip", *LAYOUTS["tp2 dp2"])
+    made = resolve("optimizer=shampoo", "train.non_finite=skip", *LAYOUTS[where])
     plan = planned(*made)
 
     def work(bad: int | None, world: World) -> tuple[list[StepResult], tuple[Digests, Digests], int, bool]:
@@ -120,7 +126,7 @@ def test_a_skipped_step_leaves_no_trace() -> None:
         done, results, unchanged = 0, [], True
         for step in range(3 if bad is None else 4):
             data = iter(good[per_step * min(done, 2) : per_step * (min(done, 2) + 1)])
-            target = parameter(trainee, FC1) if step == bad and world.rank == 2 else None
+            target = parameter(trainee, name) if step == bad and world.rank == culprit else None
             _wait(trainee)
             before = weights(trainee), kept(trainee)
             with poisoned(target, float("nan")):
@@ -311,13 +317,12 @@ def test_tensor_parallel_ranks_repair_the_same_matrices_also_where_no_flag_trave
         hit = (*silent, "layers.0.proj", "layers.1.down")
         _break(trainee, hit)
         repaired: list[list[str]] = []
-        gather = matrices._gather_whole
 
-        def gathering(broken: Sequence[Matrix]) -> None:
+        def gathering(wiring: Wiring, hosts: Mapping[int, int], broken: Sequence[Matrix]) -> None:
             repaired.append(sorted(matrix.name for matrix in broken))
-            gather(broken)
+            gather_masters(wiring, hosts, broken)
 
-        monkeypatch.setattr(matrices, "_gather_whole", gathering)
+        monkeypatch.setattr("canzona_cli.engine.planned.gather_masters", gathering)
         for step in range(3):
             optimizer_step(trainee, step)
         return Repaired(

@@ -25,7 +25,7 @@ from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import hosted_bytes, resolve, tensor_bytes
-from tests.dist.jobs import Runs, build, on_ranks
+from tests.dist.jobs import EXPERTS, Runs, build, on_ranks
 from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import fill_gradients, finish_gathering, noise, optimizer_step
 from tests.dist.whole import Part, assemble, part_of
@@ -35,6 +35,7 @@ LAYOUTS = {
     "tp1 dp4": ("gpus=4", "parallel.tp=1", "parallel.pp=1"),
     "tp4": ("gpus=4", "parallel.tp=4", "parallel.pp=1"),
     "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2"),
+    "tp2 ep2": ("gpus=4", "parallel.tp=2", "parallel.ep=2", *EXPERTS),
 }
 STATE = ("weights", "gradients", "padding", "masters", "matrix_state", "adamw_state")
 MAKE: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
@@ -87,7 +88,7 @@ CASES = [
     for where in LAYOUTS
     for optimizer in MAKE
     if where == "tp2 dp2" or optimizer in EVERYWHERE
-    if where != "tp1 dp4" or " " not in optimizer
+    if where not in ("tp1 dp4", "tp2 ep2") or " " not in optimizer
 ]
 HELD = Runs(CASES, lambda case: case[1], _hold)
 

@@ -64,6 +64,9 @@ SETTINGS = {
     "sc, recomputed": ("optimizer=muon", "engine.strategy=sc", "engine.splitting=qkv", "train.recompute=full"),
     "sc, starved": ("optimizer=muon", "engine.strategy=sc", "engine.splitting=qkv"),
     "qkv": ("optimizer=muon", "engine.splitting=qkv"),
+    "qkv, starved": ("optimizer=muon", "engine.splitting=qkv"),
+    "qkv, not overlapped": ("optimizer=muon", "engine.splitting=qkv", "parallel.overlap_grad_reduce=false"),
+    "qkv, rings": ("optimizer=muon", "engine.splitting=qkv", "engine.reduction=ring"),
     "recompute": ("optimizer=muon", "model.balancing_weight=0.1", "train.recompute=full"),
 }
 Run = tuple[str, str]
@@ -105,7 +108,7 @@ def _train(runs: Sequence[Run]) -> list[Found]:
     def work(run: Run, world: World) -> Seen:
         config = made[run][0]
         trainee = assemble(config, world, plans[run])
-        if run[1] == "sc, starved":
+        if run[1].endswith("starved"):
             _starve(trainee.chunks)
         batches = BatchStream(samples_of(config, STEPS * world.layout.global_batch_size), world)
         steps = [train_step(trainee, batches) for _ in range(STEPS)]
@@ -143,8 +146,8 @@ RUNS = Runs(
         *(("one rank", how) for how in ("muon", "qkv", "sc", "sc, starved", "global", "recompute", "adamw")),
         *(("dp2", how) for how in ("muon", "global", "adamw")),
         ("tp2", "muon"),
-        *(("ep2", how) for how in ("sc", "sc, starved", "adamw")),
-        *(("tp2 ep2 dp2", how) for how in ("sc", "sc, gathered", "adamw")),
+        *(("ep2", how) for how in ("sc", "sc, starved", "adamw", "muon", "qkv", "qkv, starved")),
+        *(("tp2 ep2 dp2", how) for how in ("sc", "sc, gathered", "adamw", "muon")),
     ],
     lambda run: run[0],
     _train,
@@ -187,7 +190,7 @@ def test_adamw_trains_the_same_on_two_ranks() -> None:
 
 def _whole(run: Run) -> Found:
     """The run on one rank with the same results."""
-    how = run[1] if run[1] in ("adamw", "sc, starved", "global") else "sc"
+    how = run[1].replace("qkv", "sc") if run[1] in ("adamw", "muon", "sc, starved", "qkv, starved") else "sc"
     return RUNS["one rank", how]
 
 
@@ -199,7 +202,10 @@ def _same_but_divided(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "run",
-    [("ep2", "sc"), ("ep2", "adamw"), ("tp2 ep2 dp2", "sc"), ("tp2 ep2 dp2", "sc, gathered"), ("tp2 ep2 dp2", "adamw")],
+    [
+        *(("ep2", how) for how in ("sc", "adamw", "muon", "qkv")),
+        *(("tp2 ep2 dp2", how) for how in ("sc", "sc, gathered", "adamw", "muon")),
+    ],
     ids=" ".join,
 )
 def test_divided_experts_train_as_on_one_rank(run: Run) -> None:
@@ -207,7 +213,13 @@ def test_divided_experts_train_as_on_one_rank(run: Run) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("how", ["sc", "adamw", "sc, gathered", "sc, recomputed"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("sc", "adamw", "sc, gathered", "sc, recomputed"),
+        *("muon", "qkv", "qkv, not overlapped", "qkv, rings"),
+    ],
+)
 @pytest.mark.parametrize("where", DIVIDED)
 def test_divided_experts_train_as_on_one_rank_on_every_layout(where: str, how: str) -> None:
     _same_but_divided((where, how))
@@ -244,10 +256,11 @@ def test_dispatchers_that_read_from_a_device_are_known_to_wait() -> None:
     assert waits == [True, False] * (3 * config.model.num_layers * layout.num_microbatches + 2)
 
 
-def test_ranks_whose_experts_get_no_token_take_part() -> None:
+@pytest.mark.parametrize("how", ["sc, starved", "qkv, starved"])
+def test_ranks_whose_experts_get_no_token_take_part(how: str) -> None:
     """Half of the ranks have only experts without tokens."""
-    _same_but_divided(("ep2", "sc, starved"))
-    for routing in RUNS["ep2", "sc, starved"].routing:
+    _same_but_divided(("ep2", how))
+    for routing in RUNS["ep2", how].routing:
         assert all(not any(layer[4:]) and all(layer[:4]) for layer in routing.tokens)
 
 
@@ -258,6 +271,10 @@ def test_recomputation_counts_no_token_twice() -> None:
 def test_megatrons_own_muon_leaves_the_router_to_adamw() -> None:
     """Else it would orthogonalise the router's update, and differ from canzona's by hundredths."""
     assert max(_apart(RUNS["one rank", "sc"], RUNS["one rank", "qkv"])) < 1e-6
+
+
+def test_megatrons_own_muon_is_canzonas_where_experts_are_divided() -> None:
+    assert max(_apart(RUNS["ep2", "sc"], RUNS["ep2", "qkv"])) < 1e-6
 
 
 def test_every_token_goes_to_two_experts_of_each_layer() -> None:

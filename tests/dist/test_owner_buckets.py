@@ -66,7 +66,7 @@ def _two_steps(config: RunConfig, world: World, plan: Plan, roundings: int | Non
     """Two iterations with new weights between them; how many matrix buckets this rank has."""
     ddp, plain = wrap(config, world, plan), wrap_plain(config, world)
     overlap = config.parallel.overlap_grad_reduce
-    matrices = named_matrix_parameters([ddp], plan, world.pp_rank)
+    matrices = named_matrix_parameters([ddp], plan, world)
     for step in range(2):
         iterate(ddp, config, world, seed=step)
         iterate(plain, config, world, seed=step)

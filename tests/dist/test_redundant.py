@@ -15,7 +15,7 @@ from canzona_cli.costs.memory import estimate
 from canzona_cli.megatron.model import Trainee
 from canzona_cli.training.step import train_step
 from tests.dist.engine_support import batches, custom, engine_of, parameter, poisoned, resolve, tensor_bytes, weights
-from tests.dist.jobs import Runs, build, ranks_of
+from tests.dist.jobs import EXPERTS, Runs, build, ranks_of
 from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import Case, Result, fill_gradients, noise, optimizer_step, run_engines
 from tests.dist.whole import Weights
@@ -27,6 +27,7 @@ LAYOUTS = {
     "dp2": ("gpus=2", "parallel.tp=1", "parallel.pp=1"),
     "tp2": ("gpus=2", "parallel.tp=2", "parallel.pp=1"),
     "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2"),
+    "dp4 ep2": ("gpus=4", "parallel.ep=2"),
 }
 ONE = ("gpus=1", "parallel.tp=1", "parallel.pp=1")
 OFTEN = ("optimizer.precondition_frequency=2", "train.precision=fp32", "model.num_layers=2")
@@ -121,7 +122,12 @@ def _plain(source: Path, *overrides: str) -> tuple[RunConfig, Layout]:
     return custom(config, source, "Plain"), layout
 
 
-def test_an_own_optimizer_clipped_by_the_global_norm(source: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "layouts"), [((), ("tp2 dp2", "tp2 pp2")), (EXPERTS, ("dp4 ep2",))], ids=["dense", "experts"]
+)
+def test_an_own_optimizer_clipped_by_the_global_norm(
+    source: Path, model: tuple[str, ...], layouts: tuple[str, ...]
+) -> None:
     """The norm's sum goes in another order, so its last bits differ. SOAP would blow them up (the factors of its first
     steps lack rank), whatever the strategy; an update in proportion to the gradient shows them as they are."""
 
@@ -133,7 +139,7 @@ def test_an_own_optimizer_clipped_by_the_global_norm(source: Path) -> None:
         return float(engine_of(trainee).get_grad_norm())
 
     def runs(layout: tuple[str, ...], *each: tuple[str, ...]) -> list[Result]:
-        made = [_plain(source, *layout, *settings) for settings in each]
+        made = [_plain(source, *model, *layout, *settings) for settings in each]
         return run_engines([Case(config=config, layout=where, steps=steps, look=norm) for config, where in made])
 
     sc, canzona = ("engine.strategy=sc",), ("engine.strategy=canzona",)
@@ -144,7 +150,7 @@ def test_an_own_optimizer_clipped_by_the_global_norm(source: Path) -> None:
     for name, weight in adamw.after.items():
         wanted = (free if "_proj" in name else one).after[name]
         torch.testing.assert_close(weight, wanted, rtol=2.4e-7, atol=1e-6 * LR, msg=name)
-    for found in (*runs(LAYOUTS["tp2 dp2"], sc, canzona), *runs(LAYOUTS["tp2 pp2"], sc)):
+    for found in [found for where in layouts for found in runs(LAYOUTS[where], sc, canzona)]:
         assert found.kept == pytest.approx([one.kept[0]] * 4, rel=1e-6)
         for name, weight in one.after.items():  # a step is about LR; norms' weights are about 1, whose last bit is more
             torch.testing.assert_close(found.after[name], weight, rtol=2.4e-7, atol=1e-6 * LR, msg=name)

@@ -52,13 +52,13 @@ def part_of(chunks: Iterable[torch.nn.Module], world: World) -> Part:
         pp_rank=world.pp_rank,
         owner=world.owner,
         fragments={
-            name: Fragment(values=param.detach().float().numpy().copy(), cut=_cut(name, param))
+            name: Fragment(values=param.detach().float().numpy().copy(), cut=cut_of(name, param))
             for name, param in named_parameters(chunks)
         },
     )
 
 
-def _cut(name: str, param: torch.nn.Parameter) -> int | None:
+def cut_of(name: str, param: torch.nn.Parameter) -> int | None:
     """Experts have tensor parallelism of their own."""
     if ".experts." in name and parallel_state.get_expert_tensor_parallel_world_size() == 1:
         return None
