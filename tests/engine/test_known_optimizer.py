@@ -75,7 +75,7 @@ def test_its_settings_are_checked_and_named(folder: Path) -> None:
 
 
 def test_it_is_planned(folder: Path) -> None:
-    planned = canzona(folder, "plan", *RUN, "--dry-run")
+    planned = canzona(folder, "plan", *RUN, "--dry-run", "-v")
     assert planned.returncode == 0, planned.stderr
     assert "qwen3-tiny, toy, 2 CPU ranks" in planned.stdout
     assert "S matrix state 3.0 MiB" in planned.stdout, "one number in fp32 for each of 786,432 elements a rank"
