@@ -70,8 +70,9 @@ SETTINGS = {
     "recompute": ("optimizer=muon", "model.balancing_weight=0.1", "train.recompute=full"),
 }
 Run = tuple[str, str]
-LAYERWISE = 0.01
-"""The largest difference of losses between strategies layerwise and sc with bf16 weights in four steps."""
+IN_BF16 = 2e-3
+"""The largest difference of losses in four steps with bf16 weights, whose rounding sends some tokens to other experts.
+Seen: 3.2e-4."""
 MATRICES, OTHERS = 1e-5, 1e-4
 """The largest differences of weights after four steps with a learning rate of 0.01, of which one is 0.01 for AdamW.
 Seen: 2.8e-6 of matrices; 4.4e-5 of AdamW's weights, which it moves by the sign of tiny gradients."""
@@ -235,8 +236,10 @@ def test_the_time_of_tokens_under_way_is_a_phase_of_its_own(run: Run) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("where", ["ep2 dp4", "tp2 ep2 dp2"])
 def test_the_layerwise_optimizer_trains_divided_experts(where: str) -> None:
-    """It has bf16 weights, so tokens between two experts may go to the other one."""
-    assert RUNS[where, "layerwise"].losses == pytest.approx(RUNS["one rank", "sc, bf16"].losses, abs=LAYERWISE)
+    """As sc does in the same layout, and up to the rounding of weights as one rank."""
+    losses = RUNS[where, "layerwise"].losses
+    assert losses == pytest.approx(RUNS[where, "sc, bf16"].losses, abs=1e-5)
+    assert losses == pytest.approx(RUNS["one rank", "sc, bf16"].losses, abs=IN_BF16)
 
 
 def test_dispatchers_that_read_from_a_device_are_known_to_wait() -> None:
