@@ -233,3 +233,10 @@ def test_the_doctor_says_the_same(driver: Driver, monkeypatch: pytest.MonkeyPatc
         assert (found["driver"].status, found["driver"].value) == (status, "570.86.15")
         assert ("580 or later" in found["driver"].fix) == (status == "warn")
         assert (found["Transformer Engine"].status, found["Transformer Engine"].fix) == ("warn", "without")
+
+
+@pytest.mark.parametrize(("ep", "told"), [(1, False), (2, True)])
+def test_deepep_is_needed_where_it_sends_tokens(ep: int, told: bool) -> None:
+    config = compose_run(["recipe=qwen3-30b-a3b", "gpus=2", "parallel.dispatcher=flex", f"parallel.ep={ep}"]).config
+    problems = preflight.machine_problems(config, replace(LAYOUT, ep=ep))
+    assert ("parallel.dispatcher" in [problem.key for problem in problems]) is told
