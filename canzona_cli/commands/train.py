@@ -37,7 +37,8 @@ def train(
         typer.Option("--prepare-only", help="Write the run directory and print the torchrun command; start nothing."),
     ] = False,
     show_config: Annotated[
-        bool, typer.Option("--config", help="With --dry-run or --prepare-only: also print the resolved settings.")
+        bool,
+        typer.Option("--config", help="With --dry-run or --prepare-only: also print all settings and the environment."),
     ] = False,
     sweep: Annotated[
         bool,

@@ -158,8 +158,9 @@ class DryRun(Page):
         if self.config_yaml is not None:
             yield from _verbatim("resolved configuration", self.config_yaml.rstrip().splitlines())
             yield Text()
-        yield from _verbatim("environment", _assignments(self.command.environment))
-        yield Text()
+        if self.config_yaml is not None or self.prepared:
+            yield from _verbatim("environment", _assignments(self.command.environment))
+            yield Text()
         yield from _verbatim("command" + self._where(), self._command().splitlines())
         for note in self._notes():
             yield wrapped(note, "dim")
@@ -223,7 +224,7 @@ class DryRun(Page):
         else:
             yield "Nothing was started or written. `canzona train` writes the run directory before it runs the command."
         if self.config_yaml is None:
-            yield "Add --config to print every setting and its value, and which parameters are updated as matrices."
+            yield "Add --config to print every setting, what is updated as a matrix, and the command's environment."
 
 
 def _assignments(environment: Mapping[str, str]) -> list[str]:

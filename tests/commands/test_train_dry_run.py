@@ -89,7 +89,11 @@ def test_what_several_machines_need_is_marked_for_filling_in(large: subprocess.C
 
 def test_the_command_can_be_copied_and_the_environment_is_there(tmp_path: Path) -> None:
     run_dir = tmp_path / "a very long name for a directory so that eighty columns do not suffice" / "run"
-    result = canzona("train", "recipe=qwen3-tiny", "gpus=2", f"run.dir={run_dir}", "--dry-run", cwd=tmp_path)
+    asked = ("train", "recipe=qwen3-tiny", "gpus=2", f"run.dir={run_dir}", "--dry-run")
+    short = canzona(*asked, cwd=tmp_path)
+    assert len(short.stdout.splitlines()) <= 40
+    assert "export " not in short.stdout
+    result = canzona(*asked, "--config", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     command = result.stdout[result.stdout.index("\ncommand\n") + len("\ncommand\n") :]
     words = shlex.split(command.split("\nNothing was started")[0].replace("\\\n", ""))
