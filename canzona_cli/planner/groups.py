@@ -82,7 +82,7 @@ def expert_seconds(
     seconds: dict[tuple[int, int], list[float]] = {}
     for (stage, owner, host, cost, elements), count in sorted(counted.items()):
         of_hosts = seconds.setdefault((stage, owner), [0.0] * pipeline.tp)
-        of_hosts[host] = (of_hosts[host] or pipeline.begin_s) + count * pipeline.alone(cost, elements)
+        of_hosts[host] = (of_hosts[host] or pipeline.begin_s) + count * pipeline.each_alone(cost, elements)
     return {owner: tuple(of_hosts) for owner, of_hosts in seconds.items()}
 
 

@@ -186,8 +186,13 @@ class HostedPipeline:
         """The seconds before a host's updates of matrices that no other rank of its TP group stores."""
         return self.updating * self.replay_s
 
-    def alone(self, seconds: float, elements: int) -> float:
-        """Returns the seconds in which a host updates a matrix that no other rank of its TP group stores.
+    def alone(self, jobs: Sequence[Job]) -> float:
+        """Returns the seconds in which a host updates matrices that no other rank of its TP group stores."""
+        each = (self.each_alone(job.seconds, job.matrix.elements) for job in jobs)
+        return self.begin_s + sum(each) if jobs else 0.0
+
+    def each_alone(self, seconds: float, elements: int) -> float:
+        """Returns the seconds of one of the updates of `alone`.
 
         Args:
             seconds: the seconds of the update.
@@ -213,7 +218,7 @@ class HostedPipeline:
             for group in groups:
                 ranks.work(0, "matrix_update", self.begin_s)
                 for job in group:
-                    ranks.work(0, "matrix_update", self.alone(job.seconds, job.matrix.elements))
+                    ranks.work(0, "matrix_update", self.each_alone(job.seconds, job.matrix.elements))
             return
         loads = [
             self._load([job for job in group if not job.share], {} if known is None else known) for group in groups
