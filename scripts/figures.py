@@ -166,7 +166,7 @@ def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
             name = [recipe.removeprefix("qwen3-"), f"{count:,}"]
             studied = study(recipe, count)
             if studied is None:
-                rows.append([*name, "does not fit", *[MISSING] * 8])
+                rows.append([*name, "does not fit", *[MISSING] * 9])
                 continue
             result = studied.planned.result
             pessimistic = study(recipe, count, *PESSIMISTIC)
@@ -183,6 +183,7 @@ def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
                 milliseconds(result.optimizer_s),
                 f"{studied.balance.grid:.2f} ({studied.balance.lower_bound:.2f})",
                 milliseconds(result.phases["exchange"]),
+                f"{1 + studied.updates.gap:.2f}",
                 overhead(studied.overhead("canzona")),
                 overhead(ratios["these"]),
                 overhead(None if pessimistic is None else pessimistic.overhead("canzona")),
@@ -196,12 +197,15 @@ def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
     ]
     return Table(
         caption="With `recipe=MODEL gpus=GPUS`, in the layout that this chooses. Balance is the slowest rank's updates "
-        "over the mean (in brackets: the lowest possible). Exchange is the part that updates do not hide. In this "
-        "layout AdamW has buckets of Megatron's default size, at its best of the size that suits it. The "
+        "over the mean (in brackets: the lowest possible). Exchange is the part that updates do not hide. The next "
+        "column has updates and exchanges together, over the least that they take with any assignment "
+        "(`planner/least.py`). In this layout AdamW has buckets of Megatron's default size, at its best of the size "
+        "that suits it. The "
         f"pessimistic rates are {rates}:",
         columns=(
             "model", "GPUs", "layout", "iteration", "optimizer step, ms", "balance", "exchange, ms",
-            "over AdamW in this layout", "over AdamW at its best", "pessimistic: in this layout", "at its best",
+            "updates over the least", "over AdamW in this layout", "over AdamW at its best",
+            "pessimistic: in this layout", "at its best",
         ),
         rows=rows,
         summary=f"Over AdamW at its best: {'; at pessimistic rates '.join(summaries)}." if summaries else "",

@@ -146,7 +146,7 @@ def _attempts_with(
             members,
             costs=update_costs(config, members),
             bounds=lower_bounds(config, layout, members),
-            possible=_possible(config, layout, members),
+            possible=possible_shares(config, layout, members),
             memory_cap=memory_cap,
             c_max_bytes=size,
         )
@@ -157,11 +157,11 @@ def _attempts_with(
 @lru_cache(maxsize=16)
 def lower_bounds(config: RunConfig, layout: Layout, members: tuple[Matrix, ...]) -> tuple[float, ...]:
     """Computes `Plan.lower_bounds`, in seconds by stage."""
-    costs, possible = update_costs(config, members), _possible(config, layout, members)
+    costs, possible = update_costs(config, members), possible_shares(config, layout, members)
     return tuple(stage_bound(members, costs, stage, layout, possible) for stage in range(layout.pp))
 
 
-def _possible(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
+def possible_shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
     """Returns the costs of the matrices that may be shared, by index."""
     return HOSTED if config.engine.mode == "hosted" else shares(config, layout, members)
 

@@ -200,6 +200,20 @@ class HostedPipeline:
         """
         return self.updating * seconds + self.own * elements * self.byte_s
 
+    def least(self, job: Job) -> "Least":
+        """Returns the seconds that a hosted matrix takes at least, whatever else its owner updates."""
+        load = self._new_load([job])
+        packing, hosts, storing = ([sum(s for _, s in parts) for parts in stage] for stage in load.work)
+        others = [packing[rank] + storing[rank] for rank in range(self.tp) if rank != job.host]
+        back = load.exchanges[1].seconds
+        return Least(
+            host=hosts[job.host] - self.updating * self.replay_s,  # a micro-group is launched once
+            others=min(others),
+            back=back,
+            # Its gradient may be sent before the gradient norm is known.
+            whole=max(packing) + hosts[job.host] + back + max(storing),
+        )
+
     def run[Moment](
         self,
         groups: Sequence[Sequence[Job]],
@@ -314,6 +328,20 @@ def _begin[Moment](ranks: Pipeline[Moment], first: Sequence[float]) -> None:
     ranks.norm()
     for host, seconds in enumerate(first):
         ranks.work(host, "matrix_update", seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Least:
+    """The seconds that a hosted matrix takes at least."""
+
+    host: float
+    """The seconds of its host's work, without waits."""
+    others: float
+    """The seconds of each other rank's work: packing its gradient and storing its weight."""
+    back: float
+    """The seconds in which its weight is sent back."""
+    whole: float
+    """The seconds from packing its gradient to storing its weight."""
 
 
 @dataclass(frozen=True, kw_only=True)

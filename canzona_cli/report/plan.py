@@ -132,6 +132,13 @@ class PlanView(Page):
             f"{balance.slowest.describe(mesh)}: {step_time(balance.slowest_s)} of updates "
             f"(mean {step_time(balance.mean_s)})",
         )
+        if mesh.tp > 1:
+            with_exchanges = study.updates
+            yield (
+                "exchanges",
+                f"updates take {step_time(with_exchanges.seconds)} with them; any assignment takes at least "
+                f"{step_time(with_exchanges.least)}, and this plan is {_above(with_exchanges.gap)}",
+            )
         if study.refreshes is not None:
             found, mean_s = study.refreshes, study.planned.result.iteration_s
             spread = "spread" if plan.subject.optimizer.spread else "not spread"

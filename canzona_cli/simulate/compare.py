@@ -24,6 +24,7 @@ from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.memory import capacity, estimate
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.shapes import ModelShapes
+from canzona_cli.planner.least import Updates, updates
 from canzona_cli.planner.make import make_plan, plan_unbounded
 from canzona_cli.planner.measures import Balance, Communication, balance, communication, kinds
 from canzona_cli.planner.memory import PlanMemory, plan_memory
@@ -129,6 +130,11 @@ class Study:
         return outlook(self.config, self.layout, self.planned.result.iteration_s)
 
     @cached_property
+    def updates(self) -> Updates:
+        """The updates of the slowest owner with their exchanges, and the least that they take."""
+        return updates(self.config, self.layout, self.plan)
+
+    @cached_property
     def refreshes(self) -> Refreshes | None:
         """The refreshes under the plan; None for optimizers that do not refresh."""
         if not isinstance(self.config.optimizer, KroneckerConfig):
@@ -164,7 +170,13 @@ class Study:
             "buckets": len(self.plan.buckets),
             "micro_groups": len(self.plan.groups),
             "updates": [asdict(kind) for kind in kinds(self.config, self.plan)],
-            "load_balance": {**balanced, "gap": self.balance.gap, "slowest_rank": self.balance.slowest.rank},
+            "load_balance": {
+                **balanced,
+                "gap": self.balance.gap,
+                "slowest_rank": self.balance.slowest.rank,
+                "with_exchanges_s": self.updates.seconds,
+                "least_with_exchanges_s": self.updates.least,
+            },
             "memory": {
                 "per_gpu_bytes": {**self.memory.parts, "total": self.memory.total},
                 "worst_rank": self.memory.worst.rank,

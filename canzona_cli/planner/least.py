@@ -1,0 +1,283 @@
+"""The least seconds of matrix updates with their exchanges: no assignment of a run's matrices is faster.
+
+`packing.lower_bound` bounds what ranks compute. This is not all that a slowest rank has to do: the weight of a
+hosted matrix is sent back, and a shared matrix waits for the squares of other ranks. So a plan may be as fast
+as possible and yet have a busier rank than necessary.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count, permutations, product
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.sharing import Share
+from canzona_cli.model.matrices import Matrix
+from canzona_cli.planner.groups import expert_seconds, held_jobs
+from canzona_cli.planner.make import possible_shares
+from canzona_cli.planner.packing import packing_bound, simple_bound
+from canzona_cli.planner.pipeline import HostedPipeline, Job, planning
+from canzona_cli.planner.plan import Plan
+
+_MOST_UNITS = 8
+"""The most units per owner, on average, for which the sets of units of an owner are listed. Where owners have
+more, `packing.lower_bound` is close."""
+_MOST_SETS = 300
+_BISECTIONS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """The updates of a plan's slowest owner, with their exchanges."""
+
+    seconds: float
+    least: float
+    """The seconds that the slowest owner takes at least, whatever the assignment."""
+
+    @property
+    def gap(self) -> float:
+        """The relative distance of `seconds` from `least`; 0.01 is one per cent."""
+        return max(0.0, self.seconds / self.least - 1)  # below 0 only by rounding
+
+
+def updates(config: RunConfig, layout: Layout, plan: Plan) -> Updates:
+    """Computes the updates of the stage whose slowest owner takes longest."""
+    pipeline = HostedPipeline.of(planning(config), layout)
+    taken = _taken(plan, pipeline)
+    stage = max(taken, key=taken.__getitem__)
+    least = max(
+        plan.lower_bounds[stage] * pipeline.updating,
+        least_seconds(
+            plan.matrices, plan.costs, stage, layout.owners, possible_shares(config, layout, plan.matrices), pipeline
+        ),
+    )
+    return Updates(seconds=taken[stage], least=least)
+
+
+def _taken(plan: Plan, pipeline: HostedPipeline) -> dict[int, float]:
+    """Returns, by stage, the seconds of the slowest owner."""
+    held = held_jobs(plan.matrices, plan.costs, plan.assignment)
+    first = expert_seconds(plan.matrices, plan.costs, plan.assignment, pipeline)
+    jobs = {job.matrix.index: job for of_owner in held.values() for job in of_owner}
+    groups: dict[tuple[int, int], list[list[Job]]] = {}
+    for group in sorted(plan.groups, key=lambda group: group.index):
+        groups.setdefault((group.stage, group.owner), []).append([jobs[index] for index in group.matrices])
+    taken: dict[int, float] = {}
+    known: dict[Hashable, float] = {}  # owners with the same costs on the same hosts take equally long
+    for stage, owner in held.keys() | first.keys():
+        of_owner, experts = groups.get((stage, owner), []), first.get((stage, owner), ())
+        alike = ((job.host, job.seconds, job.share, _alike(job.matrix)) for group in of_owner for job in group)
+        key = (experts, tuple(map(len, of_owner)), tuple(alike))
+        if key not in known:
+            known[key] = pipeline.seconds(of_owner, first=experts)
+        taken[stage] = max(taken.get(stage, 0.0), known[key])
+    return taken
+
+
+def _alike(matrix: Matrix) -> Hashable:
+    """Returns a key of everything about a matrix that its exchanges depend on."""
+    return matrix.shape, matrix.kind, matrix.home, matrix.replicated
+
+
+@dataclass(frozen=True, order=True, kw_only=True)
+class _Ways:
+    """The least seconds of a matrix, by the way in which it is updated."""
+
+    on_host: float
+    """The seconds of its host's work, without waits, if it is hosted."""
+    on_others: float
+    """The seconds of each other rank's work if it is hosted."""
+    back: float
+    """The seconds in which its weight is sent back if it is hosted."""
+    hosted: float
+    """The seconds from packing its gradient to storing its weight, if it is hosted."""
+    on_each: float
+    """The seconds of every rank's work, without waits, if it is shared; infinite if it may not be shared."""
+    alone: float
+    """The seconds with waits, if it is its owner's only shared matrix. The waits of one of several may vanish
+    under the work of another."""
+
+    @property
+    def least(self) -> float:
+        return min(self.hosted, self.alone)
+
+
+_Unit = tuple[_Ways, ...]
+"""The matrices of a unit, which have one owner."""
+
+
+def least_seconds(
+    matrices: Sequence[Matrix],
+    costs: Sequence[float],
+    stage: int,
+    owners: int,
+    shares: Mapping[int, Share],
+    pipeline: HostedPipeline,
+) -> float:
+    """Returns the seconds that a stage's slowest owner takes at least, as `HostedPipeline.seconds` counts them.
+
+    The first bound is that of all ranks' work together. Then it tries numbers of seconds t. For each it lists
+    the sets of units that one owner may update within t. Weights are chosen for kinds of units so that no set
+    weighs more than 1. If all units together weigh more than there are owners, the update takes longer than t
+    (a dual solution of the linear program that covers all units with sets). With tp = 1 nothing is exchanged,
+    and units are packed into owners. Experts with an `expert_rank` are left out.
+
+    Args:
+        shares: the costs of the matrices that may be shared, by index.
+    """
+    if pipeline.tp == 1:
+        return _packed(matrices, costs, stage, owners, pipeline)
+    units = _units(matrices, costs, stage, shares, pipeline)
+    if not units:
+        return 0.0
+    kinds = _Kinds(units=tuple(units), numbers=tuple(units.values()), owners=owners, tp=pipeline.tp)
+    if sum(kinds.numbers) > _MOST_UNITS * owners:
+        return kinds.together
+    low, high = kinds.together, 1.5 * max(kinds.together, *(way.least for unit in units for way in unit))
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if kinds.take_longer(middle) else (low, middle)
+    return low
+
+
+def _packed(
+    matrices: Sequence[Matrix], costs: Sequence[float], stage: int, owners: int, pipeline: HostedPipeline
+) -> float:
+    """Computes `least_seconds` with tp = 1."""
+    units: dict[int, list[Job]] = {}
+    for matrix, cost in zip(matrices, costs, strict=True):
+        if matrix.stage == stage and matrix.expert_rank is None:
+            units.setdefault(matrix.unit, []).append(Job(matrix=matrix, host=0, seconds=cost))
+    launch_s = pipeline.updating * pipeline.replay_s  # an owner's matrices are launched once
+    return launch_s + packing_bound([pipeline.alone(unit) - launch_s for unit in units.values()], owners)
+
+
+def _units(
+    matrices: Sequence[Matrix],
+    costs: Sequence[float],
+    stage: int,
+    shares: Mapping[int, Share],
+    pipeline: HostedPipeline,
+) -> Counter[_Unit]:
+    """Counts the units of a stage by kind."""
+    known: dict[Hashable, _Ways] = {}
+    members: dict[int, list[_Ways]] = {}
+    for matrix, cost in zip(matrices, costs, strict=True):
+        if matrix.stage == stage and matrix.expert_rank is None:
+            share = shares.get(matrix.index)
+            key = (_alike(matrix), cost, share)
+            if key not in known:
+                known[key] = _ways(matrix, cost, share, pipeline)
+            members.setdefault(matrix.unit, []).append(known[key])
+    return Counter(tuple(sorted(unit, reverse=True)) for unit in members.values())
+
+
+def _ways(matrix: Matrix, cost: float, share: Share | None, pipeline: HostedPipeline) -> _Ways:
+    """Computes the ways of one matrix."""
+    hosts = [pipeline.least(Job(matrix=matrix, host=host, seconds=cost)) for host in range(pipeline.tp)]
+    shared = [Job(matrix=matrix, host=0, seconds=cost, share=share)]
+    return _Ways(
+        on_host=min(host.host for host in hosts),
+        on_others=min(host.others for host in hosts),
+        back=min(host.back for host in hosts),
+        hosted=min(host.whole for host in hosts),
+        on_each=math.inf if share is None else pipeline.updating * share.each,
+        alone=math.inf if share is None else pipeline.seconds([shared]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kinds:
+    """The units of a stage by kind, and the grid that they are assigned to."""
+
+    units: tuple[_Unit, ...]
+    numbers: tuple[int, ...]
+    """The number of units of each kind."""
+    owners: int
+    tp: int
+
+    @cached_property
+    def together(self) -> float:
+        """The least seconds of the slowest owner if its ranks could divide all work evenly."""
+        whole = [
+            sum(min(way.on_host, self.tp * way.on_each) for way in unit)
+            for unit, number in zip(self.units, self.numbers, strict=True)
+            for _ in range(number)
+        ]
+        return packing_bound(whole, self.owners) / self.tp
+
+    def take_longer(self, seconds: float) -> bool:
+        """Returns True if it is certain that some owner takes longer than `seconds`."""
+        sets = self._sets(seconds)
+        if sets is None:
+            return False
+        return any(
+            weights is None
+            or sum(weight * number for weight, number in zip(weights, self.numbers, strict=True))
+            > self.owners * (1 + 1e-9)
+            for weights in (_weights(sets, order) for order in permutations(range(len(self.units))))
+        )
+
+    def _sets(self, seconds: float) -> list[tuple[int, ...]] | None:
+        """Lists the sets of units that an owner may update within `seconds`, as numbers of units of each kind;
+        None if there are too many."""
+        sets: list[tuple[int, ...]] = [()]
+        for place in range(len(self.units)):
+            longer = []
+            for begun in sets:
+                for number in count():
+                    if not self._within((*begun, number), seconds):
+                        break
+                    longer.append((*begun, number))
+                    if len(longer) > _MOST_SETS or number == self.numbers[place]:
+                        break
+            if len(longer) > _MOST_SETS:
+                return None
+            sets = longer
+        return sets
+
+    def _within(self, numbers: Sequence[int], seconds: float) -> bool:
+        """Returns False if it is certain that an owner takes longer than `seconds` for a set of units."""
+        held = Counter[_Ways]()
+        for unit, number in zip(self.units, numbers, strict=False):
+            for way in unit:
+                held[way] += number
+        ranges = [range(number + 1) if way.on_each <= seconds else range(1) for way, number in held.items()]
+        return any(_fit(list(_hosted(held, shared)), held, shared, seconds, self.tp) for shared in product(*ranges))
+
+
+def _hosted(held: Mapping[_Ways, int], shared: Sequence[int]) -> Iterator[_Ways]:
+    """Yields the matrices that are left to hosts if so many of each kind are shared."""
+    for (way, number), of_kind in zip(held.items(), shared, strict=True):
+        yield from (way for _ in range(number - of_kind))
+
+
+def _fit(hosted: Sequence[_Ways], held: Mapping[_Ways, int], shared: Sequence[int], seconds: float, tp: int) -> bool:
+    """Returns False if an owner certainly takes longer than `seconds` with these matrices on hosts."""
+    if any(way.hosted > seconds for way in hosted):
+        return False
+    together = [way for way, number in zip(held, shared, strict=True) for _ in range(number)]
+    if len(together) == 1 and together[0].alone > seconds:
+        return False
+    # Every rank works on every hosted matrix, and its host for longer than others.
+    on_all = sum(way.on_each for way in together) + sum(way.on_others for way in hosted)
+    back = min((way.back for way in hosted), default=0.0)
+    return on_all + simple_bound([way.on_host - way.on_others for way in hosted], tp) + back <= seconds
+
+
+def _weights(sets: Sequence[Sequence[int]], order: Sequence[int]) -> list[float] | None:
+    """Returns a weight for each kind, so that no set weighs more than 1: for one kind after another the largest
+    that the weights so far allow. None if a kind is in no set, and so can have no owner."""
+    weights = [0.0] * len(order)
+    for kind in order:
+        left = [
+            (1 - sum(weight * number for weight, number in zip(weights, numbers, strict=True))) / numbers[kind]
+            for numbers in sets
+            if numbers[kind]
+        ]
+        if not left:
+            return None
+        weights[kind] = max(0.0, min(left))
+    return weights
