@@ -13,7 +13,7 @@ from typing import Literal
 from canzona_cli.cluster.search import candidates, fill
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
-from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
+from canzona_cli.config.schema import ClusterConfig, Dispatcher, Layout, RunConfig
 from canzona_cli.costs.memory import estimate
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.run.codec import Damaged, parse
@@ -36,6 +36,8 @@ class Shape:
     qk_norm: bool
     gated: bool = True
     tied_embeddings: bool
+    num_experts: int | None = None
+    experts_per_token: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,8 @@ class Series:
     pp: int
     vpp: int
     cp: int
+    ep: int = 1
+    dispatcher: Dispatcher | None = None
     micro_batch_size: int
     seq_length: int
     batch_per_gpu: float | None = None
@@ -82,7 +86,7 @@ class Series:
     def layout(self) -> str:
         """The layout for tables: `TP 4 PP 4x5 CP 2 MBS 1`; axes of size 1 are left out."""
         stages = f"PP {self.pp}" + (f"x{self.vpp}" if self.vpp > 1 else "")
-        sizes = (f"TP {self.tp}", stages, f"CP {self.cp}")
+        sizes = (f"TP {self.tp}", stages, f"CP {self.cp}", f"EP {self.ep}")
         return " ".join((*(size for size in sizes if not size.endswith(" 1")), f"MBS {self.micro_batch_size}"))
 
     def batch(self, gpus: int) -> int:
@@ -134,6 +138,8 @@ class PredictedSeries:
 
     series: Series
     rows: tuple[Row, ...]
+    experts: bool = False
+    """True if the model has experts."""
 
     @property
     def error(self) -> float:
@@ -181,12 +187,14 @@ def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
         "parallel.pp": series.pp,
         "parallel.vpp": series.vpp,
         "parallel.cp": series.cp,
+        "parallel.ep": series.ep,
+        "parallel.dispatcher": series.dispatcher,
         "train.micro_batch_size": series.micro_batch_size,
         "train.global_batch_size": series.batch(gpus),
         "train.seq_length": series.seq_length,
         "train.recompute": series.recompute,
         "train.grad_reduce_dtype": "bf16",
-        **{f"model.{name}": value for name, value in asdict(shape).items()},
+        **{f"model.{name}": value for name, value in asdict(shape).items() if value is not None},
         **{f"cluster.{name}": value for name, value in series.cluster.items()},
     }
     config = compose_run([f"{key}={_written(value)}" for key, value in overrides.items()], training=False).config
@@ -202,13 +210,19 @@ def compare(published: Published, profile: Mapping[str, float] | None = None) ->
     """
     for series in published.series:
         if series.predicted:
-            rows = (_row(series, published.models[series.model], gpus, profile or {}) for gpus in series.step_s)
-            yield PredictedSeries(series=series, rows=tuple(rows))
+            shape = published.models[series.model]
+            rows = (_row(series, shape, gpus, profile or {}) for gpus in series.step_s)
+            yield PredictedSeries(series=series, rows=tuple(rows), experts=shape.num_experts is not None)
 
 
-def fitted(compared: Sequence[PredictedSeries]) -> list[PredictedSeries]:
-    """Returns the series by which the profile is fitted and errors are computed."""
-    return [predicted for predicted in compared if predicted.series.why_not_fitted is None]
+def fitted(compared: Sequence[PredictedSeries], *, experts: bool = False) -> list[PredictedSeries]:
+    """Returns the series by which the profile is fitted and errors are computed.
+
+    Args:
+        experts: True for the series of models with experts, by which only the costs of experts are fitted.
+    """
+    counted = (predicted for predicted in compared if predicted.series.why_not_fitted is None)
+    return [predicted for predicted in counted if predicted.experts is experts]
 
 
 def mean_absolute_error(compared: Sequence[PredictedSeries]) -> float:
@@ -255,4 +269,4 @@ def _row(series: Series, shape: Shape, gpus: int, profile: Mapping[str, float]) 
 
 def _written(value: object) -> str:
     """Returns a value in the syntax of overrides."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

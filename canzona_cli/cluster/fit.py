@@ -54,7 +54,8 @@ def choose(config: RunConfig) -> Candidate | None:
     """
     parallel, train = config.parallel, config.train
     vpp = 1 if parallel.pp == 1 else parallel.vpp
-    typed = None not in (parallel.tp, parallel.pp, vpp, parallel.cp, train.micro_batch_size, train.recompute)
+    ep = parallel.ep if config.model.num_experts else 1
+    typed = None not in (parallel.tp, parallel.pp, vpp, parallel.cp, ep, train.micro_batch_size, train.recompute)
     fastest = () if typed else search(config).best
     if fastest:
         return Candidate(layout=fastest[0].layout, memory=estimate(config, fastest[0].layout))
@@ -71,10 +72,11 @@ def _does_not_fit(config: RunConfig) -> Problem:
     # Enough digits that a narrow miss does not read as "needs 73.6 and has 73.6".
     digits = next(d for d in range(1, 11) if f"{memory.total / GIB:.{d}f}" != f"{memory.capacity / GIB:.{d}f}")
     chunks = f" vpp={layout.vpp}" if layout.vpp > 1 else ""
+    experts = f" ep={layout.ep}" if layout.ep > 1 else ""
     needs, has = (f"{size / GIB:.{digits}f} GiB" for size in (memory.total, memory.capacity))
     reason = (
         f"{config.model.name} needs at least {needs} on {memory.worst_rank}, and {config.cluster.name} offers "
-        f"{has}; the layout that needs the least memory is tp={layout.tp} pp={layout.pp}{chunks} dp={layout.dp}, "
+        f"{has}; the layout that needs the least memory is tp={layout.tp} pp={layout.pp}{chunks} dp={layout.dp}{experts}, "
         f"micro-batch {layout.micro_batch_size}, recompute {layout.recompute} (GiB: {parts})"
     )
     fix = (
@@ -105,9 +107,10 @@ def suggestions(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 def _changes(config: RunConfig) -> Iterator[Iterable[tuple[str, RunConfig]]]:
     """Yields lists of changes, from small to large; `suggestions` takes the first of each list that fits."""
     parallel, train, cluster = config.parallel, config.train, config.cluster
-    pinned = [f"parallel.{name}=null" for name in ("tp", "pp", "vpp", "cp") if getattr(parallel, name) is not None]
+    pinned = [name for name in ("tp", "pp", "vpp", "cp", "ep") if getattr(parallel, name) is not None]
     if pinned:
-        yield [(" ".join(pinned), replace(config, parallel=replace(parallel, tp=None, pp=None, vpp=None, cp=None)))]
+        overrides = " ".join(f"parallel.{name}=null" for name in pinned)
+        yield [(overrides, replace(config, parallel=replace(parallel, **dict.fromkeys(pinned))))]
     if train.micro_batch_size not in (None, 1):
         yield [("train.micro_batch_size=1", replace(config, train=replace(train, micro_batch_size=1)))]
     if train.recompute not in (None, "full"):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +19,7 @@ import canzona_cli
 from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.config.caches import cache_root
 from canzona_cli.config.execution import AnyStrategy, with_strategy
-from canzona_cli.config.layout_rules import layout_problems, possible_tp
+from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
 from canzona_cli.config.schema import Layout, Recompute, RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.config.stages import possible_pp, possible_vpp
@@ -112,24 +113,37 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
         if sequence_parallel is None:
             possible = config.cluster.fused_layers or config.model.num_experts > 0
             sequence_parallel = tp > 1 and possible and train.seq_length % (tp * cp) == 0
+        expert_ranks = _expert_ranks(config, tp * cp * dp)
         for micro in micro_batches:
             batch = _global_batch(config, _least_batch(pp, vpp, dp, micro))
             if batch is None:
                 continue
-            for recompute in recomputes:
+            for ep, recompute in product(expert_ranks, recomputes):
                 yield Layout(
                     tp=tp,
                     pp=pp,
                     vpp=vpp,
                     cp=cp,
                     dp=dp,
-                    ep=parallel.ep or 1,
+                    ep=ep,
                     micro_batch_size=micro,
                     num_microbatches=batch // (dp * micro),
                     global_batch_size=batch,
                     recompute=recompute,
                     sequence_parallel=sequence_parallel,
                 )
+
+
+def _expert_ranks(config: RunConfig, cells: int) -> tuple[int, ...]:
+    """Returns the possible expert-parallel sizes of a stage with `cells` ranks.
+
+    Only GPUs divide experts unless the user sets it: CPU ranks share the cores that would compute elsewhere.
+    """
+    if config.parallel.ep is not None:
+        return (config.parallel.ep,)
+    if not config.model.num_experts or config.cluster.device == "cpu":
+        return (1,)
+    return tuple(ep for ep in divisors(config.model.num_experts) if cells % ep == 0)
 
 
 def _least_batch(pp: int, vpp: int, dp: int, micro: int) -> int:
@@ -374,7 +388,7 @@ def _try(config: RunConfig, layout: Layout) -> _Simulated | None:
 def _plainness(layout: Layout) -> tuple[int, ...]:
     """Returns a sort key that puts the simplest layout first."""
     again = RECOMPUTE.index(layout.recompute)
-    return layout.pp, layout.vpp, layout.cp, layout.tp, again, -layout.micro_batch_size
+    return layout.pp, layout.vpp, layout.cp, layout.tp, layout.ep, again, -layout.micro_batch_size
 
 
 ASKED: Final = ("gpus", "model", "train", "optimizer", "engine", "cluster", "parallel")

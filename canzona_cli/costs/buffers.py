@@ -338,7 +338,7 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
     on_cpu = config.cluster.device == "cpu"
     family = family_of(model)
     activations = family.activations(model, not on_cpu)
-    cut = activations.cut * tokens // t
+    cut = activations.cut * tokens // t + activations.copied * tokens * layout.expert_tp // t
     if layout.cp > 1 and not config.cluster.fused_layers and recompute == "none":
         for attention in (work.attention for work in family.work(model) if work.attention is not None):
             queries, keys = attention.queries * tokens // t, attention.keys * tokens // t

@@ -70,6 +70,10 @@ class Transfer:
         """Returns the transfer with `seconds` of work on the ranks before or after it, which use no link."""
         return replace(self, latency_s=self.latency_s + seconds) if seconds else self
 
+    def on_cores(self, cores: float) -> "Transfer":
+        """Returns the transfer, keeping another number of cores busy."""
+        return replace(self, cores=cores)
+
     def then(self, other: "Transfer") -> "Transfer":
         """Returns this transfer followed by `other`. If they use two links, the time on the less busy link
         counts as latency."""
@@ -101,7 +105,8 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The communicators of a layout in Megatron's rank order: tp innermost, then cp, dp, pp."""
+    """The communicators of a layout in Megatron's rank order: tp innermost, then cp, dp, pp; of a stage's
+    ranks, ep innermost."""
 
     tp: Group
     cp: Group
@@ -110,6 +115,8 @@ class Groups:
     experts: Group
     """The group over which the gradients of experts are reduced: the ranks of a stage that have the same
     experts, every ep-th; `data` if ep is 1."""
+    dispatch: Group
+    """The group among which the experts of a layer are divided: ep neighbouring ranks."""
     stage_crosses: bool
     """True if some neighbouring pipeline stages are on different nodes."""
     world: Group
@@ -124,6 +131,7 @@ class Groups:
             cp=strided(layout.tp, layout.cp, ranks, per_machine),
             data=data,
             experts=data if layout.ep == 1 else strided(layout.ep, layout.expert_owners, ranks, per_machine),
+            dispatch=strided(1, layout.ep, ranks, per_machine),
             stage_crosses=strided(layout.tp * shards, layout.pp, ranks, per_machine).per_machine < layout.pp,
             world=strided(1, ranks, ranks, per_machine),
         )

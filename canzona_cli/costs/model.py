@@ -8,6 +8,7 @@ memory bandwidth. Tensor- and context-parallel collectives are kept separate, be
 because on CPU ranks that share a node's cores they keep other cores busy than computing does.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 from itertools import accumulate
@@ -16,6 +17,16 @@ from statistics import NormalDist
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.config.stages import chunk_layers
 from canzona_cli.costs.buffers import element_bytes, micro_batch_tokens, stage_weights, stream_elements
+from canzona_cli.costs.experts import (
+    copying,
+    dispatch,
+    divided,
+    held_experts,
+    held_weight,
+    hidden,
+    launched,
+    products_seconds,
+)
 from canzona_cli.costs.links import Groups, Links, Transfer
 from canzona_cli.costs.update import (
     adamw_seconds,
@@ -71,8 +82,10 @@ class Module:
     weights: int
     """The elements of the module's weight on this rank; 0 for a tied output layer on the embedding's stage."""
     moves: tuple[Transfer, Transfer]
-    """The tensor- and context-parallel collectives of the forward pass, and of the backward pass with
+    """The collectives of the forward pass, and of the backward pass with
     recomputation. `cores` counts the cores of all groups that one owner's ranks are in."""
+    dispatched: bool = False
+    """True if `moves` are the travel of tokens to experts on other ranks, or back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +166,8 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     - fc1: product T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: product T x f/t x h, residual 3 T h/x;
     - the backward pass computes two products for each product and 2.5 times core attention, moves twice the
       elements, and adds every weight's gradient to its buffer once a micro-batch;
-    - experts: one product for each, with an equal share of the tokens; they travel nowhere (see the family's
-      `Work`);
+    - experts: see `costs.experts`; where they are divided among ranks, tokens travel before fc1 and after fc2
+      instead of the collectives below;
     - half an all-reduce of the residual stream before qkv and fc1 and after proj, fc2 and the embedding (with
       sequence parallelism an all-gather or a reduce-scatter), and the same in the backward pass.
     """
@@ -201,17 +214,50 @@ def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...
 
 def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
     """Returns the first layer's modules in forward order."""
-    return tuple(_module(config, layout, work) for work in family_of(config.model).work(config.model))
+    modules = [_module(config, layout, work) for work in family_of(config.model).work(config.model)]
+    if config.cluster.dispatch_overlap:
+        modules = _with_hidden_dispatch(config.cluster, modules)
+    if config.model.num_experts:
+        modules = _with_launches(config.cluster, modules)
+    return tuple(modules)
+
+
+def _with_hidden_dispatch(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Module]:
+    """Hides the travel of tokens in a layer: in each direction under another micro-batch's pass in the other
+    direction, half of it for each of the two travels."""
+    backward_s, forward_s = (
+        sum(seconds) / 2 for seconds in zip(*((each.backward_s, each.forward_s) for each in modules), strict=True)
+    )
+
+    def with_hidden(module: Module) -> Module:
+        there, back = module.moves
+        return replace(module, moves=(hidden(cluster, there, backward_s), hidden(cluster, back, forward_s)))
+
+    return [with_hidden(module) if module.dispatched else module for module in modules]
+
+
+def _with_launches(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Module]:
+    """Adds what launches take in an expert layer, to the module that has the router."""
+    there_s = launched(cluster, sum(module.forward_s + module.moves[0].seconds for module in modules))
+    back_s = launched(cluster, sum(module.backward_s + module.moves[1].seconds for module in modules))
+
+    def with_launches(module: Module) -> Module:
+        again_s = module.again_s and module.again_s + there_s
+        forward_s, backward_s = module.forward_s + there_s, module.backward_s + back_s
+        return replace(module, forward_s=forward_s, backward_s=backward_s, again_s=again_s)
+
+    return [with_launches(module) if module.part == "fc1" else module for module in modules]
 
 
 def _module(config: RunConfig, layout: Layout, work: Work) -> Module:
     """Returns one module of the first layer."""
-    cluster, tokens, weight = config.cluster, micro_batch_tokens(config, layout), work.weight.stored(layout.tp)
-    dispatched = max(1, tokens * work.experts_per_token // work.experts)
-    products_s = work.experts * _product(config, dispatched, weight.cols, weight.rows)
+    cluster, tokens = config.cluster, micro_batch_tokens(config, layout)
+    weight, held = held_weight(layout, work), held_experts(layout, work)
+    products_s = products_seconds(config, layout, work)
     moved: float = work.stream * stream_elements(config, layout) + tokens * (work.elements // layout.tp)
+    moved += tokens * work.copied * copying(config, layout)
     core_s, core_backward_s, (gather, scatter) = 0.0, 0.0, (Transfer(), Transfer())
-    starts, weights = 1.0, work.experts * weight.elements
+    starts, weights = 1.0, held * weight.elements
     if work.attention is not None:
         moved += _head_passes(config, work.attention) * tokens * _heads(work.attention, layout)
         core_s, core_backward_s, (gather, scatter) = _core_attention(config, layout, work.attention)
@@ -220,9 +266,12 @@ def _module(config: RunConfig, layout: Layout, work: Work) -> Module:
     backward = 2 * products_s + core_backward_s + 2 * _memory_s(config) * moved
     forward_s = _forward(cluster, layout, forward, starts)
     core_again_s = _forward(cluster, layout, core_s, starts=0.0)
-    exchange = _exchange(config, layout)
-    transfer = _exposed(cluster, layout, exchange, products_s).then(gather)
-    transfer_back = _exposed(cluster, layout, exchange, 2 * products_s).then(scatter)
+    if divided(layout, work):
+        transfer = transfer_back = dispatch(config, layout)
+    else:
+        exchange = _exchange(config, layout)
+        transfer = _exposed(cluster, layout, exchange, products_s).then(gather)
+        transfer_back = _exposed(cluster, layout, exchange, 2 * products_s).then(scatter)
     moved_again = {"none": Transfer(), "selective": gather, "full": transfer}[layout.recompute]
     return Module(
         part=work.part,
@@ -232,6 +281,7 @@ def _module(config: RunConfig, layout: Layout, work: Work) -> Module:
         again_s={"none": 0.0, "selective": core_again_s, "full": forward_s}[layout.recompute],
         weights=weights,
         moves=(transfer, transfer_back.then(moved_again)),
+        dispatched=divided(layout, work),
     )
 
 

@@ -286,8 +286,14 @@ def matmul_rate(cluster: ClusterConfig, size: float, unit: Unit) -> float:
     if unit != "bf16":
         fp32 = cluster.fp32_tflops or cluster.bf16_tflops / 16
         return 1e12 * (fp32 if unit == "fp32" else cluster.tf32_tflops or fp32)
-    table = cluster.matmul_tflops or _guessed(cluster.bf16_tflops)
-    return 1e12 * min(_interpolated(table, size), cluster.sustained_tflops or math.inf)
+    return 1e12 * min(_interpolated(rates(cluster), size), cluster.sustained_tflops or math.inf)
+
+
+def rates(cluster: ClusterConfig) -> tuple[tuple[int, float], ...]:
+    """Returns the (size, TFLOP/s) of bf16 products, ascending. Without a table in the profile it is guessed:
+    a third of the peak at 1024, two thirds from 4096 on."""
+    peak = cluster.bf16_tflops
+    return cluster.matmul_tflops or ((1024, peak / 3), (4096, peak * 2 / 3))
 
 
 def _interpolated(table: tuple[tuple[int, float], ...], size: float) -> float:
@@ -390,12 +396,6 @@ def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) 
         + work.traffic / memory_rate(cluster)
         + launches * cluster.launch_us * 1e-6
     )
-
-
-def _guessed(peak: float) -> tuple[tuple[int, float], ...]:
-    """Returns a table of (size, TFLOP/s) for a profile without one: a third of the peak at 1024, two thirds
-    from 4096 on."""
-    return (1024, peak / 3), (4096, peak * 2 / 3)
 
 
 RULES: Mapping[str, Rule] = {name: facts.rule for name, facts in known().items()}

@@ -139,6 +139,9 @@ class Work:
     experts: int = 1
     """The number of experts that each have a weight like `weight`; 1 without experts."""
     experts_per_token: int = 1
+    copied: int = 0
+    """The elements per token that are read or written to copy it to its experts, or to add their results;
+    tensor parallelism divides them only if experts are divided among ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +154,8 @@ class Activations:
     """The elements that tensor parallelism divides, over all TP ranks."""
     largest: int
     """The most elements of gradients that are alive at once in the backward pass, over all TP ranks."""
+    copied: int = 0
+    """The elements of a token's copies for its experts and of their results; divided as `Work.copied`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,8 +58,8 @@ def _work(model: ModelConfig) -> tuple[Work, ...]:
     return (
         qkv,
         proj,
-        replace(fc1, weight=first, elements=swiglu + copied, experts=experts, experts_per_token=chosen),
-        replace(fc2, weight=last, elements=copied, experts=experts, experts_per_token=chosen),
+        replace(fc1, weight=first, elements=swiglu, experts=experts, experts_per_token=chosen, copied=copied),
+        replace(fc2, weight=last, experts=experts, experts_per_token=chosen, copied=copied),
     )
 
 
@@ -68,8 +68,12 @@ def _activations(model: ModelConfig, fused: bool) -> Activations:
     of a token's experts, and with the token's copies and results, 2 h for each expert."""
     dense, chosen = QWEN3.activations(model, fused), model.experts_per_token
     network = (3 if fused else 5) * model.ffn_hidden_size
-    experts = chosen * (network + 2 * model.hidden_size)
-    return replace(dense, cut=dense.cut - network + experts, largest=chosen * dense.largest)
+    return replace(
+        dense,
+        cut=dense.cut + (chosen - 1) * network,
+        largest=chosen * dense.largest,
+        copied=chosen * 2 * model.hidden_size,
+    )
 
 
 def _forward_flops(model: ModelConfig, seq_length: int) -> float:

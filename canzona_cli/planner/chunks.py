@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.stages import stage_layers
 from canzona_cli.costs.buffers import bucket_elements, element_bytes
-from canzona_cli.costs.links import Groups, Links, Transfer, strided
+from canzona_cli.costs.links import Group, Groups, Links, Transfer, strided
 from canzona_cli.costs.model import StageTime
 from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Part
@@ -106,7 +106,7 @@ class Buffers:
     def __init__(self, config: RunConfig, layout: Layout, stage: int, time: StageTime) -> None:
         self._config, self._layout, self._stage, self._places = config, layout, stage, time.places
         modules = self._modules = time.modules
-        self._links, self._group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).data
+        self._links, self._groups = Links(cluster=config.cluster), Groups.of(layout, config.cluster)
         self._width, self._grad = element_bytes(config)
         self._reductions = ReductionModel(config, layout)
         self._limit = bucket_elements(config, layout) if stage == 0 else None
@@ -118,13 +118,22 @@ class Buffers:
         self._number = {(module.part, module.layer): number for number, module in enumerate(modules)}
 
     def everything(self, *, sharded: bool) -> list[Chunk]:
-        """Builds the chunks of a buffer of all parameters.
+        """Builds the chunks of a buffer of all parameters, and of one for experts that are divided among ranks.
 
         Args:
             sharded: True for AdamW's `DistributedOptimizer`; False for `sc`, which all-reduces gradients and
                 gathers nothing.
         """
-        return [self._even(size, module, sharded=sharded) for size, module in self._cut(self._parameters(layers=True))]
+        data, modules = self._groups.data, self._modules
+        chunks = [self._even(*cut, data, sharded=sharded) for cut in self._cut(self._parameters(layers=True))]
+        if self._layout.ep == 1:
+            return chunks
+        experts = [(module.weights, number) for number, module in enumerate(modules) if module.dispatched]
+        # The two buffers have communicators of their own.
+        return [
+            *(replace(chunk, apart=True) for chunk in chunks),
+            *(self._even(*cut, self._groups.experts, sharded=sharded) for cut in self._cut(experts)),
+        ]
 
     def others(self, *, planned: bool) -> list[Chunk]:
         """Builds the chunks of the buffer that AdamW updates beside the matrices: embedding, norms and output
@@ -135,8 +144,8 @@ class Buffers:
         """
         apart = planned and adamw_apart(self._config.cluster.device)
         return [
-            replace(self._even(size, module, sharded=True), apart=apart)
-            for size, module in self._cut(self._parameters(layers=False))
+            replace(self._even(*cut, self._groups.data, sharded=True), apart=apart)
+            for cut in self._cut(self._parameters(layers=False))
         ]
 
     def matrices(self, buckets: Iterable[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:
@@ -158,14 +167,13 @@ class Buffers:
         ]
         return in_order(chunks)
 
-    def _even(self, elements: int, module: int, *, sharded: bool) -> Chunk:
+    def _even(self, elements: int, module: int, group: Group, *, sharded: bool) -> Chunk:
         if not sharded:
-            reduced = self._links.all_reduce(elements * self._grad, self._group)
-            return Chunk(module=module, reduce=reduced, gather=Transfer())
+            return Chunk(module=module, reduce=self._links.all_reduce(elements * self._grad, group), gather=Transfer())
         return Chunk(
             module=module,
-            reduce=self._links.reduce_scatter(elements * self._grad, self._group),
-            gather=self._links.all_gather(elements * self._width, self._group),
+            reduce=self._links.reduce_scatter(elements * self._grad, group),
+            gather=self._links.all_gather(elements * self._width, group),
         )
 
     def _parameters(self, *, layers: bool) -> list[tuple[int, int]]:
@@ -173,7 +181,8 @@ class Buffers:
         output.
 
         Args:
-            layers: False to leave out the matrices of the layers.
+            layers: False to leave out the matrices of the layers. Experts that are divided among ranks are
+                never listed.
         """
         model, parameters = self._config.model, []
         family, replicated = family_of(model), Counter[Part]()
@@ -186,7 +195,8 @@ class Buffers:
         )
         for number in order:
             module = self._modules[number]
-            weights = module.weights if layers or module.part in ("embedding", "output") else 0
+            listed = module.part in ("embedding", "output") or (layers and not module.dispatched)
+            weights = module.weights if listed else 0
             parameters.append((weights + replicated[module.part], number))
         return [(size, number) for size, number in parameters if size]
 

@@ -74,7 +74,7 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
                 for name in affecting(PLAN, "cluster")
                 for value in (getattr(config.cluster, name),)
                 # Left out if false or 0, so that older plans keep their hashes.
-                if value or name not in ("bf16_in_fp32", "headroom_gib")
+                if value or name not in ("bf16_in_fp32", "headroom_gib", "dispatch_overlap")
             }
         ),
     )

@@ -244,11 +244,15 @@ def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
         reduced = max(traffic.last_s, reduced / layout.vpp - backward_s)
         if parallel.overlap_param_gather:
             gathered = max(0.0, gathered / layout.vpp - forward_s)
-    weights, ranks = stage_weights(config, layout, 0), 1 if execution.everywhere else layout.owners
-    clipped = NormClip.of(config, layout).seconds((weights.matrices + weights.others) / ranks, weights.others / ranks)
-    elements = weights.others + (weights.matrices if execution is Execution.ADAMW else 0)
+    weights = stage_weights(config, layout, 0)
+    if execution.everywhere:
+        others, everything = weights.others, weights.matrices + weights.others
+    else:
+        others, everything = (weights.share(layout, matrices=matrices) for matrices in (False, True))
+    clipped = NormClip.of(config, layout).seconds(everything, others)
     factor = step_factor(config.cluster, "adamw_update", implementation(config))
-    updated = factor * adamw_seconds(elements / ranks, config.cluster) + _updates(config, layout)
+    adamw = everything if execution is Execution.ADAMW else others
+    updated = factor * adamw_seconds(adamw, config.cluster) + _updates(config, layout)
     return passed + reduced + gathered + after_reduction(config, layout, 0) + clipped + updated
 
 
@@ -264,19 +268,19 @@ class _Traffic(NamedTuple):
 @lru_cache(maxsize=1024)
 def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
     cluster, implemented = config.cluster, implementation(config)
-    links, group = Links(cluster=cluster), Groups.of(layout, cluster).data
-    if group.size == 1:
-        return _Traffic(0.0, 0.0, 0.0)
+    links, groups = Links(cluster=cluster), Groups.of(layout, cluster)
     weights, (width, grad) = stage_weights(config, layout, 0), element_bytes(config)
     embedding = config.model.vocab_size * config.model.hidden_size // layout.tp
     reducing, gathering = (step_factor(cluster, phase, implemented) for phase in ("grad_reduce", "param_gather"))
     everywhere = execution_of(config).everywhere
     reduce = links.all_reduce if everywhere else links.reduce_scatter
-    everything = weights.matrices + weights.others
+    parts = (weights.matrices + weights.others - weights.experts, groups.data), (weights.experts, groups.experts)
     return _Traffic(
-        reducing * reduce(everything * grad, group).seconds,
-        reducing * reduce(embedding * grad, group).seconds,
-        0.0 if everywhere else gathering * links.all_gather(everything * width, group).seconds,
+        reducing * sum(reduce(elements * grad, group).seconds for elements, group in parts),
+        reducing * reduce(embedding * grad, groups.data).seconds,
+        0.0
+        if everywhere
+        else gathering * sum(links.all_gather(elements * width, group).seconds for elements, group in parts),
     )
 
 

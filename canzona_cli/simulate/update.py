@@ -338,7 +338,7 @@ class UpdatePhase:
         of_stage = [matrix for matrix in self._workload.matrices if matrix.stage == stage]
         if not self._execution.has_owners:
             everywhere, stored = self._execution.everywhere, weights.matrices + weights.others
-            share = stored if everywhere else math.ceil(stored / owners)
+            share = stored if everywhere else weights.share(self._layout, matrices=True)
             members = tuple(matrix.index for matrix in of_stage) if everywhere else ()
             ranks = owners * tp
             return [Team(stage=stage, owner=0, hosts=1, ranks=ranks, elements=share, clipped=share, members=members)]
@@ -461,6 +461,6 @@ class UpdatePhase:
     def _adamw_s(self, stage: int) -> float:
         """Returns the seconds of AdamW's update on one rank."""
         weights = stage_weights(self._config, self._layout, stage)
-        elements = weights.others + (weights.matrices if self._execution is Execution.ADAMW else 0)
-        shares = 1 if self._execution.everywhere else self._layout.owners
-        return self._adamw_factor * adamw_seconds(elements / shares, self._config.cluster)
+        matrices = self._execution is Execution.ADAMW
+        share = weights.others if self._execution.everywhere else weights.share(self._layout, matrices=matrices)
+        return self._adamw_factor * adamw_seconds(share, self._config.cluster)

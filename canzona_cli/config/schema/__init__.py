@@ -28,6 +28,7 @@ from canzona_cli.config.schema.run import (
 from canzona_cli.config.schema.training import (
     DataConfig,
     DecayStyle,
+    Dispatcher,
     Divergence,
     LossSpike,
     ModelConfig,

@@ -148,6 +148,12 @@ class ClusterConfig:
         " user buffers in NVIDIA's published recipes. canzona's own runs do not overlap them.",
         PLAN,
     ] = False
+    dispatch_overlap: Annotated[
+        bool,
+        "Simulate the travel of tokens to experts and back as overlapped with another micro-batch's computation, as"
+        " with Megatron's overlap_moe_expert_parallel_comm. canzona's own runs do not overlap it.",
+        PLAN,
+    ] = False
     collective_units: Annotated[
         float,
         Range(at_least=0, at_most=0.5),

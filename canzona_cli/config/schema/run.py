@@ -254,6 +254,11 @@ class Mesh:
         reduced, which are also those that may own the matrices."""
         return self.owners if expert_rank is None else self.expert_owners
 
+    @property
+    def expert_tp(self) -> int:
+        """The number of TP ranks that cut an expert's matrices: 1 where experts are divided among ranks."""
+        return self.tp if self.ep == 1 else 1
+
     def expert_rank(self, cell: int) -> int:
         """Returns the expert-parallel rank of a cell of a stage, as Megatron numbers it."""
         return cell % self.ep

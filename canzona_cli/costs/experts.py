@@ -1,0 +1,130 @@
+"""The parts of an expert layer's time that dense layers lack: products of many experts, the travel of tokens to
+the ranks of their experts and back, and the launches of the router's small kernels.
+
+Tokens are assumed to go to all experts evenly, as the balancing loss wants it. With k experts per token, T
+tokens of a micro-batch on a TP group, t = tp, and experts divided among e ranks (`Layout.ep`), a rank sends
+k T / t copies and receives as many, k T e / (t E) for each of its E / e experts.
+"""
+
+from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
+from canzona_cli.costs.buffers import element_bytes, micro_batch_tokens
+from canzona_cli.costs.links import Group, Groups, Link, Links, Transfer
+from canzona_cli.costs.update import matmul_rate, rates
+from canzona_cli.model.family import Weight, Work
+
+STREAMS = 4
+"""The number of experts' products that run side by side, which helps where one of them leaves units idle: the
+streams of Transformer Engine's grouped linear layers."""
+EXPERT_LAUNCHES = 60
+"""The launches of an expert layer in one direction for which the GPU waits: router, sort and permutation are
+about 40 small kernels, and the host loses its lead when it waits for the counts of tokens. Fitted to published
+step times of Qwen3-30B-A3B (bench/published.yaml)."""
+HOST_LAUNCHES = 400
+"""The time that the host takes for an expert layer in one direction, in launches of a kernel; Transformer
+Engine's modules take it longer than their kernels. Fitted to the same model's steps with and without CUDA
+graphs on few tokens."""
+
+
+def divided(layout: Layout, work: Work) -> bool:
+    """Returns True if the module's experts are divided among ranks."""
+    return work.experts > 1 and layout.ep > 1
+
+
+def held_weight(layout: Layout, work: Work) -> Weight:
+    """Returns a module's weight, or one expert's weight, as a rank stores it."""
+    return work.weight.stored(layout.expert_tp if work.experts > 1 else layout.tp)
+
+
+def held_experts(layout: Layout, work: Work) -> int:
+    """Counts the experts of a module on a rank; 1 without experts."""
+    return work.experts // layout.ep if work.experts > 1 else 1
+
+
+def products_seconds(config: RunConfig, layout: Layout, work: Work) -> float:
+    """Returns the seconds of a module's products in the forward pass of a micro-batch."""
+    cluster, weight, held = config.cluster, held_weight(layout, work), held_experts(layout, work)
+    copies = micro_batch_tokens(config, layout) * work.experts_per_token * layout.expert_tp // layout.tp
+    tokens = max(1, copies // held) if work.experts > 1 else micro_batch_tokens(config, layout)
+    volume = float(tokens * weight.elements)
+    side = volume ** (1 / 3)
+    if cluster.device == "cuda" and held > 1:
+        (full, _), *_ = rates(cluster)
+        side = max(side, min(float(full), side * min(STREAMS, held) ** (1 / 3)))
+    return held * 2.0 * volume / matmul_rate(cluster, side, config.train.precision)
+
+
+def launched(cluster: ClusterConfig, seconds: float) -> float:
+    """Returns the seconds that launches add to an expert layer's pass in one direction, of which the GPU's work
+    takes `seconds`. On CPUs launches are part of what a calibration measures."""
+    if cluster.device == "cpu":
+        return 0.0
+    waited_s, host_s = (launches * cluster.launch_us * 1e-6 for launches in (EXPERT_LAUNCHES, HOST_LAUNCHES))
+    return max(waited_s, host_s - seconds)
+
+
+def copying(config: RunConfig, layout: Layout) -> float:
+    """Returns the times that `Work.copied` passes through a rank's memory.
+
+    Copies that arrive by `alltoall` are in the order of their senders and are sorted by expert once more.
+    """
+    sorts = 2 if layout.ep > 1 and dispatcher(config) == "alltoall" else 1
+    return sorts * layout.expert_tp / layout.tp
+
+
+def dispatcher(config: RunConfig) -> str:
+    """Returns the way tokens reach experts on other ranks."""
+    return config.parallel.dispatcher or "alltoall"
+
+
+def dispatch(config: RunConfig, layout: Layout) -> Transfer:
+    """Returns the travel of a micro-batch's tokens to their experts; their results travel back in the same
+    time.
+
+    - allgather: every rank receives all ranks' tokens;
+    - alltoall: every copy travels on its own;
+    - flex (DeepEP): one copy travels to each node, over the network, and on to each rank there that has an
+      expert of the token; both links work at the same time.
+    """
+    links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).dispatch
+    tokens = micro_batch_tokens(config, layout) // layout.tp
+    size = float(tokens * config.model.hidden_size * element_bytes(config)[0])
+    kind = dispatcher(config)
+    if kind == "allgather":
+        moved = links.all_gather(group.size * size, group)
+    elif kind == "flex":
+        moved = _once_per_node(links, group, size, config.model.experts_per_token)
+    else:
+        sent = [size * config.model.experts_per_token * (group.size - 1) / group.size] * group.size
+        moved = links.all_to_all(sent, sent, group)
+    # The cores of all groups that one owner's ranks are in, as for tensor-parallel collectives.
+    return moved.on_cores(moved.cores * layout.tp / layout.ep)
+
+
+def _once_per_node(links: Links, group: Group, size: float, chosen: int) -> Transfer:
+    """Returns the travel of tokens with `size` bytes on each rank, each to `chosen` experts.
+
+    Experts are chosen evenly and independently, so a token has none on one of n parts with probability
+    (1 - 1/n)^chosen.
+    """
+
+    def reached(parts: int) -> float:
+        """Returns the expected number of parts that have an expert of a token."""
+        return parts * (1.0 - (1.0 - 1.0 / parts) ** chosen)
+
+    outside = (group.machines - 1) / group.machines
+    inside = (group.per_machine - 1) / group.per_machine
+    times: dict[Link, float] = {
+        "network": size * reached(group.machines) * outside / links.bandwidth("network"),
+        "machine": size * reached(group.size) * inside / links.bandwidth("machine"),
+    }
+    link: Link = "network" if times["network"] > times["machine"] else "machine"
+    return Transfer(latency_s=links.latency(group.link), link=link, link_s=times[link])
+
+
+def hidden(cluster: ClusterConfig, moved: Transfer, computing_s: float) -> Transfer:
+    """Returns the part of a transfer that does not overlap with `computing_s` seconds of another micro-batch's
+    computation, and what it takes from that computation."""
+    if not moved.seconds:
+        return moved
+    share = min(1.0, computing_s / moved.seconds)
+    return moved.times(1.0 - (1.0 - cluster.collective_units) * share)
