@@ -187,8 +187,10 @@ def tables(
     yield f"{rows} steps in {len(fitted(compared))} series. {', '.join(shown)}"
     if with_experts := fitted(compared, experts=True):
         worst = max(abs(layout.error) for layout in with_experts)
-        error = f"MAPE {mean_absolute_error(with_experts):.1%}, worst layout {worst:.1%}"
-        yield f"Models with experts: {len(with_experts)} series. {error} (the costs of experts are fitted to these alone)"
+        yield (
+            f"Models with experts, to which alone the costs of experts are fitted: {len(with_experts)} series. "
+            f"MAPE {mean_absolute_error(with_experts):.1%}, worst layout {worst:.1%}"
+        )
     for layout in compared:
         if layout.series.why_not_fitted:
             yield f"* {layout.series.name}, not counted: {layout.series.why_not_fitted}"

@@ -76,8 +76,8 @@ def _does_not_fit(config: RunConfig) -> Problem:
     needs, has = (f"{size / GIB:.{digits}f} GiB" for size in (memory.total, memory.capacity))
     reason = (
         f"{config.model.name} needs at least {needs} on {memory.worst_rank}, and {config.cluster.name} offers "
-        f"{has}; the layout that needs the least memory is tp={layout.tp} pp={layout.pp}{chunks} dp={layout.dp}{experts}, "
-        f"micro-batch {layout.micro_batch_size}, recompute {layout.recompute} (GiB: {parts})"
+        f"{has}; the layout that needs the least memory is tp={layout.tp} pp={layout.pp}{chunks} dp={layout.dp}"
+        f"{experts}, micro-batch {layout.micro_batch_size}, recompute {layout.recompute} (GiB: {parts})"
     )
     fix = (
         ("each of these changes makes it fit: " if len(changes) > 1 else "use ") + "; ".join(changes)

@@ -231,11 +231,13 @@ def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:
     gathered copy and three iterates of the largest matrix, and two Gram matrices of its short side; for
     Shampoo and SOAP four such squares and three matrices in fp32; for AdamW three matrices in fp32.
     """
-    how, width = algorithm(config), element_bytes(config)[0]
+    how, width, keeps = algorithm(config), element_bytes(config)[0], keeps_workspace(config)
+    orthogonal = not RULES[how.name].preconditioned and how.name != "adamw"
+    if orthogonal and keeps:
+        return 0
     rows, cols = max(shapes, key=math.prod)
-    keeps = keeps_workspace(config)
-    if not RULES[how.name].preconditioned and how.name != "adamw":
-        return 0 if keeps else (2 * FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
+    if orthogonal:
+        return (2 * FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
     if how.name == "adamw":
         return 3 * FP32 * rows * cols
     sides = [side for shape in shapes for side in factored_sides(how, *shape)]

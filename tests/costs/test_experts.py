@@ -1,0 +1,109 @@
+"""The costs of experts that are divided among ranks, against hand-computed cases and what must hold for any layout."""
+
+from dataclasses import replace
+
+import pytest
+
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import Dispatcher, Layout, RunConfig
+from canzona_cli.costs.buffers import layer_activations
+from canzona_cli.costs.experts import HOST_LAUNCHES, dispatch, products_seconds
+from canzona_cli.costs.model import StageTime, stage_time
+from canzona_cli.model.families import family_of
+
+RUN = compose_run(["recipe=qwen3-30b-a3b", "optimizer=adamw", "gpus=64"], training=False).config
+TOKENS, HIDDEN, FFN, CHOSEN = 4096, 2048, 768, 8
+NVLINK, PORT = 360e9, 45e9
+"""The bytes per second that large collectives reach."""
+
+
+def layout(ep: int, tp: int = 1, micro_batch_size: int = 1) -> Layout:
+    dp = 64 // tp
+    return Layout(
+        tp=tp,
+        pp=1,
+        cp=1,
+        dp=dp,
+        ep=ep,
+        micro_batch_size=micro_batch_size,
+        num_microbatches=4,
+        global_batch_size=4 * dp * micro_batch_size,
+        recompute="none",
+        sequence_parallel=tp > 1,
+    )
+
+
+def by(dispatcher: Dispatcher, *, overlap: bool = False) -> RunConfig:
+    cluster = replace(RUN.cluster, dispatch_overlap=overlap)
+    return replace(RUN, parallel=replace(RUN.parallel, dispatcher=dispatcher), cluster=cluster)
+
+
+def in_layer(time: StageTime, layer: int = 3) -> float:
+    modules = [module for module in time.modules if module.layer == layer]
+    return sum(module.forward_s + module.backward_s + sum(move.seconds for move in module.moves) for module in modules)
+
+
+def test_every_copy_of_a_token_leaves_the_node_on_its_own() -> None:
+    """On two nodes half of all copies go to the other node."""
+    moved = dispatch(by("alltoall"), layout(ep=16))
+    assert moved.link == "network"
+    assert moved.link_s == pytest.approx(CHOSEN * TOKENS * HIDDEN * 2 / 2 / PORT)
+
+
+def test_deepep_sends_one_copy_to_each_node() -> None:
+    """A token has none of its 8 experts on the other of two nodes once in 2^8 times."""
+    moved = dispatch(by("flex"), layout(ep=16))
+    assert moved.link == "network"
+    assert moved.link_s == pytest.approx(TOKENS * HIDDEN * 2 * (1 - 2**-8) / PORT)
+
+
+def test_within_a_node_deepep_sends_one_copy_to_each_rank() -> None:
+    moved = dispatch(by("flex"), layout(ep=8))
+    ranks = 8 * (1 - (7 / 8) ** 8)
+    assert moved.link == "machine"
+    assert moved.link_s == pytest.approx(TOKENS * HIDDEN * 2 * ranks * 7 / 8 / NVLINK)
+
+
+def test_allgather_sends_all_tokens_to_all_ranks() -> None:
+    moved = dispatch(by("allgather"), layout(ep=8))
+    assert moved.link_s == pytest.approx(7 * TOKENS * HIDDEN * 2 / NVLINK)
+
+
+def test_a_tensor_parallel_rank_sends_its_part_of_the_sequence() -> None:
+    whole, half = (dispatch(by("flex"), layout(ep=16, tp=tp)).link_s for tp in (1, 2))
+    assert half == pytest.approx(whole / 2)
+
+
+def test_products_are_the_quicker_the_more_tokens_an_expert_has() -> None:
+    work = next(work for work in family_of(RUN.model).work(RUN.model) if work.part == "fc1")
+    seconds = [products_seconds(RUN, layout(ep), work) for ep in (1, 8, 64)]
+    flops = 2.0 * CHOSEN * TOKENS * HIDDEN * 2 * FFN
+    assert seconds == sorted(seconds, reverse=True)
+    assert 200e12 < flops / seconds[0] < flops / seconds[-1] < 710e12
+
+
+def test_hidden_travel_is_never_longer_and_hides_nothing_else() -> None:
+    for dispatcher in ("alltoall", "flex"):
+        shown, hidden = (in_layer(stage_time(by(dispatcher, overlap=o), layout(16), 0)) for o in (False, True))
+        travel = 4 * dispatch(by(dispatcher), layout(16)).seconds
+        assert shown - travel < hidden < shown
+
+
+def test_few_tokens_take_as_long_as_the_host_needs_to_start_their_kernels() -> None:
+    short = replace(by("flex"), train=replace(RUN.train, seq_length=64))
+    seconds = in_layer(stage_time(short, layout(8), 0))
+    assert seconds == pytest.approx(2 * HOST_LAUNCHES * RUN.cluster.launch_us * 1e-6)
+
+
+def test_a_dense_model_has_none_of_these_costs() -> None:
+    dense = compose_run(["recipe=qwen3-8b", "optimizer=adamw", "gpus=64"], training=False).config
+    slow = replace(dense, cluster=replace(dense.cluster, launch_us=500.0, dispatch_overlap=True))
+    assert stage_time(slow, layout(1), 0).passes == stage_time(dense, layout(1), 0).passes
+
+
+def test_activations_have_every_copy_of_a_token() -> None:
+    """Tensor parallelism cuts an expert's width, but not the copies, unless experts are divided among ranks."""
+    dense = replace(RUN, model=replace(RUN.model, num_experts=0, ffn_hidden_size=CHOSEN * FFN))
+    for ep, copies in ((1, 1), (4, 2)):
+        of_experts, of_dense = (layer_activations(run, layout(ep, tp=2), "none") for run in (RUN, dense))
+        assert of_experts - of_dense == 2 * TOKENS * CHOSEN * 2 * HIDDEN // copies
