@@ -132,6 +132,11 @@ def cut(
     return [bucket for of_chunk in reversed(by_chunk) for bucket in _cut(of_chunk, limit, even)]
 
 
+def pool_parameters(matrices: Sequence[Matrix], pool: Pool, tp: int) -> list[Parameter]:
+    """Lists the parameters of a pool in registration order; do not change the list, it is cached."""
+    return _pool_parameters(_Same(matrices), pool, tp)
+
+
 def pool_buckets(
     matrices: Sequence[Matrix], pool: Pool, mesh: Mesh, bucket_elements: int | None
 ) -> list[list[Parameter]]:

@@ -1,5 +1,6 @@
 """The prediction of a run's step; the entry point of the simulator for a resolved run."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -17,7 +18,7 @@ from canzona_cli.costs.update import adamw_seconds, implementation, step_factor,
 from canzona_cli.model.families import flops_per_token
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
-from canzona_cli.planner.buckets import Pool, even_bucket, stage_parameters, stages
+from canzona_cli.planner.buckets import Pool, even_bucket, pool_parameters, pools
 from canzona_cli.planner.chunks import after_reduction
 from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.packing import simple_bound
@@ -97,30 +98,38 @@ def layerwise(
 ) -> tuple[Assignment, tuple[Bucket, ...]]:
     """Returns the owners and buckets of `LayerWiseDistributedOptimizer` in megatron-core 0.19.
 
-    Parameters are packed undivided into equal padded shards by elements (`lay_out`). All hosts are 0 and have
-    no
-    meaning: every TP rank of an owner updates its matrices.
+    Parameters are packed undivided into equal padded shards by elements (`lay_out`), experts that are divided
+    among ranks in buffers of their own. Other matrices have host 0, without a meaning: every TP rank of an
+    owner updates its matrices.
 
     Args:
         bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket.
     """
-    shards = layout.owners
-    owner_of = [0] * len(matrices)
-    buckets: list[Bucket] = []
-    for stage in stages(matrices):
-        everything, index = stage_parameters(matrices, stage, layout.tp), 0
+    cells = [Cell(owner=0, host=0)] * len(matrices)
+    made: list[Bucket] = []
+    numbers = Counter[int]()
+    for pool in pools(matrices):
+        everything, shards = pool_parameters(matrices, pool, layout.tp), layout.reducers(pool.expert_rank)
         for chunk in reversed(range(layout.vpp)):
             parameters = [parameter for parameter in everything if parameter.chunk == chunk]
             sizes = [parameter.elements for parameter in parameters]
-            for bucket in lay_out(sizes, shards, bucket_elements if stage == 0 else None):
+            for bucket in lay_out(sizes, shards, bucket_elements if pool.stage == 0 else None):
                 held = [[parameters[number] for number in shard] for shard in bucket.shards]
                 for owner, of_owner in enumerate(held):
-                    for parameter in of_owner:
-                        for matrix in parameter.matrices:
-                            owner_of[matrix] = owner
-                buckets.append(even_bucket(held, Pool(stage), index))
-                index += 1
-    return Assignment(cells=tuple(Cell(owner=owner, host=0) for owner in owner_of)), tuple(buckets)
+                    cell = _cell(layout, pool, owner)
+                    for matrix in (matrix for parameter in of_owner for matrix in parameter.matrices):
+                        cells[matrix] = cell
+                made.append(even_bucket(held, pool, numbers[pool.stage]))
+                numbers[pool.stage] += 1
+    return Assignment(cells=tuple(cells)), tuple(made)
+
+
+def _cell(layout: Layout, pool: Pool, owner: int) -> Cell:
+    """Returns the cell of an owner among those of a pool."""
+    if pool.expert_rank is None:
+        return Cell(owner=owner, host=0)
+    number, host = divmod(owner * layout.ep + pool.expert_rank, layout.tp)
+    return Cell(owner=number, host=host)
 
 
 def with_cores(config: RunConfig) -> RunConfig:
@@ -291,11 +300,11 @@ def _updates(config: RunConfig, layout: Layout) -> float:
         return 0.0
     layers, ranks = most_layers(config.model.num_layers, layout), layout.world_size // layout.tp
     layer = _layer(config, replace(layout.bare, pp=1, vpp=1, dp=ranks, global_batch_size=ranks))
-    if execution.everywhere:
-        return layers * layer.duplicated_s
-    if execution is Execution.LAYERWISE:
-        return layers * layer.duplicated_s / layout.owners
     cells = layout.owners * layout.tp
+    if execution.everywhere:
+        return layers * (layer.duplicated_s + layer.experts_s / layout.ep)
+    if execution is Execution.LAYERWISE:
+        return layers * (layer.duplicated_s / layout.owners + layer.experts_s / cells)
     return max(layers * layer.planned_s / cells, _packed(layer.pieces, layers, cells))
 
 
@@ -308,7 +317,10 @@ class _Layer(NamedTuple):
     """The seconds of one layer's matrix updates."""
 
     duplicated_s: float
-    """The seconds on a rank that gathers and updates every matrix; 0 for strategies with a plan."""
+    """The seconds on a rank that gathers and updates every matrix but those of `experts_s`; 0 for strategies with
+    a plan."""
+    experts_s: float
+    """The seconds of all experts if they are divided among ranks; otherwise, and with a plan, 0."""
     planned_s: float
     """The sum over all ranks of a TP group under a plan, with the packing of hosted matrices; 0 otherwise."""
     pieces: tuple[float, ...]
@@ -321,13 +333,17 @@ def _layer(config: RunConfig, layout: Layout) -> _Layer:
     costs = update_costs(config, members, implementation(config))
     model = UpdateModel(config, layout, members, costs)
     if execution_of(config) is not Execution.PLANNED:
-        return _Layer(model.duplicated(range(len(members))).seconds, 0.0, ())
+        dense, experts = (
+            [matrix.index for matrix in members if (matrix.expert_rank is None) is dense] for dense in (True, False)
+        )
+        return _Layer(model.duplicated(dense).seconds, model.duplicated(experts).seconds, 0.0, ())
     factor = step_factor(config.cluster, "matrix_update", implementation(config))
     packing_s = model.pipeline.packing_s if layout.tp > 1 else 0.0
     possible = HOSTED if config.engine.mode == "hosted" else shares(config, layout, members)
     everything, pieces = 0.0, []
     for matrix, cost in zip(members, costs, strict=True):
         parts = [factor * possible[matrix.index].each] if matrix.index in possible else []
-        everything += min([factor * cost + matrix.elements * packing_s, *(layout.tp * part for part in parts)])
+        packed_s = packing_s if matrix.expert_rank is None else 0.0
+        everything += min([factor * cost + matrix.elements * packed_s, *(layout.tp * part for part in parts)])
         pieces.append(min([factor * cost, *parts]))
-    return _Layer(0.0, everything, tuple(pieces))
+    return _Layer(0.0, 0.0, everything, tuple(pieces))

@@ -78,16 +78,27 @@ class UpdateModel:
         self._fragment_bytes = RULES[algorithm(config).name].fragment_bytes + exchange_bytes(config)[0]
 
     def hosted(
-        self, groups: Sequence[MicroGroup], assignment: Assignment, norm_s: float = 0.0
+        self,
+        groups: Sequence[MicroGroup],
+        assignment: Assignment,
+        norm_s: float = 0.0,
+        first: Sequence[float] = (),
     ) -> tuple[RankUpdate, ...]:
         """Returns the updates of an owner's micro-groups, by host.
 
         Args:
             norm_s: the seconds of norm, clipping and AdamW.
+            first: see `HostedPipeline.run`.
         """
         alone = Alone(self._tp, norm_s)
-        self.run_hosted(groups, assignment, alone)
+        self.run_hosted(groups, assignment, alone, first)
         return alone.results()
+
+    def experts_s(self, members: Sequence[int], host: int) -> float:
+        """Returns the seconds in which a host updates experts that no other rank of its TP group stores."""
+        return self.pipeline.alone(
+            [Job(matrix=self._matrices[index], host=host, seconds=self._costs[index]) for index in members]
+        )
 
     def duplicated(self, members: Sequence[int]) -> RankUpdate:
         """Returns the update of a TP rank that gathers and updates the matrices `members`, one after another."""
@@ -95,20 +106,29 @@ class UpdateModel:
         self.run_duplicated(members, alone)
         return alone.results()[0]
 
-    def run_hosted[Moment](self, groups: Sequence[MicroGroup], assignment: Assignment, ranks: Pipeline[Moment]) -> None:
+    def run_hosted[Moment](
+        self,
+        groups: Sequence[MicroGroup],
+        assignment: Assignment,
+        ranks: Pipeline[Moment],
+        first: Sequence[float] = (),
+    ) -> None:
         """Runs an owner's micro-groups on `ranks`."""
 
         def job(index: int) -> Job:
             host, share = assignment.cells[index].host, assignment.shares.get(index)
             return Job(matrix=self._matrices[index], host=host, seconds=self._costs[index], share=share)
 
-        self.pipeline.run([[job(index) for index in group.matrices] for group in groups], ranks)
+        self.pipeline.run([[job(index) for index in group.matrices] for group in groups], ranks, first=first)
 
     def run_duplicated[Moment](self, members: Sequence[int], rank: Pipeline[Moment]) -> None:
         """Runs the updates of the matrices `members` on `rank`, which stands for all ranks of its TP group."""
         pipeline = self.pipeline
         for index in members:
             matrix = self._matrices[index]
+            if matrix.expert_rank is not None:
+                rank.work(0, "matrix_update", pipeline.updating * self._costs[index])
+                continue
             if self._tp > 1 and not matrix.replicated:
                 # Megatron gathers the fp32 update with its momentum; canzona's sc gathers the fp32 gradient.
                 gather = pipeline.links.all_gather(4.0 * matrix.elements, pipeline.group)
@@ -273,6 +293,8 @@ class Team:
     owner: int
     hosts: int
     """The number of ranks whose work differs: tp with a plan, 1 otherwise."""
+    host: int = 0
+    """The first of them; not 0 only without a plan, where TP ranks differ by their experts."""
     ranks: int
     """The number of ranks that one host stands for, including those of later owners with the same work."""
     elements: int
@@ -284,6 +306,9 @@ class Team:
     """The micro-groups, in order, of strategies with hosts."""
     members: tuple[int, ...] = ()
     """The matrices that every rank updates, for strategies without hosts."""
+    first: tuple[float, ...] = ()
+    """The seconds for which each host updates its experts before anything else, if experts are divided among
+    ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,37 +364,61 @@ class UpdatePhase:
         if not self._execution.has_owners:
             everywhere, stored = self._execution.everywhere, weights.matrices + weights.others
             share = stored if everywhere else weights.share(self._layout, matrices=True)
-            members = tuple(matrix.index for matrix in of_stage) if everywhere else ()
+            stored_here = (matrix.index for matrix in of_stage if matrix.expert_rank in (None, 0))
+            members = tuple(stored_here) if everywhere else ()
             ranks = owners * tp
             return [Team(stage=stage, owner=0, hosts=1, ranks=ranks, elements=share, clipped=share, members=members)]
+        return self._teams_of_owners(stage, of_stage, math.ceil(weights.others / owners))
+
+    def _teams_of_owners(self, stage: int, of_stage: Sequence[Matrix], others: int) -> list[Team]:
+        """Lists the teams of a stage whose matrices have owners; a team for each rank if experts are divided among
+        ranks and there are no hosts.
+
+        Args:
+            others: the elements of each rank's share of AdamW's parameters.
+        """
         assert self._workload.assignment is not None
-        cells = self._workload.assignment.cells
+        tp, owners, cells = self._layout.tp, self._layout.owners, self._workload.assignment.cells
         owned: list[list[int]] = [[] for _ in range(owners)]
-        elements = [math.ceil(weights.others / owners)] * owners
-        clipped = list(elements)
+        experts: list[list[list[int]]] = [[[] for _ in range(tp)] for _ in range(owners)]
+        elements, clipped = [others] * owners, [others] * owners
         for matrix in of_stage:
-            owner = cells[matrix.index].owner
-            owned[owner].append(matrix.index)
-            elements[owner] += matrix.fragment_elements(tp)
+            cell = cells[matrix.index]
+            if matrix.expert_rank is not None:
+                experts[cell.owner][cell.host].append(matrix.index)
+                continue
+            owned[cell.owner].append(matrix.index)
+            elements[cell.owner] += matrix.fragment_elements(tp)
             if not self._scaled_on_its_way(matrix):
-                clipped[owner] += matrix.fragment_elements(tp)
+                clipped[cell.owner] += matrix.fragment_elements(tp)
         groups: list[list[MicroGroup]] = [[] for _ in range(owners)]
         for group in sorted(self._workload.groups, key=lambda group: group.index):
             if group.stage == stage:
                 groups[group.owner].append(group)
-        return [
-            Team(
+        teams: list[Team] = []
+        for owner, by_host in enumerate(experts):
+            held = [sum(self._workload.matrices[index].elements for index in of_host) for of_host in by_host]
+            team = Team(
                 stage=stage,
                 owner=owner,
                 hosts=1 if self._hosts is None else tp,
                 ranks=tp if self._hosts is None else 1,
-                elements=elements[owner],
-                clipped=clipped[owner],
+                elements=elements[owner] + max(held),
+                clipped=clipped[owner] + max(held),
                 groups=tuple(groups[owner]),
                 members=tuple(owned[owner]) if self._hosts is None else (),
             )
-            for owner in range(owners)
-        ]
+            if not any(held):
+                teams.append(team)
+            elif self._hosts is not None:
+                first = (self._model.experts_s(of_host, host) for host, of_host in enumerate(by_host))
+                teams.append(replace(team, first=tuple(first)))
+            else:
+                teams += [
+                    replace(team, host=host, ranks=1, members=(*team.members, *of_host))
+                    for host, of_host in enumerate(by_host)
+                ]
+        return teams
 
     def _scaled_on_its_way(self, matrix: Matrix) -> bool:
         """Returns True if the host scales the matrix's gradient when it assembles the matrix
@@ -384,7 +433,7 @@ class UpdatePhase:
         alike: dict[Hashable, list[Team]] = {}
         for team in teams:
             work = tuple(tuple(map(self._kind, group.matrices)) for group in team.groups)
-            key = team.stage, team.elements, team.clipped, work, tuple(map(self._kind, team.members))
+            key = team.stage, team.elements, team.clipped, work, tuple(map(self._kind, team.members)), team.first
             alike.setdefault(key, []).append(team)
         return [replace(first, ranks=sum(team.ranks for team in (first, *others))) for first, *others in alike.values()]
 
@@ -401,10 +450,13 @@ class UpdatePhase:
         adamw = self._adamw_s(team.stage)
         if self._hosts is not None:
             norm_s = self._norm_clip.seconds(team.elements, team.clipped) + adamw
-            updates = self._model.hosted(team.groups, self._hosts, norm_s)
+            updates = self._model.hosted(team.groups, self._hosts, norm_s, team.first)
         else:
             updates = (self._model.duplicated(team.members),)
-        return [CellUpdate(team=team, host=host, adamw_s=adamw, update=update) for host, update in enumerate(updates)]
+        return [
+            CellUpdate(team=team, host=team.host + host, adamw_s=adamw, update=update)
+            for host, update in enumerate(updates)
+        ]
 
     def _crowded(
         self, teams: Sequence[Team], gathered: Sequence[Sequence[Transfer]] | None
@@ -423,7 +475,7 @@ class UpdatePhase:
             if self._hosts is not None:
                 norm_s = self._norm_clip.seconds(team.elements, team.clipped)
                 group = Crowded(timeline, number, team.hosts, begin, norm_s=norm_s, adamw_s=seconds)
-                self._model.run_hosted(team.groups, self._hosts, group)
+                self._model.run_hosted(team.groups, self._hosts, group, team.first)
                 adamw.append(group.begin)
             else:
                 alike = self._layout.tp
