@@ -110,7 +110,8 @@ def _changes(config: RunConfig) -> Iterator[Iterable[tuple[str, RunConfig]]]:
     pinned = [name for name in ("tp", "pp", "vpp", "cp", "ep") if getattr(parallel, name) is not None]
     if pinned:
         overrides = " ".join(f"parallel.{name}=null" for name in pinned)
-        yield [(overrides, replace(config, parallel=replace(parallel, **dict.fromkeys(pinned))))]
+        free = replace(parallel, tp=None, pp=None, vpp=None, cp=None, ep=None)
+        yield [(overrides, replace(config, parallel=free))]
     if train.micro_batch_size not in (None, 1):
         yield [("train.micro_batch_size=1", replace(config, train=replace(train, micro_batch_size=1)))]
     if train.recompute not in (None, "full"):
