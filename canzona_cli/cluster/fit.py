@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from canzona_cli.cluster.gpus import with_layers_here
-from canzona_cli.cluster.search import Candidate, any_fits, candidates, fill, search
+from canzona_cli.cluster.search import Candidate, any_fits, candidates, expert_ranks, fill, search
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.overrides import key_of
@@ -54,9 +54,9 @@ def choose(config: RunConfig) -> Candidate | None:
     """
     parallel, train = config.parallel, config.train
     vpp = 1 if parallel.pp == 1 else parallel.vpp
-    ep = parallel.ep if config.model.num_experts else 1
-    typed = None not in (parallel.tp, parallel.pp, vpp, parallel.cp, ep, train.micro_batch_size, train.recompute)
-    fastest = () if typed else search(config).best
+    typed = None not in (parallel.tp, parallel.pp, vpp, parallel.cp, train.micro_batch_size, train.recompute)
+    divided = len(expert_ranks(config, config.gpus // (parallel.pp or 1))) > 1
+    fastest = () if typed and not divided else search(config).best
     if fastest:
         return Candidate(layout=fastest[0].layout, memory=estimate(config, fastest[0].layout))
     # Either there is nothing to search, or no plan fits, which planning will report in more detail.

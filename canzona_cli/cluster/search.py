@@ -18,7 +18,7 @@ from typing import Final
 import canzona_cli
 from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.config.caches import cache_root
-from canzona_cli.config.execution import AnyStrategy, with_strategy
+from canzona_cli.config.execution import AnyStrategy, execution_of, with_strategy
 from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
 from canzona_cli.config.schema import Layout, Recompute, RunConfig
 from canzona_cli.config.settings import problem_with
@@ -113,12 +113,12 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
         if sequence_parallel is None:
             possible = config.cluster.fused_layers or config.model.num_experts > 0
             sequence_parallel = tp > 1 and possible and train.seq_length % (tp * cp) == 0
-        expert_ranks = _expert_ranks(config, tp * cp * dp)
+        eps = expert_ranks(config, tp * cp * dp)
         for micro in micro_batches:
             batch = _global_batch(config, _least_batch(pp, vpp, dp, micro))
             if batch is None:
                 continue
-            for ep, recompute in product(expert_ranks, recomputes):
+            for ep, recompute in product(eps, recomputes):
                 yield Layout(
                     tp=tp,
                     pp=pp,
@@ -134,14 +134,14 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
                 )
 
 
-def _expert_ranks(config: RunConfig, cells: int) -> tuple[int, ...]:
+def expert_ranks(config: RunConfig, cells: int) -> tuple[int, ...]:
     """Returns the possible expert-parallel sizes of a stage with `cells` ranks.
 
     Only GPUs divide experts unless the user sets it: CPU ranks share the cores that would compute elsewhere.
     """
     if config.parallel.ep is not None:
         return (config.parallel.ep,)
-    if not config.model.num_experts or config.cluster.device == "cpu":
+    if not config.model.num_experts or config.cluster.device == "cpu" or execution_of(config).ours:
         return (1,)
     return tuple(ep for ep in divisors(config.model.num_experts) if cells % ep == 0)
 

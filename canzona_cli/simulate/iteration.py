@@ -8,7 +8,7 @@ not interrupted. With several model chunks on a rank, this holds for each of the
 A chunk is a bucket (`planner.chunks.Chunk`), in contrast to a model chunk.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, product, zip_longest
 from typing import Literal, NamedTuple
@@ -142,10 +142,24 @@ class IterationTimeline:
             seconds[phase] += end - start
         for phase, start, end in self._moved(stage):
             moved[phase] += end - start
+        seconds |= self._dispatch(stage, seconds)
         seconds["grad_reduce"] += self.reduced_s[stage] - self._computed[stage]
         seconds["grad_reduce_total"] = max(seconds["grad_reduce"], moved["grad_reduce"] + self._stages[stage].tail_s)
         seconds["param_gather_total"] = moved["param_gather"]
         return seconds
+
+    def _dispatch(self, stage: int, seconds: Mapping[str, float]) -> dict[str, float]:
+        """Returns the seconds of forward, backward and dispatch, with the travel of tokens to experts taken out of
+        the first two; nothing if no tokens travel."""
+        travels = [module.moves for module in self._stages[stage].time.modules if module.dispatched]
+        if not travels:
+            return {}
+        there, back = (self._layout.num_microbatches * sum(moves[way].seconds for moves in travels) for way in (0, 1))
+        return {
+            "forward": seconds["forward"] - there,
+            "backward": seconds["backward"] - back,
+            "dispatch": there + back,
+        }
 
     def segments(self, stage: int) -> Iterator[tuple[Literal["compute", "data"], str, float, float]]:
         """Yields (stream, phase, start, end) of everything on the stage's rank except waits."""

@@ -244,11 +244,6 @@ class Mesh:
         reduced: the cells with the same `expert_rank`, numbered by `expert_owner`."""
         return self.cells // self.ep
 
-    @property
-    def expert_tp(self) -> int:
-        """The number of TP ranks that cut an expert's matrices: 1 where experts are divided among ranks."""
-        return self.tp if self.ep == 1 else 1
-
     def reducers(self, expert_rank: int | None) -> int:
         """Returns the number of ranks over which the gradients of matrices with this `Matrix.expert_rank` are
         reduced, which are also those that may own the matrices."""
