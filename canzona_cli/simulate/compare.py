@@ -338,6 +338,9 @@ def assumptions() -> tuple[str, ...]:
         "same rank or a later one. An all-to-all takes as long as its busiest sender or receiver.",
         "Tensor-parallel collectives of forward and backward are not overlapped. With cluster.tp_overlap all but one "
         "piece of each is overlapped with its matrix product, as far as the product is long enough.",
+        "Tokens are spread evenly over experts. They travel to experts on other ranks by parallel.dispatcher, which "
+        "overlaps with nothing unless cluster.dispatch_overlap is set. The GPU waits for an expert layer's small "
+        "kernels, which the host launches one by one.",
         "Gradients are reduced bucket by bucket, overlapped with the last micro-batch's backward. AdamW and layerwise "
         "gather parameters one bucket before the next forward needs them, or one model chunk before on stages with "
         "several, as in Megatron-LM 0.19 (for strategies with a plan, see below).",
