@@ -18,7 +18,7 @@ from typing import Final
 import canzona_cli
 from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.config.caches import cache_root
-from canzona_cli.config.execution import AnyStrategy, execution_of, with_strategy
+from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
 from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
 from canzona_cli.config.schema import Layout, Recompute, RunConfig
 from canzona_cli.config.settings import problem_with
@@ -232,9 +232,9 @@ MOST_BEYOND = 10
 """The largest number of simulations for runs with more ranks, where each takes a second; more if more layouts
 are asked for."""
 MANY_MATRICES = 4096
-"""The number of matrices above which a simulation takes seconds, which only models with experts have."""
+"""The number of matrices above which a plan takes seconds, which only models with experts have."""
 FEWEST = 2
-"""The largest number of simulations for such models; more if more layouts are asked for."""
+"""The largest number of simulations for such models under a plan; more if more layouts are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,9 +343,10 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
 
 def _most_simulated(config: RunConfig) -> float:
     """Returns the number of layouts to simulate at most."""
-    if config.model.num_layers * len(matrix_shapes(config)) > MANY_MATRICES:
+    many = config.model.num_layers * len(matrix_shapes(config)) > MANY_MATRICES
+    if many and execution_of(config) is Execution.PLANNED:
         return FEWEST
-    return MOST_BEYOND if config.gpus > EXHAUSTIVE_RANKS else math.inf
+    return MOST_BEYOND if many or config.gpus > EXHAUSTIVE_RANKS else math.inf
 
 
 def _estimated_s(config: RunConfig, layout: Layout) -> float:

@@ -118,6 +118,7 @@ def _attention(model: ModelConfig) -> Attention:
     )
 
 
+@lru_cache(maxsize=64)
 def activations(model: ModelConfig, fused: bool) -> Activations:
     """Counts the activations of a layer with hidden size h, a heads and g query groups of width d, MLP width
     f:

@@ -236,6 +236,7 @@ _SPLIT: Mapping[Splitting, Container[Kind]] = {
 """The parameters whose parts are separate matrices, by splitting; every other parameter is one matrix."""
 
 
+@lru_cache(maxsize=64)
 def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatrix, ...]:
     """Lists the matrices of one layer, in registration order."""
     matrices: list[LayerMatrix] = []

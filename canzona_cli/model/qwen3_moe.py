@@ -63,6 +63,7 @@ def _work(model: ModelConfig) -> tuple[Work, ...]:
     )
 
 
+@lru_cache(maxsize=64)
 def _activations(model: ModelConfig, fused: bool) -> Activations:
     """Counts the activations of a layer as in the dense family, with the feed-forward network's once for each
     of a token's experts, and with the token's copies and results, 2 h for each expert."""

@@ -184,7 +184,7 @@ def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
 LABELS: Final = {
     "compute_s": "compute",
     "recompute_s": "recomputation",
-    "tensor_s": "TP and CP exchanges",
+    "tensor_s": "TP, CP and EP exchanges",
     "pipeline_s": "pipeline",
     "reduce_s": "gradient reduction",
     "gather_s": "parameter gathering",
@@ -203,7 +203,7 @@ class Spent:
     recompute_s: float
     """Forward passes repeated for the backward."""
     tensor_s: float
-    """Exchanges of tensor and context parallelism in forward and backward."""
+    """Exchanges of tensor, context and expert parallelism in forward and backward."""
     pipeline_s: float
     """Waits for other stages."""
     reduce_s: float
@@ -229,7 +229,8 @@ def spent(config: RunConfig, layout: Layout, result: StrategyResult) -> Spent:
     count = layout.num_microbatches
     again_s = count * sum(module.again_s for module in stage.modules)
     tensor_s = count * sum(transfer.seconds for module in stage.modules for transfer in module.moves)
-    compute_s = phases["forward"] + phases["backward"] - again_s - tensor_s
+    passes_s = phases["forward"] + phases["backward"] + phases.get("dispatch", 0.0)
+    compute_s = passes_s - again_s - tensor_s
     known = {
         "pipeline_s": phases["pipeline"],
         "reduce_s": phases["grad_reduce"],
