@@ -24,7 +24,7 @@ Direction = Literal["forward", "backward"]
 
 _STREAMS = ("data", "adamw")
 """The streams of a stage's data-parallel transfers; those of `Chunk.apart` are on the second."""
-_PHASES = ("data", "forward", "backward", "pipeline", "grad_reduce", "param_gather", "other")
+_PHASES = ("data", "forward", "backward", "pipeline", "dispatch", "grad_reduce", "param_gather", "other")
 
 
 _Message = tuple[Direction, int, int]

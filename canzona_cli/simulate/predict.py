@@ -229,7 +229,7 @@ def spent(config: RunConfig, layout: Layout, result: StrategyResult) -> Spent:
     count = layout.num_microbatches
     again_s = count * sum(module.again_s for module in stage.modules)
     tensor_s = count * sum(transfer.seconds for module in stage.modules for transfer in module.moves)
-    passes_s = phases["forward"] + phases["backward"] + phases.get("dispatch", 0.0)
+    passes_s = phases["forward"] + phases["backward"] + phases["dispatch"]
     compute_s = passes_s - again_s - tensor_s
     known = {
         "pipeline_s": phases["pipeline"],
