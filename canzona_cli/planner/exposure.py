@@ -44,7 +44,7 @@ class Outline:
 
 class Exposure:
     """The waits of a run's iteration. They depend only on what a plan depends on, so not on sequence
-    parallelism, and collectives take as long as their parts, whatever was measured in whole steps.
+    parallelism nor on the dispatcher of tokens, and collectives take as long as their parts, whatever was measured in whole steps.
 
     Args:
         layout: the resolved layout; its number of micro-batches does not matter.
@@ -53,6 +53,7 @@ class Exposure:
     def __init__(self, config: RunConfig, layout: Layout) -> None:
         layout = replace(layout, num_microbatches=1, global_batch_size=layout.dp * layout.micro_batch_size)
         layout = replace(layout, sequence_parallel=layout.tp > 1)
+        config = replace(config, parallel=replace(config.parallel, dispatcher=None))
         self._overlap_reduce = config.parallel.overlap_grad_reduce
         self._overlap_gather = overlaps_param_gather(config)
         self._units = units_taken(config, layout)

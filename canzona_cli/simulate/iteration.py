@@ -150,7 +150,7 @@ class IterationTimeline:
 
     def _dispatch(self, stage: int, seconds: Mapping[str, float]) -> dict[str, float]:
         """Returns the seconds of forward, backward and dispatch, with the travel of tokens to experts taken out of
-        the first two; nothing if no tokens travel."""
+        the first two; empty if no tokens travel."""
         travels = [module.moves for module in self._stages[stage].time.modules if module.dispatched]
         if not travels:
             return {}
