@@ -44,7 +44,8 @@ class Outline:
 
 class Exposure:
     """The waits of a run's iteration. They depend only on what a plan depends on, so not on sequence
-    parallelism nor on the dispatcher of tokens, and collectives take as long as their parts, whatever was measured in whole steps.
+    parallelism nor on the dispatcher of tokens, and collectives take as long as their parts, whatever was
+    measured in whole steps.
 
     Args:
         layout: the resolved layout; its number of micro-batches does not matter.
