@@ -12,8 +12,9 @@ runs one of the two for all ranks of a strategy.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of
@@ -23,6 +24,7 @@ from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import NormClip
 from canzona_cli.costs.update import RULES, adamw_seconds, algorithm, implementation, memory_rate, step_factor
 from canzona_cli.model.matrices import Matrix
+from canzona_cli.planner.groups import expert_seconds
 from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Job, Pipeline
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 from canzona_cli.simulate.timeline import Ran, Timeline
@@ -93,12 +95,6 @@ class UpdateModel:
         alone = Alone(self._tp, norm_s)
         self.run_hosted(groups, assignment, alone, first)
         return alone.results()
-
-    def experts_s(self, members: Sequence[int], host: int) -> float:
-        """Returns the seconds in which a host updates experts that no other rank of its TP group stores."""
-        return self.pipeline.alone(
-            [Job(matrix=self._matrices[index], host=host, seconds=self._costs[index]) for index in members]
-        )
 
     def duplicated(self, members: Sequence[int]) -> RankUpdate:
         """Returns the update of a TP rank that gathers and updates the matrices `members`, one after another."""
@@ -411,14 +407,19 @@ class UpdatePhase:
             if not any(held):
                 teams.append(team)
             elif self._hosts is not None:
-                first = (self._model.experts_s(of_host, host) for host, of_host in enumerate(by_host))
-                teams.append(replace(team, first=tuple(first)))
+                teams.append(replace(team, first=self._experts_first[stage, owner]))
             else:
                 teams += [
                     replace(team, host=host, ranks=1, members=(*team.members, *of_host))
                     for host, of_host in enumerate(by_host)
                 ]
         return teams
+
+    @cached_property
+    def _experts_first(self) -> Mapping[tuple[int, int], tuple[float, ...]]:
+        """The seconds for which the hosts of a (stage, owner) update their experts."""
+        assert self._hosts is not None
+        return expert_seconds(self._workload.matrices, self._workload.costs, self._hosts, self._model.pipeline)
 
     def _scaled_on_its_way(self, matrix: Matrix) -> bool:
         """Returns True if the host scales the matrix's gradient when it assembles the matrix
