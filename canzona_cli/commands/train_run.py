@@ -390,7 +390,8 @@ def _show_end(outcome: Outcome, run: RunDirectory, job: _Job, console: Console) 
         rows += _card_rows(run, config)
     if not job.short or rows or outcome.status != "done":
         console.print()
-    rows += [] if job.short and outcome.status == "done" else [f"run directory: {run.path}"]
+    known = config.run.dir is not None  # typed, or chosen by a sweep
+    rows += [] if job.short and known and outcome.status == "done" else [f"run directory: {run.path}"]
     rows += _next_rows(run) if outcome.status == "done" and not job.node_rank and not job.short else []
     for row in [*rows, *filter(None, [resume_hint(outcome, run.files, config)])]:
         console.print(row, markup=False, soft_wrap=True)
