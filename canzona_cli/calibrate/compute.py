@@ -19,7 +19,7 @@ from canzona_cli.calibrate.timing import LEAST, Team, Work, clock, repeat, timed
 from canzona_cli.config.schema import MomentumConfig, MuonConfig, RunConfig, Splitting
 from canzona_cli.costs.update import COPY_EFFICIENCY, algorithm, label, period_seconds, seconds
 from canzona_cli.engine.build import optimizer_factory
-from canzona_cli.engine.wire import Write, write_finite
+from canzona_cli.engine.wire import Write, joined_writes, write_finite
 from canzona_cli.megatron import model
 from canzona_cli.megatron.optimizer import megatron_adam, megatron_muon, wrap_data_parallel
 from canzona_cli.megatron.parallel import World
@@ -303,17 +303,18 @@ class Group:
     def __init__(self, variant: Variant, rows: int, cols: int, device: torch.device) -> None:
         self.count = _count(variant, rows, cols, device)
         self._ours, self._device = variant.ours, device
-        self._masters = [torch.nn.Parameter(0.02 * torch.randn(rows, cols, device=device)) for _ in range(self.count)]
-        for master in self._masters:
-            master.grad = torch.randn_like(master)
-        dtype = _dtype(variant.config)
-        self._weights = [torch.empty(rows, cols, dtype=dtype, device=device) for _ in range(self.count)]
+        self._masters, gradients, self._weights, rounded = self._memory(variant, rows, cols)
+        for master, gradient in zip(self._masters, gradients, strict=True):
+            master.grad = gradient
         self._finite = torch.ones(self.count, device=device)
-        rounded = torch.empty_like(self._weights[0])
-        self._writes = [
-            Write(target=weight, source=master.detach(), rounded=rounded)
-            for master, weight in zip(self._masters, self._weights, strict=True)
-        ]
+        self._writes = joined_writes(
+            [
+                (place, Write(target=weight, source=master.detach(), rounded=scratch))
+                for place, (master, weight, scratch) in enumerate(
+                    zip(self._masters, self._weights, rounded, strict=True)
+                )
+            ]
+        )
         self.optimizer: torch.optim.Optimizer
         if self._ours:
             matrices = [_matrix(layer, rows, cols) for layer in range(self.count)]
@@ -322,6 +323,22 @@ class Group:
             assert isinstance(variant.config.optimizer, MuonConfig)
             precision = variant.config.train.precision
             self.optimizer = megatron_muon(self._masters, variant.config.optimizer, precision)
+
+    def _memory(
+        self, variant: Variant, rows: int, cols: int
+    ) -> tuple[list[torch.nn.Parameter], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Allocates masters, gradients, weights and scratch for rounding: each evenly spaced, as those of experts
+        are, if updates are stacked, otherwise each in its own memory."""
+        optimizer, dtype = variant.config.optimizer, _dtype(variant.config)
+        stacked = isinstance(optimizer, MomentumConfig) and bool(optimizer.stack)
+        sizes = [self.count] if stacked else [1] * self.count
+        blocks = [0.02 * torch.randn(size, rows, cols, device=self._device) for size in sizes]
+        masters = [torch.nn.Parameter(each) for block in blocks for each in block]
+        gradients = [each for block in blocks for each in torch.randn_like(block)]
+        weights = [each for block in blocks for each in torch.empty_like(block, dtype=dtype)]
+        if stacked:
+            return masters, gradients, weights, list(torch.empty_like(blocks[0], dtype=dtype))
+        return masters, gradients, weights, [torch.empty_like(weights[0])] * self.count
 
     @torch.no_grad()
     def update(self) -> None:
@@ -335,9 +352,9 @@ class Group:
             assert master.grad is not None
             master.grad.mul_(_CLIP)
         self.optimizer.step()
-        for place, master in enumerate(self._masters):
-            torch.sum(master.detach(), dim=(0, 1), out=self._finite[place])
-        write_finite(list(enumerate(self._writes)), self._finite, on_host=self._device.type == "cpu")
+        for write in self._writes:
+            torch.sum(write.source, dim=(1, 2), out=self._finite[write.flags])
+        write_finite(self._writes, self._finite, on_host=self._device.type == "cpu")
 
     def updates(self, count: int) -> None:
         """Updates every matrix `count` times."""

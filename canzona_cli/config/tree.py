@@ -360,8 +360,19 @@ def _with_defaults(tree: Mapping[str, object]) -> dict[str, object]:
                 for setting in in_section
                 if not setting.required and (not setting.optimizers or optimizer in setting.optimizers)
             }
-            full[section] = {**defaults, **given}
+            full[section] = {**defaults, **_defaults_with_experts(tree, defaults), **given}
     return full
+
+
+def _defaults_with_experts(tree: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
+    """Returns the defaults of a section that are others for a model with experts: `max_preconditioner_dim` is
+    their width, and at least 1024. Factors of the hidden size would take more memory than everything else,
+    because every expert has its own."""
+    model = tree.get("model")
+    width = model.get("ffn_hidden_size") if isinstance(model, Mapping) and model.get("num_experts") else None
+    if "max_preconditioner_dim" not in defaults or not isinstance(width, int):
+        return {}
+    return {"max_preconditioner_dim": max(1024, width)}
 
 
 def put(tree: dict[str, object], key: str, value: object) -> None:

@@ -149,9 +149,9 @@ def workspace_bytes(
     Each part is as large as the largest matrix (or stack of matrices) needs it.
 
     - Muon, in the type of its products: two iterates and two squares of the short side (four in Gram form),
-        for
-      all stacked matrices of one shape. In fp32: an update direction with Nesterov momentum or NorMuon,
+      for all stacked matrices of one shape. In fp32: an update direction with Nesterov momentum or NorMuon,
       otherwise, on GPUs in bf16, for matrices that are updated alone in Gram form; and on CPUs one block.
+      Directions are those of whole stacks, and on CPUs, except for NorMuon, of the matrices in a block.
     - Shampoo and SOAP, in fp32: one square, one matrix, and one matrix for each preconditioned side.
     - SOAP-Muon: both, in standard form and without stacking.
 
@@ -206,8 +206,10 @@ def _muon(
                 gram_square = max(gram_square, stacked * min(rows, cols) ** 2)
                 # One matrix may be left over from stacks and is then updated alone.
                 gram_copy = max(gram_copy, rows * cols if half and (stacked == 1 or count % stacked == 1) else 0)
-            direction = max(direction, rows * cols)
-            block = max(block, min(rows, max(1, BLOCK // cols)) * cols)
+            in_block = max(1, min(stacked, BLOCK // (rows * cols)))
+            by_blocks = config.cluster.device == "cpu" and not isinstance(muon, NorMuonConfig)
+            direction = max(direction, (in_block if by_blocks else stacked) * rows * cols)
+            block = max(block, min(in_block * rows, max(1, BLOCK // cols)) * cols)
     for fragment, side in shared:
         iterate, direction = max(iterate, fragment), max(direction, fragment)
         square, gram_square = max(square, side), max(gram_square, side)

@@ -20,12 +20,12 @@ from canzona_cli.costs.buffers import BATCH_BYTES
 from canzona_cli.costs.update import algorithm, form_of, stack_of
 from canzona_cli.engine.agreement import agree_on_optimizer
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters, runs, scratch_elements
+from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters, in_batches, scratch_elements
 from canzona_cli.engine.masters import Fallbacks, MasterOptimizer
 from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.engine.redundant import RedundantOptimizer, counted, counts_dense
 from canzona_cli.engine.shared import Sharing
-from canzona_cli.engine.wire import AllToAll, Aside, Fragments, MakeOptimizer, Messages, Wiring
+from canzona_cli.engine.wire import AllToAll, Aside, Fragments, MakeOptimizer, Messages, Wiring, by_key
 from canzona_cli.megatron.matrix_buffers import global_parameters, named_matrix_parameters, tag_matrices
 from canzona_cli.megatron.optimizer import adamw_settings, build_adamw
 from canzona_cli.megatron.parallel import World
@@ -36,7 +36,7 @@ from canzona_cli.optimizers.facts import known
 from canzona_cli.optimizers.matrix_optimizer import OnFallback, Workspace
 from canzona_cli.optimizers.registry import load_class, probe
 from canzona_cli.planner.exchange import Route, from_hosts, to_hosts
-from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.plan import Plan, rank_buckets
 
 _OURS = __name__.partition(".")[0]
 """The name of canzona's package, whose classes `optimizer.allow` does not have to list."""
@@ -62,7 +62,7 @@ def build_engine(
             `step()` alone.
     """
     if plan is not None:
-        mine = updated_matrices(plan, world)
+        mine = sorted(updated_matrices(plan, world), key=_buffer_order(plan, world))
         parameters = named_matrix_parameters(chunks, plan, world)
     else:
         everything = matrices_of(config.model, world.layout, config.engine.splitting)
@@ -73,16 +73,9 @@ def build_engine(
         tag_matrices(chunks, parameters)
     cells = plan.assignment.cells if plan is not None else ()
     shared = plan.assignment.shares if plan is not None else {}
-    masters = {
-        matrix.index: torch.nn.Parameter(
-            torch.empty(
-                matrix.fragment_shape(world.layout.tp) if matrix.index in shared else matrix.shape,
-                dtype=torch.float32,
-                device=world.device,
-            )
-        )
-        for matrix in mine
-    }
+    masters = _masters(
+        mine, lambda m: m.fragment_shape(world.layout.tp) if m.index in shared else m.shape, world.device
+    )
     # Several ranks take the same fallbacks for a shared matrix, and without a plan for every matrix. One counts them:
     # with a plan the rank in the matrix's cell.
     if plan is not None:
@@ -139,6 +132,28 @@ def updated_matrices(plan: Plan, world: World) -> list[Matrix]:
     ]
 
 
+def _buffer_order(plan: Plan, world: World) -> Callable[[Matrix], tuple[int, int]]:
+    """Returns a key that sorts this rank's matrices as Megatron's buffers have them, in the same order on all
+    TP ranks. Gradients and weights of equal matrices, such as experts, are then evenly spaced more often
+    (`optimizers.runs`)."""
+    buckets = rank_buckets(plan.buckets, world.pp_rank, world.expert_rank)
+    names = [name for bucket in buckets for name in bucket.parameters]
+    places = {name: place for place, name in enumerate(names)}
+    return lambda matrix: (places[matrix.parameter], matrix.index)
+
+
+def _masters(
+    matrices: Sequence[Matrix], shape: Callable[[Matrix], tuple[int, int]], device: torch.device
+) -> dict[int, torch.nn.Parameter]:
+    """Allocates the fp32 weights of matrices, those of one shape side by side in one tensor (count, rows,
+    columns)."""
+    masters: dict[int, torch.nn.Parameter] = {}
+    for alike in by_key(matrices, shape):
+        block = torch.empty(len(alike), *shape(alike[0]), dtype=torch.float32, device=device)
+        masters |= {matrix.index: torch.nn.Parameter(each) for matrix, each in zip(alike, block, strict=True)}
+    return masters
+
+
 def _micro_groups(plan: Plan, world: World) -> list[tuple[Matrix, ...]]:
     """Returns the micro-groups of this rank's owner, in order."""
     here = (world.pp_rank, world.owner)
@@ -149,7 +164,8 @@ def _micro_groups(plan: Plan, world: World) -> list[tuple[Matrix, ...]]:
 def _experts(config: RunConfig, plan: Plan, world: World, wiring: Wiring) -> Hosting:
     """Allocates scratch and optimizers of the experts that this rank updates, of which it stores the whole, and
     fills the masters."""
-    experts = [matrix for matrix in updated_matrices(plan, world) if matrix.expert_rank is not None]
+    owned = sorted(updated_matrices(plan, world), key=_buffer_order(plan, world))
+    experts = [matrix for matrix in owned if matrix.expert_rank is not None]
     alone = wiring.alone()
     return _hosting(config, _in_scratch([experts], alone), dict.fromkeys((m.index for m in experts), 0), alone)
 
@@ -161,17 +177,17 @@ def _sent(config: RunConfig, plan: Plan, world: World, wiring: Wiring) -> Hostin
     groups: Sequence[Sequence[Matrix]] = _micro_groups(plan, world)
     if world.layout.tp == 1:  # nothing is sent, so groups are limited only by the scratch for gradients
         groups = _in_scratch(groups, wiring)
-    shares = plan.assignment.shares
-    batches = [[matrix for matrix in group if matrix.index not in shares] for group in groups]
+    shares, order = plan.assignment.shares, _buffer_order(plan, world)
+    batches = [sorted((m for m in group if m.index not in shares), key=order) for group in groups]
     return _hosting(config, batches, hosts, wiring)
 
 
 def _in_scratch(groups: Sequence[Sequence[Matrix]], wiring: Wiring) -> list[list[Matrix]]:
     """Divides groups into batches whose gradients need `BATCH_BYTES` of scratch or less, or are one matrix."""
     return [
-        run
+        batch
         for group in groups
-        for run in runs(group, BATCH_BYTES // 4, lambda matrix: scratch_elements(wiring, (matrix,)))
+        for batch in in_batches(group, BATCH_BYTES // 4, lambda matrix: scratch_elements(wiring, (matrix,)))
     ]
 
 

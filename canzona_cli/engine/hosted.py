@@ -1,16 +1,28 @@
 """The update of one micro-group on one TP rank: its part of the two all-to-alls, and the update of the
 matrices that this rank hosts."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from canzona_cli.costs.buffers import BATCH_BYTES
-from canzona_cli.engine.wire import AllToAll, Copy, Fragments, Messages, Wiring, Write, write_finite
+from canzona_cli.engine.wire import (
+    AllToAll,
+    Copy,
+    Fragments,
+    Messages,
+    Wiring,
+    Write,
+    by_key,
+    joined_copies,
+    joined_writes,
+    write_finite,
+)
 from canzona_cli.megatron.timers import Span
 from canzona_cli.model.matrices import Matrix
+from canzona_cli.optimizers.runs import joined, runs
 from canzona_cli.planner.exchange import Parcel, senders, to_hosts
 from canzona_cli.run.phases import Phase
 
@@ -19,12 +31,13 @@ class HostedGroup:
     """A micro-group on one TP rank. Call, in the pipeline's order: send_gradients, receive_gradients, step,
     send_weights, receive_weights.
 
-    All views of buffers are made at set-up; a step only copies data and does not allocate memory. Assembling
-    gradients and updating matrices run on the current stream. Packing messages and writing the weights that
-    arrive run on `wiring.aside`, which the caller joins.
+    All views of buffers are made at set-up; a step only copies data and does not allocate memory. Equal
+    matrices whose fragments are evenly spaced in memory, such as experts, are copied, checked and written as
+    one tensor. Assembling gradients and updating matrices run on the current stream. Packing messages and
+    writing the weights that arrive run on `wiring.aside`, which the caller joins.
 
     Args:
-        hosted: the matrices of the micro-group that this rank hosts, in the plan's order.
+        hosted: the matrices of the micro-group that this rank hosts, in the order of the routes.
         gradients: the exchange of gradient fragments, from all ranks to the hosts of their matrices.
         weights: the exchange of new weight fragments, from the hosts back to all ranks.
         scratch: fp32, flat, of at least `scratch_elements(hosted)` elements, for the gradients of the group
@@ -56,11 +69,8 @@ class HostedGroup:
         # Gradients to send: from this rank's parameters into the message.
         self._grad_pack = _packed(gradients, ((p, fragments.gradient(p.matrix)) for p in gradients.route.sends))
         # Gradients received: from the message and this rank's parameters into whole matrices.
-        self._grads: list[torch.Tensor] = []
-        """The gradients of the hosted matrices, fp32 (rows, columns)."""
-        self._grad_unpack: list[Copy] = []
-        self._in_place: list[torch.Tensor] = []
         self._bind_gradients(scratch)
+        self._checked = list(self._checks(finite))
         # Weights to send: from masters into messages and into this rank's parameters.
         self._weight_pack = _packed(
             weights,
@@ -70,34 +80,56 @@ class HostedGroup:
             ),
         )
         self._flag_sends = [weights.send[f[0] : f[-1] + 1] for f in weights.route.send_flags if f]
-        self._own_weights = [
-            (place, _local_write(fragments, m, fragments.in_whole(m, master.detach(), wiring.rank)))
-            for place, (m, master) in enumerate(zip(hosted, self._masters, strict=True))
-            if wiring.rank in m.holders(fragments.tp)
-        ]
+        self._own_weights = joined_writes(
+            [
+                (place, _local_write(fragments, m, fragments.in_whole(m, master.detach(), wiring.rank)))
+                for place, (m, master) in enumerate(zip(hosted, self._masters, strict=True))
+                if wiring.rank in m.holders(fragments.tp)
+            ]
+        )
         # Weights received: from the message into this rank's parameters.
         self._bind_arriving_weights()
 
     def _bind_gradients(self, scratch: torch.Tensor) -> None:
-        """Chooses where each hosted matrix's gradient is assembled, and makes the copies: in `scratch`, or in
-        Megatron's buffer if the whole gradient is already there."""
+        """Chooses where each hosted matrix's gradient is assembled, and makes the copies: in `scratch`, where
+        equal matrices are side by side, or in Megatron's buffer if the whole gradient is already there."""
         fragments, rank = self._wiring.fragments, self._wiring.rank
-        offset = 0
+        grads: dict[int, torch.Tensor] = {}
+        in_place: list[torch.Tensor] = []
+        copied: list[Matrix] = []
         for matrix in self.hosted:
             if lies_whole(self._wiring, matrix):
-                reduced = fragments.gradient(matrix)
-                self._grads.append(reduced.view(matrix.rows, matrix.cols))
-                self._in_place.append(reduced)
-                continue
-            whole = scratch[offset : offset + matrix.elements].view(matrix.rows, matrix.cols)
-            offset += matrix.elements
-            self._grads.append(whole)
-            for parcel in self._gradients.route.receives:
-                if parcel.matrix is matrix:
-                    view = fragments.in_whole(matrix, whole, parcel.peer)
-                    self._grad_unpack.append(Copy(view, _at(self._gradients.receive, parcel.offset, view)))
-            if rank in senders(matrix, rank, fragments.tp):
-                self._grad_unpack.append(Copy(fragments.in_whole(matrix, whole, rank), fragments.gradient(matrix)))
+                in_place.append(fragments.gradient(matrix).view(matrix.rows, matrix.cols))
+                grads[matrix.index] = in_place[-1]
+            else:
+                copied.append(matrix)
+        offset = 0
+        for alike in by_key(copied, lambda matrix: matrix.shape):
+            for matrix in alike:
+                grads[matrix.index] = scratch[offset : offset + matrix.elements].view(matrix.rows, matrix.cols)
+                offset += matrix.elements
+        arriving = [
+            (parcel.matrix, parcel.peer, self._gradients.receive[parcel.offset : parcel.offset + parcel.elements])
+            for parcel in self._gradients.route.receives
+        ]
+        here = [(m, rank, fragments.gradient(m)) for m in copied if rank in senders(m, rank, fragments.tp)]
+        unpack: list[Copy] = []
+        for matrix, peer, fragment in (*arriving, *here):
+            view = fragments.in_whole(matrix, grads[matrix.index], peer)
+            unpack.append(Copy(view, fragment.view(view.shape)))
+        self._grads = [grads[matrix.index] for matrix in self.hosted]
+        self._grad_unpack = joined_copies(unpack)
+        self._in_place = [
+            joined(alike[run]) for alike in by_key(in_place, lambda gradient: gradient.shape) for run in runs(alike)
+        ]
+
+    def _checks(self, finite: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the masters of equal matrices (count, rows, columns), each with a view of their flags (count,)."""
+        each = [(master.detach(), flag) for master, flag in zip(self._masters, finite.unbind(), strict=True)]
+        for alike in by_key(each, lambda pair: pair[0].shape):
+            masters, flags = [master for master, _ in alike], [flag for _, flag in alike]
+            for run in runs(masters, flags):
+                yield joined(masters[run]), joined(flags[run])
 
     def _bind_arriving_weights(self) -> None:
         """Makes the writes of fragments whose matrices other ranks host, each with the place of the matrix's
@@ -108,11 +140,12 @@ class HostedGroup:
         self._flag_places = torch.tensor(
             [place for _, place in arriving], dtype=torch.int64, device=self._wiring.device
         )
-        self._weight_unpack: list[tuple[int, Write]] = []
+        writes: list[tuple[int, Write]] = []
         for parcel in weights.route.receives:
             weight = fragments.weight(parcel.matrix)
             write = Write(target=weight, source=_at(weights.receive, parcel.offset, weight), rounded=weight)
-            self._weight_unpack.append((places[parcel.matrix.index], write))
+            writes.append((places[parcel.matrix.index], write))
+        self._weight_unpack = joined_writes(writes)
 
     def run(self, stage: int, scale: float) -> None:
         """Runs stage 0, 1 or 2 of the pipeline (`planner.order`); `scale` multiplies gradients (clipping)."""
@@ -159,11 +192,12 @@ class HostedGroup:
             for master, gradient in zip(self._masters, self._grads, strict=True):
                 master.grad = gradient
             self.optimizer.step()
-            for place, master in enumerate(self._masters):
+            for master in self._masters:
                 master.grad = None
+            for masters, flags in self._checked:
                 # A sum is finite only if all elements are; weights are far too small for their sum to
                 # overflow.
-                torch.sum(master.detach(), dim=(0, 1), out=self._finite[place])
+                torch.sum(masters, dim=(1, 2), out=flags)
 
     def send_weights(self) -> None:
         """Packs the other ranks' fragments of the new weights in the model's dtype, starts sending them, and
@@ -226,7 +260,7 @@ def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[
     of them pass the same matrices."""
     fragments, masters, rank, tp = wiring.fragments, wiring.masters, wiring.rank, wiring.fragments.tp
     # In batches, because this allocates messages in addition to the pipeline's.
-    for batch in runs(matrices, BATCH_BYTES // 4):
+    for batch in in_batches(matrices, BATCH_BYTES // 4):
         route = to_hosts(batch, [hosts[matrix.index] for matrix in batch], rank=rank, tp=tp)
         exchange = AllToAll(route, Messages.for_routes([route], torch.float32, wiring.device), 0, wiring.tp_group)
         for parcel in route.sends:
@@ -243,11 +277,11 @@ def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[
                 target.copy_(fragments.weight(matrix))
 
 
-def runs(
+def in_batches(
     matrices: Sequence[Matrix], limit: int, size: Callable[[Matrix], int] = lambda matrix: matrix.elements
 ) -> list[list[Matrix]]:
-    """Splits matrices into consecutive runs whose sizes add up to at most `limit`. A matrix that is larger
-    than `limit` is a run by itself."""
+    """Splits matrices into consecutive batches whose sizes add up to at most `limit`. A matrix that is larger
+    than `limit` is a batch by itself."""
     batches: list[list[Matrix]] = []
     filled = 0
     for matrix in matrices:
@@ -286,7 +320,8 @@ def _local_write(fragments: Fragments, matrix: Matrix, source: torch.Tensor) -> 
 
 def _packed(exchange: AllToAll, parcels: Iterable[tuple[Parcel, torch.Tensor]]) -> list[Copy]:
     """Returns the copies of fragments into the exchange's outgoing message."""
-    return [Copy(_at(exchange.send, parcel.offset, fragment), fragment) for parcel, fragment in parcels]
+    copies = [Copy(_at(exchange.send, parcel.offset, fragment), fragment) for parcel, fragment in parcels]
+    return joined_copies(copies)
 
 
 def _at(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:

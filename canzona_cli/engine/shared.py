@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from canzona_cli.engine.masters import left_out, settle
-from canzona_cli.engine.wire import Copy, Wiring, Write, write_finite
+from canzona_cli.engine.wire import Copy, Wiring, Write, joined_writes, write_finite
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.matrix_optimizer import Workspace
 from canzona_cli.optimizers.shared_muon import SharedMuon
@@ -191,7 +191,8 @@ class Sharing:
         with self._wiring.timer.phase("exchange"):
             torch.distributed.all_reduce(sums, group=group)
             self._sums[torch.tensor([self._places[shared.matrix.index] for shared in left], device=sums.device)] = sums
-            write_finite([(place, shared.write()) for place, shared in enumerate(left)], sums, on_host=on_host)
+            writes = joined_writes([(place, shared.write()) for place, shared in enumerate(left)])
+            write_finite(writes, sums, on_host=on_host)
 
     def fallbacks(self) -> torch.Tensor:
         """Returns the number of updates of the last step that were left out or not finite: (1,), on the

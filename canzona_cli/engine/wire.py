@@ -1,7 +1,7 @@
 """The parts that move matrices between ranks: views of fragments, messages, a stream for packing them, and
 writes of weights."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -11,6 +11,7 @@ from canzona_cli.config.schema import ModelConfig
 from canzona_cli.megatron.timers import PhaseTimer, Watcher
 from canzona_cli.model import geometry
 from canzona_cli.model.matrices import Matrix
+from canzona_cli.optimizers.runs import joined, runs
 from canzona_cli.planner.exchange import Route
 
 
@@ -213,11 +214,63 @@ class Write:
     dtypes would compute in the wider dtype and allocate memory."""
 
 
-def write_finite(writes: Sequence[tuple[int, Write]], flags: torch.Tensor, *, on_host: bool) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Writes:
+    """The writes of fragments of one shape that are evenly spaced. All tensors are (count, *shape)."""
+
+    flags: slice
+    """The places of the fragments' flags."""
+    target: torch.Tensor
+    source: torch.Tensor
+    rounded: torch.Tensor
+
+
+def joined_copies(copies: Sequence[Copy]) -> list[Copy]:
+    """Joins copies of tensors that are evenly spaced to copies of (count, *shape)."""
+    together: list[Copy] = []
+    for alike in by_key(copies, lambda copy: (copy.target.shape, copy.target.dtype, copy.source.dtype)):
+        targets, sources = [copy.target for copy in alike], [copy.source for copy in alike]
+        together += [Copy(joined(targets[run]), joined(sources[run])) for run in runs(targets, sources)]
+    return together
+
+
+def joined_writes(writes: Sequence[tuple[int, Write]]) -> list[Writes]:
+    """Joins writes of fragments that are evenly spaced, as their flags are.
+
+    Args:
+        writes: each with the place of its flag.
+    """
+    flags = torch.empty(1 + max((place for place, _ in writes), default=0)).unbind()
+    together: list[Writes] = []
+    for alike in by_key(writes, lambda write: (write[1].target.shape, write[1].target.dtype, write[1].source.dtype)):
+        places = [place for place, _ in alike]
+        targets, sources, rounded = ([getattr(write, name) for _, write in alike] for name in Write.__slots__)
+        for run in runs([flags[place] for place in places], targets, sources, rounded):
+            first, *others = places[run]
+            step = others[0] - first if others else 1
+            together.append(
+                Writes(
+                    flags=slice(first, (others[-1] if others else first) + 1, step),
+                    target=joined(targets[run]),
+                    source=joined(sources[run]),
+                    rounded=joined(rounded[run]),
+                )
+            )
+    return together
+
+
+def by_key[T](items: Sequence[T], key: Callable[[T], Hashable]) -> Iterable[list[T]]:
+    """Returns lists of the items with equal keys, in order."""
+    alike: dict[Hashable, list[T]] = {}
+    for item in items:
+        alike.setdefault(key(item), []).append(item)
+    return alike.values()
+
+
+def write_finite(writes: Sequence[Writes], flags: torch.Tensor, *, on_host: bool) -> None:
     """Makes the writes whose flag is finite; the targets of the other writes stay unchanged.
 
     Args:
-        writes: each with the index of its flag.
         flags: flat.
         on_host: True if the flags are in host memory. Otherwise the device decides, and the host does not
             wait.
@@ -225,13 +278,17 @@ def write_finite(writes: Sequence[tuple[int, Write]], flags: torch.Tensor, *, on
     good = torch.isfinite(flags)
     if on_host:
         finite: list[bool] = good.tolist()
-        for place, write in writes:
-            if finite[place]:
+        for write in writes:
+            if all(finite[write.flags]):
                 write.target.copy_(write.source)
+                continue
+            for each, target, source in zip(finite[write.flags], write.target, write.source, strict=True):
+                if each:
+                    target.copy_(source)
         return
-    each = good.unbind()
-    for place, write in writes:
+    for write in writes:
         source = write.source
         if source.dtype is not write.target.dtype:
             source = write.rounded.copy_(source)
-        torch.where(each[place], source, write.target, out=write.target)
+        each_good = good[write.flags].view(-1, *(1 for _ in source.shape[1:]))
+        torch.where(each_good, source, write.target, out=write.target)

@@ -2,7 +2,7 @@
 https://kellerjordan.github.io/posts/muon/)."""
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Literal, TypedDict
 
@@ -15,9 +15,13 @@ from .facts import Form
 from .gram_form import gram_newton_schulz, products_type, starting_norm
 from .graphs import Replayed
 from .matrix_optimizer import MatrixOptimizer, OnFallback, Workspace, products
-from .muon_facts import LOST, STANDARD_ONLY, CoefficientSet, ScaleMode, count_down, distrust, steps_left
+from .muon_facts import BLOCK, LOST, STANDARD_ONLY, CoefficientSet, ScaleMode, count_down, distrust, steps_left
 from .newton_schulz import newton_schulz
+from .runs import Run, joined, runs
 from .shared_rows import Shape
+
+Norms = float | list[float] | torch.Tensor
+"""The norm of one matrix, or those of a run: on CPUs a float or a list, on CUDA a tensor () or (count,) in fp64."""
 
 
 class MuonSettings(TypedDict, total=False):
@@ -190,48 +194,56 @@ class Muon(MatrixOptimizer):
 
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
         x = self.workspace.get("muon_x", p.shape, self._type(p), p.device)
-        norm = self._direction(p, grad, group["momentum"], x, side=min(p.shape))
-        self._apply(p, self._orthogonalised(x, [p], [norm], group), group)
+        run = Run.one(p)
+        norm = self._direction(run, group["momentum"], x, side=min(p.shape))
+        x = self._orthogonalised(x, [p], [norm], group)
+        self._apply(run, x, group, self._trusted.get(p) if self._form(p) == "gram" else None)
 
     def _update_stack(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
+        """Updates matrices of the same shape and form: one product for all of them, one elementwise pass for
+        each run."""
         first = matrices[0]
+        self._reserve(first, len(matrices))
         x = self.workspace.get("muon_x", (len(matrices), *first.shape), self._type(first), first.device)
+        of_stack = list(Run.each(matrices))
         norms = [
-            self._direction(p, self._gradient(p), group["momentum"], direction, side=min(p.shape))
-            for p, direction in zip(matrices, x, strict=True)
+            self._direction(run, group["momentum"], direction, side=min(first.shape))
+            for run, direction in zip(of_stack, _parts(x, of_stack), strict=True)
         ]
         x = self._orthogonalised(x, matrices, norms, group)
-        for p, direction in zip(matrices, x, strict=True):
-            self._apply(p, direction, group)
+        for run, direction in zip(of_stack, _parts(x, of_stack), strict=True):
+            self._apply(run, direction, group)
 
-    def _direction(
-        self,
-        p: torch.Tensor,
-        grad: torch.Tensor,
-        momentum: float,
-        out: torch.Tensor,
-        *,
-        side: int,
-        again: bool = False,
-    ) -> float | torch.Tensor:
-        """Updates the momentum (not if `again`) and writes D, the matrix to orthogonalise, into `out`, scaled
-        to Frobenius norm `starting_norm(side, out.dtype)`; a D of zeros stays zero.
+    def _reserve(self, p: torch.Tensor, count: int) -> None:
+        """Allocates the scratch of passes over `count` matrices like `p` as if they were one run, so that a rank's
+        memory does not depend on where its gradients lie."""
+        if by_blocks(p):
+            count = max(1, min(count, BLOCK // p.numel()))
+            rows = min(count * p.size(0), max(1, BLOCK // p.size(1)))
+            self.workspace.get("muon_block", (rows, p.size(1)), p.dtype, p.device)
+        if self.nesterov:
+            self.workspace.get("muon_direction", (count, *p.shape), p.dtype, p.device)
+
+    def _direction(self, run: Run, momentum: float, out: torch.Tensor, *, side: int, again: bool = False) -> Norms:
+        """Updates the momentum (not if `again`) and writes D, the matrices to orthogonalise, into `out`, each
+        scaled to Frobenius norm `starting_norm(side, out.dtype)`; a D of zeros stays zero.
 
         Args:
-            side: The shorter side of the whole matrix.
+            out: Receives D, in the shape of `run.weights`.
+            side: The shorter side of a whole matrix.
             again: The momentum already contains this step's gradient.
 
         Returns:
-            The Frobenius norm of D before scaling; on CUDA a tensor () in fp64 on the device.
+            The Frobenius norms of D before scaling.
         """
-        direction: Callable[..., float | torch.Tensor] = (muon_cpu if by_blocks(p) else muon_cuda).direction
+        direction: Callable[..., Norms] = (muon_cpu if by_blocks(run.weights) else muon_cuda).direction
         return direction(
-            self._average(p),
-            grad,
+            self._kept(run, "momentum_buffer", tuple(run.matrices[0].shape)),
+            run.gradients,
             out,
             momentum=momentum,
             weight=0.0 if again else 1 - momentum,
-            ahead=self.workspace.like("muon_direction", p) if self.nesterov else None,
+            nesterov=self.nesterov,
             norm=starting_norm(side, out.dtype),
             workspace=self.workspace,
         )
@@ -240,7 +252,7 @@ class Muon(MatrixOptimizer):
         self,
         x: torch.Tensor,
         matrices: list[torch.Tensor],
-        norms: Sequence[float | torch.Tensor],
+        norms: Sequence[Norms],
         group: Mapping[str, float],
     ) -> torch.Tensor:
         """Orthogonalises `x`, (rows, cols) of one matrix or (matrices, rows, cols), in the form that the
@@ -248,8 +260,8 @@ class Muon(MatrixOptimizer):
         CUDA.
 
         Args:
-            norms: The norm of each matrix's direction, from `_direction`. A direction of zeros gives an exact
-                update of zeros, so it is trusted whatever the estimated error.
+            norms: The norms of the matrices' directions, from `_direction`, by run. A direction of zeros gives
+                an exact update of zeros, so it is trusted whatever the estimated error.
         """
         if self._form(matrices[0]) == "standard":
             return newton_schulz(x, self.steps, self.workspace)
@@ -258,7 +270,7 @@ class Muon(MatrixOptimizer):
             # The unscaled direction is not needed any more, so its buffer takes the result.
             into = self.workspace.like("muon_direction", matrices[0]) if wider else None
             result, trusted = gram_newton_schulz(x, self.steps, self.workspace, into)
-            trusted |= torch.stack([torch.as_tensor(norm) for norm in norms]).view_as(trusted) == 0
+            trusted |= torch.cat([torch.as_tensor(norm).view(-1) for norm in norms]).view_as(trusted) == 0
             self._record_trust(matrices, trusted)
             if x.ndim == 2 and result.dtype is torch.float32:
                 return result  # `_move` leaves an untrusted one out
@@ -266,10 +278,11 @@ class Muon(MatrixOptimizer):
             return result.masked_fill_(trusted.logical_not().view(*trusted.shape, 1, 1), 0)
         result, trusted = gram_newton_schulz(x, self.steps, self.workspace)
         updates = result.view(-1, *x.shape[-2:])
-        for p, norm, iterate, good in zip(matrices, norms, updates, trusted.view(-1).tolist(), strict=True):
+        each = torch.cat([torch.as_tensor(norm, dtype=torch.float64).view(-1) for norm in norms]).tolist()
+        for p, norm, iterate, good in zip(matrices, each, updates, trusted.view(-1).tolist(), strict=True):
             if not good and norm:
                 again = torch.empty_like(iterate, dtype=self._standard)
-                self._direction(p, self._gradient(p), group["momentum"], again, side=min(p.shape), again=True)
+                self._direction(Run.one(p), group["momentum"], again, side=min(p.shape), again=True)
                 iterate.copy_(newton_schulz(again, self.steps, Workspace()))
                 distrust(self.state[p])
                 self._report_fallback(p)
@@ -282,8 +295,9 @@ class Muon(MatrixOptimizer):
     def _record_trust(self, matrices: Sequence[torch.Tensor], trusted: torch.Tensor) -> None:
         """Records on the device which updates are `trusted`. The flags have fixed addresses, so that a
         replayed graph writes them too."""
-        for p in matrices:
-            self._trusted.setdefault(p, torch.ones((), dtype=torch.bool, device=p.device))
+        if any(p not in self._trusted for p in matrices):
+            for p, flag in zip(matrices, torch.ones_like(trusted).view(-1), strict=True):
+                self._trusted.setdefault(p, flag)
         torch._foreach_copy_([self._trusted[p] for p in matrices], trusted.view(-1).unbind())
 
     def doubted(self) -> torch.Tensor | None:
@@ -327,9 +341,16 @@ class Muon(MatrixOptimizer):
     def _batch_key(self, p: torch.Tensor) -> tuple[tuple[int, ...], str, Form]:
         return tuple(p.shape), str(p.device), self._form(p)
 
-    def _apply(self, p: torch.Tensor, x: torch.Tensor, group: Mapping[str, float]) -> None:
-        trusted = self._trusted.get(p) if self._form(p) == "gram" else None
-        self._move(p, x, group, (p.size(0), p.size(1)), trusted)
+    def _apply(
+        self, run: Run, x: torch.Tensor, group: Mapping[str, float], trusted: torch.Tensor | None = None
+    ) -> None:
+        """Moves the weights of a run by the orthogonalised direction `x`.
+
+        Args:
+            trusted: As for `_move`; None for matrices of a stack, whose untrusted directions are 0.
+        """
+        rows, cols = run.matrices[0].shape
+        self._move(run.weights, x, group, (rows, cols), trusted)
 
     def _move(
         self,
@@ -342,10 +363,11 @@ class Muon(MatrixOptimizer):
         """Computes p <- (1 - lr weight_decay) p - lr scale x in place.
 
         Args:
-            p: A matrix, or a fragment of a matrix, of fp32 weights.
+            p: The fp32 weights of a matrix, of a run of matrices, or of a fragment of a matrix.
             x: The orthogonalised direction, of the shape of `p`.
             whole: The shape of the whole matrix, which determines the scale.
-            trusted: On CUDA: () bool; if it is false and `x` is fp32, p only decays. None: trusted.
+            trusted: On CUDA, of one matrix: () bool; if it is false and `x` is fp32, p only decays. None:
+                trusted.
         """
         size = self.scale_factor * scale(*whole, self.scale_mode)
         if by_blocks(p):
@@ -356,12 +378,32 @@ class Muon(MatrixOptimizer):
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         return {"momentum_buffer": tuple(p.shape)}
 
-    def _average(self, p: torch.Tensor) -> torch.Tensor:
-        state = self.state[p]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        average: torch.Tensor = state["momentum_buffer"]
-        return average
+    def _kept(self, run: Run, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns a part of a run's state as one tensor: `shape` of one matrix, (count, *shape) of several.
+
+        State that is missing starts at zero. State that does not lie as a run does, for example because it is
+        a checkpoint's, is first copied to memory where it does.
+        """
+        found: list[torch.Tensor | None] = [self.state[p].get(key) for p in run.matrices]
+        there = [state for state in found if state is not None]
+        if len(there) == len(found) and next(runs(there)) == slice(0, len(there)):
+            return there[0] if len(there) == 1 else joined(there)
+        block = run.weights.new_zeros((len(found), *shape))
+        for p, before, now in zip(run.matrices, found, block, strict=True):
+            if before is not None:
+                now.copy_(before)
+            self.state[p][key] = now
+        return block[0] if len(found) == 1 else block
+
+
+def _parts(x: torch.Tensor, of_stack: Sequence[Run]) -> Iterator[torch.Tensor]:
+    """Yields the part of a stack (matrices, rows, cols) that belongs to each of its runs, in the shape of the
+    run's weights."""
+    start = 0
+    for run in of_stack:
+        end = start + len(run.matrices)
+        yield x[start] if end - start == 1 else x[start:end]
+        start = end
 
 
 def scale(rows: int, cols: int, mode: ScaleMode) -> float:

@@ -1,7 +1,8 @@
-"""Muon's elementwise passes over a matrix on a CPU. They run over blocks of rows that stay in cache, and
-norms are Python floats."""
+"""Muon's elementwise passes over a matrix, or a run of matrices, on a CPU. They run over blocks that stay in
+cache, which are rows of a large matrix or several small matrices, and norms are Python floats."""
 
 import math
+from functools import partial
 
 import torch
 
@@ -22,33 +23,66 @@ def direction(
     *,
     momentum: float,
     weight: float,
-    ahead: torch.Tensor | None,
+    nesterov: bool,
+    norm: float,
+    workspace: Workspace,
+) -> float | list[float]:
+    """Updates the momentum and writes the matrices to orthogonalise into `out`.
+
+    Args:
+        average: The momentum, (rows, cols) of one matrix or (count, rows, cols) of a run, updated in place:
+            average += weight (grad - average).
+        grad: The gradient, of the same shape.
+        out: Receives them, in the same shape and any dtype.
+        momentum: With Nesterov, the share of the momentum in the direction; 1 - momentum is the gradient's.
+        weight: The share of the gradient in the new momentum.
+        nesterov: Orthogonalise Nesterov's direction; False: the momentum itself.
+        norm: The Frobenius norm of each matrix of `out` afterwards; a direction of zeros stays zero.
+        workspace: Scratch for Nesterov's direction and for a block.
+
+    Returns:
+        The Frobenius norm of the direction before scaling, or a list of each matrix's.
+    """
+    passes = partial(_direction, momentum=momentum, weight=weight, nesterov=nesterov, norm=norm, workspace=workspace)
+    if average.ndim == 2:
+        return passes(average, grad, out)
+    norms: list[float] = []
+    for mean, new, low in zip(_stacks(average), _stacks(grad), _stacks(out), strict=True):
+        if len(mean) == 1:
+            norms.append(passes(mean[0], new[0], low[0]))
+            continue
+        mean.lerp_(new, weight)
+        target = torch.lerp(new, mean, momentum, out=workspace.like("muon_direction", mean)) if nesterov else mean
+        norms += _scale_each(target, low, norm, workspace)
+    return norms
+
+
+def _direction(
+    average: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    momentum: float,
+    weight: float,
+    nesterov: bool,
     norm: float,
     workspace: Workspace,
 ) -> float:
-    """Updates the momentum and writes the matrix to orthogonalise into `out`.
-
-    Args:
-        average: The momentum (rows, cols), updated in place: average += weight (grad - average).
-        grad: The gradient (rows, cols).
-        out: (rows, cols), of any dtype.
-        momentum: With Nesterov, the share of the momentum in the direction; 1 - momentum is the gradient's.
-        weight: The share of the gradient in the new momentum.
-        ahead: Scratch for Nesterov's direction (rows, cols); None: the momentum itself is orthogonalised.
-        norm: The Frobenius norm of `out` afterwards; a direction of zeros stays zero.
-        workspace: Scratch for a block of rows.
-
-    Returns:
-        The Frobenius norm of the direction before scaling.
-    """
-    target = average if ahead is None else ahead
+    """Makes the passes of `direction` over one matrix (rows, cols)."""
+    target = workspace.like("muon_direction", average) if nesterov else average
     square = 0.0
     for mean, new, block in zip(_blocks(average), _blocks(grad), _blocks(target), strict=True):
         mean.lerp_(new, weight)
-        if ahead is not None:
+        if nesterov:
             torch.lerp(new, mean, momentum, out=block)
         square += _norm(block, workspace) ** 2
     before = math.sqrt(square)
+    _scale(target, before, norm, out, workspace)
+    return before
+
+
+def _scale(target: torch.Tensor, before: float, norm: float, out: torch.Tensor, workspace: Workspace) -> None:
+    """Writes `target` (rows, cols), whose norm is `before`, into `out` with another norm."""
     exponent = 0 if SAFE_FACTORS[0] < before < SAFE_FACTORS[1] or not math.isfinite(before) else math.frexp(before)[1]
     # Scaling here rather than by the first product's alpha, because oneDNN compiles a kernel for every new
     # alpha.
@@ -56,11 +90,24 @@ def direction(
     for block, low in zip(_blocks(target), _blocks(out), strict=True):
         scaled = _shifted(block, -exponent, workspace) if exponent else block
         low.copy_(torch.mul(scaled, inverse, out=workspace.like("muon_block", block)))
-    return before
+
+
+def _scale_each(targets: torch.Tensor, out: torch.Tensor, norm: float, workspace: Workspace) -> list[float]:
+    """Writes each of several small matrices (count, rows, cols) into `out` with another norm, and returns the
+    norms that they had."""
+    norms: list[float] = torch.linalg.vector_norm(targets, dim=(1, 2)).tolist()
+    if all(SAFE_NORMS[0] < before < SAFE_NORMS[1] for before in norms):
+        inverses = targets.new_tensor([norm / before for before in norms]).view(-1, 1, 1)
+        out.copy_(torch.mul(targets, inverses, out=workspace.like("muon_block", targets)))
+        return norms
+    norms = [_norm(target, workspace) for target in targets]
+    for target, before, low in zip(targets, norms, out, strict=True):
+        _scale(target, before, norm, low, workspace)
+    return norms
 
 
 def move(p: torch.Tensor, x: torch.Tensor, lr: float, weight_decay: float, size: float, workspace: Workspace) -> None:
-    """Computes p <- (1 - lr weight_decay) p - lr size x in place, block by block."""
+    """Computes p <- (1 - lr weight_decay) p - lr size x in place, block by block, for one matrix or a run."""
     decay, alpha = 1 - lr * weight_decay, -lr * size
     for weight, block in zip(_blocks(p), _blocks(x), strict=True):
         if block.dtype != weight.dtype:
@@ -88,7 +135,15 @@ def _shifted(block: torch.Tensor, exponent: int, workspace: Workspace) -> torch.
     return scaled.mul_(2.0 ** (exponent - half))
 
 
-def _blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns views of blocks of rows of about BLOCK elements; tensors of the same shape are cut at the same
-    rows."""
-    return matrix.split(max(1, BLOCK // matrix.size(1)))  # type: ignore[no-untyped-call,no-any-return]
+def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns views of blocks of about BLOCK elements: rows of a matrix, or several matrices of a run. Tensors
+    of the same shape are cut alike."""
+    if tensor.ndim == 2:
+        return tensor.split(max(1, BLOCK // tensor.size(1)))  # type: ignore[no-untyped-call,no-any-return]
+    stacks = _stacks(tensor)
+    return tuple(block for stack in stacks for block in ((stack,) if len(stack) > 1 else _blocks(stack[0])))
+
+
+def _stacks(run: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cuts a run (count, rows, cols) into stacks of matrices that fit in a block together, or single ones."""
+    return run.split(max(1, BLOCK // run[0].numel()))  # type: ignore[no-untyped-call,no-any-return]

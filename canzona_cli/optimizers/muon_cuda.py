@@ -1,5 +1,5 @@
-"""Muon's elementwise passes over a matrix on CUDA: whole-tensor operations that never synchronise with the
-host."""
+"""Muon's elementwise passes over a matrix, or a run of matrices, on CUDA: whole-tensor operations that never
+synchronise with the host."""
 
 import torch
 
@@ -13,22 +13,27 @@ def direction(
     *,
     momentum: float,
     weight: float,
-    ahead: torch.Tensor | None,
+    nesterov: bool,
     norm: float,
     workspace: Workspace,
 ) -> torch.Tensor:
-    """Updates the momentum and writes the matrix to orthogonalise into `out`, as `muon_cpu.direction` does.
+    """Updates the momentum and writes the matrices to orthogonalise into `out`, as `muon_cpu.direction` does.
 
     Returns:
-        The Frobenius norm of the direction before scaling: () in fp64, on the device.
+        The Frobenius norm of each direction before scaling: () of one matrix, (count,) of a run; in fp64, on
+        the device.
     """
     average.lerp_(grad, weight)
-    target = average if ahead is None else torch.lerp(grad, average, momentum, out=ahead)
+    target = average
+    if nesterov:
+        target = torch.lerp(grad, average, momentum, out=workspace.like("muon_direction", average))
     # fp64 represents the square and the inverse of every fp32 number, so no pass for the largest element is
     # needed. `vector_norm` would first copy the tensor to fp64: 16 more bytes of traffic per element, and
     # memory.
-    before: torch.Tensor = torch._foreach_norm([target], 2, dtype=torch.float64)[0]
-    factor = before.clamp_min(1e-300).reciprocal_().view(1, 1)
+    each = target.unbind() if target.ndim > 2 else [target]
+    norms = torch._foreach_norm(each, 2, dtype=torch.float64)
+    before: torch.Tensor = torch.stack(norms) if target.ndim > 2 else norms[0]
+    factor = before.clamp_min(1e-300).reciprocal_().view(*before.shape, 1, 1)
     torch.mul(target, factor if norm == 1 else factor.mul_(norm), out=out)
     return before
 
@@ -52,9 +57,10 @@ def move(
     decays.
 
     Args:
+        p, x: (rows, cols) of one matrix, (count, rows, cols) of a run.
         rates: The learning rate and the decay on the device, from `set_rates`.
         weight_decay: The same weight decay as a host number.
-        trusted: () bool, on the device; None: trusted.
+        trusted: () bool, on the device, of one matrix; None: trusted.
     """
     decay, rate, lost = rates
     if trusted is not None and x.dtype is torch.float32 and size:

@@ -7,6 +7,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from .muon import Muon, MuonSettings
+from .runs import Run
 
 EPS = 1e-10
 """The term added to the root mean square of a row, as in the authors' code. That root is 1e-2 or more where
@@ -46,19 +47,29 @@ class NorMuon(Muon):
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         return {**super().state_shapes(p), "row_square": (p.size(0),)}
 
-    def _apply(self, p: torch.Tensor, x: torch.Tensor, group: Mapping[str, float]) -> None:
-        state = self.state[p]
-        if "row_square" not in state:
-            state["row_square"] = p.new_zeros(p.size(0))
-        sizes = torch.linalg.vector_norm(x, dim=1, dtype=p.dtype)
-        mean, square = sizes.square().div_(p.size(1)), state["row_square"]
-        if (trusted := self._trusted.get(p)) is not None:  # an update that is left out does not change v
-            mean = torch.where(trusted, mean, square)
+    def _apply(
+        self, run: Run, x: torch.Tensor, group: Mapping[str, float], trusted: torch.Tensor | None = None
+    ) -> None:
+        rows, cols = run.weights.shape[-2:]
+        square = self._kept(run, "row_square", (rows,))
+        sizes = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)  # (rows,) or (count, rows), as are the others
+        mean = sizes.square().div_(cols)
+        if (flags := self._flags(run)) is not None:  # an update that is left out does not change v
+            mean = torch.where(flags, mean, square)
         square.lerp_(mean, 1 - self.row_beta)
         factors = square.sqrt().add_(EPS).reciprocal_()
         # The norm of a matrix is the norm of its rows' norms. Both are 0 for a gradient of zeros.
-        new = torch.linalg.vector_norm(sizes * factors).clamp_min_(torch.finfo(p.dtype).tiny)
-        factors.mul_(torch.linalg.vector_norm(sizes) / new)
+        new = torch.linalg.vector_norm(sizes * factors, dim=-1, keepdim=True)
+        new.clamp_min_(torch.finfo(torch.float32).tiny)
+        factors.mul_(torch.linalg.vector_norm(sizes, dim=-1, keepdim=True) / new)
         # The unscaled direction is not needed any more, so its buffer is reused.
-        update = torch.mul(x, factors.unsqueeze(1), out=self.workspace.like("muon_direction", p))
-        super()._apply(p, update, group)
+        update = torch.mul(x, factors.unsqueeze(-1), out=self.workspace.like("muon_direction", run.weights))
+        super()._apply(run, update, group, trusted)
+
+    def _flags(self, run: Run) -> torch.Tensor | None:
+        """Returns which of a run's last updates in Gram form can be trusted: (1,) or (count, 1). None if no
+        update was in Gram form on CUDA."""
+        flags = [self._trusted[p] for p in run.matrices if p in self._trusted]
+        if len(flags) < len(run.matrices):
+            return None
+        return torch.stack(flags).view(*run.weights.shape[:-2], 1)

@@ -33,7 +33,12 @@ class KroneckerConfig(OptimizerBase):
         "Steps between refreshes of Shampoo's inverse roots or SOAP's eigenbases.",
         CURVE | PLAN,
     ] = 10
-    max_preconditioner_dim: Annotated[Side, "A side longer than this is not preconditioned.", CURVE | PLAN] = 8192
+    max_preconditioner_dim: Annotated[
+        Side,
+        "A side longer than this is not preconditioned. In models with experts the default is the experts' width, and"
+        " at least 1024, because every expert has factors of its own.",
+        CURVE | PLAN,
+    ] = 8192
     stagger: Annotated[
         bool,
         "Compute each refresh in parts, one in each step of a period, so that no step is much longer than others. Its"

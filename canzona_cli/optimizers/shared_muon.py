@@ -9,6 +9,7 @@ from . import muon
 from .matrix_optimizer import Workspace, products
 from .muon_facts import count_down, distrust
 from .newton_schulz import newton_schulz
+from .runs import Run
 from .shared_rows import Shape, Sum, Together, Turns, each_turn, gram_by_rows
 
 
@@ -69,9 +70,8 @@ class SharedMuon(muon.Muon):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns `_direction` of a fragment, in `workspace`, its norm (), and the square of its norm (1,),
         which the caller sums over all fragments; `_divide` needs both."""
-        assert p.grad is not None
         x = workspace.get("muon_x", p.shape, dtype, p.device)
-        norm_here = self._direction(p, p.grad, self._settings(p)["momentum"], x, side=side, again=again)
+        norm_here = self._direction(Run.one(p), self._settings(p)["momentum"], x, side=side, again=again)
         norm = torch.as_tensor(norm_here, device=p.device)
         return x, norm, norm.double().square().view(1)
 

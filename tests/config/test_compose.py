@@ -8,7 +8,7 @@ import yaml
 
 from canzona_cli.config.compose import compose_run, dump_resolved, load_resolved
 from canzona_cli.config.recipes import RECIPES_DIR_VARIABLE, builtin_recipes_dir, group_options
-from canzona_cli.config.schema import AdamWConfig, CustomConfig, MuonConfig, TrackerName
+from canzona_cli.config.schema import AdamWConfig, CustomConfig, KroneckerConfig, MuonConfig, TrackerName
 from canzona_cli.config.tree import list_recipes
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.families import parameter_count
@@ -490,3 +490,21 @@ def test_a_recipe_may_have_a_learning_rate_for_each_optimizer() -> None:
     assert rates("optimizer=normuon", "optimizer.lrs={normuon:0.003}") == (0.003, 0.0003)
     with pytest.raises(ConfigError, match=r"optimizer\.lrs"):
         rates("optimizer.lrs={mouon:0.003}")
+
+
+@pytest.mark.parametrize(
+    ("given", "longest"),
+    [
+        (("recipe=qwen3-30b-a3b",), 1024),
+        (("recipe=qwen3-235b-a22b",), 1536),
+        (("recipe=qwen3-moe-tiny",), 1024),
+        (("recipe=qwen3-moe-tiny", "optimizer.max_preconditioner_dim=2048"), 2048),
+        (("recipe=qwen3-8b",), 8192),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["soap", "shampoo", "kl-shampoo", "soap-muon"])
+def test_experts_have_factors_as_long_as_they_are_wide(optimizer: str, given: tuple[str, ...], longest: int) -> None:
+    """With factors of the hidden size, SOAP of the 30B model would keep 906 GB of them instead of 109."""
+    chosen = compose_run([*given, f"optimizer={optimizer}"]).config.optimizer
+    assert isinstance(chosen, KroneckerConfig)
+    assert chosen.max_preconditioner_dim == longest

@@ -12,6 +12,7 @@ import torch
 from canzona_cli.optimizers import Muon, NorMuon, graphs
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.optimizers.graphs import Replayed
+from canzona_cli.optimizers.runs import Run
 from tests.cuda_graph_stand_in import Device, StandInStream, Version, cuda_graphs
 
 from . import reference as reference
@@ -257,9 +258,9 @@ def test_what_reads_back_from_the_device_goes_on_kernel_by_kernel(
     looks), and nothing else is tried: it is said once."""
 
     class Waiting(Muon):
-        def _apply(self, p: torch.Tensor, x: torch.Tensor, group: dict[str, float]) -> None:  # type: ignore[override]
-            super()._apply(p, x, group)
-            assert float(p.sum()) is not None
+        def _apply(self, run: Run, *given: Any) -> None:
+            super()._apply(run, *given)
+            assert float(run.weights.sum()) is not None
 
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -13,6 +13,7 @@ from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
 from canzona_cli.optimizers.shared_rows import Shape, Together
 
+from .operations import Counted
 from .test_shared import alone, muon
 
 SHAPES = [(32, 32), (24, 80), (80, 24), (24, 80)]
@@ -74,6 +75,26 @@ def test_muon_reads_nothing_back(
     assert reads == []
     doubted = optimizer.doubted()
     assert (doubted is not None and doubted.is_cuda) is (form == "gram")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("form", get_args(Form))
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
+def test_experts_read_nothing_back_and_take_no_more_operations_if_they_are_more(
+    kind: type[Muon], form: Form, precision: Literal["bf16", "fp32"], reads: list[str]
+) -> None:
+    counts = []
+    for count in (2, 16):
+        params = [torch.nn.Parameter(weight) for weight in torch.empty(count, 24, 80, device="cuda")]
+        for p, fc1 in zip(params, torch.empty(count, 48, 80, device="cuda"), strict=True):
+            p.grad = fc1[:24]  # of [gate; up]
+        optimizer = kind(params, 0.02, form=form, stack=True, precision=precision)
+        optimizer.step()  # makes the state
+        with Counted() as counted:
+            optimizer.step()
+        counts.append(counted.count)
+    assert counts[0] == counts[1]
+    assert reads == []
 
 
 @pytest.mark.parametrize("kind", [SOAP, SOAPMuon, Shampoo, KLShampoo])

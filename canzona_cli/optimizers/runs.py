@@ -1,0 +1,80 @@
+"""Runs of equal tensors that are evenly spaced in one memory, so that one operation on one view serves all of
+them.
+
+The weights of a layer's experts are such a run, and so are their gradients in Megatron's buffer: gate and up
+alternate there, and the view of one of them has the other between its matrices.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+
+def runs(*columns: Sequence[torch.Tensor]) -> Iterator[slice]:
+    """Yields the places of each run, in order: the longest ranges in which the tensors of every column are
+    evenly spaced. A tensor without such a neighbour is a run by itself.
+
+    Args:
+        columns: Lists of tensors, all of the same length.
+    """
+    start, gaps = 0, list[int | None]()
+    for place in range(1, len(columns[0])):
+        here = [_gap(column[place - 1], column[place]) for column in columns]
+        if None in here or (place - start > 1 and here != gaps):
+            yield slice(start, place)
+            start = place
+        gaps = here
+    if columns[0]:
+        yield slice(start, len(columns[0]))
+
+
+def joined(run: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the tensors of a run as one view: (count, *shape)."""
+    first = run[0]
+    gap = run[1].storage_offset() - first.storage_offset() if len(run) > 1 else 0
+    return first.as_strided((len(run), *first.shape), (gap, *first.stride()))
+
+
+def _gap(one: torch.Tensor, following: torch.Tensor) -> int | None:
+    """Returns the distance of two tensors in elements; None if they cannot be part of a run."""
+    gap = int(following.storage_offset() - one.storage_offset())
+    alike = (
+        gap > 0
+        and one.shape == following.shape
+        and one.stride() == following.stride()
+        and one.dtype is following.dtype
+        and one.untyped_storage()._cdata == following.untyped_storage()._cdata
+    )
+    return gap if alike else None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Matrices of one shape that an optimizer updates with the same operations: one matrix, or several that
+    are evenly spaced, as their gradients are."""
+
+    matrices: Sequence[torch.Tensor]
+    """The parameters, which are the keys of the optimizer's state."""
+    weights: torch.Tensor
+    """(rows, cols) of one matrix, (count, rows, cols) of several."""
+    gradients: torch.Tensor
+    """The gradients, in the shape of `weights`."""
+
+    @classmethod
+    def one(cls, p: torch.Tensor) -> Self:
+        """Returns the run of a single matrix, or of a fragment of one."""
+        assert p.grad is not None
+        return cls([p], p, p.grad)
+
+    @classmethod
+    def each(cls, matrices: Sequence[torch.Tensor]) -> Iterator[Self]:
+        """Yields the runs of matrices of one shape, all of which have a gradient."""
+        gradients = [p.grad for p in matrices if p.grad is not None]
+        for part in runs(matrices, gradients):
+            members = matrices[part]
+            if len(members) == 1:
+                yield cls.one(members[0])
+            else:
+                yield cls(members, joined(members), joined(gradients[part]))
