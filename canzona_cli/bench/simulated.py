@@ -24,6 +24,7 @@ from canzona_cli.simulate.compare import Study, assumptions, study_run
 from canzona_cli.simulate.predict import with_cores
 
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
+SIZES_WITH_EXPERTS = ("qwen3-30b-a3b", "qwen3-235b-a22b")
 YARDSTICKS: tuple[AnyStrategy, ...] = ("adamw", "layerwise")
 """The strategies that are also simulated in their own fastest layout, as a fair baseline for canzona."""
 MOST_GPUS = 65_536

@@ -141,7 +141,7 @@ def expert_ranks(config: RunConfig, cells: int) -> tuple[int, ...]:
     """
     if config.parallel.ep is not None:
         return (config.parallel.ep,)
-    if not config.model.num_experts or config.cluster.device == "cpu" or execution_of(config).ours:
+    if not config.model.num_experts or config.cluster.device == "cpu":
         return (1,)
     return tuple(ep for ep in divisors(config.model.num_experts) if cells % ep == 0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.bench.simulated import SIZES
+from canzona_cli.bench.simulated import SIZES, SIZES_WITH_EXPERTS
 from canzona_cli.cluster import fit
 from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.cluster.search import LayoutSearch, Tried, candidates, fill, search
@@ -106,7 +106,7 @@ def overview(overrides: Sequence[str], recipes_dirs: Iterable[Path]) -> Overview
         ConfigError: an override is impossible.
     """
     dirs = tuple(recipes_dirs)
-    return Overview(plans=tuple(_planned([f"recipe={name}", *overrides], dirs) for name in SIZES))
+    return Overview(plans=tuple(_planned([f"recipe={name}", *overrides], dirs) for name in (*SIZES, *SIZES_WITH_EXPERTS)))
 
 
 def _planned(overrides: Sequence[str], dirs: Sequence[Path]) -> SizePlan:

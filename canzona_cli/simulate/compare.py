@@ -281,16 +281,27 @@ def _compared(
         result = simulate_strategy(config, layout, strategy, plan.matrices)
         memory = estimate(with_strategy(config, strategy), layout).total
         if strategy == "layerwise":
-            mesh = plan.subject.layout
-            assignment, _ = layerwise(plan.matrices, layout, bucket_elements(config, layout))
-            owners = assignment.loads(plan.matrices, plan.costs, stage, mesh.owners, 1)
-            loads = [load for load in owners for _ in range(mesh.tp)]  # every TP rank repeats its owner's updates
+            loads = _layerwise_loads(config, layout, plan, stage)
     return Compared(
         result=result,
         memory_bytes=memory,
         fits=memory <= capacity(config),
         loads=None if loads is None else tuple(loads),
     )
+
+
+def _layerwise_loads(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> list[float]:
+    """Returns the update seconds of each cell of a stage under layerwise: every TP rank repeats its owner's
+    updates, except those of experts that are divided among ranks."""
+    assignment, _ = layerwise(plan.matrices, layout, bucket_elements(config, layout))
+    loads = [0.0] * layout.cells
+    for matrix, cell, cost in zip(plan.matrices, assignment.cells, plan.costs, strict=True):
+        if matrix.stage == stage:
+            first = cell.owner * layout.tp
+            repeated = range(first, first + layout.tp) if matrix.expert_rank is None else [first + cell.host]
+            for place in repeated:
+                loads[place] += cost
+    return loads
 
 
 def _variants(

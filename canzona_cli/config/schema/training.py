@@ -99,7 +99,7 @@ class ParallelConfig:
     ep: Annotated[
         Ranks | None,
         "Expert-parallel ranks: the experts of a layer are divided among this many ranks of a pipeline stage, which"
-        " tensor parallelism then does not cut. null: 1.",
+        " tensor parallelism then does not cut. null: chosen on GPUs, 1 on CPUs.",
         LAYOUT | PLAN,
     ] = None
     dispatcher: Annotated[
