@@ -74,8 +74,10 @@ def any_fits(config: RunConfig) -> bool:
     Raises:
         ConfigError: the settings are impossible.
     """
-    # Layouts that need the least memory come last.
-    return any(estimate(config, layout).fits for layout in reversed(possible_layouts(config)))
+    # No larger micro-batch and no other recomputation needs less memory. Layouts that need the least come last.
+    train = config.train
+    least = replace(train, micro_batch_size=train.micro_batch_size or 1, recompute=train.recompute or "full")
+    return any(estimate(config, layout).fits for layout in reversed(possible_layouts(replace(config, train=least))))
 
 
 def possible_layouts(config: RunConfig) -> list[Layout]:

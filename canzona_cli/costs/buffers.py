@@ -8,7 +8,7 @@ attention, QK-norm and no dropout (see `layer_activations`). (t, p, c, D) are tp
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -224,7 +224,7 @@ def _muon(
     return element_bytes(config)[0] * 2 * products + FP32 * fp32
 
 
-def momentary_bytes(config: RunConfig, shapes: Sequence[Shape]) -> int:
+def momentary_bytes(config: RunConfig, shapes: Set[Shape]) -> int:
     """Counts the bytes that the update of the largest of `shapes` needs in addition to state and
     `workspace_bytes`, and frees when it is done.
 
@@ -455,7 +455,7 @@ def _scratch(config: RunConfig, layout: Layout, weights: StageWeights) -> tuple[
     adamw = copies if config.cluster.fused_layers else copies + share
     if execution is Execution.ADAMW:
         return adamw, 0
-    return copies + momentary_bytes(config, matrix_shapes(config)), adamw if execution.ours else 0
+    return copies + momentary_bytes(config, set(matrix_shapes(config))), adamw if execution.ours else 0
 
 
 def stream_elements(config: RunConfig, layout: Layout) -> int:

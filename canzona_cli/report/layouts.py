@@ -78,15 +78,15 @@ class Overview(Page):
         table.add_column("recipe", no_wrap=True)
         table.add_numbers("GPUs")
         table.add_column("layout", no_wrap=True)
-        for title in ("GiB", "balance", "bound", "step", "/lw", "/sc", "AdamW"):
+        for title in ("GiB", "balance", "bound", "step", "/lw", "AdamW"):
             table.add_numbers(title)
         for plan in self.plans:
             table.add_row(*_cells(plan), style="" if plan.study is not None else "yellow")
         yield table
         yield note(
             "GiB: of the fullest GPU; balance: update time of the slowest rank over the mean; bound: lower bound on "
-            "balance; step: optimizer step; /lw, /sc: optimizer step of layerwise and sc over this one; AdamW: "
-            "iteration overhead over AdamW in this layout; -: layerwise, sc or AdamW does not fit"
+            "balance; step: optimizer step; /lw: optimizer step of layerwise over this one; AdamW: iteration overhead "
+            "over AdamW in this layout; -: layerwise or AdamW does not fit"
         )
         first = self.plans[0].config
         yield wrapped(f"Details of one: canzona plan recipe={first.name} gpus={first.gpus} --dry-run")
@@ -106,7 +106,9 @@ def overview(overrides: Sequence[str], recipes_dirs: Iterable[Path]) -> Overview
         ConfigError: an override is impossible.
     """
     dirs = tuple(recipes_dirs)
-    return Overview(plans=tuple(_planned([f"recipe={name}", *overrides], dirs) for name in (*SIZES, *SIZES_WITH_EXPERTS)))
+    return Overview(
+        plans=tuple(_planned([f"recipe={name}", *overrides], dirs) for name in (*SIZES, *SIZES_WITH_EXPERTS))
+    )
 
 
 def _planned(overrides: Sequence[str], dirs: Sequence[Path]) -> SizePlan:
@@ -119,11 +121,11 @@ def _planned(overrides: Sequence[str], dirs: Sequence[Path]) -> SizePlan:
 
 
 def _cells(plan: SizePlan) -> tuple[str, ...]:
-    study = plan.study
+    study, name = plan.study, plan.config.name.removeprefix("qwen3-")
     if study is None:
-        return plan.config.name, str(plan.config.gpus), "does not fit", *[""] * 7
+        return name, str(plan.config.gpus), "does not fit", *[""] * 6
     return (
-        plan.config.name,
+        name,
         str(plan.config.gpus),
         layout_code(study.layout),
         f"{study.memory.total / GIB:.0f}",
@@ -131,7 +133,6 @@ def _cells(plan: SizePlan) -> tuple[str, ...]:
         f"{study.balance.ranks_bound:.3f}",
         step_time(study.planned.result.optimizer_s),
         number(study.optimizer_speedup("layerwise"), ".1f"),
-        number(study.optimizer_speedup("sc"), ".1f"),
         overhead(study.overhead(study.strategy)),
     )
 
