@@ -31,13 +31,13 @@ from canzona_cli.costs.buffers import (
     bucket_elements,
     element_bytes,
     exchange_bytes,
-    lay_out,
     matrix_shapes,
     stage_weights,
     stored_shapes,
     transient,
     workspace_bytes,
 )
+from canzona_cli.costs.padding import lay_out
 from canzona_cli.costs.update import RULES, algorithm
 from canzona_cli.model.families import family_of, parameter_count
 from canzona_cli.model.matrices import layer_matrices

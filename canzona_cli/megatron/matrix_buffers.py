@@ -15,7 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout
 
 from canzona_cli.config.schema import Mesh
-from canzona_cli.costs.buffers import align
+from canzona_cli.costs.padding import align
 from canzona_cli.megatron.model import global_names
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.geometry import stored_shape

@@ -26,7 +26,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from canzona_cli.config.schema import Layout, Mesh
-from canzona_cli.costs.buffers import align, bucket_end, shard_elements
+from canzona_cli.costs.padding import align, bucket_end, shard_elements
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.plan import Assignment, Bucket, PlanSettings, Range
 

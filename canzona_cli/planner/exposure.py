@@ -13,8 +13,9 @@ from functools import cached_property
 
 from canzona_cli.config.execution import overlaps_param_gather
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.gradients import zeroing_seconds
 from canzona_cli.costs.links import Transfer
-from canzona_cli.costs.model import StageTime, stage_time, units_taken, zeroing_seconds
+from canzona_cli.costs.model import StageTime, stage_time, units_taken
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.chunks import Buffers, Chunk, Order, in_order
 from canzona_cli.planner.plan import Bucket

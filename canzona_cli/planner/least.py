@@ -1,6 +1,6 @@
 """The least seconds of matrix updates with their exchanges: no assignment of a run's matrices is faster.
 
-`packing.lower_bound` bounds what ranks compute. This is not all that a slowest rank has to do: the weight of a
+`bounds.lower_bound` bounds what ranks compute. This is not all that a slowest rank has to do: the weight of a
 hosted matrix is sent back, and a shared matrix waits for the squares of other ranks. So a plan may be as fast
 as possible and yet have a busier rank than necessary.
 """
@@ -15,15 +15,15 @@ from itertools import count, permutations, product
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.sharing import Share
 from canzona_cli.model.matrices import Matrix
+from canzona_cli.planner.bounds import packing_bound, simple_bound
 from canzona_cli.planner.groups import expert_seconds, held_jobs
 from canzona_cli.planner.make import possible_shares
-from canzona_cli.planner.packing import packing_bound, simple_bound
 from canzona_cli.planner.pipeline import HostedPipeline, Job, planning
 from canzona_cli.planner.plan import Plan
 
 _MOST_UNITS = 8
 """The most units per owner, on average, for which the sets of units of an owner are listed. Where owners have
-more, `packing.lower_bound` is close."""
+more, `bounds.lower_bound` is close."""
 _MOST_SETS = 300
 _BISECTIONS = 8
 

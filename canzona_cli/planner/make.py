@@ -28,10 +28,10 @@ from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.attempt import Attempt, cheapest
+from canzona_cli.planner.bounds import stage_bound
 from canzona_cli.planner.exposure import Exposure
 from canzona_cli.planner.groups import sent
 from canzona_cli.planner.memory import kept_elements, plan_memory
-from canzona_cli.planner.packing import stage_bound
 from canzona_cli.planner.paper import as_published, capacities
 from canzona_cli.planner.plan import Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import ReductionModel

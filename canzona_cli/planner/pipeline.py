@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.buffers import FP32, element_bytes, exchange_bytes
+from canzona_cli.costs.gradients import least_before_updates
 from canzona_cli.costs.links import Group, Groups, Links, Transfer
-from canzona_cli.costs.model import least_before_updates
 from canzona_cli.costs.sharing import Share, shared_exchanges, shared_transfers
 from canzona_cli.costs.update import algorithm, implementation, memory_rate, step_factor
 from canzona_cli.model.matrices import Matrix

@@ -9,8 +9,9 @@ from canzona_cli.config.schema import Mesh
 from canzona_cli.costs.sharing import Share
 from canzona_cli.costs.update import rounded
 from canzona_cli.model.matrices import Matrix
+from canzona_cli.planner.bounds import stage_bound
 from canzona_cli.planner.buckets import Parameter, Part, Pool
-from canzona_cli.planner.packing import HostPacker, stage_bound
+from canzona_cli.planner.packing import HostPacker
 from canzona_cli.planner.plan import Cell
 
 Owners = dict[int, int]

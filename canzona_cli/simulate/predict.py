@@ -9,19 +9,21 @@ from typing import Final, NamedTuple
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, splitting_of, strategy_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.stages import most_layers
-from canzona_cli.costs.buffers import bucket_elements, element_bytes, lay_out, stage_weights
+from canzona_cli.costs.buffers import bucket_elements, element_bytes, stage_weights
+from canzona_cli.costs.gradients import NormClip
 from canzona_cli.costs.links import Groups, Links
 from canzona_cli.costs.memory import checkpoint_bytes
-from canzona_cli.costs.model import NormClip, hop, passes, stage_time
+from canzona_cli.costs.model import hop, passes, stage_time
+from canzona_cli.costs.padding import lay_out
 from canzona_cli.costs.sharing import HOSTED, shares
 from canzona_cli.costs.update import adamw_seconds, implementation, step_factor, update_costs
 from canzona_cli.model.families import flops_per_token
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
+from canzona_cli.planner.bounds import simple_bound
 from canzona_cli.planner.buckets import Pool, even_bucket, pool_parameters, pools
 from canzona_cli.planner.chunks import after_reduction
 from canzona_cli.planner.memory import memory_of
-from canzona_cli.planner.packing import simple_bound
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan
 from canzona_cli.run.breakdown import Prediction
 from canzona_cli.run.machine import cores

@@ -24,8 +24,9 @@ from canzona_cli.config.execution import (
     with_strategy,
 )
 from canzona_cli.config.schema import KroneckerConfig, Layout, RunConfig
+from canzona_cli.costs.gradients import NormClip, zeroing_seconds
 from canzona_cli.costs.links import Groups, Transfer
-from canzona_cli.costs.model import NormClip, stage_time, units_taken, zeroing_seconds
+from canzona_cli.costs.model import stage_time, units_taken
 from canzona_cli.costs.update import ROUNDING, implementation, step_factor
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.families import flops_per_token
@@ -37,7 +38,8 @@ from canzona_cli.run.breakdown import SimulatedEvent
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.timeline import Timeline, crowded
-from canzona_cli.simulate.update import CellUpdate, UpdatePhase, Workload
+from canzona_cli.simulate.update import Workload
+from canzona_cli.simulate.update_phase import CellUpdate, UpdatePhase
 
 
 @dataclass(frozen=True, kw_only=True)

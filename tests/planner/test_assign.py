@@ -21,10 +21,10 @@ from canzona_cli.errors import DoesNotFit
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.assign import assign
+from canzona_cli.planner.bounds import lower_bound
 from canzona_cli.planner.buckets import buckets, stage_parameters
 from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.measures import balance, communication, padding_fraction
-from canzona_cli.planner.packing import lower_bound
 from canzona_cli.planner.plan import Assignment, PlanSettings
 from canzona_cli.simulate.compare import ALPHAS
 from canzona_cli.simulate.predict import layerwise

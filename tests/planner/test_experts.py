@@ -19,10 +19,10 @@ from canzona_cli.errors import ConfigError
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.assign import assign
+from canzona_cli.planner.bounds import stage_bound
 from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.memory import plan_memory
-from canzona_cli.planner.packing import stage_bound
 from canzona_cli.planner.plan import Cell, Plan, PlanSettings
 from canzona_cli.planner.plan_file import read_plan
 from tests.planner.planning import newton_schulz

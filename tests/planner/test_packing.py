@@ -10,7 +10,8 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from canzona_cli.costs.memory import layerwise_placement
 from canzona_cli.costs.sharing import Share
 from canzona_cli.model.matrices import Matrix, layer_shapes
-from canzona_cli.planner.packing import RESOLUTION, lower_bound, pack, packing_bound
+from canzona_cli.planner.bounds import RESOLUTION, lower_bound, packing_bound
+from canzona_cli.planner.packing import pack
 from tests.planner.planning import least_height, least_makespan
 from tests.sizes import Size, model
 

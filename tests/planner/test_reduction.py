@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canzona_cli.config.schema import ClusterConfig, Gathering, Reduction
-from canzona_cli.costs.buffers import bucket_end
 from canzona_cli.costs.links import Group, Links
+from canzona_cli.costs.padding import bucket_end
 from canzona_cli.planner.plan import Bucket, PlanSettings, Range
 from canzona_cli.planner.reduction import (
     WORTH,

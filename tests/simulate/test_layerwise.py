@@ -9,9 +9,10 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.costs.buffers import align, default_bucket_elements, stage_weights
+from canzona_cli.costs.buffers import default_bucket_elements, stage_weights
 from canzona_cli.costs.links import Groups, Links
 from canzona_cli.costs.memory import GIB, estimate
+from canzona_cli.costs.padding import align
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.buckets import Parameter, stage_parameters
 from canzona_cli.planner.paper import balanced_cuts, even_start

@@ -31,7 +31,8 @@ from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.predict import layerwise, simulate_plan
 from canzona_cli.simulate.step import StrategyResult, simulate
 from canzona_cli.simulate.timeline import Timeline
-from canzona_cli.simulate.update import Team, UpdatePhase, Workload
+from canzona_cli.simulate.update import Workload
+from canzona_cli.simulate.update_phase import Team, UpdatePhase
 from tests.sizes import CPU, H100, Size, layout, run
 
 STRATEGIES: tuple[AnyStrategy, ...] = ("adamw", "canzona", "asc", "layerwise", "sc")

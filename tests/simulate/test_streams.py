@@ -10,7 +10,8 @@ from canzona_cli.planner.chunks import Chunk
 from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.timeline import Timeline
-from canzona_cli.simulate.update import UpdatePhase, Workload
+from canzona_cli.simulate.update import Workload
+from canzona_cli.simulate.update_phase import UpdatePhase
 from tests.simulate.test_step import pipeline
 from tests.sizes import layout, run
 

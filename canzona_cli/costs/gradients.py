@@ -1,0 +1,70 @@
+"""The time of passes over a stage's gradients outside of forward and backward: zeroing, norm and clipping."""
+
+from dataclasses import dataclass
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.buffers import element_bytes, stage_weights
+from canzona_cli.costs.links import Groups, Links
+from canzona_cli.costs.update import (
+    adamw_seconds,
+    implementation,
+    memory_rate,
+    step_factor,
+)
+
+
+def zeroing_seconds(config: RunConfig, layout: Layout, stage: int, padding: int = 0) -> float:
+    """Returns the seconds of setting a stage's gradient buffers to zero, before the first forward.
+
+    Args:
+        padding: the elements of padding in the buffers.
+    """
+    weights = stage_weights(config, layout, stage)
+    _, grad = element_bytes(config)
+    return (weights.matrices + weights.others + padding) * grad / memory_rate(config.cluster)
+
+
+NORM_BYTES, CLIP_BYTES = 4, 8
+"""The bytes of memory traffic per fp32 gradient element: read for the norm; read and written for the clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormClip:
+    """The time of gradient norm and clip, if every rank has its own device."""
+
+    read_s: float
+    """The seconds of the norm for each gradient element that was reduced to a rank."""
+    agree_s: float
+    """The seconds of the all-reduce of a few numbers over all ranks."""
+    scaled_s: float
+    """The seconds for each element that is clipped in a separate pass."""
+
+    @classmethod
+    def of(cls, config: RunConfig, layout: Layout) -> "NormClip":
+        world = Groups.of(layout, config.cluster).world
+        each = step_factor(config.cluster, "norm_clip", implementation(config)) / memory_rate(config.cluster)
+        return cls(
+            read_s=NORM_BYTES * each,
+            agree_s=Links(cluster=config.cluster).all_reduce(8.0, world).seconds if world.size > 1 else 0.0,
+            scaled_s=CLIP_BYTES * each,
+        )
+
+    def seconds(self, elements: float, clipped: float) -> float:
+        """Returns the seconds from a rank's reduced gradients to its clipped ones, without waiting for other
+        ranks.
+
+        Args:
+            elements: the gradient elements that were reduced to the rank.
+            clipped: the elements that are clipped in a separate pass.
+        """
+        return elements * self.read_s + self.agree_s + clipped * self.scaled_s
+
+
+def least_before_updates(config: RunConfig, layout: Layout) -> float:
+    """Returns the seconds of norm, clip and AdamW on a mean owner's ranks in the middle stage, which has
+    least work."""
+    weights, implemented = stage_weights(config, layout, layout.pp // 2), implementation(config)
+    others = weights.others / layout.owners
+    reduced = weights.reduced(layout)
+    update_s = step_factor(config.cluster, "adamw_update", implemented) * adamw_seconds(others, config.cluster)
+    return NormClip.of(config, layout).seconds(reduced + others, others) + update_s
