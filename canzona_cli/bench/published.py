@@ -39,6 +39,11 @@ class Shape:
     num_experts: int | None = None
     experts_per_token: int | None = None
 
+    @property
+    def settings(self) -> dict[str, int | bool]:
+        """The values that are given, by the names of the settings."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
@@ -194,7 +199,7 @@ def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
         "train.seq_length": series.seq_length,
         "train.recompute": series.recompute,
         "train.grad_reduce_dtype": "bf16",
-        **{f"model.{name}": value for name, value in asdict(shape).items() if value is not None},
+        **{f"model.{name}": value for name, value in shape.settings.items()},
         **{f"cluster.{name}": value for name, value in series.cluster.items()},
     }
     config = compose_run([f"{key}={_written(value)}" for key, value in overrides.items()], training=False).config

@@ -173,7 +173,7 @@ def test_the_effects_that_matter_most_are_said() -> None:
     assert {"optimizer.lr", "train.seed", "schedule.decay", "data.source"} <= {*affecting(CURVE)}
     assert {"engine.strategy", "gpus", "cluster.nodes"} <= {*affecting(SPREAD)}
     assert {"num_layers", "qk_norm"} <= {*affecting(MODEL, "model")}
-    assert affecting(LAYOUT) == ("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp")
+    assert affecting(LAYOUT) == ("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep")
 
 
 @pytest.mark.parametrize(("name", "key"), RENAMED.items())

@@ -1,6 +1,6 @@
 """A Llama: every weight is routed, planned and priced, and has its place."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -27,7 +27,7 @@ def _llama() -> RunConfig:
 
 def test_published_step_times_are_of_the_same_shape() -> None:
     for name, recipe in (("llama3.1-8b", "llama3-8b"), ("llama3.1-70b", "llama3-70b")):
-        shape, model = asdict(load_published().models[name]), compose_run([f"recipe={recipe}"]).config.model
+        shape, model = load_published().models[name].settings, compose_run([f"recipe={recipe}"]).config.model
         assert shape == {setting: getattr(model, setting) for setting in shape}
 
 
@@ -55,7 +55,7 @@ def test_a_layer_without_qk_norm_is_shorter_where_queries_are_made() -> None:
 
 
 def _nemotron() -> RunConfig:
-    shape = asdict(load_published().models["nemotron4-15b"])
+    shape = load_published().models["nemotron4-15b"].settings
     settings = [f"model.{name}={str(value).lower()}" for name, value in shape.items()]
     return compose_run(["recipe=llama3-8b", "gpus=16", "parallel.tp=2", *settings], training=False).config
 
