@@ -104,13 +104,14 @@ def test_environment_between_machines_is_set_deliberately_and_shown(
 ) -> None:
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    done = canzona("train", "--dry-run", "recipe=qwen3-8b", "gpus=16", cwd=tmp_path)
+    done = canzona("train", "--dry-run", "--config", "recipe=qwen3-8b", "gpus=16", cwd=tmp_path)
     assert "export NCCL_SOCKET_IFNAME='^lo,docker," in done.stdout
     assert "GLOO_SOCKET_IFNAME, the network interface to machine 0, is detected on each machine." in " ".join(
         done.stdout.split()
     )
     together = canzona(
-        *("train", "--dry-run", "recipe=qwen3-8b", "gpus=16", "cluster.rdzv_endpoint=127.0.0.1:29500"), cwd=tmp_path
+        *("train", "--dry-run", "--config", "recipe=qwen3-8b", "gpus=16", "cluster.rdzv_endpoint=127.0.0.1:29500"),
+        cwd=tmp_path,
     )
     assert "export NCCL_SOCKET_IFNAME=lo" in together.stdout
     assert "--rdzv-backend canzona-loopback" in " ".join(together.stdout.split())

@@ -161,7 +161,7 @@ def test_what_makes_no_blend_is_told_at_once(tmp_path: Path) -> None:
     assert [(one["name"], one["share"], one["tokens"]) for one in data] == [("a", 0.7, 45_300), ("b", 0.3, 45_300)]
     wanted = 200 * 512
     assert [one["epochs"] * one["train_tokens"] / wanted for one in data] == pytest.approx([0.7, 0.3])
-    plan = support.canzona("plan", *arguments, "--dry-run")
+    plan = support.canzona("plan", *arguments, "--dry-run", "-v")
     assert f"a {data[0]['epochs']:.2g}, b {data[1]['epochs']:.2g}" in plan.stdout
 
     (tmp_path / "in.txt").write_text("one two three " * 500)
