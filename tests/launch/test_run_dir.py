@@ -100,6 +100,7 @@ def test_inputs_repeat_the_run_and_leave_secrets_out(tmp_path: Path, monkeypatch
         "vpp": 1,
         "cp": 1,
         "dp": 2,
+        "ep": 1,
         "micro_batch_size": 1,
         "num_microbatches": 1,
         "global_batch_size": 2,
