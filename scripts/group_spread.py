@@ -59,7 +59,7 @@ def spreads(results: Iterable[BenchResult]) -> list[Spread]:
 
 
 def table(rows: Iterable[Spread]) -> Table:
-    title = "Time over the reference's, median [quartiles] over process groups"
+    title = "Time over the reference's: median and quartiles over process groups"
     shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for head in ("bench", "strategy"):
         shown.add_column(head)

@@ -38,6 +38,7 @@ def test_the_table_has_quartiles(
         save(timed((seconds,) * 3), files[-1])
     assert main(files) == 0
     shown = " ".join(capsys.readouterr().out.split())
+    assert "median and quartiles over process groups" in shown
     assert "qwen3-mini muon TP2 DP2 sc 3 5.00x [4.50, 5.50] 2.50x [2.25, 2.75]" in shown
 
 
