@@ -20,6 +20,7 @@ from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.sharing import mode_warnings
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import Problem, gathered, refuse, unwritable
 from canzona_cli.launch import preflight
@@ -96,7 +97,12 @@ def prepare(
         line_up=lined_up,
         rounds=rounds,
         steps_per_turn=steps_per_turn,
-        warnings=(*composed.warnings, *profile_warnings(composed.config.cluster), *_ignored(composed)),
+        warnings=(
+            *composed.warnings,
+            *profile_warnings(composed.config.cluster),
+            *mode_warnings(lined_up.reference.config, lined_up.reference.layout),
+            *_ignored(composed),
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from canzona_cli.commands.output import (
     overrides_argument,
     progress,
     show,
+    warn,
     warn_about,
     write_out,
     write_page,
@@ -94,6 +95,7 @@ def plan(
         problems += page_problems(html)
     refuse(problems)
     from canzona_cli.cluster.fit import resolve
+    from canzona_cli.costs.sharing import mode_warnings
     from canzona_cli.model.shapes import load_shapes
     from canzona_cli.simulate.compare import study_run, with_shapes
 
@@ -108,6 +110,7 @@ def plan(
         show(fastest.as_json() if json else fastest)
         return
     config, layout = resolve(config)
+    warn(mode_warnings(config, layout))
     study = study_run(config, layout, compare, shapes_file)
     written = None
     if not dry_run:

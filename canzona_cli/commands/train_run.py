@@ -20,6 +20,7 @@ from canzona_cli.commands.output import checked_inputs, progress, show, tell, te
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.overrides import parse_overrides
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.sharing import mode_warnings
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CanzonaError, ExitCode
 from canzona_cli.huggingface.folder import is_hugging_face, open_folder, recipe_of
@@ -84,6 +85,7 @@ def run(
     composed = _composed(overrides, recipes_dirs)
     warn_about(composed, said=said)
     config, layout = resolve(composed.config)
+    warn(mode_warnings(config, layout), said)
     adopted = adopt(config, current_step())
     config = adopted.config
     if not quiet:

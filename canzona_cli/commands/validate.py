@@ -11,6 +11,7 @@ from canzona_cli.commands.output import (
     overrides_argument,
     show,
     tell_batch,
+    warn,
     warn_about,
 )
 
@@ -35,6 +36,7 @@ def validate(
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.recipes import shown
+    from canzona_cli.costs.sharing import mode_warnings
     from canzona_cli.errors import CanzonaError
     from canzona_cli.launch.resume import resumption
     from canzona_cli.planner.plan_file import obtain_plan
@@ -46,6 +48,7 @@ def validate(
         composed = compose_run(overrides or (), recipes_dirs=recipes_dir or ())
         warn_about(composed)
         config, layout = resolve(composed.config)
+        warn(mode_warnings(config, layout))
         tell_batch(composed.config, layout)
         plan = obtain_plan(config, layout)
         corpus = checked_inputs(config, layout)

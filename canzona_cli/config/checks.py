@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
-from canzona_cli.config.execution import IN_ORDER, Execution, execution_of
+from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.schema import STANDARD_ONLY, Collective, CustomConfig, MomentumConfig, RunConfig
 from canzona_cli.config.secrets import safety_problems
@@ -78,8 +78,6 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         yield f"optimizer.lr={config.optimizer.lr:g} is above {highest:g}: with {name} training probably diverges"
     if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
         yield "train.batch_tokens is ignored: train.global_batch_size is set"
-    if strategy in IN_ORDER and config.engine.mode == "shared" and not unplanned:
-        yield f"engine.mode=shared is ignored: engine.strategy is {strategy}, which updates each matrix on one host"
     for key, only in (("layout", "contiguous"), ("grouping", "greedy")):
         if strategy == "paper" and not unplanned and f"engine.{key}" in explicit and vars(config.engine)[key] != only:
             yield f"engine.{key} is ignored: engine.strategy is paper, which always uses {only}"

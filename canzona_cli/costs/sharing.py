@@ -7,13 +7,13 @@ symmetric kernels, and the rows are gathered between products.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from canzona_cli.config.execution import IN_ORDER
+from canzona_cli.config.execution import IN_ORDER, Execution, execution_of
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.costs.links import Group, Links, Transfer
 from canzona_cli.costs.update import GRAM_MIN_SIDE, RULES, algorithm, duration, gram_holds, gram_scale, rounded
@@ -49,23 +49,13 @@ HOSTED: Mapping[int, Share] = MappingProxyType({})
 def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
     """Returns the costs of all matrices that can be shared, by index.
 
-    No matrix can be shared with tp = 1, with ep > 1 (experts fill the ranks that other matrices leave idle),
-    strategy paper or asc, an optimizer without a shared form, or if the Gram form is excluded (by
-    `optimizer.form` or `gram_holds`). Otherwise a matrix can be shared if TP cuts its long side, tp divides its
-    short side, and the short side is at least `GRAM_MIN_SIDE` or `optimizer.form` is gram.
+    No matrix can be shared if there is a reason for `why_hosted`. Otherwise a matrix can be shared if TP cuts its
+    long side, tp divides its short side, and the short side is at least `GRAM_MIN_SIDE` or `optimizer.form` is
+    gram.
     """
-    how, asked = algorithm(config), config.engine
-    if (
-        asked.strategy in IN_ORDER
-        or layout.tp == 1
-        or layout.ep > 1
-        or how.custom
-        or not RULES[how.name].shared
-        or how.form == "standard"
-    ):
+    if why_hosted(config, layout) is not None:
         return HOSTED
-    if how.form == "auto" and not gram_holds(how, config.cluster):
-        return HOSTED
+    how = algorithm(config)
     return {
         matrix.index: share_of(how, matrix.rows, matrix.cols, layout.tp, config.cluster)
         for matrix in members
@@ -73,6 +63,31 @@ def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapp
         and (how.form == "gram" or min(matrix.shape) >= GRAM_MIN_SIDE)
         and min(matrix.shape) % layout.tp == 0
     }
+
+
+def why_hosted(config: RunConfig, layout: Layout) -> str | None:
+    """Returns the reason that no matrix of a run can be shared; None if the shape of a matrix decides."""
+    how, asked = algorithm(config), config.engine
+    if asked.strategy in IN_ORDER:
+        return f"engine.strategy is {asked.strategy}, which updates each matrix on one host"
+    if layout.tp == 1:
+        return "parallel.tp is 1, and TP ranks share matrices"
+    if layout.ep > 1:
+        return f"parallel.ep is {layout.ep}, and experts fill the ranks that other matrices leave idle"
+    if how.custom or not RULES[how.name].shared:
+        return f"optimizer {config.optimizer.name} updates whole matrices"
+    if how.form == "standard":
+        return "optimizer.form is standard, and shared matrices are updated in Gram form"
+    if how.form == "auto" and not gram_holds(how, config.cluster):
+        return "optimizer.form=auto avoids the Gram form of shared matrices here, where it is computed in bf16"
+    return None
+
+
+def mode_warnings(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Yields a warning if `engine.mode` asks for shared matrices and no matrix of the plan can be shared."""
+    asked = config.engine.mode == "shared" and execution_of(config) is Execution.PLANNED
+    if asked and (reason := why_hosted(config, layout)) is not None:
+        yield f"engine.mode=shared is ignored: {reason}"
 
 
 @lru_cache(maxsize=1024)

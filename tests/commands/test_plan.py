@@ -210,6 +210,13 @@ def test_it_says_what_is_shared_and_what_that_takes() -> None:
     assert "per rank" in text
 
 
+def test_it_says_why_nothing_can_be_shared() -> None:
+    done = canzona("plan", "recipe=qwen3-moe-tiny", "gpus=4", "parallel.tp=2", "parallel.ep=2", "engine.mode=shared",
+                   "--dry-run", "--json")  # fmt: skip
+    assert "warning: engine.mode=shared is ignored: parallel.ep is 2" in done.stderr
+    assert sum(kind["shared"] for kind in json.loads(done.stdout)["updates"]) == 0
+
+
 def test_compared_forms_are_in_the_json() -> None:
     said = json.loads(canzona(*SMALL, "--dry-run", "--json", "--compare", "form").stdout)
     assert [entry["name"] for entry in said["compared"]] == ["standard", "gram", "auto"]
