@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-PATIENCE_S: Final = 240.0
+PATIENCE_S: Final = 600.0
 """Longer than anything a test waits for, however busy the machine, and shorter than pytest's own limit for a test."""
 _LOOK_S: Final = 0.02
 

@@ -42,6 +42,9 @@ class Card:
     tolerance: float
     """The largest difference from the card that a sound run has. It is chosen from reruns on other layouts and
     with other products of matrices (`recipes/README.md`)."""
+    again: Literal["tests", "person"] = "tests"
+    """The one who trains the recipe again: `make test-sweep`, up to the first validation; or a person, where
+    that takes longer than tests may."""
 
     @property
     def words(self) -> str:

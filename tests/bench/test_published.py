@@ -25,6 +25,7 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.costs.memory import estimate
 from canzona_cli.errors import ConfigError
+from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -125,7 +126,7 @@ def test_a_model_that_was_left_out_of_the_fit_is_predicted_within_six_per_cent()
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -14,6 +14,7 @@ from canzona_cli.commands.bench import write_json
 from canzona_cli.planner.plan_file import read_plan
 from tests.bench.benches import bench, with_measured
 from tests.commands.support import canzona, importable
+from tests.waiting import PATIENCE_S
 
 RUN = (
     *("recipe=tiny", "gpus=2", "parallel.tp=2", "model.num_layers=2", "train.seq_length=64"),
@@ -29,7 +30,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, corpus_cache: Path) -> tuple[
     command += ["--rounds", "2", "--steps-per-turn", "2", "--json", "--out", "out/r.json"]
     environment = {**os.environ, **importable(), "CANZONA_CACHE": str(corpus_cache), "NO_COLOR": "1"}
     return folder, subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from canzona_cli.run.files import RunFiles
 from tests.commands.support import canzona, importable
+from tests.waiting import PATIENCE_S
 
 SECRET = "pl4nted-s3cret-value"
 ENVIRONMENT = {"PLANTED_TOKEN": SECRET}
@@ -114,7 +115,7 @@ def test_a_run_leaves_no_secret_and_no_file_that_others_may_write(tmp_path: Path
         env=os.environ | importable() | ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert ended.returncode == 70, ended.stdout + ended.stderr

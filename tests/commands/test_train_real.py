@@ -20,6 +20,7 @@ from canzona_cli.run.files import RunFiles
 from tests.commands.support import canzona, importable
 from tests.trace_events import Trace, read_trace
 from tests.trackers.test_follow import of_tensorboard
+from tests.waiting import PATIENCE_S
 
 RUN = ("recipe=tiny", "gpus=2", "parallel.tp=2", "optimizer=custom", "optimizer.source=sign.py:Sign")
 OPTIONS = ("optimizer.options.momentum=0.8", "optimizer.cost_like=adamw", "optimizer.lr=1e-4", "optimizer.min_lr=0")
@@ -73,7 +74,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
          "train.steps=6", "run.dir=run", "run.trackers=[tensorboard]", "--trace", "5-6", "--profile", "4"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": with_gpu, "CUDA_VISIBLE_DEVICES": "0", "COLUMNS": "120", "NO_COLOR": "1"},
-        capture_output=True, text=True, timeout=280, check=False,
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return Trained(folder=folder, text=done.stdout)

@@ -12,6 +12,7 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.run.phases import IN_STEP
 from tests.commands.support import canzona, importable
+from tests.waiting import PATIENCE_S
 
 RUN = ("recipe=tiny", "gpus=2", "model.num_layers=2", "train.seq_length=64", "train.global_batch_size=4")
 TYPED = ("train.micro_batch_size=1", "train.recompute=none", "parallel.cp=1")
@@ -43,7 +44,7 @@ def test_every_layout_is_measured_on_the_same_work_and_the_fastest_is_kept(tmp_p
     environment = {**os.environ, **importable(), "CANZONA_CACHE": str(corpus_cache), "NO_COLOR": "1"}
     done = subprocess.run(
         [*command, "--json", "--out", "mine.yaml"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)

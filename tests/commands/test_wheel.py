@@ -17,9 +17,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with nothing but the installed wheel; what it depends on comes from the running environment."""
     built, site = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(built), str(ROOT)], check=True, timeout=240)
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(built), str(ROOT)], check=True, timeout=PATIENCE_S)
     (wheel,) = built.glob("canzona-*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, timeout=240)
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, timeout=PATIENCE_S)
     return site
 
 

@@ -42,6 +42,7 @@ from tests.dist.samples import samples_of
 from tests.dist.saved import Units, save, units_of
 from tests.dist.synthetic import finish_gathering
 from tests.dist.whole import Part, part_of
+from tests.waiting import PATIENCE_S
 
 HALF = 2
 """Steps on each layout."""
@@ -315,7 +316,7 @@ def _rank(legs: Sequence[Leg]) -> list[Weighed]:
                 world = join(one.config, one.layout)
             elif mesh != one.mesh:
                 parallel_state.destroy_model_parallel()
-                groups = make_groups(one.layout, timeout=timedelta(minutes=2), alive=lambda: None)
+                groups = make_groups(one.layout, timeout=timedelta(seconds=PATIENCE_S), alive=lambda: None)
                 model_parallel_cuda_manual_seed(one.config.train.seed)
                 world = replace(world, groups=groups, owners=groups.dp_cp)
             mesh, world = one.mesh, replace(world, layout=one.layout)

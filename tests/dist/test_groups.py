@@ -14,6 +14,7 @@ from canzona_cli.megatron import parallel
 from canzona_cli.megatron.parallel import make_groups
 from tests.dist.ranks import run_ranks
 from tests.faults.support import LAYOUT
+from tests.waiting import PATIENCE_S
 
 LAYOUTS = {
     "tp2 pp2": replace(LAYOUT, tp=2, pp=2, dp=1),
@@ -42,7 +43,7 @@ def _sums() -> Sums:
 
 
 def _groups(layout: Layout) -> ProcessGroupCollection:
-    return make_groups(layout, timeout=timedelta(minutes=1), alive=lambda: None)
+    return make_groups(layout, timeout=timedelta(seconds=PATIENCE_S), alive=lambda: None)
 
 
 def _added_up(groups: ProcessGroupCollection) -> dict[str, set[int]]:

@@ -35,6 +35,7 @@ from tests.dist.owner_support import (
 )
 from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import fill_gradients, noise
+from tests.waiting import PATIENCE_S
 
 WAYS: list[Reduction] = ["reduce", "ring"]
 BF16 = ("train.precision=bf16", "train.grad_reduce_dtype=bf16")
@@ -150,7 +151,7 @@ def _each[T](cases: Sequence[Case], work: Callable[[Case, RunConfig, World, Plan
 def _run(cases: Sequence[Case]) -> list[list[int]]:
     def two_steps(one: Case, config: RunConfig, world: World, plan: Plan) -> int:
         if one.apart:
-            world = replace(world, owners=twin(world.groups.dp_cp, timedelta(minutes=1)))
+            world = replace(world, owners=twin(world.groups.dp_cp, timedelta(seconds=PATIENCE_S)))
             assert world.owners is not world.groups.dp_cp
             assert (world.owners.rank(), world.owners.size()) == (world.owner, world.groups.dp_cp.size())
         return _two_steps(config, world, plan, one.roundings)

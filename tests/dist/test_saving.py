@@ -27,6 +27,7 @@ from canzona_cli.training.saving import Saver
 from tests.dist import jobs
 from tests.dist.jobs import SMALL, on_ranks, planned
 from tests.dist.samples import RandomTokens, samples_of
+from tests.waiting import PATIENCE_S
 
 STEPS = 6
 FIXED = (
@@ -41,8 +42,6 @@ DP2 = ("parallel.tp=1", "optimizer=adamw")
 TP2 = ("parallel.tp=2", "optimizer=muon", "engine.strategy=canzona", "checkpoint.every_minutes=null")
 BY_STEPS = (*DP2, "checkpoint.every_minutes=null")
 BY_TIME = (*DP2, "checkpoint.every_minutes=1", "checkpoint.at_end=false")
-PATIENCE_S = 60.0
-"""Before a test gives up; on a machine that is very busy too, nothing takes as long."""
 TEXTS = {"config.yaml": "name: test\n"}
 
 

@@ -17,8 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from canzona_cli.config.schema import Layout
 from canzona_cli.megatron.parallel import make_groups
 from tests.faults.support import LAYOUT
+from tests.waiting import PATIENCE_S
 
-MINUTE = timedelta(minutes=1)
+TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
 def layout(*, tp: int = 1, pp: int = 1, cp: int = 1, dp: int = 1, ep: int = 1) -> Layout:
@@ -68,7 +69,7 @@ def made(rank: int, wanted: Layout, make: Callable[[Layout], ProcessGroupCollect
 
 def ours(rank: int, wanted: Layout) -> Made:
     signs: list[None] = []
-    return made(rank, wanted, lambda of: make_groups(of, timeout=MINUTE, alive=lambda: signs.append(None)), signs)
+    return made(rank, wanted, lambda of: make_groups(of, timeout=TIMEOUT, alive=lambda: signs.append(None)), signs)
 
 
 def megatrons(rank: int, wanted: Layout) -> Made:

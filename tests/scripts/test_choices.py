@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -22,7 +24,7 @@ def test_every_choice_of_a_plan_is_counted_and_options_that_nobody_takes_are_nam
         capture_output=True,
         text=True,
         check=True,
-        timeout=240,
+        timeout=PATIENCE_S,
     )
     rows = {(row["profile"], row["optimizer"], row["run"]): row for row in json.loads(file.read_text())}
     h100 = rows["h100-80g", "muon", "0.6b 8"]["chosen"]

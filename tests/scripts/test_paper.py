@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 pytestmark = pytest.mark.sweep
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +34,7 @@ def printed() -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=240,
+        timeout=PATIENCE_S,
     )
     return done.stdout
 
