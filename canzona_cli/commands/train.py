@@ -30,7 +30,8 @@ def train(
         list[str] | None, overrides_argument("recipe=qwen3-tiny gpus=4 parallel.tp=2 train.steps=100 ...")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved run and its torchrun command; start nothing.")
+        bool,
+        typer.Option("--dry-run", help="Print the resolved run and its torchrun command; exit with the run's code."),
     ] = False,
     prepare_only: Annotated[
         bool,

@@ -46,6 +46,7 @@ from canzona_cli.report.run_trace import write_trace
 from canzona_cli.report.train import make_view
 from canzona_cli.report.train_dry_run import RUN_DIR_TIME, DryRun
 from canzona_cli.run.breakdown import Prediction, load_breakdown
+from canzona_cli.run.codec import load_if_sound
 from canzona_cli.run.corpus import PreparedCorpus, data_warnings, read_corpus
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.summary import load_summary
@@ -166,14 +167,22 @@ def _show(job: _Job, look: _Look) -> None:
     corpus = checked_inputs(config, layout)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
     _print_start(job, look, corpus, run_dir)
-    for problem in preflight.machine_problems(config, layout):
-        tell(f"note: this machine cannot run it: {problem.reason}", "yellow")
+    if preflight.is_elsewhere(config):
+        progress("note: no GPU is visible here, so this machine is not checked; on the one that trains: canzona doctor")
+    else:
+        preflight.check_machine(config, layout)
     check_free(config, resumes=True)
     checkpoint = resumption(config, layout)
     if checkpoint is not None:
         progress(f"note: without --dry-run, it would {checkpoint.words}")
         _tell_differences(checkpoint)
-        warn(filter(None, [reordered(checkpoint, config, layout, corpus)]) if corpus is not None else ())
+        data = corpus or _corpus_before(config)
+        warn(filter(None, [reordered(checkpoint, config, layout, data)]) if data is not None else ())
+
+
+def _corpus_before(config: RunConfig) -> PreparedCorpus | None:
+    """Returns the corpus of the earlier launch in the run directory; None if there is none."""
+    return None if config.run.dir is None else load_if_sound(RunFiles(Path(config.run.dir)).corpus, PreparedCorpus)
 
 
 def _prepare(job: _Job, look: _Look) -> None:

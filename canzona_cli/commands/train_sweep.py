@@ -56,6 +56,9 @@ def sweep(
     if dry_run or prepare_only:
         for run in runs:
             tell(f"\n{run.combination.words}", "bold")
+            if finished(RunFiles(root / run.combination.name), run.config) is not None:
+                tell("is already finished")
+                continue
             train_run.run(
                 _overrides(run, root),
                 recipes_dirs,

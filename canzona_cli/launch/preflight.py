@@ -35,6 +35,11 @@ def check_machine(config: RunConfig, layout: Layout, *, training: bool = True) -
     refuse(machine_problems(config, layout, training=training), EnvironmentProblem)
 
 
+def is_elsewhere(config: RunConfig) -> bool:
+    """True if the run needs GPUs and none is visible here: this machine can only plan it."""
+    return config.cluster.device == "cuda" and not visible_gpus()
+
+
 def check_nodes(config: RunConfig) -> None:
     """Refuses a run over several machines whose settings do not say how the machines find each other.
 
@@ -108,7 +113,7 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
     visible = {0: "no GPU is visible here", 1: "one GPU is visible here"}.get(here, f"{here} GPUs are visible here")
     ways = (
         *((f"gpus={here} uses all GPUs of this machine",) if here else ()),
-        "the same command with --dry-run shows layout, memory and torchrun command without GPUs",
+        *(() if here else ("the same command with --dry-run checks all but the machine, and shows layout and memory",)),
         "`canzona slurm --submit` with the same arguments submits the run to Slurm",
         "`canzona train recipe=qwen3-tiny` trains on this machine's CPU",
     )

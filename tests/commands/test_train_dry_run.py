@@ -11,6 +11,7 @@ import pytest
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run, dump_resolved
+from canzona_cli.launch import preflight
 from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import RunResult
@@ -38,7 +39,7 @@ def test_256_gpus_need_no_gpu_to_be_shown(large: subprocess.CompletedProcess[str
     assert large.stdout.startswith("layout ")
     assert "256 GPUs: TP 4 × PP 2 (11 chunks each) × DP 32" in large.stdout
     assert "on each of 32 machines (8 GPUs each)" in large.stdout
-    assert "no GPU is visible here" in " ".join(large.stderr.split())
+    assert "no GPU is visible here, so this machine is not checked" in " ".join(large.stderr.split())
 
 
 def test_a_dry_run_says_what_the_run_comes_to(large: subprocess.CompletedProcess[str]) -> None:
@@ -140,6 +141,25 @@ def test_what_cannot_run_is_refused_with_ways_out_before_anything_is_prepared(
     assert all(each in " ".join(result.stderr.split()) for each in words)
     assert "Traceback" not in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "words"),
+    [
+        ((*TINY, "run.trackers=[wandb]"), 0, "pip install 'canzona[wandb]'"),
+        (("recipe=qwen3-0.6b", "gpus=8"), 2, "2 GPUs are visible here"),
+    ],
+)
+def test_a_dry_run_where_the_run_would_lack_something_ends_with_3_after_showing_it(
+    arguments: tuple[str, ...], gpus: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else real(name, *more))
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: gpus)
+    result = canzona("train", *arguments, "--dry-run", cwd=tmp_path)
+    assert result.returncode == 3, result.stdout + result.stderr
+    assert "\ncommand" in result.stdout
+    assert words in " ".join(result.stderr.split())
 
 
 def test_a_dry_run_shows_the_run_and_ends_with_the_code_that_the_run_would(tmp_path: Path) -> None:

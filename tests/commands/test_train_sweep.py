@@ -57,6 +57,9 @@ def test_each_run_has_its_turn_whatever_became_of_the_others_and_the_sweep_goes_
     assert rows[:4] == ["seed=2", "seed=3", "seed=1", "seed=4"]
     assert "lowest loss: 1.0000" in done.stdout
 
+    looked = train("train.seed=1,2", "run.dir='here, there'", "--dry-run")
+    assert looked.returncode == 0, "both are done, which ends the sweep with 0 too"
+
     again = train("train.seed=2,3,1,5", "run.dir='here, there'")
     assert again.returncode == 70, "the largest exit code"
     assert "run 1 of 4: train.seed=2: is already finished" in " ".join(again.stderr.split())

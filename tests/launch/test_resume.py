@@ -18,6 +18,7 @@ from canzona_cli.run.codec import JsonLines, load_if_sound
 from canzona_cli.run.files import RunFiles, append_json_line, read_json, write_json_atomic
 from canzona_cli.run.records import ResumePoint, RunResult, RunStatus, ValidationLoss
 from tests.checkpoint.checkpoints import buffer
+from tests.commands.support import canzona
 from tests.faults.support import LAYOUT, run_config
 from tests.run.runs import with_tokens
 
@@ -404,3 +405,16 @@ def test_more_steps_are_another_order_where_they_are_more_passes_over_the_data(
     blended = reordered(found, longer, LAYOUT, with_tokens(10**6, tokens // 2))
     assert (blended is not None) is said, "half of the samples come from half of the tokens"
     assert blended is None or "reads set1 2 times" in blended
+
+
+def test_a_dry_run_has_the_warnings_of_the_run(config: RunConfig) -> None:
+    """The order of the data too: those of the built-in corpus that the run has prepared before."""
+    train(config, steps=5, saved=(5,))
+    files = files_of(config)
+    codec.save(files.corpus, with_tokens(3000))
+    done = canzona("resume", files.root, "train.steps=60", "optimizer.lr=0.5", "--dry-run")
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 0, said
+    assert "continue from step 5" in said
+    assert "reads the data 2 times, but 40 steps read it 1 times" in said
+    assert "optimizer.lr" in said
