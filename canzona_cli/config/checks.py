@@ -68,8 +68,10 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
             yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"
     elif config.cluster.device == "cpu" and getattr(config.optimizer, "graph", False) is True:
         yield "optimizer.graph is ignored: CUDA graphs need GPUs"
-    if isinstance(config.optimizer, CustomConfig) and "optimizer.lr" not in explicit:
-        yield f"optimizer.lr={config.optimizer.lr:g} is the recipe's, not of your optimizer: set optimizer.lr"
+    if isinstance(config.optimizer, CustomConfig) and "optimizer" in explicit:
+        if "optimizer.lr" not in explicit:
+            rate = f"optimizer.lr={config.optimizer.lr:g}"
+            yield f"{rate} comes from the recipe, which does not know your optimizer: set optimizer.lr"
         if "optimizer.cost_like" not in explicit:
             like = config.optimizer.cost_like
             yield f"plans price your optimizer like {like}: set optimizer.cost_like to the one that it resembles"

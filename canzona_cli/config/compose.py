@@ -1,10 +1,11 @@
 """Loads the configuration of one run: Hydra composes recipe, groups and overrides; then the values are
 converted to their types and checked together."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from pathlib import Path
+from typing import Final
 
 from canzona_cli.config.checks import config_problems, config_warnings
 from canzona_cli.config.overrides import Overrides, key_of, parse_overrides
@@ -105,8 +106,9 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
         tree = with_values(base, asked.values, problems)
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems) from error
-    _choose_min_lr(tree, asked, problems)
-    _choose_batch(tree, asked)
+    typed = {*asked.values, *_overruling(files, given, asked)}
+    _choose_min_lr(tree, asked, typed, problems)
+    _choose_batch(tree, asked, typed)
     _choose_source(tree, asked)
     recipe_file = given["recipe"] if "recipe" in given else group_options("recipe", dirs)[options["recipe"]]
     if is_written(recipe_file, asked):
@@ -123,7 +125,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
         if stand_in is not None:
             problems += [p for p in config_problems(stand_in, training=training) if p.key not in bad]
         raise ConfigError(*problems)
-    config = _with_rates(config, asked)
+    config = _with_rates(config, typed)
     problems += config_problems(config, training=training)
     explicit = frozenset(asked.values) | frozenset(asked.groups)
     problems += unasked_problems(config, explicit, training=training)
@@ -145,13 +147,39 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     )
 
 
-def _choose_min_lr(tree: dict[str, object], asked: Overrides, problems: list[Problem]) -> None:
-    """Drops the recipe's `min_lr_ratio` if the command line sets `min_lr`.
+_OVERRULES: Final = {
+    "optimizer.lr": "optimizer.lrs",
+    "optimizer.min_lr": "optimizer.min_lr_ratio",
+    "train.batch_tokens": "train.global_batch_size",
+}
+"""Settings that count only if another setting has no value for them. Whoever writes such a setting on top of a
+recipe with the other one wants what he wrote."""
+
+
+def _overruling(files: Sequence[Path], given: Mapping[str, Path], asked: Overrides) -> Iterator[str]:
+    """Yields the settings that a recipe sets on top of a recipe with the setting that would take precedence.
+
+    A recipe's learning rate is that of its own optimizer, so it does not count if the command line chooses
+    another one.
+    """
+    recipes = [file for file in files if file.parent.name == "recipe" or file == given.get("recipe")]
+    chain = [dict(leaves(read_yaml(file))) for file in recipes] if len(recipes) > 1 else []
+    for key, other in _OVERRULES.items():
+        last, last_other = (
+            max((n for n, tree in enumerate(chain) if name in tree), default=-1) for name in (key, other)
+        )
+        chosen = other in asked.values or (key == "optimizer.lr" and "optimizer" in asked.groups)
+        if last > last_other >= 0 and not chosen:
+            yield key
+
+
+def _choose_min_lr(tree: dict[str, object], asked: Overrides, typed: Collection[str], problems: list[Problem]) -> None:
+    """Drops the recipe's `min_lr_ratio` if `min_lr` is typed.
 
     Adds a problem if the command line sets both.
     """
     ratio = "optimizer.min_lr_ratio"
-    if "optimizer.min_lr" not in asked.values:
+    if "optimizer.min_lr" not in typed:
         return
     if asked.values.get(ratio) is not None:
         reason, fix = "is set by optimizer.min_lr, too", "keep one of them"
@@ -160,13 +188,12 @@ def _choose_min_lr(tree: dict[str, object], asked: Overrides, problems: list[Pro
         optimizer["min_lr_ratio"] = None
 
 
-def _choose_batch(tree: dict[str, object], asked: Overrides) -> None:
-    """Drops the recipe's number of sequences if the command line sets only the number of tokens.
+def _choose_batch(tree: dict[str, object], asked: Overrides, typed: Collection[str]) -> None:
+    """Drops the recipe's number of sequences if only the number of tokens is typed.
 
     If the command line sets both, the number of sequences takes precedence; `config_warnings` mentions it.
     """
-    tokens, sequences = "train.batch_tokens", "train.global_batch_size"
-    if tokens not in asked.values or asked.values.get(sequences) is not None:
+    if "train.batch_tokens" not in typed or asked.values.get("train.global_batch_size") is not None:
         return
     if isinstance(train := tree.get("train"), dict):
         train["global_batch_size"] = None
@@ -189,7 +216,7 @@ def _choose_source(tree: dict[str, object], asked: Overrides) -> None:
                 data.pop(key, None)
 
 
-def _with_rates(config: RunConfig, asked: Overrides) -> RunConfig:
+def _with_rates(config: RunConfig, typed: Collection[str]) -> RunConfig:
     """Resolves `optimizer.lr` from `lrs`, if it was not typed, and `min_lr` from `min_lr_ratio`.
 
     The minimum is the decimal product, so that 0.1 of 0.0003 is exactly the float 0.00003.
@@ -202,7 +229,7 @@ def _with_rates(config: RunConfig, asked: Overrides) -> RunConfig:
         )
     # A recipe's rate is Muon's. Most rules of a user's own are closer to AdamW.
     listed = optimizer.lrs.get("adamw", optimizer.lr) if optimizer.name == "custom" else optimizer.lr
-    lr = optimizer.lr if "optimizer.lr" in asked.values else optimizer.lrs.get(optimizer.name, listed)
+    lr = optimizer.lr if "optimizer.lr" in typed else optimizer.lrs.get(optimizer.name, listed)
     ratio = optimizer.min_lr_ratio
     least = optimizer.min_lr if ratio is None else float(Decimal(repr(ratio)) * Decimal(repr(lr)))
     return replace(config, optimizer=replace(optimizer, lr=lr, lrs={}, min_lr=least))

@@ -475,23 +475,6 @@ def test_a_runs_own_configuration_repeats_it_somewhere_else(tmp_path: Path) -> N
     assert compose_run([f"recipe={home / 'config.yaml'}", "run.dir=A"]).config == config
 
 
-def test_a_recipe_may_have_a_learning_rate_for_each_optimizer() -> None:
-    """It counts unless one is typed, the minimum follows it, and what is written down has one rate alone."""
-
-    def rates(*overrides: str) -> tuple[float, float]:
-        own = compose_run(["recipe=qwen3-tiny", *overrides], training=False).config.optimizer
-        assert own.lrs == {}
-        return own.lr, own.min_lr
-
-    assert rates() == (0.005, 0.0005)
-    assert rates("optimizer=soap") == (0.002, 0.0002)
-    assert rates("optimizer=soap", "optimizer.lr=0.004") == (0.004, 0.0004)
-    assert rates("optimizer=soap", "optimizer.min_lr=0.001") == (0.002, 0.001)
-    assert rates("optimizer=normuon", "optimizer.lrs={normuon:0.003}") == (0.003, 0.0003)
-    with pytest.raises(ConfigError, match=r"optimizer\.lrs"):
-        rates("optimizer.lrs={mouon:0.003}")
-
-
 @pytest.mark.parametrize(
     ("given", "longest"),
     [

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.profiles import list_profiles
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import ConfigError
@@ -43,3 +44,19 @@ def test_the_profiles_that_come_with_it_are_sound_and_stand_for_what_they_are() 
         for number in numbers:
             own, above = "#" in lines[number], lines[number - 1].startswith("#")
             assert own or above or lines[number].startswith(("name", "gpus_per_node")), lines[number]
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("cluster.bf16_tflops=99000", "cluster.bf16_tflops"),  # forty B200s
+        ("cluster.bf16_tflops=0.001", "cluster.forward_factor"),  # which would train faster than it multiplies
+        ("cluster.memory_gib=100000", "cluster.memory_gib"),
+        ("cluster.memory_gib=2", "cluster.reserved_gib"),
+        ("cluster.inter_node_gb_per_s=0", "cluster.inter_node_gb_per_s"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_refused_before_it_is_planned_for(override: str, key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve(compose_run([*H100, override]).config)
+    assert key in {problem.key for problem in refused.value.problems}
