@@ -118,11 +118,14 @@ def prepare(
 @app.command("show")
 def show_data(
     prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="The data: PREFIX.bin and PREFIX.idx.")],
-    documents: Annotated[int, typer.Option(min=0, metavar="N", help="Number of documents to show.")] = 3,
+    documents: Annotated[int, typer.Option(min=0, metavar="N", help="Number of documents to show.")] = 2,
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to show of each.")] = 100,
     seq_length: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Also show a training sequence of N tokens.")
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show these tokens in full, not only the first three lines.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show prepared data as text: facts, the lengths of documents, and the first documents.
@@ -138,4 +141,4 @@ def show_data(
     if as_json:
         show(data_content(shown))
     else:
-        print_data(shown)
+        print_data(shown, verbose=verbose)

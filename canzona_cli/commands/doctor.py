@@ -11,6 +11,9 @@ from canzona_cli.commands.output import AsJson, show
 
 
 def doctor(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show every package, and what each finding means.")
+    ] = False,
     json: AsJson = False,
     gpu_check: Annotated[
         Path | None,
@@ -42,5 +45,5 @@ def doctor(
     else:
         from canzona_cli.report.machines import DiagnosisView
 
-        show(DiagnosisView(diagnosis=diagnosis))
+        show(DiagnosisView(diagnosis=diagnosis, verbose=verbose))
     raise typer.Exit(int(diagnosis.exit_code))

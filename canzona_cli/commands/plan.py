@@ -70,7 +70,7 @@ def plan(
         bool,
         typer.Option("--layouts", help="Show the fastest layouts instead of a plan, and why the first is the fastest."),
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show everything about the plan.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show everything about a plan or layouts.")] = False,
     assumptions: Annotated[bool, typer.Option("--assumptions", help="List the assumptions of the simulation.")] = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
@@ -106,7 +106,7 @@ def plan(
     if layouts:
         from canzona_cli.report.layouts import layouts_of
 
-        fastest = layouts_of(config)
+        fastest = layouts_of(config, verbose=verbose)
         show(fastest.as_json() if json else fastest)
         return
     config, layout = resolve(config)

@@ -44,6 +44,9 @@ def report(
         ),
     ] = None,
     html: HtmlFile = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show the time of each phase, and the load of the ranks.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show status, loss, validation and step-time breakdown of a run.
@@ -70,7 +73,7 @@ def report(
         from canzona_cli.report.run_page import run_page
 
         write_page(html, run_page(summary))
-    show(summary.as_json() if as_json else RunView(summary=summary))
+    show(summary.as_json() if as_json else RunView(summary=summary, verbose=verbose))
 
 
 def _compare(run_dirs: list[Path], *, html: Path | None, as_json: bool) -> None:

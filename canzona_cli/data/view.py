@@ -11,7 +11,7 @@ from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair
 from canzona_cli.data.sidecar import Sidecar, load_sidecar
 from canzona_cli.data.tokenizers import TokenArray, Tokenizer
 
-BINS = 8
+BINS = 6
 """The most bars of the histogram of lengths."""
 END = "[end of document]"
 """The line that stands for an end-of-document token."""

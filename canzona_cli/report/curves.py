@@ -158,12 +158,14 @@ class Curves(Picture):
     """Formats a value."""
     x: str = "step"
     """The name of the x axis."""
+    rows: int = 9
+    """The height in a terminal, in lines."""
     numbers: Callable[[float], str] | None = None
     """Formats a value of the table below the chart in an HTML page; None for no table."""
 
     def parts(self, screen: Screen) -> Iterator[Text]:
         points = self.curves[0].points
-        for row in line_chart(points, min(screen.width, 100) - 4, 9) if len(points) > 1 else ():
+        for row in line_chart(points, min(screen.width, 100) - 4, self.rows) if len(points) > 1 else ():
             yield Text(f"  {row}", style="cyan", no_wrap=True)
 
     def html(self) -> Html:

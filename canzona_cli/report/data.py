@@ -114,8 +114,16 @@ _BAR = 30
 """The columns of the longest bar of the histogram."""
 
 
-def print_data(shown: DataView) -> None:
-    """Prints a prepared pair: its facts, the lengths of its documents, and the texts that were read."""
+_LINES = 3
+"""The most lines of a document that are shown, unless everything is asked for."""
+
+
+def print_data(shown: DataView, *, verbose: bool) -> None:
+    """Prints a prepared pair: its facts, the lengths of its documents, and the texts that were read.
+
+    Args:
+        verbose: True to print all that was read of each document, not only its first lines.
+    """
     console = Console(highlight=False)
     pair, lengths = shown.pair, shown.lengths
     if shown.sidecar is not None:
@@ -130,11 +138,18 @@ def print_data(shown: DataView) -> None:
         bar = "█" * -(-_BAR * documents // largest)
         console.print(f"{'':<11}up to {most:>11,}  {bar:<{_BAR}}  {documents:,}", soft_wrap=True)
     for document in shown.documents:
-        more = ", beginning" if document.cut else ""
-        _print_text(console, f"document {document.number}: {plural(document.tokens, 'token')}{more}", document.text)
+        text, more = clean(document.text, newlines=True), document.cut
+        if not verbose:
+            lines = [line for line in text.splitlines() if line.strip()]
+            most = console.width - 1
+            more |= len(lines) > _LINES or any(len(line) > most for line in lines[:_LINES])
+            text = "\n".join(f"{line[:most]}…" if len(line) > most else line for line in lines[:_LINES])
+        beginning = ", beginning" if more else ""
+        _print_text(console, f"document {document.number}: {plural(document.tokens, 'token')}{beginning}", text)
     if shown.sequence is not None:
         parts = plural(shown.sequence_documents, "document")
-        _print_text(console, f"a training sequence, with tokens of {parts}", shown.sequence)
+        text = clean(shown.sequence, newlines=True)
+        _print_text(console, f"a training sequence, with tokens of {parts}", text)
 
 
 def data_content(shown: DataView) -> dict[str, object]:
@@ -154,7 +169,7 @@ def data_content(shown: DataView) -> dict[str, object]:
 def _print_text(console: Console, title: str, text: str) -> None:
     console.print(Text(f"\n{title}", style="bold"))
     if text:
-        console.print(Text(clean(text, newlines=True)), soft_wrap=True)
+        console.print(Text(text), soft_wrap=True)
 
 
 def _dropped(made: Sidecar) -> str:

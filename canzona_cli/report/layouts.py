@@ -78,15 +78,15 @@ class Overview(Page):
         table.add_column("recipe", no_wrap=True)
         table.add_numbers("GPUs")
         table.add_column("layout", no_wrap=True)
-        for title in ("GiB", "balance", "bound", "step", "/lw", "AdamW"):
+        for title in ("GiB", "balance", "bound", "step", "vs lw", "vs AdamW"):
             table.add_numbers(title)
         for plan in self.plans:
             table.add_row(*_cells(plan), style="" if plan.study is not None else "yellow")
         yield table
         yield note(
             "GiB: of the fullest GPU; balance: update time of the slowest rank over the mean; bound: lower bound on "
-            "balance; step: optimizer step; /lw: optimizer step of layerwise over this one; AdamW: iteration overhead "
-            "over AdamW in this layout; -: layerwise or AdamW does not fit"
+            "balance; step: optimizer step; vs lw: the optimizer step of layerwise over this one; vs AdamW: iteration "
+            "overhead over AdamW in this layout; -: layerwise or AdamW does not fit"
         )
         first = self.plans[0].config
         yield wrapped(f"Details of one: canzona plan recipe={first.name} gpus={first.gpus} --dry-run")
@@ -151,6 +151,8 @@ class FastestLayouts(Page):
     search: LayoutSearch
     without: Tried | None = None
     """The fastest layout if no headroom is left free (`cluster.headroom_gib`); None if it is not faster."""
+    verbose: bool = False
+    """True to show the columns that do not fit in the terminal too, in a second table."""
 
     widest = 140
 
@@ -159,11 +161,14 @@ class FastestLayouts(Page):
         optimizer = optimizer_words(config.optimizer.name, config.engine.strategy)
         unit = rank_word(config.cluster.device)
         yield headed(clean(config.name), f" on {plural(config.gpus, unit)}, {clean(config.cluster.name)}, {optimizer}")
-        heads = ("batch", "recompute", "iteration", "slower", f"tokens/s/{unit}", "MFU", "GiB", "limited by")
-        yield rows_table(heads, ((layout_code(tried.layout), self._cells(tried)) for tried in best), bold=0)
+        needed = ("batch", "recompute", "iteration", "slower", "MFU", "GiB")
+        heads = (*needed, "limited by", f"tokens/s/{unit}")
+        rows = ((layout_code(tried.layout), self._cells(tried)) for tried in best)
+        yield rows_table(heads, rows, bold=0, needed=None if self.verbose else len(needed))
         yield note(
             "batch: micro-batch x accumulation x DP; slower: time per sequence, relative to the first; GiB: on the "
-            f"fullest rank, of {_room(config)}; limited by: largest shares besides compute"
+            f"fullest rank, of {_room(config)}; limited by, in wide terminals and with -v: largest shares besides "
+            "compute"
         )
         yield Text()
         yield wrapped(self._why())
@@ -218,16 +223,15 @@ class FastestLayouts(Page):
 
     def _cells(self, tried: Tried) -> tuple[str, ...]:
         layout, ahead = tried.layout, self._outlook(tried)
-        limits = [f"{name} {share:.0%}" for name, share in _shares(tried) if share >= _WORTH_NAMING]
         return (
             f"{layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
             layout.recompute,
             step_time(tried.iteration_s),
             f"{self._slower(tried):.1%}" if tried is not self.search.best[0] else "",
-            count(ahead.tokens_per_s_per_gpu),
             f"{ahead.mfu:.1%}",
             f"{tried.memory_bytes / GIB:.1f}",
-            ", ".join(limits[:2]),
+            _limits(tried),
+            count(ahead.tokens_per_s_per_gpu),
         )
 
     def _why(self) -> str:
@@ -245,14 +249,17 @@ class FastestLayouts(Page):
         least = _WORTH_NAMING / 10 * first.iteration_s
         reasons = [f"{step_time(abs(by))} {_less_or_more(by)} {name}" for name, by in named[:3] if abs(by) > least]
         return (
-            f"{layout_name(first.layout)} has the shortest simulated step per sequence. The next, "
-            f"{layout_name(second.layout)}, is {self._slower(second):.2%} slower; compared with it, for a batch, "
-            f"the first has {', '.join(reasons)}."
+            f"{layout_name(first.layout)} has the shortest simulated step per sequence; besides compute, it takes: "
+            f"{_limits(first) or 'nothing'}. The next, {layout_name(second.layout)}, is "
+            f"{self._slower(second):.2%} slower; compared with it, for a batch, the first has {', '.join(reasons)}."
         )
 
 
-def layouts_of(config: RunConfig) -> FastestLayouts:
+def layouts_of(config: RunConfig, *, verbose: bool = False) -> FastestLayouts:
     """Searches the fastest layouts of a composed run.
+
+    Args:
+        verbose: True to show every column whatever the width of the terminal.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -261,7 +268,8 @@ def layouts_of(config: RunConfig) -> FastestLayouts:
     result = search(config, SHOWN)
     if not result.best:
         make_plan(*fit.resolve(config))  # raises an error that explains what does not fit
-    return FastestLayouts(config=config, search=result, without=_without_headroom(config, result.best[0]))
+    without = _without_headroom(config, result.best[0])
+    return FastestLayouts(config=config, search=result, without=without, verbose=verbose)
 
 
 def _without_headroom(config: RunConfig, best: Tried) -> Tried | None:
@@ -279,8 +287,10 @@ def _room(config: RunConfig) -> str:
     return f"{(capacity(config) - free) / GIB:.1f}" + (f", and {free / GIB:.1f} of headroom" if free else "")
 
 
-def _shares(tried: Tried) -> list[tuple[str, float]]:
-    return [(name, seconds / tried.iteration_s) for name, seconds in tried.spent.limits]
+def _limits(tried: Tried) -> str:
+    """Returns the two largest parts of an iteration besides compute, with their shares."""
+    shares = ((name, seconds / tried.iteration_s) for name, seconds in tried.spent.limits[:2])
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= _WORTH_NAMING)
 
 
 def _less_or_more(saved: float) -> str:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.cluster.doctor import Diagnosis, Status
+from canzona_cli.cluster.doctor import Diagnosis, Finding, Status
 from canzona_cli.cluster.profiles import Profile
 from canzona_cli.config.recipes import shown
 from canzona_cli.report.page import Page, Screen, note, remarks, wrapped
@@ -81,24 +81,54 @@ _MARKS: Mapping[Status, tuple[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosisView(Page):
-    """A table with a row for each finding, its fix below it if there is one, and a verdict on what can run
-    here."""
+    """The findings about this machine, and a verdict on what can run here."""
 
     diagnosis: Diagnosis
+    verbose: bool = False
+    """True for a table with the meaning of every finding. Otherwise required packages share a line, and only what
+    needs a fix has its meaning."""
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        yield from [self._table()] if self.verbose else self._lines()
+        yield Text()
+        yield from map(wrapped, self._verdict())
+        if not self.verbose:
+            yield wrapped("-v shows every package, and what each finding means", "dim")
+
+    def _lines(self) -> Iterator[RenderableType]:
+        findings = self.diagnosis.findings
+        packages = [each for each in findings if each.group == "python" and each.name != "Python"]
+        sound = [each for each in packages if each.status == "ok"]
+        absent = [clean(each.name) for each in packages if each.status == "info" and each.value == "not installed"]
+        facts = [each for each in findings if each not in packages or each.status in ("warn", "fail")]
+        rows = [(each.status, self._name(each), clean(each.value)) for each in facts]
+        if sound:
+            installed = f"{plural(len(sound), 'required package')} installed, in a version that fits"
+            rows.insert(1, ("ok", "packages", installed))
+        if absent:
+            rows.insert(2 if sound else 1, ("info", "optional", f"not installed: {', '.join(absent)}"))
+        width = max(len(name) for _, name, _ in rows) + 2
+        explained = {self._name(each): each for each in facts if each.fix}
+        for status, name, value in rows:
+            yield wrapped(value, first=Text.assemble(_MARKS[status], f" {name:<{width}}"))
+            if (finding := explained.get(name)) is not None:
+                rest = " " * (width + 2)
+                yield wrapped(finding.meaning, first=rest)
+                yield wrapped(f"→ {clean(finding.fix)}", "green", first=rest)
+
+    def _name(self, finding: Finding) -> str:
+        return f"torch {finding.name}" if finding.group == "torch" else clean(finding.name)
+
+    def _table(self) -> Table:
         table, group = Table("", "", "finding", "meaning"), ""
         for finding in self.diagnosis.findings:
             if finding.group != group and group:
                 table.add_section()
             group = finding.group
-            name = f"torch {finding.name}" if group == "torch" else clean(finding.name)
-            table.add_row(Text(*_MARKS[finding.status]), name, clean(finding.value), finding.meaning)
+            table.add_row(Text(*_MARKS[finding.status]), self._name(finding), clean(finding.value), finding.meaning)
             if finding.fix:
                 table.add_row("", "", "", Text(f"→ {clean(finding.fix)}", style="green"))
-        yield table
-        yield Text()
-        yield from map(wrapped, self._verdict())
+        return table
 
     def _verdict(self) -> Iterator[Text]:
         diagnosis = self.diagnosis

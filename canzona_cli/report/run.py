@@ -43,6 +43,8 @@ class RunView(Page):
     """A run: the error of the first failing rank, figures, loss curve, breakdown, warnings."""
 
     summary: RunSummary
+    verbose: bool = False
+    """True to show the time of every phase, and a higher curve."""
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         summary = self.summary
@@ -53,10 +55,13 @@ class RunView(Page):
         yield from self.figures()
         if len(summary.losses) > 1:
             yield Text()
-            yield Curves(title="loss", curves=[Curve(name="training", points=summary.losses)])
+            rows = 9 if self.verbose else 6
+            yield Curves(title="loss", curves=[Curve(name="training", points=summary.losses)], rows=rows)
         if summary.breakdown is not None:
             yield Text()
-            yield BreakdownView(breakdown=summary.breakdown)
+            yield BreakdownView(breakdown=summary.breakdown, brief=not self.verbose)
+            if not self.verbose:
+                yield wrapped("-v shows the time of each phase, and the load of the ranks", "dim", first="  ")
         left_out = len(summary.warnings) - _MOST_WARNINGS
         earlier = [f"{plural(left_out, 'earlier warning')} in events.jsonl"] if left_out > 0 else []
         yield from remarks([*earlier, *summary.warnings[-_MOST_WARNINGS:], *summary.notes])
@@ -145,10 +150,11 @@ class BreakdownView(Page):
         layout = describe_layout(breakdown.layout, rank_word(breakdown.device))
         optimizer = optimizer_words(breakdown.optimizer, breakdown.strategy)
         yield headed("Step-time breakdown", f": {optimizer}, {layout}")
-        yield Text()
-        yield self._bars()
-        yield Text()
         if not self.brief:
+            yield Text()
+        yield self._bars()
+        if not self.brief:
+            yield Text()
             yield self._table(screen.width)
             yield Text()
         shown = [(label, text) for label, text in self._foot() if not self.brief or label in _BRIEF]

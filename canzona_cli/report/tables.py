@@ -108,7 +108,7 @@ def columns(heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> list[Column
 @dataclass(frozen=True, kw_only=True)
 class GroupedTable:
     """A table of column groups, split into several tables with the same row labels if it is wider than the
-    terminal."""
+    terminal; or with some of its groups left out."""
 
     labels: Sequence[Cell]
     """The labels of the rows; every group has the same number of rows."""
@@ -119,6 +119,9 @@ class GroupedTable:
     """The numbers of the rows above which a rule is drawn."""
     styles: Sequence[str] = ()
     """The styles of the rows; empty for no styles."""
+    needed: int | None = None
+    """The number of groups that are always shown; those after them only as far as they fit next to the others. None
+    shows all."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         gutter = max(len(self.head), *(_text(label).cell_len for label in self.labels))
@@ -130,8 +133,10 @@ class GroupedTable:
     def _side_by_side(self, width: int) -> Iterator[Sequence[Columns]]:
         """Yields the groups in order, each time as many as fit into `width`, at least one."""
         taken: list[Columns] = []
-        for group in self.groups:
+        for number, group in enumerate(self.groups):
             if taken and sum(_GAP + other.width for other in (*taken, group)) > width:
+                if self.needed is not None and number >= self.needed:
+                    break
                 yield taken
                 taken = []
             taken.append(group)
@@ -155,7 +160,12 @@ class GroupedTable:
 
 
 def rows_table(
-    heads: Sequence[str], rows: Iterable[tuple[Cell, Sequence[Cell]]], *, head: str = "", bold: int | None = None
+    heads: Sequence[str],
+    rows: Iterable[tuple[Cell, Sequence[Cell]]],
+    *,
+    head: str = "",
+    bold: int | None = None,
+    needed: int | None = None,
 ) -> GroupedTable:
     """Returns a table without groups.
 
@@ -163,10 +173,11 @@ def rows_table(
         rows: the label of each row, and a cell for each head.
         head: the head of the label column.
         bold: the number of the row shown in bold.
+        needed: the number of columns that are shown although they do not fit; None for all.
     """
     labels, cells = zip(*rows, strict=True)
     styles = ["bold" if number == bold else "" for number in range(len(labels))]
-    return GroupedTable(head=head, labels=labels, groups=columns(heads, cells), styles=styles)
+    return GroupedTable(head=head, labels=labels, groups=columns(heads, cells), styles=styles, needed=needed)
 
 
 def _text[Shown](cell: str | Shown) -> Text | Shown:

@@ -87,7 +87,7 @@ def _labels() -> dict[str, str]:
     labels: dict[str, str] = {}
     for name, look in PHASES.items():
         if name in COMMUNICATION:
-            labels |= {name: f"{look.name}, exposed", f"{name}_total": "  in all, with overlap"}
+            labels |= {name: f"{look.name}, exposed", f"{name}_total": "  total incl. hidden"}
         else:
             labels[name] = look.name
     return labels

@@ -41,11 +41,26 @@ def test_documents_lengths_and_a_sequence_are_those_of_the_text(prefix: Path) ->
 
 
 def test_the_screen_has_the_facts_and_no_control_characters(prefix: Path) -> None:
-    done = canzona("data", "show", str(prefix))
+    done = canzona("data", "show", str(prefix), "--documents", "3")
     assert done.returncode == 0, done.stderr
     for part in ("8", "byte, 257 ids, 256 ends a document", "document 0: 13 tokens", LINES[1], r"\x1b[2J"):
         assert part in done.stdout
     assert "\x1b[2J" not in done.stdout
+
+
+def test_long_documents_fill_a_screen_of_25_lines_and_are_whole_for_who_asks(tmp_path: Path) -> None:
+    lines = [f"line {number} {'word ' * 40}" for number in range(50)]
+    for size in range(1, 12):
+        (tmp_path / f"{size:02}.txt").write_text("\n".join([*lines, "x" * 2**size]))
+    done = canzona("data", "prepare", ".", "-o", "corpus", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    asked = ("data", "show", "corpus", "--tokens", "2000")
+    short, full = (canzona(*asked, *more, cwd=tmp_path).stdout.splitlines() for more in ((), ("-v",)))
+    assert len(short) <= 25
+    assert max(map(len, short)) <= 80
+    assert sum(line.startswith("document 0") and "beginning" in line for line in short) == 1
+    assert [line for line in full if line.startswith("line 3")] == [lines[3]] * 2
+    assert not any(line.startswith("line 3") for line in short)
 
 
 def test_json_has_it_too_and_a_missing_pair_is_a_mistake(prefix: Path) -> None:

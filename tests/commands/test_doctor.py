@@ -76,13 +76,22 @@ def test_text_fits_the_terminal_and_ends_with_a_verdict(examined: subprocess.Com
     """Of the same findings: what prints them in the command stands in the test of ranks that cannot meet."""
     report = json.loads(examined.stdout)
     found = tuple(Finding(**finding) for finding in report["findings"])
-    console = Console(file=io.StringIO(), width=80)
-    console.print(DiagnosisView(diagnosis=Diagnosis(findings=found, gpus=report["gpus"], slurm=report["can"]["slurm"])))
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    assert max(map(len, text.splitlines())) <= 80
-    assert "runs are possible here" in text
-    assert "\x1b" not in text
+    diagnosis = Diagnosis(findings=found, gpus=report["gpus"], slurm=report["can"]["slurm"])
+    texts = []
+    for verbose in (False, True):
+        console = Console(file=io.StringIO(), width=80)
+        console.print(DiagnosisView(diagnosis=diagnosis, verbose=verbose))
+        assert isinstance(console.file, io.StringIO)
+        texts.append(console.file.getvalue())
+        assert max(map(len, texts[-1].splitlines())) <= 80
+        assert "runs are possible here" in texts[-1]
+        assert "\x1b" not in texts[-1]
+        for finding in found:
+            assert not finding.fix or finding.fix.split()[0] in texts[-1], "whatever needs a fix has it on both"
+    fixes = sum(bool(finding.fix) for finding in found)
+    assert len(texts[0].splitlines()) <= 25 + 4 * fixes
+    assert "omegaconf" in texts[1]
+    assert "omegaconf" not in texts[0], "packages that fit are a line together"
 
 
 def test_a_torch_that_cannot_be_imported_is_exit_code_3_with_its_own_words(tmp_path: Path) -> None:

@@ -362,6 +362,11 @@ def test_layouts_are_shown_with_what_limits_them_and_why_the_first_won(tmp_path:
     ]
     assert plan["strategies"]["canzona"]["iteration_s"] == pytest.approx(layouts[0]["iteration_s"])
     assert plan["outlook"]["mfu"] == pytest.approx(layouts[0]["mfu"])
-    page = " ".join(canzona(*asked, "--layouts", environment=cached).stdout.split())
-    assert "limited by" in page
-    assert content["why"] in page
+    screen, everything = (
+        canzona(*asked, "--layouts", *more, environment=cached).stdout for more in ((), ("--verbose",))
+    )
+    assert content["why"] in " ".join(screen.split())
+    assert len(screen.splitlines()) <= 25
+    assert screen.count("───\n") == 1, "one table, of the columns that fit"
+    assert everything.count("───\n") == 2
+    assert {"limited by", "tokens/s/GPU"} <= {head.strip() for head in everything.splitlines()[12].split("  ")}

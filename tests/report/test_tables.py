@@ -45,6 +45,14 @@ def test_groups_that_do_not_fit_go_below_with_the_same_labels() -> None:
     assert [line.strip() for line in lines if line.strip().startswith("C")] == ["C"]
 
 
+def test_groups_that_are_not_needed_are_left_out_where_they_do_not_fit() -> None:
+    groups = [column(f"head {number}", ["1", "22"]) for number in range(4)]
+    for width, heads in ((80, 4), (20, 2), (10, 2)):
+        lines = shown(GroupedTable(labels=["x", "y"], groups=groups, needed=2), width).splitlines()
+        assert sum(line.count("head") for line in lines) == heads
+        assert sum(line.startswith("x") for line in lines) == (2 if width == 10 else 1), "those needed go below"
+
+
 def test_a_row_without_its_last_cell_keeps_its_columns() -> None:
     groups = [Columns(title="T", heads=("one", "two"), rows=(("1", ""), ("2", "3")))]
     lines = shown(GroupedTable(labels=["x", "y"], groups=groups), 40).splitlines()
