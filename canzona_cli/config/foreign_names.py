@@ -18,8 +18,8 @@ class Instead:
 _NAMES: Final[Mapping[str, str]] = {
     "gpus": "n np nproc nproc_per_node num_gpus world_size devices num_devices",
     "cluster.nodes": "num_nodes nnodes",
-    "recipe": "config config_name",
-    "run.dir": "o out output output_dir save resume work_dir",
+    "recipe": "config config_name flavor model_size",
+    "run.dir": "o out output output_dir save resume work_dir out_dir checkpoint_dir checkpoint.folder",
     "run.root": "dump_folder exp_dir log_dir",
     "run.trackers": "report_to loggers",
     "model.num_layers": "num_hidden_layers n_layer n_layers",
@@ -30,18 +30,27 @@ _NAMES: Final[Mapping[str, str]] = {
     "model.head_dim": "kv_channels",
     "model.num_experts": "num_moe_experts n_experts num_local_experts",
     "model.experts_per_token": "num_experts_per_tok moe_router_topk router_topk",
+    "model.balancing_weight": "moe_aux_loss_coeff router_aux_loss_coef",
     "model.tied_embeddings": "tie_word_embeddings share_embeddings_and_output_weights",
     "model.rope_base": "rotary_base rope_theta",
     "model.norm_eps": "norm_epsilon layernorm_epsilon rms_norm_eps",
     "model.init_std": "init_method_std initializer_range",
-    "train.steps": "iters iterations train_iters max_steps training_steps num_steps max_steps_per_epoch",
+    "train.steps": (
+        "iters iterations train_iters max_steps training_steps num_steps max_steps_per_epoch max_iters num_iterations"
+    ),
     "train.seq_length": "seq_len block_size max_seq_len max_seq_length context_length max_position_embeddings",
     "train.global_batch_size": "batch_size gbs",
     "train.micro_batch_size": "per_device_train_batch_size local_batch_size mbs device_batch_size",
     "train.precision": "dtype torch_dtype params_dtype mixed_precision",
-    "train.recompute": "recompute_granularity activation_checkpoint activation_checkpointing",
-    "train.eval_interval": "eval_steps eval_every eval_freq val_check_interval",
+    "train.recompute": (
+        "recompute_granularity activation_checkpoint activation_checkpointing activation_checkpoint.mode"
+    ),
+    "train.eval_interval": "eval_steps eval_every eval_freq val_check_interval val_every val_interval",
     "train.eval_batches": "eval_iters limit_val_batches",
+    "name": "run_name experiment_name",
+    "optimizer": "optim optimizer_type",
+    "optimizer.momentum": "muon_momentum",
+    "optimizer.ns_steps": "muon_num_ns_steps",
     "optimizer.lr": "learning_rate",
     "optimizer.clip_grad": "grad_clip max_grad_norm clip_grad_norm gradient_clip_val gradient_clipping max_norm",
     "optimizer.beta1": "adam_beta1",
@@ -50,15 +59,22 @@ _NAMES: Final[Mapping[str, str]] = {
     "schedule.decay": "lr_scheduler lr_scheduler_type lr_decay_style scheduler decay_type",
     "schedule.warmup_steps": "lr_warmup_iters num_warmup_steps lr_warmup_steps",
     "schedule.decay_steps": "lr_decay_iters",
-    "checkpoint.every_steps": "save_every save_interval save_steps save_freq checkpoint_interval every_n_train_steps",
-    "checkpoint.keep": "save_total_limit save_top_k keep_latest_k",
+    "checkpoint.every_steps": (
+        "save_every save_interval save_steps save_freq checkpoint_interval every_n_train_steps "
+        "checkpoint_every checkpoint.interval"
+    ),
+    "checkpoint.keep": "save_total_limit save_top_k keep_latest_k keep_last keep_last_n",
     "checkpoint.resume": "load resume_from_checkpoint load_step resume_from",
     "checkpoint.weights_from": "model_name_or_path pretrained_checkpoint initial_load_path restore_from_path",
-    "data.path": "data_path dataset_path files data_prefix train_data",
-    "data.tokenizer": "tokenizer_model tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_type",
+    "data.path": "data_path dataset_path files data_prefix train_data dataset",
+    "data.tokenizer": (
+        "tokenizer_model tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_type tokenizer.path"
+    ),
     "parallel.tp": "tensor_model_parallel_size tensor_parallel_degree tensor_parallel tensor_parallel_size tp_size",
     "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_degree pipeline_parallel pp_size",
     "parallel.vpp": "virtual_pipeline_model_parallel_size",
+    "parallel.ep": "expert_model_parallel_size expert_parallel_degree expert_parallel expert_parallel_size ep_size",
+    "parallel.dispatcher": "moe_token_dispatcher_type",
     "parallel.cp": "context_parallel_size context_parallel_degree context_parallel cp_size",
 }
 RENAMED: Final[Mapping[str, str]] = {name: key for key, names in _NAMES.items() for name in names.split()}
@@ -66,8 +82,8 @@ RENAMED: Final[Mapping[str, str]] = {name: key for key, names in _NAMES.items() 
 because a run continues in its directory."""
 
 _DOES_NOT_HAVE: Final[Mapping[str, tuple[str, str]]] = {
-    "expert experts moe ep": (
-        "canzona does not have this; settings of experts are model.num_experts and model.experts_per_token",
+    "expert experts moe": (
+        "canzona does not have this; settings of experts are model.num_experts, .experts_per_token and parallel.ep",
         "leave it out",
     ),
     "lora qlora peft adapter adapters": ("canzona does not have LoRA; it trains all weights", "leave it out"),
@@ -99,11 +115,20 @@ _DOES_NOT_HAVE: Final[Mapping[str, tuple[str, str]]] = {
         "write run.trackers=[tensorboard], or read metrics.jsonl in the run directory: a line for every step",
     ),
     "epoch epochs": ("the length of a run is its number of steps", "write train.steps=N"),
-    "warmup_ratio": ("the warm-up is a number of steps", "write schedule.warmup_steps=N"),
+    "warmup_ratio lr_warmup_fraction": ("the warm-up is a number of steps", "write schedule.warmup_steps=N"),
     "untie_embeddings_and_output_weights": (
         "the setting has the opposite meaning here",
         "write model.tied_embeddings=false for an output layer of its own",
     ),
+    "split": ("what is held out is a share of the data", "write data.validation_fraction=0.01"),
+    "packed packing": ("documents are always packed into sequences", "leave it out"),
+    "use_distributed_optimizer": ("the states of the optimizer are divided among ranks anyway", "leave it out"),
+    "distributed_backend backend": ("follows from the device: NCCL on GPUs, gloo on CPUs", "leave it out"),
+    "num_workers dataloader_num_workers": ("is fixed: two processes a rank on GPUs, none on CPUs", "leave it out"),
+    "offload": ("canzona does not move states to the host's memory", "leave it out"),
+    "master_addr master_port": ("address and port are one setting", "write cluster.rdzv_endpoint=HOST:PORT"),
+    "enable_profiling profiling": ("the steps to profile are the setting", "write run.profile_steps=[10,12]"),
+    "ema swa z_loss label_smoothing early_stopping sliding_window": ("canzona does not have this", "leave it out"),
     "log_every log_freq log_interval logging_steps log_every_n_steps": (
         "canzona does not have it: every step is logged",
         "leave it out; metrics.jsonl in the run directory has a line for every step",
@@ -117,7 +142,7 @@ def instead(name: str) -> Instead | None:
     """Returns the answer to a name, dotted or not, of something that canzona has no setting for; else None."""
     flat = name.replace("-", "_").lower()
     words, last = {*flat.replace(".", "_").split("_")}, flat.rpartition(".")[2]
-    if last in RENAMED:
+    if {flat, last} & RENAMED.keys():
         return None
     for listed, (reason, fix) in _DOES_NOT_HAVE.items():
         if matching := [word for word in listed.split() if word in words or word == last]:

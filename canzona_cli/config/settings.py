@@ -149,8 +149,8 @@ def closest_key(key: str) -> str | None:
     """
     flat = key.strip("/").replace("/", ".").replace("-", "_").lower()
     last = flat.rpartition(".")[2]
-    if last in RENAMED:
-        return RENAMED[last]
+    if (name := flat if flat in RENAMED else last) in RENAMED:
+        return RENAMED[name]
     known = settings()
     best, best_score = None, 0.0
     for name in known:

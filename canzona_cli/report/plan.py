@@ -315,8 +315,14 @@ def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields a table of plans of the same run with other settings."""
     yield headed("Alternatives", f" to this plan, strategy {study.strategy}")
     heads = ("balance", "bound", "bytes", "padding", "optimizer", "iteration", "GiB")
-    yield rows_table(heads, ((variant.name, _variant_cells(variant)) for variant in study.variants))
-    yield note("balance: update time of the slowest rank over the mean; bytes: peak over mean bytes per owner")
+    planned = (f"alpha {study.config.engine.alpha:g}", getattr(study.config.optimizer, "form", ""))
+    names = [variant.name + " *" * (variant.name in planned) for variant in study.variants]
+    yield rows_table(heads, zip(names, map(_variant_cells, study.variants), strict=True))
+    alphas = "; alpha: even update times alone (1) to even bytes alone (0)" * names[0].startswith("alpha")
+    yield note(
+        f"*: this plan; balance: update time of the slowest rank over the mean; bytes: peak over mean bytes per owner"
+        f"{alphas}"
+    )
 
 
 def _variant_cells(variant: Variant) -> tuple[str, ...]:

@@ -182,7 +182,7 @@ def test_out_names_another_place(tmp_path: Path) -> None:
     ("what", "words"),
     [
         ("strategies", ("Phases of the slowest rank", "parameter gathering")),
-        ("alpha", ("Alternatives", "alpha 0", "alpha 0.25", "alpha 1")),
+        ("alpha", ("Alternatives", "alpha 0 ", "alpha 0.25", "alpha 1 *")),
     ],
 )
 def test_compare_shows_the_comparison_alone(what: str, words: tuple[str, ...]) -> None:

@@ -195,6 +195,10 @@ def test_a_name_of_another_program_is_answered_with_a_setting_that_exists(name: 
         ("bf16", "train.precision=bf16"),
         ("trainer.log_every_n_steps", "every step is logged"),
         ("num_train_epochs", "train.steps=N"),
+        ("moe_layer_freq", "parallel.ep"),
+        ("lr_warmup_fraction", "schedule.warmup_steps=N"),
+        ("fsdp.cpu_offload", "does not have FSDP"),
+        ("dataset.packed", "always packed"),
     ],
 )
 def test_what_canzona_does_not_have_is_said(key: str, words: str) -> None:
