@@ -13,7 +13,7 @@ from rich.text import Text
 
 from canzona_cli import __version__
 from canzona_cli.config.secrets import redacted, shown_value
-from canzona_cli.errors import CanzonaError, ExitCode, Problem, of_the_machine
+from canzona_cli.errors import BadUsage, CanzonaError, ConfigError, ExitCode, Problem, of_the_machine
 from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.run.words import clean, plural
 
@@ -40,7 +40,7 @@ class ErrorView(Page):
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         problems = self.error.problems
-        headline = Text(self.error.headline, style="bold red")
+        headline = Text(_headline(self.error), style="bold red")
         if len(problems) > 1:
             headline.append(f": {plural(len(problems), 'problem')}")
         yield wrapped(headline)
@@ -51,6 +51,13 @@ class ErrorView(Page):
             yield wrapped(clean(redacted(reason), newlines=True), first="    ")
             if fix:
                 yield wrapped(clean(redacted(fix), newlines=True), "green", first="    → ")
+
+
+def _headline(error: CanzonaError) -> str:
+    """Returns the error's headline; that of bad usage if only arguments and options of a command are wrong."""
+    keys = [problem.key for problem in error.problems]
+    typed = keys and all(key.startswith("--") or key.isupper() for key in keys)
+    return BadUsage.headline if typed and isinstance(error, ConfigError) else error.headline
 
 
 def _place(problem: Problem) -> str:

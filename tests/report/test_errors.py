@@ -49,6 +49,15 @@ def test_headline_counts_problems_only_when_there_are_several() -> None:
     assert shown(ConfigError(), 80).splitlines() == ["Bad configuration"]
 
 
+def test_only_settings_are_configuration() -> None:
+    """A missing directory and an option are the command line's."""
+    option, argument = (
+        Problem(key=key, value="x", reason="there is no such directory") for key in ("--out", "RUN_DIR")
+    )
+    assert shown(ConfigError(option, argument), 80).startswith("Bad usage: 2 problems\n")
+    assert shown(ConfigError(option, MISTAKES.problems[0]), 80).startswith("Bad configuration: 2 problems\n")
+
+
 def test_one_problem_reads_as_place_reason_and_fix() -> None:
     error = ConfigError(MISTAKES.problems[0])
     assert shown(error, 80).splitlines() == [
