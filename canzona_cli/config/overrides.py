@@ -41,7 +41,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
     texts: dict[str, str] = {}
     problems: list[Problem] = []
     warnings: list[str] = []
-    for argument in arguments:
+    for argument in _without_spaced(arguments, problems):
         key, equals, text = argument.partition("=")
         key, text = _SHORT.get(key.strip(), key.strip()), text.strip()
         if not _is_text(argument):
@@ -74,6 +74,16 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
                 (values[key],) = parsed
                 texts[key] = text
     return Overrides(groups=groups, values=values, texts=texts, problems=tuple(problems), warnings=tuple(warnings))
+
+
+def _without_spaced(arguments: Sequence[str], problems: list[Problem]) -> list[str]:
+    """Returns the arguments without `KEY = VALUE`, each of which adds one problem."""
+    others = [*arguments]
+    while (place := next((n for n, argument in enumerate(others[1:-1], 1) if argument == "="), None)) is not None:
+        key, _, value = others[place - 1 : place + 2]
+        problems.append(Problem(key=key, value=value, reason="has spaces around `=`", fix=f"write {key}={value}"))
+        del others[place - 1 : place + 2]
+    return others
 
 
 def as_override(option: str, value: str, *, exact: bool = False) -> str | None:

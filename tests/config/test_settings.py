@@ -11,7 +11,7 @@ import pytest
 from canzona_cli.config.changes import changes
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.foreign_names import RENAMED
-from canzona_cli.config.overrides import unknown_key
+from canzona_cli.config.overrides import parse_overrides, unknown_key
 from canzona_cli.config.recipes import GROUPS
 from canzona_cli.config.schema import OPTIMIZERS, Layout, RunConfig
 from canzona_cli.config.settings import Setting, affecting, closest_key, settings
@@ -210,3 +210,12 @@ def test_what_canzona_does_not_have_is_said(key: str, words: str) -> None:
 @pytest.mark.parametrize("far", ["flavour", "parallel.tensors", "attention_backend", "hub_id"])
 def test_nothing_is_suggested_that_is_not_near(far: str) -> None:
     assert closest_key(far) is None
+
+
+def test_spaces_around_the_sign_are_one_mistake_for_each_setting() -> None:
+    asked = parse_overrides(["recipe", "=", "tiny", "gpus=2", "optimizer.lr", "=", "1e-3"])
+    assert [(problem.key, problem.fix) for problem in asked.problems] == [
+        ("recipe", "write recipe=tiny"),
+        ("optimizer.lr", "write optimizer.lr=1e-3"),
+    ]
+    assert asked.values == {"gpus": 2}
