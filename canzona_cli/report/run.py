@@ -33,6 +33,8 @@ from canzona_cli.run.words import (
 )
 
 _MOST_WARNINGS = 5
+_MOST_LINES = 4
+"""The most lines of the first error that are shown, unless everything is asked for."""
 _BRIEF = ("why", "planned", "step", "throughput", "model FLOPs", "peak memory")
 """The figures at the end of a run."""
 _STYLES: Mapping[str, str] = {"done": "bold green", "failed": "bold red", "diverged": "bold red"}
@@ -70,7 +72,9 @@ class RunView(Page):
         first, *others = self.summary.errors
         error = first.error or RankError()
         head = (f"rank {first.rank}: {clean(error.type)}: ", "bold red")
-        yield wrapped(Text.assemble(head, clean(error.message, newlines=True)), rest="  ")
+        lines = clean(error.message, newlines=True).splitlines() or [""]
+        shown = lines if self.verbose else lines[:_MOST_LINES]
+        yield wrapped(Text.assemble(head, "\n".join(shown), " ..." * (len(shown) < len(lines))), rest="  ")
         where = RunFiles(self.summary.run_dir).rank(first.rank)
         more = f"; {plural(len(others), 'other rank')} failed after it" if others else ""
         what = "traceback" if error.traceback else "recorded"  # a user's mistake has no traceback

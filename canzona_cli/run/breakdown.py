@@ -278,7 +278,7 @@ def load_breakdown(run_dir: Path) -> Breakdown:
     try:
         measured = load(files.breakdown, MeasuredBreakdown, key="RUN_DIR", value=run_dir, fix=fix)
     except FileNotFoundError:
-        reason = "there is no breakdown.json in it"
+        reason = "it has no times of steps yet (breakdown.json)"
         fix = "it is written when training ends after the warm-up steps; give the directory of such a run"
         raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=fix)) from None
     try:

@@ -257,7 +257,7 @@ def load_summary(run_dir: Path) -> RunSummary:
         breakdown = load_breakdown(run_dir)
     except ConfigError as error:
         breakdown = None
-        notes += [f"no breakdown: {problem.reason}" for problem in error.problems]
+        notes += [f"no breakdown of the step: {problem.reason}" for problem in error.problems]
     try:
         load_prediction(run_dir)
     except ConfigError as error:

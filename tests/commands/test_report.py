@@ -61,8 +61,8 @@ def test_a_finished_run_shows_status_loss_validation_curve_and_breakdown(tmp_pat
     assert len(done.stdout.splitlines()) <= 25
     everything = canzona("report", str(files.root), "-v").stdout
     assert everything.count("┤") == 8
-    assert "matrix update  " in everything
-    assert "matrix update  " not in done.stdout, "the time of each phase"
+    assert "phase, ms" in everything
+    assert "phase, ms" not in done.stdout, "the times of all phases"
     tokens = STEPS * 32 * 256
     assert f"{tokens / CORPUS.train_tokens:.2g} (2.46 M tokens needed, 9.3 M available)" in done.stdout
     found = json.loads(canzona("report", str(files.root), "--json").stdout)
@@ -122,8 +122,14 @@ def test_a_failed_run_shows_the_first_failing_rank_before_anything_else(tmp_path
     assert done.returncode == 0
     assert done.stdout.splitlines()[0] == "rank 2: ValueError: token 900 >= 384"
     assert "1 other rank failed after it" in " ".join(done.stdout.split())
+    long = RankError(type="RuntimeError", message="\n".join(f"line {number}" for number in range(30)), traceback="Tr")
+    save(files.rank(2), RankResult(rank=2, status="failed", error=long, time=10.0))
+    short, everything = (canzona("report", str(files.root), *more).stdout for more in ((), ("-v",)))
+    assert "line 3 ..." in short
+    assert "line 4" not in short
+    assert "line 29" in everything
     assert "failed, exit code 70" in done.stdout
-    assert "no breakdown: there is no breakdown.json" in " ".join(done.stdout.split())
+    assert "no breakdown of the step: it has no times of steps yet" in " ".join(done.stdout.split())
 
 
 def test_a_killed_run_with_a_torn_line_is_still_read(tmp_path: Path) -> None:
