@@ -91,7 +91,8 @@ class Supervision:
             outcome = self._completed(outcome)
             if self._machines.node_rank == 0:
                 _save_result(self.files, outcome, self.say)
-            self._monitor.close(outcome.status, outcome.message)
+            shown_later = outcome.problems and outcome.again_in_s is None  # as the error of the command
+            self._monitor.close(outcome.status, "" if shown_later else outcome.message)
         return outcome
 
     def _run_here(self) -> Outcome:

@@ -224,7 +224,7 @@ class BreakdownView(Page):
             ("shares", f"{shares} and are not added"),
             ("step", f"{step_time(breakdown.step.mean_s)}; {steps}"),
             ("throughput", f"{rate} tokens/s per {unit}, {total} in total"),
-            ("model FLOPs", f"{number(breakdown.model_tflops_per_gpu, '.3g')} TFLOP/s per {unit}, MFU {self._mfu}"),
+            ("model FLOPs", f"{number(breakdown.model_tflops_per_gpu, '.3g')} TFLOP/s per {unit}{self._mfu}"),
         ]
         planned = self._planned
         balance = [
@@ -261,12 +261,16 @@ class BreakdownView(Page):
 
     @property
     def _mfu(self) -> str:
+        """The share of the profile's peak, after a comma. Empty on a profile that nobody measured, whose peak says
+        nothing about this machine."""
         mfu = real(self.breakdown.mfu)
         if mfu is not None:
+            if self.breakdown.planned is not None and self._planned is None:
+                return ""
             peak = number(self.breakdown.peak_tflops_per_gpu, ".4g")
             base = "" if peak == MISSING else f" of the cluster profile's {peak} TFLOP/s (bf16)"
-            return f"{100 * mfu:.1f}%{base}"
-        return "n/a on CPU" if self.breakdown.device == "cpu" else "n/a (no peak rate known)"
+            return f", MFU {100 * mfu:.1f}%{base}"
+        return ", MFU n/a on CPU" if self.breakdown.device == "cpu" else ", MFU n/a (no peak rate known)"
 
 
 def _rows(breakdown: Breakdown) -> list[tuple[str, str, PhaseTime | None]]:

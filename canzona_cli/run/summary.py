@@ -1,6 +1,7 @@
 """Reads a run directory: how the run ended, its errors, losses, breakdown and goodput."""
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -252,7 +253,9 @@ def load_summary(run_dir: Path) -> RunSummary:
     validation = _lines(files.validation, ValidationLoss, notes)
     result = load_if_sound(files.result, RunResult)
     if result is None:
-        notes.append("there is no result.json: the run is still running, or was killed before it could write one")
+        unfinished = "there is no result.json: the run is still running, or was killed before it could write one"
+        continued = f"; if it was killed: canzona resume {shlex.quote(str(run_dir))}"
+        notes.append(unfinished + continued * any(files.checkpoints.glob("step-*")))
     try:
         breakdown = load_breakdown(run_dir)
     except ConfigError as error:

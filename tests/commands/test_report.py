@@ -136,9 +136,12 @@ def test_a_killed_run_with_a_torn_line_is_still_read(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run", status=None, steps=40)
     with files.metrics.open("a") as file:
         file.write('{"step": 41, "lo')
+    assert "canzona resume" not in canzona("report", str(files.root)).stdout, "nothing was saved"
+    (files.checkpoints / "step-00000030").mkdir(parents=True)
     done = canzona("report", str(files.root))
     assert done.returncode == 0
     text = " ".join(done.stdout.split())
+    assert "if it was killed: canzona resume" in text
     assert "unfinished" in text
     assert "there is no result.json" in text
     assert "metrics.jsonl: 1 damaged line left out" in text
