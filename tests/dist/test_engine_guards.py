@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ LAYOUTS = {
     "tp2 pp2": ("gpus=4", "parallel.tp=2", "parallel.pp=2", "train.micro_batch_size=4"),
     "tp1 dp4": ("gpus=4", "parallel.tp=1", "parallel.pp=1"),
     "tp2 ep4": ("gpus=4", "parallel.tp=2", "parallel.ep=4", *EXPERTS, "train.micro_batch_size=4"),
+    "tp2 ep2": ("gpus=4", "parallel.tp=2", "parallel.ep=2", *EXPERTS, "train.micro_batch_size=4"),
 }
 FC1, NORM = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.pre_mlp_layernorm.weight"
 EXPERT = "decoder.layers.1.mlp.experts.linear_fc2.weight7"
@@ -174,7 +176,11 @@ HITS = {
     "layers.0.proj": "model.layers.0.self_attn.o_proj.weight",
     "layers.1.down": "model.layers.1.mlp.down_proj.weight",
     "layers.1.q": "model.layers.1.self_attn.q_proj.weight",
+    "layers.0.experts.3.gate": "model.layers.0.mlp.experts.3.gate_proj.weight",
+    "layers.1.experts.6.down": "model.layers.1.mlp.experts.6.down_proj.weight",
 }
+OF_EXPERTS = tuple(name for name in HITS if "experts" in name)
+OF_DENSE = tuple(name for name in HITS if name not in OF_EXPERTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,21 +196,27 @@ class Faulted:
     groups: int
 
 
-Hit = tuple[tuple[str, ...], bool]
-"""Matrices that are hit, and whether the host may look whether an update was finite."""
+Hit = tuple[str, tuple[str, ...], bool]
+"""Where a run is cut, the matrices that are hit, and whether the host may look whether an update was finite."""
 HIT: list[Hit] = [
-    (("layers.0.proj",), True),
-    (("layers.1.down",), False),
-    *((tuple(HITS), on_host) for on_host in (True, False)),
+    ("tp2 dp2", ("layers.0.proj",), True),
+    ("tp2 dp2", ("layers.1.down",), False),
+    *(("tp2 dp2", OF_DENSE, on_host) for on_host in (True, False)),
+    # Two ranks have each expert, of which one updates it; the others' experts are on other ranks.
+    *(("tp2 ep2", (*OF_EXPERTS, "layers.1.q"), on_host) for on_host in (True, False)),
 ]
-NONE: Hit = ((), True)
 
 
-def _faulted(config: RunConfig, layout: Layout, cases: Sequence[Hit]) -> list[list[Faulted]]:
+def _unhit(where: str) -> Hit:
+    return where, (), True
+
+
+def _faulted(source: Path, cases: Sequence[Hit]) -> list[list[Faulted]]:
+    config, layout = _faulty(source, cases[0][0])
     plan = planned(config, layout)
 
     def work(case: Hit, world: World) -> Faulted:
-        hit, on_host = case
+        _, hit, on_host = case
         trainee = assemble_trainee(config, world, plan)
         matrices = engine_of(trainee).matrices
         _break(trainee, hit)
@@ -235,27 +247,38 @@ def _averages(trainee: Trainee) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def faulty_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Layout]:
-    source = tmp_path_factory.mktemp("own") / "faulty.py"
-    source.write_text(FAULTY)
-    config, layout = resolve("optimizer.clip_grad=0", *SMALL_GROUPS, *LAYOUTS["tp2 dp2"])
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("own") / "faulty.py"
+    file.write_text(FAULTY)
+    return file
+
+
+def _faulty(source: Path, where: str) -> tuple[RunConfig, Layout]:
+    config, layout = resolve("optimizer.clip_grad=0", *SMALL_GROUPS, *LAYOUTS[where])
     return custom(config, source, "Faulty"), layout
 
 
 @pytest.fixture(scope="module")
-def faulted(faulty_run: tuple[RunConfig, Layout]) -> Runs[Hit, list[Faulted]]:
-    return Runs([NONE, *HIT], lambda case: None, partial(_faulted, *faulty_run))
+def faulty_run(source: Path) -> tuple[RunConfig, Layout]:
+    return _faulty(source, "tp2 dp2")
 
 
-@pytest.mark.parametrize("case", HIT, ids=lambda case: f"{'branch' if case[1] else 'where'} {' '.join(case[0])}")
-def test_an_update_that_is_not_finite_is_left_out(
-    faulty_run: tuple[RunConfig, Layout], faulted: Runs[Hit, list[Faulted]], case: Hit
-) -> None:
-    config, _ = faulty_run
-    hit, _ = case
+@pytest.fixture(scope="module")
+def faulted(source: Path) -> Runs[Hit, list[Faulted]]:
+    return Runs([*map(_unhit, ("tp2 dp2", "tp2 ep2")), *HIT], lambda case: case[0], partial(_faulted, source))
+
+
+@pytest.mark.parametrize(
+    "case", HIT, ids=lambda case: f"{case[0]} {'branch' if case[2] else 'where'} {' '.join(case[1])}"
+)
+def test_an_update_that_is_not_finite_is_left_out(source: Path, faulted: Runs[Hit, list[Faulted]], case: Hit) -> None:
+    where, hit, _ = case
+    config, _ = _faulty(source, where)
     found = faulted[case]
-    healthy = [assemble([rank.parts[step] for rank in faulted[NONE]], config.model) for step in range(5)]
-    assert all(rank.groups > 2 for rank in found), "messages share no memory: less is tested than meant"
+    healthy = [assemble([rank.parts[step] for rank in faulted[_unhit(where)]], config.model) for step in range(5)]
+    # Experts are one group, besides those of dense matrices.
+    least = 2 if where == "tp2 ep2" else 3
+    assert all(rank.groups >= least for rank in found), "messages share no memory: less is tested than meant"
     # `assemble` asserts that all ranks agree, after every step.
     steps = [assemble([rank.parts[step] for rank in found], config.model) for step in range(5)]
     names = {HITS[name] for name in hit}
