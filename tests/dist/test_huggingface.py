@@ -1,4 +1,5 @@
-"""From Hugging Face, trained on TP 2 x DP 2, and back: transformers computes what the engine computes.
+"""From Hugging Face, trained on TP 2 x DP 2, with experts on EP 2 too, and back: transformers computes what the engine
+computes.
 
 Weights come in and go out by the commands people type. Which tensor is which is transformers' own word: it made the
 folder that is imported, and reads the one that is exported.
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from canzona_cli.checkpoint.restore import restore, verify_together
 from canzona_cli.config.schema import Layout, RunConfig
@@ -23,9 +24,9 @@ from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step, validate
 from tests.commands.support import canzona
 from tests.dist import jobs
-from tests.dist.jobs import SMALL, on_ranks, planned
+from tests.dist.jobs import EXPERTS, SMALL, Runs, on_ranks, planned, ranks_of
 from tests.dist.ranks import run_ranks
-from tests.dist.reference import LLAMA, token_losses
+from tests.dist.reference import LLAMA, Reference, token_losses
 from tests.dist.samples import RandomTokens, samples_of
 from tests.dist.saved import save
 from tests.dist.synthetic import finish_gathering
@@ -37,8 +38,14 @@ KINDS: dict[str, tuple[str, ...]] = {
     "tied": ("model.tied_embeddings=true",),
     "untied": ("model.tied_embeddings=false",),
     "llama": ("model.tied_embeddings=false", *LLAMA, "model.rope_scaling=8"),
+    "experts": ("model.tied_embeddings=false", *EXPERTS, "parallel.ep=2"),
 }
-CLASSES = {"tied": Qwen3ForCausalLM, "untied": Qwen3ForCausalLM, "llama": LlamaForCausalLM}
+CLASSES: dict[str, type[Reference]] = {
+    "tied": Qwen3ForCausalLM,
+    "untied": Qwen3ForCausalLM,
+    "llama": LlamaForCausalLM,
+    "experts": Qwen3MoeForCausalLM,
+}
 # Of the largest logit. Seen: 1e-6 (sums in another order, as in test_qwen3_reference).
 RELATIVE = 1e-5
 
@@ -73,12 +80,16 @@ def _tokens(config: RunConfig) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def went(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Went]:
-    """All kinds on the same ranks."""
+def went(tmp_path_factory: pytest.TempPathFactory) -> Runs[str, Went]:
+    """All dense kinds on the same ranks."""
     root = tmp_path_factory.mktemp("huggingface")
+    return Runs(KINDS, lambda kind: ranks_of(KINDS[kind]), partial(_go, root))
+
+
+def _go(root: Path, kinds: Sequence[str]) -> list[Went]:
     made: dict[str, tuple[RunConfig, Layout]] = {}
-    for kind, own in KINDS.items():
-        settings = (*SMALL, *LAYOUT, *own)
+    for kind in kinds:
+        settings = (*SMALL, *LAYOUT, *KINDS[kind])
         made[kind] = jobs.resolve(*settings)
         config = made[kind][0]
         random_folder(root / kind / "in", config.model, max_length=config.train.seq_length, shard="200KB")
@@ -111,7 +122,7 @@ def went(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Went]:
         save(trainee, root / kind / "run" / "checkpoints", STEPS)
         return Seen(logits=(before[0], after[0]), losses=(before[1], after[1]))
 
-    found = {}
+    found = []
     for kind, ranks in on_ranks(made, work).items():
         done = canzona("checkpoint", "export", root / kind / "run", root / kind / "out", "--dtype", "fp32", "--json")
         assert done.returncode == 0, done.stderr
@@ -120,17 +131,19 @@ def went(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Went]:
         config, layout = made[kind]
         folders = [root / kind / "in", root / kind / "out"]
         [theirs] = run_ranks(1, partial(_theirs, folders, CLASSES[kind], config, layout.global_batch_size))
-        found[kind] = Went(
-            ours=Seen(logits=(whole[0], whole[1]), losses=ranks[0].losses),
-            logits=(theirs[0][0], theirs[1][0]),
-            losses=(theirs[0][1], theirs[1][1]),
+        found.append(
+            Went(
+                ours=Seen(logits=(whole[0], whole[1]), losses=ranks[0].losses),
+                logits=(theirs[0][0], theirs[1][0]),
+                losses=(theirs[0][1], theirs[1][1]),
+            )
         )
     return found
 
 
 @torch.no_grad()
 def _theirs(
-    folders: Sequence[Path], expected: type[Qwen3ForCausalLM | LlamaForCausalLM], config: RunConfig, samples: int
+    folders: Sequence[Path], expected: type[Reference], config: RunConfig, samples: int
 ) -> list[tuple[np.ndarray, float]]:
     """Logits of `_tokens` and the loss of the first samples, of the models that transformers reads."""
     found = []
@@ -144,9 +157,9 @@ def _theirs(
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["tied", "untied", "llama", pytest.param("experts", marks=pytest.mark.sweep)])
 def test_transformers_and_the_engine_compute_the_same_before_training_and_after(
-    went: dict[str, Went], kind: str
+    went: Runs[str, Went], kind: str
 ) -> None:
     way = went[kind]
     for ours, theirs in zip(way.ours.logits, way.logits, strict=True):

@@ -14,6 +14,7 @@ from canzona_cli.engine.shared import Sharing
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.summary import load_summary
 from canzona_cli.training.data import Batch
+from tests.dist.jobs import EXPERTS
 from tests.faults.forked import forked_run
 
 SHARED = ("optimizer.form=gram", "engine.mode=shared", "train.precision=fp32")
@@ -83,3 +84,32 @@ def test_a_run_whose_rank_is_killed_every_five_steps_ends_as_an_unbroken_one(
     assert found.kept_s == pytest.approx(trained_s(broken))
     assert found.redone_s == pytest.approx(sum(map(trained_s, attempts)))
     assert 0 < found.share < 1
+
+
+@pytest.mark.sweep
+def test_a_run_with_experts_is_killed_and_goes_on_wherever_it_has_ranks(tmp_path: Path) -> None:
+    """Four ranks with a quarter of the experts each, one rank, and four with half of them, which TP 2 does not cut:
+    together they train as the first four do alone. `test_checkpoint_state` compares what they read, bit by bit."""
+    job = (*EXPERTS, "train.precision=fp32", "train.steps=9", "checkpoint.every_steps=2", "checkpoint.keep=9")
+    quarters = ("gpus=4", "parallel.tp=1", "parallel.ep=4", "train.micro_batch_size=1")
+    halves = ("gpus=4", "parallel.tp=2", "parallel.ep=2")
+    straight, broken = RunFiles(tmp_path / "straight"), RunFiles(tmp_path / "broken")
+    assert forked_run(straight.root, *job, *quarters).exit_code == 0
+    for at, layout in ((4, quarters), (3, ("gpus=1", "parallel.tp=1", "train.micro_batch_size=4"))):
+
+        def kill(rank: int, number: int, given: Batch, at: int = at) -> Batch:
+            if (rank, number) == (0, at):
+                _end()
+            return given
+
+        with pytest.raises(AssertionError, match="died without a word"):
+            forked_run(broken.root, *job, *layout, "checkpoint.asynchronous=false", spoil=kill)
+        gc.collect()  # the launch's hold on its directory
+    assert forked_run(broken.root, *job, *halves).exit_code == 0
+    assert [line[0] for line in curve(broken)] == [line[0] for line in curve(straight)] == list(range(1, 10))
+    for place in (1, 3):  # losses and norms
+        assert [line[place] for line in curve(broken)] == pytest.approx(
+            [line[place] for line in curve(straight)], rel=1e-5
+        )
+    layouts = {step: broken.checkpoints / step_name(step) / "layout.json" for step in (2, 4, 6)}
+    assert {step: json.loads(file.read_text())["ep"] for step, file in layouts.items()} == {2: 4, 4: 1, 6: 2}
