@@ -106,7 +106,7 @@ def _values(config: RunConfig) -> Iterator[Problem]:
     if config.data.validation_fraction == 0 and config.train.eval_interval > 0:
         fix = "hold some documents out, or switch validation off with train.eval_interval=0"
         yield Problem(key="data.validation_fraction", reason="leaves no documents for validation", fix=fix)
-    if config.optimizer.min_lr > config.optimizer.lr:
+    if config.optimizer.min_lr > config.optimizer.lr and config.schedule.decay != "constant":
         reason = f"is above optimizer.lr={config.optimizer.lr}, so the schedule would raise the rate"
         yield Problem(key="optimizer.min_lr", reason=reason, fix="use optimizer.min_lr_ratio=0.1 instead")
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name) is None:

@@ -128,7 +128,9 @@ class UpdateModel:
                 if self._whole:
                     packed = matrix.fragment_elements(self._tp) * (pipeline.buffer + FP32)
                     rank.work(0, "exchange", (packed + 2 * FP32 * matrix.elements) * pipeline.byte_s)
-            on_fragment = 0.0 if self._whole else matrix.elements * self._fragment_bytes / self._rate
+            on_fragment = (
+                0.0 if self._whole or matrix.replicated else matrix.elements * self._fragment_bytes / self._rate
+            )
             alone = max(0.0, self._costs[index] - (1 - 1 / self._tp) * on_fragment)
             rank.work(0, "matrix_update", pipeline.updating * alone)
 
