@@ -36,6 +36,15 @@ CLASHES = (
         )
         for option in ("--out", "--html", "--compare")
     ),
+    *(
+        Clash(
+            option=option,
+            beside="--from-megatron",
+            reason="--from-megatron shows costs on one screen; it does not write a plan",
+            fix=f"leave out {option}, and use it with the command that --from-megatron shows",
+        )
+        for option in ("--out", "--html", "--compare", "--shapes", "--layouts")
+    ),
 )
 SHAPES_RECIPE = "qwen3-8b"
 """The recipe that gives batch, sequence length and optimizer to shapes that are planned without a recipe."""
@@ -66,6 +75,15 @@ def plan(
             help="Plan the shapes in this YAML file instead of the recipe's model; needs no recipe.",
         ),
     ] = None,
+    from_megatron: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-megatron",
+            metavar="FILE",
+            help="Show what the optimizer of a Megatron-LM run costs, next to canzona's plan for its layout; needs no"
+            " recipe. FILE: a script, which is not run, a command line, or the arguments that Megatron prints.",
+        ),
+    ] = None,
     layouts: Annotated[
         bool,
         typer.Option("--layouts", help="Show the fastest layouts instead of a plan, and why the first is the fastest."),
@@ -80,20 +98,25 @@ def plan(
     is written to plans/, where `canzona train` looks for it. A dry run without a recipe shows every built-in
     size.
     """
-    if dry_run and not {out, html, compare, shapes} - {None} and not _names_recipe(overrides or ()):
+    if dry_run and not {out, html, compare, shapes, from_megatron} - {None} and not _names_recipe(overrides or ()):
         from canzona_cli.report.layouts import overview
 
         sizes = overview(overrides or (), recipes_dir or ())
         show(sizes.as_json() if json else sizes)
         return
 
-    typed = {"--out": out, "--html": html, "--compare": compare, "--shapes": shapes}
+    typed = {"--out": out, "--html": html, "--compare": compare, "--shapes": shapes, "--from-megatron": from_megatron}
     problems = [*clashes({**typed, "--layouts": layouts, "--dry-run": dry_run}, CLASHES)]
     if html is not None:
         from canzona_cli.bench.options import page_problems
 
         problems += page_problems(html)
     refuse(problems)
+    if from_megatron is not None:
+        from canzona_cli.commands.plan_megatron import show_beside_megatron
+
+        show_beside_megatron(from_megatron, overrides or (), recipes_dir or (), json=json, verbose=verbose)
+        return
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.costs.sharing import mode_warnings
     from canzona_cli.model.shapes import load_shapes

@@ -31,6 +31,7 @@ _NAMES: Final[Mapping[str, str]] = {
     "model.num_experts": "num_moe_experts n_experts num_local_experts",
     "model.experts_per_token": "num_experts_per_tok moe_router_topk router_topk",
     "model.balancing_weight": "moe_aux_loss_coeff router_aux_loss_coef",
+    "model.qk_norm": "qk_layernorm",
     "model.tied_embeddings": "tie_word_embeddings share_embeddings_and_output_weights",
     "model.rope_base": "rotary_base rope_theta",
     "model.norm_eps": "norm_epsilon layernorm_epsilon rms_norm_eps",
@@ -56,6 +57,10 @@ _NAMES: Final[Mapping[str, str]] = {
     "optimizer.beta1": "adam_beta1",
     "optimizer.beta2": "adam_beta2",
     "optimizer.eps": "adam_eps adam_epsilon",
+    "optimizer.nesterov": "muon_nesterov",
+    "optimizer.coefficients": "muon_coefficient_type",
+    "optimizer.scale_mode": "muon_scale_mode",
+    "optimizer.scale_factor": "muon_extra_scale_factor",
     "schedule.decay": "lr_scheduler lr_scheduler_type lr_decay_style scheduler decay_type",
     "schedule.warmup_steps": "lr_warmup_iters num_warmup_steps lr_warmup_steps",
     "schedule.decay_steps": "lr_decay_iters",
@@ -75,6 +80,7 @@ _NAMES: Final[Mapping[str, str]] = {
     "parallel.vpp": "virtual_pipeline_model_parallel_size",
     "parallel.ep": "expert_model_parallel_size expert_parallel_degree expert_parallel expert_parallel_size ep_size",
     "parallel.dispatcher": "moe_token_dispatcher_type",
+    "parallel.bucket_elements": "ddp_bucket_size",
     "parallel.cp": "context_parallel_size context_parallel_degree context_parallel cp_size",
 }
 RENAMED: Final[Mapping[str, str]] = {name: key for key, names in _NAMES.items() for name in names.split()}

@@ -86,10 +86,15 @@ def mapping_key(key: str) -> str | None:
 
 def problem_with(config: RunConfig, key: str, reason: str, fix: str = "") -> Problem:
     """Returns a problem with a setting of a run, including the value of the setting."""
+    return Problem(key=key, value=value_of(config, key), reason=reason, fix=fix)
+
+
+def value_of(config: RunConfig, key: str) -> object:
+    """Returns a run's value of the setting with this dotted key."""
     value: object = config
     for name in key.split("."):
         value = getattr(value, name)
-    return Problem(key=key, value=value, reason=reason, fix=fix)
+    return value
 
 
 def with_own_values(config: RunConfig, problems: Iterable[Problem]) -> list[Problem]:

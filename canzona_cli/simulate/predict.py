@@ -84,15 +84,20 @@ def simulate_strategy(
     Args:
         matrices: the matrices that the strategy updates; ignored for adamw.
     """
+    return simulate(config, layout, unplanned(config, layout, strategy, matrices))
+
+
+def unplanned(config: RunConfig, layout: Layout, strategy: AnyStrategy, matrices: Sequence[Matrix]) -> Workload:
+    """Returns the work of a strategy without a plan: layerwise, sc or adamw."""
     if strategy == "adamw":
-        return simulate(config, layout, Workload(strategy=strategy))
+        return Workload(strategy=strategy)
     configured = with_strategy(config, strategy)
     costs = update_costs(configured, matrices, implementation(configured))
     workload = Workload(strategy=strategy, matrices=matrices, costs=costs)
-    if strategy == "layerwise":
-        assignment, buckets = layerwise(matrices, layout, bucket_elements(config, layout))
-        workload = replace(workload, assignment=assignment, buckets=buckets)
-    return simulate(config, layout, workload)
+    if strategy != "layerwise":
+        return workload
+    assignment, buckets = layerwise(matrices, layout, bucket_elements(config, layout))
+    return replace(workload, assignment=assignment, buckets=buckets)
 
 
 def layerwise(

@@ -1,0 +1,189 @@
+"""Reads the arguments of a Megatron-LM run from a script, a command line, or what Megatron prints at its start.
+
+What an argument means to canzona is in `megatron_arguments.yaml` in this folder.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Final, Literal
+
+from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
+from canzona_cli.config.shell_script import Script, read_script, unknown
+from canzona_cli.errors import ConfigError, Problem
+
+OPTION: Final = "--from-megatron"
+_TABLE: Final = Path(__file__).with_suffix(".yaml")
+_PRINTED: Final = re.compile(r"-{8,} arguments -{8,}(.*?)-{8,} end of arguments -{8,}", re.DOTALL)
+_PRINTED_LINE: Final = re.compile(r"^(?:.*?\s)?([A-Za-z_]\w*) \.* (.*)$", re.MULTILINE)
+_NOTHING: Final = frozenset({"None", "[]", ""})
+_DTYPES: Final = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
+_NODES: Final = re.compile(r"^#SBATCH\s+(?:--nodes|-N)[=\s]*(\d+)\s*$", re.MULTILINE)
+_PER_NODE: Final = (
+    re.compile(r"^#SBATCH\s+(?:--gpus-per-node|--gres)[=\s]*(?:gpu:)?(?:\w+:)?(\d+)", re.MULTILINE),
+    re.compile(r"^#SBATCH\s+--ntasks-per-node[=\s]*(\d+)", re.MULTILINE),
+)
+
+Meaning = Literal["same", "muon", "used", "refused", "plans_only", "left_out", "no_effect"]
+"""The sections of the table."""
+
+
+@cache
+def table() -> Mapping[str, Mapping[str, object]]:
+    """Returns the sections of `megatron_arguments.yaml`; `no_effect` is a list of patterns."""
+    content = parse_yaml(read_plain(_TABLE, most=LARGEST_YAML))
+    assert isinstance(content, dict)
+    return content
+
+
+def meaning(name: str) -> Meaning | None:
+    """Returns the section of the table that an argument of Megatron is in; None for an argument that canzona does not
+    know."""
+    sections: tuple[Meaning, ...] = ("same", "muon", "used", "refused", "plans_only", "left_out")
+    for section in sections:
+        if name in table()[section]:
+            return section
+    return "no_effect" if any(fnmatchcase(name, pattern) for pattern in table()["no_effect"]) else None
+
+
+def default(name: str) -> object:
+    """Returns Megatron's default of an argument in the table; None also without a default."""
+    section = meaning(name)
+    if section is None or section == "no_effect":
+        return None
+    entry = table()[section][name]
+    return entry[0] if isinstance(entry, list) else entry
+
+
+def argument_of(flag: str) -> tuple[str, str | None]:
+    """Returns the name of the argument that a flag sets, and the value that a flag without values sets it to."""
+    name = flag.lstrip("-").replace("-", "_")
+    renamed = table()["flags"].get(name)
+    if isinstance(renamed, list):
+        argument, value = renamed
+        return str(argument), value
+    if meaning(name) is None:
+        for prefix in ("no_", "disable_"):
+            if name.startswith(prefix) and meaning(name.removeprefix(prefix)) is not None:
+                return name.removeprefix(prefix), "false"
+    return name, None
+
+
+@dataclass(kw_only=True)
+class Arguments:
+    """The arguments of a run, as far as its file gives them."""
+
+    path: Path
+    values: dict[str, str] = field(default_factory=dict)
+    """The value by Megatron's name; `true` or `false` for switches."""
+    written: dict[str, str] = field(default_factory=dict)
+    """The name as it is in the file, by Megatron's name."""
+    not_understood: list[str] = field(default_factory=list)
+    """The arguments that canzona does not know, as they are written."""
+    no_effect: list[str] = field(default_factory=list)
+    """The arguments without effect on a plan, as they are written."""
+    nodes: int | None = None
+    per_node: int | None = None
+    """The processes on each node."""
+
+    def take(self, name: str, value: str, written: str) -> None:
+        """Adds an argument; a later one takes precedence."""
+        match meaning(name):
+            case None:
+                self.not_understood.append(written)
+            case "no_effect":
+                self.no_effect.append(written)
+            case _:
+                self.values[name] = value
+                self.written[name] = written
+
+
+def read_arguments(path: Path) -> Arguments:
+    """Reads the arguments of a run.
+
+    Raises:
+        ConfigError: the file cannot be read, or contains no arguments of Megatron.
+    """
+    arguments = Arguments(path=path)
+    try:
+        text = read_plain(path, most=LARGEST_YAML).decode(errors="replace").replace("\r\n", "\n")
+        if printed := _PRINTED.search(text):
+            _take_printed(printed[1], arguments)
+        else:
+            _take_script(text, read_script(text), arguments)
+    except Unreadable as error:
+        fix = "give a script, a command line, or the arguments that Megatron prints at its start"
+        raise ConfigError(Problem(key=OPTION, value=str(path), reason=f"{error}", fix=fix)) from None
+    return arguments
+
+
+def _take_printed(text: str, arguments: Arguments) -> None:
+    for name, value in _PRINTED_LINE.findall(text):
+        value = value.strip()
+        if value in _NOTHING or (meaning(name) is None and value == "False"):
+            continue
+        switch = {"True": "true", "False": "false"}.get(value)
+        arguments.take(name, switch or _DTYPES.get(value, value.strip("[]'")), name)
+
+
+def _take_script(text: str, script: Script, arguments: Arguments) -> None:
+    launcher, words = _command_line(script)
+    if not any(word.startswith("--") for word in words):
+        raise Unreadable("contains no command with arguments of Megatron")
+    for flag, values in _flags(words):
+        name, implied = argument_of(flag)
+        switch = isinstance(default(name), bool)
+        # An unknown word that is no value of a flag may stand for other flags.
+        hidden = [word for word in values[switch is False and meaning(name) is not None :] if unknown(word)]
+        arguments.not_understood += [f"{unknown(word)}" for word in hidden]
+        values = [word for word in values if word not in hidden]
+        if switch is bool(values) and meaning(name) not in (None, "no_effect") and implied is None:
+            arguments.not_understood.append(" ".join([flag, *values]))
+        else:
+            arguments.take(name, implied or " ".join(values) or "true", flag)
+    arguments.not_understood += [word for word in script.undecided if word.startswith("--")]
+    given = {flag.replace("-", "_"): values for flag, values in _flags(launcher)}
+    nodes = _whole(given.get("__nnodes"), _NODES.search(text))
+    per_node = _whole(given.get("__nproc_per_node"), *(pattern.search(text) for pattern in _PER_NODE))
+    if nodes is None and per_node is not None and "__nnodes" not in given:
+        nodes = 1
+    arguments.nodes, arguments.per_node = nodes, per_node
+    if nodes and per_node:
+        arguments.take("world_size", str(nodes * per_node), "the number of processes")
+    elif (size := script.variables.get("WORLD_SIZE", "")).isdecimal():
+        arguments.take("world_size", size, "WORLD_SIZE")
+
+
+def _command_line(script: Script) -> tuple[list[str], list[str]]:
+    """Returns the words of the launcher, and those of the script that it starts, of the command with most flags.
+
+    Lines that begin with a flag are one command, as in a file that contains nothing but arguments.
+    """
+    commands = [[word.strip("'\"") for word in " ".join(words).split()] for words in script.commands]
+    commands.append([word for words in commands if words and words[0].startswith("--") for word in words])
+    longest = max(commands, key=lambda words: sum(word.startswith("--") for word in words))
+    started = next((place + 1 for place, word in enumerate(longest) if word.endswith(".py")), 0)
+    return longest[:started], longest[started:]
+
+
+def _flags(words: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yields each flag of a command line with the words after it."""
+    flag, values = "", list[str]()
+    for word in (*words, "--"):
+        if not word.startswith("--"):
+            values.append(word)
+            continue
+        if flag:
+            yield flag, values
+        flag, equals, value = word.partition("=")
+        values = [value] if equals else []
+        flag = "" if flag == "--" else flag
+
+
+def _whole(values: Sequence[str] | None, *matches: re.Match[str] | None) -> int | None:
+    """Returns the first whole number among a flag's values and the groups of matches."""
+    texts = [*(values or ()), *(match[1] for match in matches if match)]
+    return next((int(text) for text in texts if text.isdecimal()), None)

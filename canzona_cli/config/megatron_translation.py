@@ -1,0 +1,398 @@
+"""Translates the arguments of a run of Megatron-LM into settings of canzona.
+
+Arguments of a model or a step that canzona does not have are refused by name; nothing is approximated.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Final, get_args
+
+from canzona_cli.config.megatron_arguments import Arguments, default, read_arguments, table
+from canzona_cli.config.megatron_run import MegatronRun, TpMode
+from canzona_cli.config.overrides import key_of, text_value
+from canzona_cli.config.recipes import builtin_recipes_dir, group_options, read_yaml
+from canzona_cli.config.settings import exact_key, settings
+from canzona_cli.config.shell_script import unknown
+from canzona_cli.config.stages import counted
+from canzona_cli.errors import ConfigError, Problem, refuse
+
+_REQUIRED: Final = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
+_SHAPE: Final = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim"),
+    *("tied_embeddings", "qk_norm", "num_experts"),
+)
+"""The settings by which a built-in model is recognised."""
+_TOKENS: Final = 16384
+"""The ids of the tokenizer that recipes use where a run has no data of its own."""
+_DECAYS: Final = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
+_BALANCING: Final = {"seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
+_INTERLEAVED: Final = ("overlap_p2p_comm", "align_param_gather")
+"""Arguments that matter only if a stage has several model chunks; Megatron switches them off otherwise."""
+_EXCLUDING: Final = (
+    ("train_iters", "train_samples", "the length of a run is given in iterations or in samples"),
+    (
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+        "both give the number of model chunks",
+    ),
+)
+"""Arguments of which Megatron accepts one, with the reason."""
+
+
+def read_megatron_run(path: Path, typed: Sequence[str]) -> MegatronRun:
+    """Reads and translates the arguments of a run of Megatron-LM.
+
+    Args:
+        typed: the user's overrides, which take precedence over the file.
+
+    Raises:
+        ConfigError: the file cannot be read; or arguments are missing, impossible, or those of a model or a step
+            that canzona does not have. Carries every problem.
+    """
+    values = {key_of(override): override.partition("=")[2] for override in typed}
+    if values.get("optimizer", "muon") != "muon":
+        reason = "--from-megatron compares Megatron's optimizers with canzona's Muon"
+        fix = "leave it out, and use it with the command that --from-megatron shows"
+        raise ConfigError(Problem(key="optimizer", value=values["optimizer"], reason=reason, fix=fix))
+    translation = _Translation(read_arguments(path), values)
+    run = translation.run()
+    refuse(translation.problems)
+    return run
+
+
+class _Translation:
+    """The settings of a run and the problems with them.
+
+    Args:
+        typed: the user's values by key.
+    """
+
+    def __init__(self, arguments: Arguments, typed: Mapping[str, str]) -> None:
+        self._given, self._typed = arguments, typed
+        self.problems: list[Problem] = []
+        self._overrides: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        self._left_out: list[str] = []
+        self._plans_only: list[str] = []
+
+    def run(self) -> MegatronRun:
+        """Translates everything."""
+        self._check()
+        for name in table()["same"]:
+            if (key := exact_key(name)) is not None:
+                self._set(key, self._text(name), name)
+        self._model()
+        self._parallel()
+        batch = self._batch()
+        self._schedule(batch)
+        self._optimizer()
+        self._omissions()
+        first = {} if "recipe" in self._typed else {"recipe": self._recipe()}
+        mode = self._text("muon_tp_mode")
+        return MegatronRun(
+            path=self._given.path,
+            overrides={**first, **self._overrides},
+            arguments=self._names,
+            optimizer="adamw" if self._text("optimizer") == "adam" else "muon",
+            distributed=self._distributed,
+            tp_mode=next((known for known in get_args(TpMode) if known == mode), "blockwise"),
+            tp_overlap=self._on("tp_comm_overlap"),
+            dispatch_overlap=self._on("overlap_moe_expert_parallel_comm"),
+            not_understood=tuple(dict.fromkeys(self._given.not_understood)),
+            left_out=tuple(self._left_out),
+            plans_only=tuple(self._plans_only),
+            no_effect=tuple(dict.fromkeys(self._given.no_effect)),
+        )
+
+    @property
+    def _distributed(self) -> bool:
+        names = ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer")
+        return any(map(self._on, names)) or self._text("optimizer") == "dist_muon"
+
+    def _check(self) -> None:
+        """Reports what is missing, refused or contradictory, and lists what canzona leaves out."""
+        for name in _REQUIRED:
+            if self._text(name) is None and exact_key(name) not in self._typed:
+                self._report(name, "is missing", f"add it to the file, or {exact_key(name)}=N to this command")
+        for name, (_, accepted, reason) in self._entries("refused"):
+            if not self._is_one(name, accepted):
+                if name not in self._given.values:
+                    reason += f"; without the flag, Megatron's are {self._text(name)}"
+                self._report(name, reason)
+        for name, (_, accepted, reason) in self._entries("plans_only"):
+            if not self._is_one(name, accepted):
+                usual = "" if name in self._given.values else " (Megatron's default)"
+                self._plans_only.append(f"{self._listed(name)}{usual}: {reason}")
+        for name, other, reason in _EXCLUDING:
+            if {name, other} <= self._given.values.keys():
+                self._report(name, f"{reason}, and {self._written(other)} is given, too", "keep one of them")
+        if self._on("overlap_param_gather") and not self._on("overlap_grad_reduce"):
+            self._report("overlap_param_gather", "needs --overlap-grad-reduce", "give both, or none")
+        if self._on("overlap_param_gather") and not self._distributed:
+            self._report("overlap_param_gather", "needs --use-distributed-optimizer", "give both, or none")
+        if (mode := self._text("muon_tp_mode")) not in get_args(TpMode):
+            self._report("muon_tp_mode", f"{mode} is not one of {', '.join(get_args(TpMode))}")
+        # A pattern such as `([1]*48)` has experts in every layer.
+        pattern = self._text("moe_layer_freq") or "1"
+        if pattern != "1" and (pattern.isdecimal() or re.search(r"(?<!\d)0|[^\d\[\]()*+, ]", pattern)):
+            self._report("moe_layer_freq", "all layers of canzona's models are alike")
+        if self._text("recompute_method") == "block":
+            self._report("recompute_method", "canzona recomputes the same in every layer", "give uniform")
+
+    def _model(self) -> None:
+        hidden, heads = self._number("hidden_size", 1), self._number("num_attention_heads", 1)
+        if self._text("kv_channels") is None and hidden % heads:
+            self._report("hidden_size", f"is not a multiple of the {heads} attention heads", "give --kv-channels")
+        gated, experts = self._on("swiglu"), self._number("num_experts", 0)
+        usual = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+        ffn = self._number("ffn_hidden_size", usual)
+        groups = self._number("num_query_groups", 1) if self._on("group_query_attention") else heads
+        self._set("model.head_dim", self._number("kv_channels", hidden // heads), "kv_channels")
+        self._set("model.num_query_groups", groups, "num_query_groups")
+        width = "moe_ffn_hidden_size" if experts else "ffn_hidden_size"
+        self._set("model.ffn_hidden_size", self._number(width, ffn), width)
+        self._set("model.tied_embeddings", not self._on("untie_embeddings_and_output_weights"))
+        self._set("model.gated", gated, "swiglu")
+        if not gated:
+            self._plans_only.append("canzona trains models with --swiglu")
+        if self._on("use_rope_scaling"):
+            self._set("model.rope_scaling", self._text("rope_scaling_factor"), "rope_scaling_factor")
+        self._set("model.num_experts", experts, "num_experts")
+        if experts:
+            for name, what in (("qk_layernorm", "QK-norm"), ("swiglu", "SwiGLU")):
+                if not self._on(name):
+                    self._report(name, f"is missing; canzona's models with experts have {what}, as Qwen3")
+            self._set("model.experts_per_token", self._number("moe_router_topk", 2), "moe_router_topk")
+            balancing = self._text("moe_router_load_balancing_type") or ""
+            if balancing in _BALANCING:
+                self._set("model.balancing_loss", _BALANCING[balancing], "moe_router_load_balancing_type")
+            else:
+                self._left_out.append(self._listed("moe_router_load_balancing_type"))
+            if balancing != "none":
+                self._set("model.balancing_weight", self._text("moe_aux_loss_coeff"), "moe_aux_loss_coeff")
+        self._vocabulary()
+
+    def _vocabulary(self) -> None:
+        if self._text("vocab_size") is None and self._text("padded_vocab_size") is None:
+            if self._like is None and not {"model.vocab_size", "recipe"} & self._typed.keys():
+                reason = "is missing: the file leaves it to the tokenizer, which is not read"
+                self._report("vocab_size", reason, "add it to the file, or model.vocab_size=N to this command")
+            return
+        size = self._number("padded_vocab_size", 0) or self._number("vocab_size", 1)
+        to = self._number("make_vocab_size_divisible_by", 128) * self._number("tensor_model_parallel_size", 1)
+        padded = -(-size // to) * to if self._on("pad_vocab_size") else size
+        self._set("model.vocab_size", padded, "vocab_size")
+
+    def _parallel(self) -> None:
+        self._gpus = self._number("world_size", 0, key="gpus")
+        if not self._gpus:
+            reason = "the file does not say on how many GPUs it runs"
+            self.problems.append(Problem(key="gpus", reason=reason, fix="add gpus=N to this command"))
+        self._set("gpus", self._gpus, "world_size")
+        if self._given.per_node and (self._given.nodes or 1) > 1:
+            self._set("cluster.gpus_per_node", self._given.per_node, "world_size")
+        if self._number("tensor_model_parallel_size", 1) > 1 and not self._on("sequence_parallel"):
+            self._set("parallel.sequence_parallel", False)
+        self._stages()
+        if self._number("num_experts", 0) or self._number("expert_model_parallel_size", 1) > 1:
+            self._expert_ranks()
+
+    def _stages(self) -> None:
+        layers, pp = self._number("num_layers", 1), self._number("pipeline_model_parallel_size", 1)
+        counts = tuple(self._on(f"account_for_{part}_in_pipeline_split") for part in ("embedding", "loss"))
+        counted_layers, per_chunk = layers + sum(counts), self._number("num_layers_per_virtual_pipeline_stage", 0)
+        chunks = self._number("num_virtual_stages_per_pipeline_rank", 1)
+        chunks = self._number("virtual_pipeline_model_parallel_size", chunks)
+        if per_chunk:
+            chunks, rest = divmod(counted_layers, pp * per_chunk)
+            if rest or not chunks:
+                reason = f"does not cut {counted_layers} layers on {pp} stages into whole chunks"
+                self._report("num_layers_per_virtual_pipeline_stage", reason, "use a divisor of a stage's layers")
+        self._chunks = max(1, chunks)
+        if pp > 1 or chunks > 1:
+            self._set("parallel.vpp", self._chunks, "num_layers_per_virtual_pipeline_stage")
+        cut = counted(layers, pp * self._chunks)
+        if pp > 1 and cut is not None and cut != counts:
+            which = "nothing" if not any(cut) else "the loss" if not cut.embedding else "embedding and loss"
+            name = f"account_for_{'loss' if cut.loss != counts[1] else 'embedding'}_in_pipeline_split"
+            reason = f"canzona counts {which} as a layer when it cuts {layers} layers into {pp * self._chunks} parts"
+            self._report(name, reason)
+
+    def _expert_ranks(self) -> None:
+        tp, ep = self._number("tensor_model_parallel_size", 1), self._number("expert_model_parallel_size", 1)
+        self._set("parallel.ep", ep, "expert_model_parallel_size")
+        cut, expected = self._number("expert_tensor_parallel_size", tp), tp if ep == 1 else 1
+        if cut != expected:
+            also = ", as the rest of the model" if ep == 1 else " with expert parallelism"
+            reason = f"would cut experts into {cut} parts; canzona cuts them into {expected}{also}"
+            self._report("expert_tensor_parallel_size", reason, f"give {expected}")
+        if ep > 1:
+            self._set("parallel.dispatcher", self._text("moe_token_dispatcher_type"), "moe_token_dispatcher_type")
+
+    def _batch(self) -> int:
+        """Sets precision and batch; returns the sequences of a step."""
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        copy_ranks = 1
+        for name in sizes:
+            copy_ranks *= max(1, self._number(name, 1))
+        usual = max(1, self._gpus // copy_ranks) * self._number("micro_batch_size", 1)
+        batch = max(1, self._number("global_batch_size", usual))
+        self._set("train.global_batch_size", batch, "global_batch_size")
+        self._set("train.recompute", self._text("recompute_granularity") or "none", "recompute_granularity")
+        self._set("train.precision", "bf16" if self._on("bf16") else "fp32", "bf16")
+        if self._on("bf16"):
+            reduced = "bf16" if self._on("grad_reduce_in_bf16") else "fp32"
+            self._set("train.grad_reduce_dtype", reduced, "grad_reduce_in_bf16")
+        data = self._text("data_path") or ""
+        if len(data.split()) == 1 and unknown(data) is None:
+            self._set("data.path", text_value(data), "data_path")
+        elif (size := self._number("vocab_size", _TOKENS)) < _TOKENS:
+            self._set("data.tokenizer_vocab_size", size)
+        return batch
+
+    def _schedule(self, batch: int) -> None:
+        def steps(of: str) -> int | None:
+            """Returns a length that is given in iterations or samples."""
+            iterations, samples = self._number(f"{of}_iters", 0), self._number(f"{of}_samples", 0)
+            return iterations or samples // batch or None
+
+        length, decay = steps("train"), _DECAYS.get(self._text("lr_decay_style") or "")
+        self._set("train.steps", length, "train_iters")
+        if decay is None:
+            self._left_out.append(self._listed("lr_decay_style"))
+            return
+        self._set("schedule.decay", decay, "lr_decay_style")
+        ends = steps("lr_decay")
+        if decay == "constant":
+            self._overrides.pop("optimizer.min_lr", None)
+        elif ends != length:
+            self._set("schedule.decay_steps", ends, "lr_decay_iters")
+        if decay == "wsd":
+            self._set("schedule.wsd_decay_steps", steps("lr_wsd_decay"), "lr_wsd_decay_iters")
+            if self._text("lr_wsd_decay_style") != "linear":
+                self._left_out.append(self._listed("lr_wsd_decay_style"))
+        text = self._text("lr_warmup_fraction") or "0"
+        if (share := _number(text)) is None:
+            self._unusable("lr_warmup_fraction", text, "schedule.warmup_steps")
+        warmup = steps("lr_warmup") or int((share or 0.0) * (ends or length or 0))
+        self._set("schedule.warmup_steps", warmup, "lr_warmup_iters")
+
+    def _optimizer(self) -> None:
+        name = self._text("optimizer")
+        if name not in ("adam", "muon", "dist_muon"):
+            reason = "canzona simulates Megatron's adam, muon and dist_muon"
+            self._report("optimizer", reason, "choose one of them, to see its cost")
+        self._set("optimizer", "muon")
+        if name == "adam":
+            return
+        for argument in table()["muon"]:
+            if (key := exact_key(argument)) is not None:
+                self._set(key, self._text(argument), argument)
+        self._set("engine.splitting", "qkv" if self._on("muon_split_qkv") else "fused", "muon_split_qkv")
+
+    def _omissions(self) -> None:
+        """Lists what canzona neither has nor simulates."""
+        for name, usual in table()["left_out"].items():
+            if name in _INTERLEAVED and self._chunks == 1:
+                continue
+            if not self._is_one(name, usual if isinstance(usual, list) else [usual]):
+                self._left_out.append(self._listed(name))
+
+    def _recipe(self) -> str:
+        """Returns the built-in recipe of the model; else one of its family, and names the run after its file."""
+        if self._like is not None:
+            return self._like
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", self._given.path.stem).strip("-._") or "megatron"
+        self._set("name", name)
+        self._set("model.name", name)
+        if self._number("num_experts", 0):
+            return "qwen3-30b-a3b"
+        return "qwen3-8b" if self._on("qk_layernorm") else "llama3-8b"
+
+    @cached_property
+    def _like(self) -> str | None:
+        """The name of the built-in model with the same matrices, which is its recipe's, too."""
+        for name, file in group_options("model", [builtin_recipes_dir()]).items():
+            model = {key: known.default for key, known in settings().items() if key.startswith("model.")}
+            model |= {f"model.{key}": value for key, value in read_yaml(file).items()}
+            if all(self._overrides.get(f"model.{key}") == _written(model[f"model.{key}"]) for key in _SHAPE):
+                return name
+        return None
+
+    def _entries(self, section: str) -> Iterator[tuple[str, tuple[object, list[object], str]]]:
+        for name, entry in table()[section].items():
+            assert isinstance(entry, list)
+            usual, accepted, reason = entry
+            yield name, (usual, accepted, reason)
+
+    def _is_one(self, name: str, accepted: Sequence[object]) -> bool:
+        value = self._text(name)
+        texts = (self._text(one[1:]) if isinstance(one, str) and one[:1] == "=" else _written(one) for one in accepted)
+        return any(value == one or _number(value) == _number(one) is not None for one in texts)
+
+    def _text(self, name: str) -> str | None:
+        """Returns the value of an argument or its default; None for neither."""
+        return self._given.values.get(name, _written(default(name)))
+
+    def _on(self, name: str) -> bool:
+        return self._text(name) == "true"
+
+    def _number(self, name: str, missing: int, *, key: str | None = None) -> int:
+        """Returns the user's value of an argument's setting, else its own value, else `missing`."""
+        key = key or exact_key(name) or ""
+        text = self._typed.get(key, self._text(name))
+        if text is None:
+            return missing
+        number = _number(text)
+        least = min(missing, 1)
+        if number is None or not number.is_integer() or not least <= number < 1 << 53:
+            self._unusable(name, text, key)
+            return missing
+        return int(number)
+
+    def _set(self, key: str, value: str | int | None, name: str | None = None) -> None:
+        """Sets a key, unless the user does or there is no value; `name` is the argument that determines it."""
+        if key in self._typed or value is None:
+            return
+        text = _written(value)
+        assert text is not None
+        if unknown(text) is not None:
+            self._unusable(name or key, text, key)
+            return
+        self._overrides[key] = text
+        if name is not None and name in self._given.values:
+            self._names[key] = self._given.written[name]
+
+    def _unusable(self, name: str, text: str, key: str) -> None:
+        part, fix = unknown(text), f"add {key}=VALUE to this command" if key else ""
+        reason = "is not a positive number" if part is None else "has a value that the file does not give"
+        self._report(name, reason, fix, value=text if part is None else part)
+
+    def _listed(self, name: str) -> str:
+        """Returns an argument and its value as they are written."""
+        value = self._text(name)
+        return self._written(name) + ("" if value in ("true", None) else f" {unknown(value) or value}")
+
+    def _written(self, name: str) -> str:
+        return self._given.written.get(name, f"--{name.replace('_', '-')}")
+
+    def _report(self, name: str, reason: str, fix: str = "", *, value: str | None = None) -> None:
+        shown = value or self._given.values.get(name)
+        shown = (shown and unknown(shown)) or shown
+        problem = Problem(key=self._written(name), value=shown, reason=reason, fix=fix)
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+
+def _written(value: object) -> str | None:
+    """Returns a value of the table or of Python as the text of an argument or an override."""
+    return None if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,387 @@
+"""Reads the commands of a shell script, with their variables replaced, without running anything.
+
+The script is read as if it were started without arguments. Variables that it does not set, `$(commands)` and
+values set under a condition that cannot be decided stay unknown, and are marked in the words that contain
+them. Tests of files count as conditions that cannot be decided. A loop's body is read once.
+"""
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import dropwhile
+from typing import Final
+
+from canzona_cli.config.reading import Unreadable
+
+LARGEST: Final = 1 << 20
+"""The most characters of a script, and of a value after its variables are replaced."""
+_MARK: Final = "\ue000"
+"""The character around the name of an unknown part of a word; `?` begins a name that is not just an unset variable."""
+_ENDS: Final = " \t\n;&|()<>"
+_NAME: Final = re.compile(r"[A-Za-z_]\w*|[0-9@*#?]")
+_ASSIGNED: Final = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_BRACED: Final = re.compile(r"([A-Za-z_]\w*|[0-9])(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
+_QUOTES: Final = ("'", '"', "`")
+_TESTING: Final = frozenset({"if", "elif", "while", "!"})
+_DECLARING: Final = frozenset({"export", "local", "declare", "readonly", "typeset"})
+_BINARY: Final[Mapping[type[ast.AST], Callable[[int, int], int]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_COMPARED: Final = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A script as far as it can be read."""
+
+    commands: tuple[tuple[str, ...], ...]
+    """The words of every command that may run, in order."""
+    variables: Mapping[str, str]
+    """The last value of every variable; the elements of an array are separated by spaces."""
+    undecided: tuple[str, ...]
+    """The words that a condition which cannot be decided adds to a variable."""
+
+
+def unknown(word: str) -> str | None:
+    """Returns the unknown part of a word as a script writes it, such as `$TP`; None if all of it is known."""
+    name = word.split(_MARK)[1].lstrip("?") if _MARK in word else None
+    return name and (f"${name}" if name.isalnum() or "_" in name else name)
+
+
+def read_script(text: str) -> Script:
+    """Reads a script.
+
+    Raises:
+        Unreadable: a quote or bracket is not closed, or a value grows too long.
+    """
+    reader = _Reader(text, {})
+    try:
+        while reader.at < len(text):
+            reader.command()
+    except RecursionError:
+        raise Unreadable("nests variables too deeply") from None
+    return Script(
+        commands=tuple(reader.commands), variables=reader.variables, undecided=tuple(dict.fromkeys(reader.undecided))
+    )
+
+
+def both(a: bool | None, b: bool | None) -> bool | None:
+    """Returns `a and b`, where None is not known."""
+    return False if False in (a, b) else None if None in (a, b) else True
+
+
+def _not(a: bool | None) -> bool | None:
+    return None if a is None else not a
+
+
+@dataclass
+class _Branch:
+    """An open `if`, loop or `case`."""
+
+    taken: bool | None = True
+    """True if the part that is being read runs."""
+    before: bool | None = False
+    """True if an earlier part of the same `if` runs."""
+    condition: bool | None = True
+    reading: bool = False
+    """True while the condition is read."""
+
+    def enter(self, keyword: str) -> None:
+        """Begins the part after `then`, `do`, `elif` or `else`."""
+        self.reading = keyword == "elif"
+        if keyword == "elif":
+            self.condition = True
+        elif keyword == "else":
+            self.taken = _not(self.before)
+        else:
+            self.taken = both(_not(self.before), self.condition)
+            self.before = _not(both(_not(self.before), _not(self.condition)))
+
+
+class _Reader:
+    """A reader of a text, at a position."""
+
+    def __init__(self, text: str, variables: dict[str, str]) -> None:
+        self.text, self.at, self.variables = text, 0, variables
+        self.commands: list[tuple[str, ...]] = []
+        self.undecided: list[str] = []
+        self._open: list[_Branch] = []
+        self._joined = ""
+        """The operator between the previous command and this one."""
+        self._documents: list[str] = []
+        """The last lines of here-documents that begin on the next line."""
+
+    def command(self) -> None:
+        """Reads a command and the operator after it."""
+        words, end = self._words()
+        self._apply(words, end)
+        self._joined = end
+
+    def _words(self) -> tuple[list[str], str]:
+        words: list[str] = []
+        while self.at < len(self.text):
+            rest = self.text[self.at : self.at + 3]
+            if rest[0] in " \t" or rest.startswith("\\\n"):
+                self.at += 1 if rest[0] in " \t" else 2
+            elif rest[0] == "#":
+                self.at = self._find("\n", closed=False)
+            elif rest.startswith("((") and (not words or words[-1] in _TESTING):
+                end = self._find("))", closed=True)
+                words.append(self.text[self.at : end + 2])
+                self.at = end + 2
+            elif rest[0] in "<>" or rest.startswith("&>"):
+                self._redirect()
+            elif rest[0] in _ENDS:
+                sign = rest[:2] if rest[:2] in ("&&", "||", ";;") else rest[0]
+                self.at += len(sign)
+                if sign == "\n":
+                    self._skip_documents()
+                return words, sign
+            else:
+                word = self._word()
+                if not (word.isdecimal() and self.text[self.at : self.at + 1] in ("<", ">")):  # not as in `2>&1`
+                    words.append(word)
+        return words, "\n"
+
+    def _word(self) -> str:
+        word = self.piece(_ENDS)
+        if self.text[self.at : self.at + 1] == "(" and _ASSIGNED.fullmatch(word):
+            self.at += 1
+            elements: list[str] = []
+            while True:
+                if self.at >= len(self.text):
+                    raise Unreadable(f"does not close the bracket of {word}(")
+                more, end = self._words()
+                elements += more
+                if end == ")":
+                    break
+            word += (" " if word.endswith("+=") else "") + " ".join(elements)
+        return word
+
+    def piece(self, ends: str) -> str:
+        """Reads up to one of the characters `ends`, replaces variables and removes quotes."""
+        parts: list[str] = []
+        length = 0
+        while self.at < len(self.text) and (sign := self.text[self.at]) not in ends:
+            self.at += 1
+            if sign == "'" and ends != '"':
+                end = self._find("'", closed=True)
+                parts.append(self.text[self.at : end])
+                self.at = end + 1
+            elif sign == '"' and ends != '"':
+                parts.append(self.piece('"'))
+                if self.at >= len(self.text):
+                    raise Unreadable("does not close a double quote")
+                self.at += 1
+            elif sign == "\\":
+                escaped = self.text[self.at : self.at + 1]
+                self.at += 1
+                kept = "\\" if ends == '"' and escaped not in '$`"\\\n' else ""
+                parts.append(kept + ("" if escaped == "\n" else escaped))
+            elif sign == "`":
+                self.at = self._find("`", closed=True) + 1
+                parts.append(f"{_MARK}?`...`{_MARK}")
+            else:
+                parts.append(self._dollar() if sign == "$" else sign)
+            length += len(parts[-1])
+            if length > LARGEST:
+                raise Unreadable(f"has a value of more than {LARGEST:,} characters")
+        return "".join(parts)
+
+    def _dollar(self) -> str:
+        """Replaces what a `$` before the position begins."""
+        for opening, closing in (("((", "))"), ("(", ")"), ("{", "}")):
+            if self.text.startswith(opening, self.at):
+                inside = self._bracketed(opening, closing)
+                if opening == "{":
+                    return self._braced(inside)
+                number = self._arithmetic(inside) if opening == "((" else None
+                return f"{_MARK}?$(...){_MARK}" if number is None else str(number)
+        if (name := _NAME.match(self.text, self.at)) is None:
+            return "$"
+        self.at = name.end()
+        return self._value(name[0])
+
+    def _braced(self, inside: str) -> str:
+        match = _BRACED.fullmatch(inside)
+        if match is None:
+            return f"{_MARK}?${{{inside}}}{_MARK}"
+        name, _, sign, other = match.groups(default="")
+        value = self._value(name)
+        is_set = name in self.variables and (value != "" or ":" not in sign)
+        if sign.endswith("+") or (sign.endswith(("-", "=")) and not is_set):
+            if sign.endswith("+") and not is_set:
+                return ""
+            return _Reader(other, self.variables).piece("")
+        return value
+
+    def _value(self, name: str) -> str:
+        special = {"#": "0", "@": "", "*": "", "?": "0"}
+        return self.variables.get(name, special.get(name, f"{_MARK}{name}{_MARK}"))
+
+    def _arithmetic(self, expression: str) -> int | None:
+        """Evaluates an expression of integers; None if it has unknown parts."""
+        text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: self._value(name[1]), expression)
+        text = text.strip().replace("/", "//").replace("&&", " and ").replace("||", " or ")
+        try:
+            value = _evaluate(ast.parse(text, mode="eval").body)
+        except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+            return None
+        return value if abs(value) < 1 << 63 else None
+
+    def _bracketed(self, opening: str, closing: str) -> str:
+        """Reads a text in brackets, which may contain such brackets; returns what is inside."""
+        start, depth = self.at + len(opening), 0
+        while self.at < len(self.text):
+            sign = self.text[self.at]
+            depth += (sign == opening[0]) - (sign == closing[0])
+            self.at += 1
+            if depth == 0:
+                return self.text[start : self.at - len(closing)]
+        raise Unreadable(f"does not close ${opening}")
+
+    def _find(self, sign: str, *, closed: bool) -> int:
+        place = self.text.find(sign, self.at)
+        if place < 0 and closed:
+            line = self.text.count("\n", 0, self.at) + 1
+            raise Unreadable(f"does not close {'the quote' if sign in _QUOTES else 'what begins'} in line {line}")
+        return place if place >= 0 else len(self.text)
+
+    def _redirect(self) -> None:
+        """Skips a redirection and its target."""
+        signs = re.compile(r"[<>&|]+-?").match(self.text, self.at)
+        assert signs is not None
+        self.at = signs.end()
+        while self.text[self.at : self.at + 1] in (" ", "\t"):
+            self.at += 1
+        target = self.piece(_ENDS)
+        if signs[0] in ("<<", "<<-"):
+            self._documents.append(target)
+
+    def _skip_documents(self) -> None:
+        for last in self._documents:
+            end = re.compile(rf"^\t*{re.escape(last)}$", re.MULTILINE).search(self.text, self.at)
+            self.at = len(self.text) if end is None else end.end()
+        self._documents = []
+
+    def _apply(self, words: list[str], end: str) -> None:
+        """Follows a command: opens and closes branches, sets variables, or records it."""
+        while words and (rest := self._keyword(words)) is not None:
+            words = rest
+        branch = self._open[-1] if self._open else None
+        if words and branch is not None and branch.reading:
+            tested = self._test(words)
+            either = _not(both(_not(branch.condition), _not(tested)))
+            branch.condition = either if self._joined == "||" else both(branch.condition, tested)
+        elif words and not (end == ")" and self._runs is None):  # a pattern of `case`
+            self._record(words)
+
+    def _keyword(self, words: list[str]) -> list[str] | None:
+        """Follows the keyword that a command begins with; returns the words after it, or None without a keyword."""
+        first, branch = words[0], self._open[-1] if self._open else None
+        if first in ("if", "while"):
+            self._open.append(_Branch(reading=True))
+            self._joined = ""
+        elif first in ("for", "select", "until", "case"):
+            self._open.append(_Branch(taken=None if first == "case" else True))
+            for name in words[1:2] if first in ("for", "select") else ():
+                self._set(name, f"{_MARK}?{name}{_MARK}")
+            return []
+        elif first in ("fi", "done", "esac") and branch is not None:
+            self._open.pop()
+            return []
+        elif first in ("then", "do", "elif", "else") and branch is not None:
+            branch.enter(first)
+            self._joined = ""
+        elif first not in ("{", "}", "time", "function"):
+            return None
+        return words[1:]
+
+    @property
+    def _runs(self) -> bool | None:
+        runs: bool | None = True
+        for branch in self._open:
+            runs = both(runs, branch.taken)
+        return runs
+
+    def _record(self, words: list[str]) -> None:
+        if self._runs is False:
+            return
+        if words[0] in _DECLARING:
+            words = [word for word in words[1:] if _ASSIGNED.match(word)]
+        if all(_ASSIGNED.match(word) for word in words):
+            for word in words:
+                match = _ASSIGNED.match(word)
+                assert match is not None
+                (name, added), value = match.groups(), word[match.end() :]
+                if self._runs is None:
+                    self.undecided += value.split()
+                    value = "" if added else f"{_MARK}?{name}{_MARK}"
+                old = self.variables.get(name, "") if added else ""
+                self._set(name, old + value)
+        else:
+            self.commands.append(tuple(dropwhile(_ASSIGNED.match, words)))
+
+    def _set(self, name: str, value: str) -> None:
+        if len(value) > LARGEST:
+            raise Unreadable(f"has a value of more than {LARGEST:,} characters")
+        self.variables[name] = value
+
+    def _test(self, words: list[str]) -> bool | None:
+        """Decides a test; None if it asks something that the script does not say."""
+        if words[0] == "!":
+            return _not(self._test(words[1:]))
+        if words[0].startswith("(("):
+            number = self._arithmetic(words[0][2:-2])
+            return None if number is None else number != 0
+        words = [word for word in words if word not in ("[", "[[", "]", "]]", "test")]
+        if any(re.search(rf"{_MARK}\?", word) for word in words):
+            return None
+        plain = [re.sub(rf"{_MARK}\w+{_MARK}", "", word) for word in words]
+        match plain:
+            case ["!", *rest]:
+                return _not(self._test(rest))
+            case ["true"] | [":"]:
+                return True
+            case ["false"]:
+                return False
+            case ["-n" | "-z" as asked, text]:
+                return (text == "") is (asked == "-z")
+            case [left, "=" | "==", right]:
+                return fnmatchcase(left, right)
+            case [left, "!=", right]:
+                return not fnmatchcase(left, right)
+            case [left, sign, right] if sign in _COMPARED:
+                number = self._arithmetic(f"{left or 0} {_COMPARED[sign]} {right or 0}")
+                return None if number is None else bool(number)
+        return None
+
+
+def _evaluate(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int() as number):
+            return int(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluate(operand)
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _BINARY:
+            return int(_BINARY[type(sign)](_evaluate(left), _evaluate(right)))
+        case ast.Compare(left=left, ops=[sign], comparators=[right]) if type(sign) in _BINARY:
+            return int(_BINARY[type(sign)](_evaluate(left), _evaluate(right)))
+        case ast.BoolOp(op=ast.And(), values=values):
+            return int(all(map(_evaluate, values)))
+        case ast.BoolOp(op=ast.Or(), values=values):
+            return int(any(map(_evaluate, values)))
+    raise ValueError

@@ -1,0 +1,101 @@
+"""The screen of `canzona plan --from-megatron`: the cost of a Megatron-LM run's optimizer next to canzona's."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from canzona_cli.costs.memory import GIB
+from canzona_cli.report.header import describe_layout, rank_word
+from canzona_cli.report.page import Page, Screen, labelled, note, wrapped
+from canzona_cli.report.tables import rows_table
+from canzona_cli.run.words import MISSING, clean, overhead, plural, step_time
+from canzona_cli.simulate.beside_megatron import BesideMegatron, Cost
+
+_SHOWN = 4
+"""The most arguments of a list that are named without `-v`."""
+_MODES = {
+    "blockwise": "each TP rank orthogonalises its own fragment, so updates depend on TP; canzona's do not",
+    "duplicated": "each TP rank gathers and updates whole matrices",
+    "distributed": "not simulated; the figures are of duplicated",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BesideMegatronView(Page):
+    """The costs in one screen."""
+
+    beside: BesideMegatron
+    verbose: bool = False
+    """True to name every argument of every list."""
+
+    widest = 120
+
+    def parts(self, screen: Screen) -> Iterator[RenderableType]:
+        beside, run, config = self.beside, self.beside.run, self.beside.config
+        optimizer = "AdamW" if run.optimizer == "adamw" else "Muon"
+        layout = describe_layout(beside.layout, rank_word(config.cluster.device))
+        model = f"  {clean(config.model.name)}, {optimizer}, {layout} on {clean(config.cluster.name)}"
+        yield wrapped(Text.assemble((clean(run.path.name), "bold"), model))
+        batch = f"{beside.layout.global_batch_size:,} sequences × {config.train.seq_length:,}"
+        yield note(f"{batch}, micro-batch {beside.layout.micro_batch_size}")
+        yield self._table()
+        fits = all(cost.fits for cost in (beside.adamw, beside.muon, beside.canzona))
+        misfits = "" if fits else "; !: does not fit"
+        yield note(f"simulated; optimizer: exposed time; balance: max / mean update time of ranks{misfits}")
+        yield Text()
+        yield from labelled(self._rows(), 16)
+        yield Text()
+        if run.plans_only:
+            yield wrapped("canzona plans this model, but cannot train it:", "bold")
+            yield from (note(clean(reason)) for reason in self._some(run.plans_only))
+            return
+        data = "" if "data.path" in run.overrides else " (add data.path=PREFIX for its data)"
+        yield wrapped(f"Train it with canzona{data}; canzona plan with the same settings shows the plan:", "bold")
+        yield replace(wrapped(shlex.join(("canzona", "train", *beside.command))), unbroken=True)
+
+    def _table(self) -> RenderableType:
+        beside = self.beside
+        muon = "layer-wise Muon" if beside.muon.strategy == "layerwise" else "redundant Muon"
+        costs = {"Megatron AdamW": beside.adamw, f"  {muon}": beside.muon, "canzona Muon": beside.canzona}
+        heads = ("iteration", "optimizer", "vs AdamW", "balance", "padding", "GiB")
+        return rows_table(heads, ((name, self._cells(cost)) for name, cost in costs.items()), bold=2)
+
+    def _cells(self, cost: Cost) -> tuple[str, ...]:
+        return (
+            step_time(cost.result.iteration_s),
+            step_time(cost.result.optimizer_s),
+            MISSING if cost.strategy == "adamw" else overhead(self.beside.overhead(cost), digits=2),
+            MISSING if cost.balance is None else f"{cost.balance:.2f}",
+            MISSING if cost.padding is None else f"{100 * cost.padding:.1f}%",
+            f"{cost.memory_bytes / GIB:.1f}{' ' if cost.fits else '!'}",
+        )
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        beside, run = self.beside, self.beside.run
+        if run.optimizer == "adamw" and not run.distributed:
+            yield "AdamW", "is simulated with --use-distributed-optimizer, which the file does not have"
+        if run.optimizer == "muon" and beside.muon.strategy == "sc":
+            yield "redundant", "without --use-distributed-optimizer every rank updates every matrix"
+        if run.optimizer == "muon" and beside.layout.tp > 1:
+            yield "muon-tp-mode", f"{run.tp_mode}: {_MODES[run.tp_mode]}"
+        if lacking := [name for name, on in self._overlaps() if on]:
+            yield "canzona lacks", f"{' and '.join(lacking)}: compare optimizer times, not iterations"
+        for label, arguments in (("not understood", run.not_understood), ("left out", run.left_out)):
+            if arguments:
+                yield label, clean(", ".join(self._some(arguments)))
+        if run.no_effect:
+            shown = f": {', '.join(run.no_effect)}" if self.verbose else ""
+            yield "no effect", clean(f"{plural(len(run.no_effect), 'other argument')}{shown}")
+
+    def _overlaps(self) -> Iterator[tuple[str, bool]]:
+        yield "--tp-comm-overlap", self.beside.run.tp_overlap and self.beside.layout.tp > 1
+        yield "--overlap-moe-expert-parallel-comm", self.beside.run.dispatch_overlap and self.beside.layout.ep > 1
+
+    def _some(self, arguments: Sequence[str]) -> Sequence[str]:
+        """Returns the first arguments, and how many more there are."""
+        if self.verbose or len(arguments) <= _SHOWN:
+            return arguments
+        return *arguments[:_SHOWN], f"and {len(arguments) - _SHOWN} more (-v)"

@@ -1,0 +1,160 @@
+"""The cost of a Megatron-LM run's optimizer, next to canzona's plan for the same layout."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from canzona_cli.config.execution import AnyStrategy, splitting_of, with_strategy
+from canzona_cli.config.megatron_run import MegatronRun
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.memory import capacity, estimate
+from canzona_cli.errors import DoesNotFit
+from canzona_cli.model.matrices import Matrix
+from canzona_cli.model.matrices import matrices as matrices_of
+from canzona_cli.planner.make import make_plan, plan_unbounded
+from canzona_cli.planner.measures import padding_fraction
+from canzona_cli.planner.memory import plan_memory
+from canzona_cli.planner.plan import Plan
+from canzona_cli.simulate.predict import simulate_plan, unplanned
+from canzona_cli.simulate.step import StrategyResult, simulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """One optimizer's simulated step in the layout."""
+
+    strategy: AnyStrategy
+    result: StrategyResult
+    memory_bytes: int
+    """The bytes on the fullest rank."""
+    fits: bool
+    padding: float | None = None
+    """The elements of padding per other element in the matrices' buffers; None without such buffers."""
+
+    @property
+    def balance(self) -> float | None:
+        """The busiest rank's seconds of matrix updates over the mean; None without matrix updates."""
+        return None if self.strategy == "adamw" else self.result.update_balance
+
+    def as_json(self) -> dict[str, object]:
+        """Returns the cost's entry of `--json`."""
+        return {
+            "iteration_s": self.result.iteration_s,
+            "optimizer_s": self.result.optimizer_s,
+            "update_balance": self.balance,
+            "padding_fraction": self.padding,
+            "memory_bytes": self.memory_bytes,
+            "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BesideMegatron:
+    """The costs of Megatron's optimizers and of canzona's plan."""
+
+    run: MegatronRun
+    config: RunConfig
+    layout: Layout
+    plan: Plan
+    adamw: Cost
+    """Megatron's AdamW with the distributed optimizer."""
+    muon: Cost
+    """Megatron's Muon, as the run has it; layer-wise if it has AdamW."""
+    canzona: Cost
+    command: tuple[str, ...]
+    """The overrides that give the run with canzona."""
+
+    def overhead(self, cost: Cost) -> float | None:
+        """Returns how much longer an iteration is than with AdamW; None unless both fit into memory."""
+        if not (cost.fits and self.adamw.fits):
+            return None
+        return cost.result.iteration_s / self.adamw.result.iteration_s - 1
+
+    def as_json(self) -> dict[str, object]:
+        """Returns the output of `--json`."""
+        run = self.run
+        return {
+            "version": 1,
+            "file": str(run.path),
+            "cluster": self.config.cluster.name,
+            "gpus": self.config.gpus,
+            "layout": asdict(self.layout.mesh),
+            "optimizer": run.optimizer,
+            "muon_tp_mode": run.tp_mode,
+            "strategy": self.muon.strategy,
+            "costs": {
+                "adamw": self.adamw.as_json(),
+                "megatron": self.muon.as_json(),
+                "canzona": self.canzona.as_json(),
+            },
+            "overrides": list(self.command),
+            "not_understood": list(run.not_understood),
+            "left_out": list(run.left_out),
+            "plans_only": list(run.plans_only),
+            "no_effect": list(run.no_effect),
+        }
+
+
+def beside_megatron(run: MegatronRun, config: RunConfig, layout: Layout, command: Sequence[str]) -> BesideMegatron:
+    """Simulates a step with Megatron's optimizers and with canzona's plan, even if it does not fit into memory.
+
+    Args:
+        config: the run with canzona, with the layout filled in.
+
+    Raises:
+        ConfigError: a setting of the engine is impossible.
+    """
+    cluster = config.cluster
+    overlapped = replace(
+        cluster,
+        tp_overlap=cluster.tp_overlap or run.tp_overlap,
+        dispatch_overlap=cluster.dispatch_overlap or run.dispatch_overlap,
+    )
+    theirs = replace(config, cluster=overlapped)
+    try:
+        plan = make_plan(config, layout)
+    except DoesNotFit:
+        plan = plan_unbounded(config, layout)
+    limit = capacity(config)
+    memory_bytes = plan_memory(config, layout, plan).total
+    return BesideMegatron(
+        run=run,
+        config=config,
+        layout=layout,
+        plan=plan,
+        adamw=_cost(theirs, layout, "adamw", ()),
+        muon=_muon(run, theirs, layout),
+        canzona=Cost(
+            strategy="canzona",
+            result=simulate_plan(config, layout, plan),
+            memory_bytes=memory_bytes,
+            fits=memory_bytes <= limit,
+            padding=padding_fraction(plan.buckets),
+        ),
+        command=tuple(command),
+    )
+
+
+def _muon(run: MegatronRun, config: RunConfig, layout: Layout) -> Cost:
+    strategy: AnyStrategy = "layerwise" if run.distributed or run.optimizer == "adamw" else "sc"
+    members = matrices_of(config.model, layout, splitting_of(with_strategy(config, strategy)))
+    if run.optimizer == "muon" and run.tp_mode == "blockwise":
+        members = tuple(_fragment(matrix, layout.tp) for matrix in members)
+    return _cost(config, layout, strategy, members)
+
+
+def _fragment(matrix: Matrix, tp: int) -> Matrix:
+    """Returns the fragment of a matrix as a matrix of its own, which is what `blockwise` orthogonalises."""
+    rows, cols = matrix.fragment_shape(tp)
+    return replace(matrix, rows=rows, cols=cols, shard_dim=None)
+
+
+def _cost(config: RunConfig, layout: Layout, strategy: AnyStrategy, members: Sequence[Matrix]) -> Cost:
+    workload = unplanned(config, layout, strategy, members)
+    memory_bytes = estimate(with_strategy(config, strategy), layout).total
+    return Cost(
+        strategy=strategy,
+        result=simulate(config, layout, workload),
+        memory_bytes=memory_bytes,
+        fits=memory_bytes <= capacity(config),
+        padding=padding_fraction(workload.buckets) if workload.buckets else None,
+    )
