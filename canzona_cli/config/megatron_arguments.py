@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
-from canzona_cli.config.shell_script import Script, read_script, unknown
+from canzona_cli.config.shell_script import Script, known_part, read_script, unknown
 from canzona_cli.errors import ConfigError, Problem
 
 OPTION: Final = "--from-megatron"
@@ -85,6 +85,8 @@ class Arguments:
     """The arguments that canzona does not know, as they are written."""
     no_effect: list[str] = field(default_factory=list)
     """The arguments without effect on a plan, as they are written."""
+    sourced: list[str] = field(default_factory=list)
+    """The scripts that the file reads with `source`, which are not read."""
     nodes: int | None = None
     per_node: int | None = None
     """The processes on each node."""
@@ -145,6 +147,7 @@ def _take_script(text: str, script: Script, arguments: Arguments) -> None:
         else:
             arguments.take(name, implied or " ".join(values) or "true", flag)
     arguments.not_understood += [word for word in script.undecided if word.startswith("--")]
+    arguments.sourced = [known_part(words[1]) for words in script.commands if words[0] in ("source", ".") and words[1:]]
     given = {flag.replace("-", "_"): values for flag, values in _flags(launcher)}
     nodes = _whole(given.get("__nnodes"), _NODES.search(text))
     per_node = _whole(given.get("__nproc_per_node"), *(pattern.search(text) for pattern in _PER_NODE))

@@ -115,7 +115,9 @@ class _Translation:
         """Reports what is missing, refused or contradictory, and lists what canzona leaves out."""
         for name in _REQUIRED:
             if self._text(name) is None and exact_key(name) not in self._typed:
-                self._report(name, "is missing", f"add it to the file, or {exact_key(name)}=N to this command")
+                elsewhere = "".join(f"; {path}, which the file sources, is not read" for path in self._given.sourced)
+                fix = f"add it to the file, or {exact_key(name)}=N to this command"
+                self._report(name, f"is missing{elsewhere}", fix)
         for name, (_, accepted, reason) in self._entries("refused"):
             if not self._is_one(name, accepted):
                 if name not in self._given.values:

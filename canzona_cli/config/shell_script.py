@@ -61,6 +61,11 @@ def unknown(word: str) -> str | None:
     return name and (f"${name}" if name.isalnum() or "_" in name else name)
 
 
+def known_part(word: str) -> str:
+    """Returns a word without its unknown parts."""
+    return "".join(word.split(_MARK)[::2])
+
+
 def read_script(text: str) -> Script:
     """Reads a script.
 
@@ -350,8 +355,7 @@ class _Reader:
         words = [word for word in words if word not in ("[", "[[", "]", "]]", "test")]
         if any(re.search(rf"{_MARK}\?", word) for word in words):
             return None
-        plain = [re.sub(rf"{_MARK}\w+{_MARK}", "", word) for word in words]
-        match plain:
+        match [known_part(word) for word in words]:  # a variable that is not set is empty
             case ["!", *rest]:
                 return _not(self._test(rest))
             case ["true"] | [":"]:

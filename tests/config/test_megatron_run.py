@@ -189,6 +189,12 @@ def test_what_canzona_does_not_have_or_megatron_refuses_is_refused_by_name(
     assert key in problems(tmp_path, f"{SMALL} {flags.replace('(', chr(92) + '(').replace(')', chr(92) + ')')}")
 
 
+def test_scripts_that_a_script_sources_are_named_where_something_is_missing(tmp_path: Path) -> None:
+    text = 'source "$(dirname "$0")/models/qwen3.sh"\n' + SMALL.replace("--num-layers 4", "${MODEL_ARGS[@]}")
+    reason = problems(tmp_path, text)["--num-layers"].reason
+    assert reason == "is missing; /models/qwen3.sh, which the file sources, is not read"
+
+
 def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
     text = "python pretrain_gpt.py --hidden-size 512 --fp16 --multi-latent-attention"
     keys = problems(tmp_path, text)
