@@ -19,7 +19,7 @@ import canzona_cli
 from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.config.caches import cache_root
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
-from canzona_cli.config.layout_rules import divisors, layout_problems, possible_tp
+from canzona_cli.config.layout_rules import divisors, layout_problems, may_have_whole_experts, possible_tp
 from canzona_cli.config.schema import Layout, Recompute, RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.config.stages import possible_pp, possible_vpp
@@ -115,7 +115,9 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
         if sequence_parallel is None:
             possible = config.cluster.fused_layers or config.model.num_experts > 0
             sequence_parallel = tp > 1 and possible and train.seq_length % (tp * cp) == 0
-        eps = expert_ranks(config, tp * cp * dp)
+        # Tensor parallelism cuts experts that are not divided among ranks.
+        even = config.model.ffn_hidden_size % tp == 0
+        eps = [ep for ep in expert_ranks(config, tp * cp * dp) if ep > 1 or even]
         for micro in micro_batches:
             batch = _global_batch(config, _least_batch(pp, vpp, dp, micro))
             if batch is None:
@@ -162,7 +164,8 @@ def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
     parallel, model, sequence = config.parallel, config.model, config.train.seq_length
     per_node = min(config.cluster.gpus_per_node, config.gpus)
     needed = parallel.sequence_parallel or model.num_experts > 0
-    tps = tuple(tp for tp in possible_tp(model) if tp <= per_node) if parallel.tp is None else (parallel.tp,)
+    possible = possible_tp(model, whole_experts=may_have_whole_experts(config))
+    tps = tuple(tp for tp in possible if tp <= per_node) if parallel.tp is None else (parallel.tp,)
     pps = possible_pp(model.num_layers) if parallel.pp is None else (parallel.pp,)
     for tp in tps:
         cps: tuple[int, ...] = (parallel.cp or 1,)

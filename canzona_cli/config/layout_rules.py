@@ -22,9 +22,23 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(small + [number // n for n in reversed(small) if n * n != number])
 
 
-def possible_tp(model: ModelConfig) -> tuple[int, ...]:
-    """Returns the tensor-parallel sizes that divide heads, query groups, ffn rows and vocabulary, ascending."""
-    return divisors(math.gcd(*(count for count, _ in _cut_by_tp(model))))
+def possible_tp(model: ModelConfig, *, whole_experts: bool = False) -> tuple[int, ...]:
+    """Returns the tensor-parallel sizes that divide heads, query groups, ffn rows and vocabulary, ascending.
+
+    Args:
+        whole_experts: True if ffn rows need not be divided, because they are all experts', which expert
+            parallelism leaves whole.
+    """
+    return divisors(math.gcd(*(count for count, _ in _cut_by_tp(model, whole_experts=whole_experts))))
+
+
+def may_have_whole_experts(config: RunConfig) -> bool:
+    """Returns True if a layout of the run may divide experts among ranks (`parallel.ep` above 1), which leaves
+    each whole. Unless the user sets the size, only GPUs do."""
+    ep, experts = config.parallel.ep, config.model.num_experts
+    if experts == 0 or ep is not None:
+        return experts > 0 and (ep or 1) > 1
+    return config.cluster.device == "cuda" and math.gcd(experts, config.gpus // (config.parallel.pp or 1)) > 1
 
 
 def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]], called: str) -> Iterator[Problem]:
@@ -68,14 +82,15 @@ def layout_problems(config: RunConfig) -> list[Problem]:
     return with_own_values(config, [*_parallelism(config), *_machines(config), *_batch(config)])
 
 
-def _cut_by_tp(model: ModelConfig) -> list[tuple[int, str]]:
-    """Returns the counts, with their names, that a tensor-parallel size must divide."""
-    return [
+def _cut_by_tp(model: ModelConfig, *, whole_experts: bool) -> list[tuple[int, str]]:
+    """Returns the counts, with their names, that a tensor-parallel size must divide, see `possible_tp`."""
+    counts = [
         (model.num_attention_heads, "attention heads"),
         (model.num_query_groups, "key/value heads"),
         (model.ffn_hidden_size, "ffn rows"),
         (model.vocab_size, "vocabulary entries"),
     ]
+    return [(count, what) for count, what in counts if not (whole_experts and what == "ffn rows")]
 
 
 def _parallelism(config: RunConfig) -> Iterator[Problem]:
@@ -86,7 +101,8 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key="model.num_query_groups", reason=reason, fix=fix)
     tp, pp, cp = parallel.tp, parallel.pp, parallel.cp or 1
     if tp is not None:
-        yield from uneven_problems("parallel.tp", tp, _cut_by_tp(model), "parts")
+        cut = _cut_by_tp(model, whole_experts=may_have_whole_experts(config))
+        yield from uneven_problems("parallel.tp", tp, cut, "parts")
     if pp is not None:
         yield from pipeline_problems(model.num_layers, pp, parallel.vpp or 1)
     elif parallel.vpp is not None:

@@ -11,6 +11,7 @@ from canzona_cli.cluster.search import candidates, fill
 from canzona_cli.config.execution import Execution, execution_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig, Strategy
 from canzona_cli.errors import DoesNotFit
+from canzona_cli.model.matrices import matrices
 from canzona_cli.planner.make import make_plan
 from canzona_cli.simulate.predict import simulate_run
 from tests.sizes import Size, run
@@ -73,6 +74,18 @@ def test_no_legal_layout_is_simulated_faster_than_the_one_chosen(size: Size, gpu
         assert spent.tensor_s > 0 or one.layout.tp == 1, "slices of a sequence may travel under attention"
         assert spent.tensor_s == 0 or one.layout.tp * one.layout.cp > 1
         assert (spent.recompute_s > 0) == (one.layout.recompute != "none")
+
+
+def test_tensor_parallelism_need_not_divide_experts_that_are_whole() -> None:
+    config = run("8b", 16)
+    config = replace(config, model=replace(config.model, num_experts=8, ffn_hidden_size=12292))
+    layouts = search.possible_layouts(config)
+    eps = {(layout.tp, layout.ep) for layout in layouts}
+    assert {tp for tp, ep in eps if ep == 1} == {1, 2, 4}
+    assert {tp for tp, ep in eps if ep > 1} == {1, 2, 4, 8}
+    for tp, ep in eps:
+        layout = next(layout for layout in layouts if (layout.tp, layout.ep) == (tp, ep))
+        assert len(matrices(config.model, layout, "split")) == 36 * (4 + 3 * 8)
 
 
 def test_few_of_a_thousand_gpus_layouts_are_simulated() -> None:

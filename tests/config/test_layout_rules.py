@@ -20,6 +20,10 @@ BROKEN = {
     "kv heads % tp": (replace(changed(TINY, "parallel", tp=8), gpus=8), "parallel.tp"),
     "tp 3": (replace(changed(TINY, "parallel", tp=3), gpus=3), "parallel.tp"),
     "ffn % tp": (changed(changed(TINY, "parallel", tp=4), "model", ffn_hidden_size=770), "parallel.tp"),
+    "ffn of undivided experts % tp": (
+        changed(changed(TINY, "parallel", tp=4), "model", num_experts=8, ffn_hidden_size=770),
+        "parallel.tp",
+    ),
     "vocabulary % tp": (changed(changed(TINY, "parallel", tp=4), "model", vocab_size=257), "parallel.tp"),
     "layers % pp": (replace(changed(TINY, "parallel", pp=5), gpus=5), "parallel.pp"),
     "layers of a stage % vpp": (changed(TINY, "parallel", pp=2, vpp=4), "parallel.vpp"),
@@ -89,6 +93,9 @@ def test_all_problems_come_at_once() -> None:
         TINY,
         replace(changed(TINY, "parallel", pp=3), gpus=3),
         changed(TINY, "parallel", cp=2),
+        # Tensor parallelism does not cut experts that are divided among ranks.
+        changed(changed(TINY, "parallel", tp=4, ep=2), "model", num_experts=8, ffn_hidden_size=770),
+        changed(changed(GPU, "parallel", tp=8), "model", num_experts=8, ffn_hidden_size=12289),
         GPU,
         run("tiny", 7),
         run("32b", 1024, tp=8, pp=4, global_batch_size=256),
