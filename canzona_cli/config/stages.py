@@ -71,7 +71,7 @@ def chunk_layers(layers: int, mesh: Mesh, stage: int, chunk: int) -> range:
 
 def stage_layers(layers: int, mesh: Mesh, stage: int) -> int:
     """Counts the layers of a stage; it is the same for all possible numbers of model chunks."""
-    return sum(len(chunk_layers(layers, mesh, stage, chunk)) for chunk in range(mesh.vpp))
+    return len(_parts(layers, mesh.pp)[stage])
 
 
 def most_layers(layers: int, mesh: Mesh) -> int:

@@ -309,7 +309,6 @@ def forwards_ahead(layout: Layout, stage: int) -> int:
     return min(ahead, layout.vpp * layout.num_microbatches)
 
 
-@lru_cache(maxsize=4096)
 def layers_in_flight(layers: int, layout: Layout, stage: int) -> int:
     """Counts the layers whose activations a stage keeps when it keeps the most, once per micro-batch.
 
@@ -319,13 +318,32 @@ def layers_in_flight(layers: int, layout: Layout, stage: int) -> int:
     Args:
         layers: the layers of the model.
     """
+    if layout.vpp == 1:
+        return min(forwards_ahead(layout, stage) + 1, layout.num_microbatches) * stage_layers(layers, layout, stage)
+    return _layers_in_flight(layers, layout.pp, layout.vpp, layout.num_microbatches, stage)
+
+
+@lru_cache(maxsize=4096)
+def _layers_in_flight(layers: int, pp: int, vpp: int, count: int, stage: int) -> int:
+    """Computes `layers_in_flight` of a stage with several model chunks."""
+    layout = Layout(
+        tp=1,
+        pp=pp,
+        vpp=vpp,
+        cp=1,
+        dp=1,
+        micro_batch_size=1,
+        num_microbatches=count,
+        global_batch_size=count,
+        recompute="none",
+        sequence_parallel=False,
+    )
     held = [len(chunk_layers(layers, layout, stage, chunk)) for chunk in range(layout.vpp)]
     passes = layout.vpp * layout.num_microbatches
     in_flight = min(forwards_ahead(layout, stage) + 1, passes)
     if len(set(held)) == 1:
         return in_flight * held[0]
-    turn = layout.pp if layout.vpp > 1 else 1
-    chunk_of = [number // turn % layout.vpp for number in range(in_flight + layout.pp * layout.vpp)]
+    chunk_of = [number // layout.pp % layout.vpp for number in range(in_flight + layout.pp * layout.vpp)]
     most = kept = sum(held[chunk] for chunk in chunk_of[:in_flight])
     for number in range(min(passes - in_flight, layout.pp * layout.vpp)):  # then it repeats
         kept += held[chunk_of[in_flight + number]] - held[layout.vpp - 1 - chunk_of[number]]
@@ -350,16 +368,17 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
     largest = family_of(model).activations(model, True).largest * tokens // t
     working = width * (largest + 2 * tokens * model.hidden_size + weights.largest)
     working += layer_activations(config, layout, "none") - layer
-    update, adamw = _scratch(config, layout, weights)
+    update, adamw = _scratch(config, layout.bare, stage)
     return Transient(activations=activations, logits=logits, working=working, update=update, adamw=adamw)
 
 
-def _scratch(config: RunConfig, layout: Layout, weights: StageWeights) -> tuple[int, int]:
+@lru_cache(maxsize=4096)
+def _scratch(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
     """Counts the bytes of `Transient.update` and `Transient.adamw`.
 
     Buffers that canzona's engine and optimizers keep from step to step are in `step_buffers`.
     """
-    execution = execution_of(config)
+    execution, weights = execution_of(config), stage_weights(config, layout, stage)
     # The engine reads the matrices' gradients from the buffer in which they were reduced.
     if execution.everywhere:
         share = FP32 * (weights.others if execution.ours else weights.matrices + weights.others)

@@ -123,22 +123,27 @@ class Groups:
 
     @classmethod
     def of(cls, layout: Layout, cluster: ClusterConfig) -> "Groups":
-        ranks, per_machine = layout.world_size, cluster.gpus_per_node
-        shards = layout.owners
-        data = strided(layout.tp, shards, ranks, per_machine)
-        return cls(
-            tp=strided(1, layout.tp, ranks, per_machine),
-            cp=strided(layout.tp, layout.cp, ranks, per_machine),
-            data=data,
-            experts=data if layout.ep == 1 else strided(layout.ep, layout.expert_owners, ranks, per_machine),
-            dispatch=strided(1, layout.ep, ranks, per_machine),
-            stage_crosses=strided(layout.tp * shards, layout.pp, ranks, per_machine).per_machine < layout.pp,
-            world=strided(1, ranks, ranks, per_machine),
-        )
+        return _groups(layout.tp, layout.cp, layout.dp, layout.pp, layout.ep, cluster.gpus_per_node)
 
     def holding(self, copies: Copies) -> Group:
         """Returns the group of ranks that hold copies of a tensor and add up its gradients."""
         return self.data if copies == "data" else self.tp
+
+
+@lru_cache(maxsize=1024)
+def _groups(tp: int, cp: int, dp: int, pp: int, ep: int, per_machine: int) -> Groups:
+    """Returns `Groups.of` a layout with these sizes."""
+    owners, ranks = cp * dp, tp * cp * dp * pp
+    data = strided(tp, owners, ranks, per_machine)
+    return Groups(
+        tp=strided(1, tp, ranks, per_machine),
+        cp=strided(tp, cp, ranks, per_machine),
+        data=data,
+        experts=data if ep == 1 else strided(ep, tp * owners // ep, ranks, per_machine),
+        dispatch=strided(1, ep, ranks, per_machine),
+        stage_crosses=strided(tp * owners, pp, ranks, per_machine).per_machine < pp,
+        world=strided(1, ranks, ranks, per_machine),
+    )
 
 
 def strided(stride: int, size: int, ranks: int, per_machine: int) -> Group:

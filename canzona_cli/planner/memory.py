@@ -72,8 +72,8 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
         if group.stage == stage:
             by_owner.setdefault(group.owner, []).append(group.matrices)
     experts: list[list[Matrix]] = [[] for _ in range(mesh.cells)]
-    for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
-        if matrix.stage == stage and matrix.expert_rank is not None:
+    for matrix, cell in plan.placed[stage]:
+        if matrix.expert_rank is not None:
             experts[cell.owner * mesh.tp + cell.host].append(matrix)
     reduced, gathered = _communicated(config, plan, stage)
     known: dict[Hashable, list[StepBuffers]] = {}
@@ -275,9 +275,7 @@ def kept_elements(plan: Plan, stage: int) -> list[int]:
     """Counts the elements of matrices that each cell of a stage keeps, at index `owner * tp + host`: of a hosted
     matrix all on its host, of a shared one a fragment on every host of its owner."""
     mesh, kept = plan.subject.layout, [0] * plan.subject.layout.cells
-    for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
-        if matrix.stage != stage:
-            continue
+    for matrix, cell in plan.placed[stage]:
         if matrix.index not in plan.assignment.shares:
             kept[cell.owner * mesh.tp + cell.host] += matrix.elements
             continue
@@ -291,9 +289,9 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     mesh, how = plan.subject.layout, plan.subject.optimizer
     width, grad = element_bytes(config)
     kept, factors = kept_elements(plan, stage), [0] * mesh.cells
-    bytes_of = {shape: factor_bytes(how, *shape) for shape in {matrix.shape for matrix in plan.matrices}}
-    for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):
-        if matrix.stage == stage and matrix.index not in plan.assignment.shares:
+    bytes_of = {shape: factor_bytes(how, *shape) for shape in {matrix.shape for matrix, _ in plan.placed[stage]}}
+    for matrix, cell in plan.placed[stage] if any(bytes_of.values()) else ():
+        if matrix.index not in plan.assignment.shares:
             factors[cell.owner * mesh.tp + cell.host] += bytes_of[matrix.shape]
     buffers, needed = step_buffers(config, plan, stage), transient(config, layout, stage)
     weights = stage_weights(config, layout, stage)
@@ -310,7 +308,7 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     distinct = {(kept[cell], factors[cell], buffers[cell]): cell for cell in reversed(range(mesh.cells))}
     worst = max(distinct.values(), key=lambda cell: (sum(varying(cell).values()), -cell))
     # Fragments are counted from the plan, because a user's own shapes differ from those of `stage_weights`.
-    held = [m.fragment_elements(mesh.tp) for m in plan.matrices if m.stage == stage and m.expert_rank in (None, 0)]
+    held = [m.fragment_elements(mesh.tp) for m, _ in plan.placed[stage] if m.expert_rank in (None, 0)]
     stored = weights.others + sum(held)
     padding = sum(bucket.padding for bucket in rank_buckets(plan.buckets, stage))
     place = Place.of(mesh, stage, worst)

@@ -230,6 +230,14 @@ class Plan:
     def name(self) -> str:
         return self.hash[:8]
 
+    @cached_property
+    def placed(self) -> tuple[tuple[tuple[Matrix, Cell], ...], ...]:
+        """The matrices of each stage with their cells."""
+        stages: list[list[tuple[Matrix, Cell]]] = [[] for _ in range(self.subject.layout.pp)]
+        for matrix, cell in zip(self.matrices, self.assignment.cells, strict=True):
+            stages[matrix.stage].append((matrix, cell))
+        return tuple(map(tuple, stages))
+
     @property
     def modes(self) -> tuple[Mode, ...]:
         """The mode of each matrix: hosted or shared."""

@@ -1,7 +1,7 @@
 """The settings of the hardware: a profile of its rates, written by hand or by `canzona calibrate`, and the
 number of nodes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 from canzona_cli.fields import (
@@ -27,8 +27,19 @@ Device = Literal["cpu", "cuda"]
 Collective = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
 
+class HashedOnce:
+    """A base of frozen dataclasses whose hash takes long and is needed often, as a key of caches: it is computed
+    once. A subclass has to name it, `__hash__ = HashedOnce.__hash__`, because `dataclass` would make another."""
+
+    def __hash__(self) -> int:
+        if "_hash" not in self.__dict__:
+            hashed = [each.name for each in fields(self) if each.hash is not False]  # type: ignore[arg-type]
+            self.__dict__["_hash"] = hash(tuple(getattr(self, name) for name in hashed))
+        return int(self.__dict__["_hash"])
+
+
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
+class ClusterConfig(HashedOnce):
     """A hardware profile, and the number of nodes of a job.
 
     The order of these fields is the order in which a plan lists what it was computed from.
@@ -317,6 +328,8 @@ class ClusterConfig:
     gpu_hour_price: Annotated[
         Positive | None, "Price of one GPU for an hour, in any currency; dry runs then show the cost.", NOTHING
     ] = None
+
+    __hash__ = HashedOnce.__hash__
 
     @property
     def fused_layers(self) -> bool:

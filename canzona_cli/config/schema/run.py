@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Literal
 
-from canzona_cli.config.schema.cluster import ClusterConfig
+from canzona_cli.config.schema.cluster import ClusterConfig, HashedOnce
 from canzona_cli.config.schema.optimizer import OptimizerConfig
 from canzona_cli.config.schema.training import (
     DataConfig,
@@ -190,7 +190,7 @@ class RunSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(HashedOnce):
     """The complete configuration of a run, as `canzona train` uses it."""
 
     name: Annotated[str, "The recipe's name.", NOTHING]
@@ -206,6 +206,8 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunSettings = field(default_factory=RunSettings)
     description: Annotated[str, "One line for `canzona recipes list`.", NOTHING] = ""
+
+    __hash__ = HashedOnce.__hash__
 
 
 @dataclass(frozen=True, kw_only=True)
