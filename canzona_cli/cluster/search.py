@@ -31,7 +31,8 @@ from canzona_cli.planner.make import plan_of_run
 from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.codec import load_if_sound, save
-from canzona_cli.simulate.predict import Spent, estimated_step_seconds, simulate_run, spent
+from canzona_cli.simulate.estimate import estimated_step_seconds
+from canzona_cli.simulate.predict import Spent, simulate_run, spent
 from canzona_cli.simulate.step import StrategyResult
 
 BATCH_TOLERANCE = 0.125
@@ -231,6 +232,8 @@ ALIKE = 1e-5
 MARGIN = 1.005
 """The factor over the slowest of the best simulated steps up to which estimated layouts are simulated;
 estimates hardly ever exceed the simulation by more."""
+MARGIN_WITH_EXPERTS = 1.03
+"""The same for models with experts, whose traffic is harder to estimate."""
 EXHAUSTIVE_RANKS = 1024
 """The largest number of ranks for which every layout within `MARGIN` is simulated."""
 MOST_BEYOND = 10
@@ -322,10 +325,11 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
     """The seconds per sequence of simulated layouts, by layout without recomputation. The same layout with
     more recomputation is never faster, so it can be skipped."""
     simulated, most = 0, _most_simulated(config)
+    margin = MARGIN_WITH_EXPERTS if config.model.num_experts else MARGIN
     for estimated_s, layout in quickest_first:
         slowest = max(sorted(best)[:count]) * (1 + ALIKE) if len(best) >= count else math.inf
         enough = best and simulated >= max(count, most)
-        if estimated_s > MARGIN * slowest or enough:
+        if estimated_s > margin * slowest or enough:
             break
         # k times as many slices of sequences with k times the micro-batch leave tokens, messages and owners
         # the same. If the estimate is the same, too, attention takes as long, and a simulation would give the

@@ -3,32 +3,25 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
-from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, splitting_of, strategy_of, with_strategy
+from canzona_cli.config.execution import AnyStrategy, splitting_of, strategy_of, with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.config.stages import most_layers
-from canzona_cli.costs.buffers import bucket_elements, element_bytes, stage_weights
-from canzona_cli.costs.gradients import NormClip
-from canzona_cli.costs.links import Groups, Links
+from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.memory import checkpoint_bytes
-from canzona_cli.costs.model import hop, passes, stage_time
+from canzona_cli.costs.model import stage_time
 from canzona_cli.costs.padding import lay_out
-from canzona_cli.costs.sharing import HOSTED, shares
-from canzona_cli.costs.update import adamw_seconds, implementation, step_factor, update_costs
+from canzona_cli.costs.update import implementation, update_costs
 from canzona_cli.model.families import flops_per_token
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
-from canzona_cli.planner.bounds import simple_bound
 from canzona_cli.planner.buckets import Pool, even_bucket, pool_parameters, pools
-from canzona_cli.planner.chunks import after_reduction
 from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan
 from canzona_cli.run.breakdown import Prediction
 from canzona_cli.run.machine import cores
 from canzona_cli.simulate.step import StrategyResult, simulate
-from canzona_cli.simulate.update import UpdateModel, Workload
+from canzona_cli.simulate.update import Workload
 
 
 def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
@@ -246,112 +239,3 @@ def spent(config: RunConfig, layout: Layout, result: StrategyResult) -> Spent:
     }
     other_s = result.iteration_s - compute_s - again_s - tensor_s - sum(known.values())
     return Spent(compute_s=compute_s, recompute_s=again_s, tensor_s=tensor_s, other_s=max(0.0, other_s), **known)
-
-
-def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
-    """Estimates the seconds of a step in a layout without planning or simulating it."""
-    execution, parallel = execution_of(config), config.parallel
-    times, hop_s = passes(config, layout), hop(config, layout).seconds
-    stages = [sum(forward + backward + 2 * hop_s for forward, backward in chunks) for chunks in times]
-    passed = layout.num_microbatches * max(stages) + (sum(stages) - max(stages)) / layout.vpp
-    traffic = _traffic(config, replace(layout.bare, vpp=1))
-    forward_s, backward_s = times[0][0]
-    reduced, gathered = traffic.reduce_s, traffic.gather_s
-    if parallel.overlap_grad_reduce:
-        reduced = max(traffic.last_s, reduced / layout.vpp - backward_s)
-        if parallel.overlap_param_gather:
-            gathered = max(0.0, gathered / layout.vpp - forward_s)
-    weights = stage_weights(config, layout, 0)
-    if execution.everywhere:
-        others, everything = weights.others, weights.matrices + weights.others
-    else:
-        others, everything = (weights.share(layout, matrices=matrices) for matrices in (False, True))
-    clipped = NormClip.of(config, layout).seconds(everything, others)
-    factor = step_factor(config.cluster, "adamw_update", implementation(config))
-    adamw = everything if execution is Execution.ADAMW else others
-    updated = factor * adamw_seconds(adamw, config.cluster) + _updates(config, layout)
-    return passed + reduced + gathered + after_reduction(config, layout, 0) + clipped + updated
-
-
-class _Traffic(NamedTuple):
-    """The seconds of stage 0's data-parallel traffic."""
-
-    reduce_s: float
-    last_s: float
-    """The part of `reduce_s` for the embedding's gradients, which are ready last and so are always exposed."""
-    gather_s: float
-
-
-@lru_cache(maxsize=1024)
-def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
-    cluster, implemented = config.cluster, implementation(config)
-    links, groups = Links(cluster=cluster), Groups.of(layout, cluster)
-    weights, (width, grad) = stage_weights(config, layout, 0), element_bytes(config)
-    embedding = config.model.vocab_size * config.model.hidden_size // layout.tp
-    reducing, gathering = (step_factor(cluster, phase, implemented) for phase in ("grad_reduce", "param_gather"))
-    everywhere = execution_of(config).everywhere
-    reduce = links.all_reduce if everywhere else links.reduce_scatter
-    parts = (weights.matrices + weights.others - weights.experts, groups.data), (weights.experts, groups.experts)
-    return _Traffic(
-        reducing * sum(reduce(elements * grad, group).seconds for elements, group in parts),
-        reducing * reduce(embedding * grad, groups.data).seconds,
-        0.0
-        if everywhere
-        else gathering * sum(links.all_gather(elements * width, group).seconds for elements, group in parts),
-    )
-
-
-def _updates(config: RunConfig, layout: Layout) -> float:
-    """Estimates the seconds of matrix updates on the busiest rank of the stage with the most layers."""
-    execution = execution_of(config)
-    if execution is Execution.ADAMW:
-        return 0.0
-    layers, ranks = most_layers(config.model.num_layers, layout), layout.world_size // layout.tp
-    layer = _layer(config, replace(layout.bare, pp=1, vpp=1, dp=ranks, global_batch_size=ranks))
-    cells = layout.owners * layout.tp
-    if execution.everywhere:
-        return layers * (layer.duplicated_s + layer.experts_s / layout.ep)
-    if execution is Execution.LAYERWISE:
-        return layers * (layer.duplicated_s / layout.owners + layer.experts_s / cells)
-    return max(layers * layer.planned_s / cells, _packed(layer.pieces, layers, cells))
-
-
-@lru_cache(maxsize=1024)
-def _packed(costs: tuple[float, ...], layers: int, cells: int) -> float:
-    return simple_bound(costs * layers, cells)
-
-
-class _Layer(NamedTuple):
-    """The seconds of one layer's matrix updates."""
-
-    duplicated_s: float
-    """The seconds on a rank that gathers and updates every matrix but those of `experts_s`; 0 for strategies with
-    a plan."""
-    experts_s: float
-    """The seconds of all experts if they are divided among ranks; otherwise, and with a plan, 0."""
-    planned_s: float
-    """The sum over all ranks of a TP group under a plan, with the packing of hosted matrices; 0 otherwise."""
-    pieces: tuple[float, ...]
-    """The seconds of each matrix under a plan, on its host or on one rank that shares it."""
-
-
-@lru_cache(maxsize=64)
-def _layer(config: RunConfig, layout: Layout) -> _Layer:
-    members = matrices_of(replace(config.model, num_layers=1), layout, splitting_of(config))
-    costs = update_costs(config, members, implementation(config))
-    model = UpdateModel(config, layout, members, costs)
-    if execution_of(config) is not Execution.PLANNED:
-        dense, experts = (
-            [matrix.index for matrix in members if (matrix.expert_rank is None) is dense] for dense in (True, False)
-        )
-        return _Layer(model.duplicated(dense).seconds, model.duplicated(experts).seconds, 0.0, ())
-    factor = step_factor(config.cluster, "matrix_update", implementation(config))
-    packing_s = model.pipeline.packing_s if layout.tp > 1 else 0.0
-    possible = HOSTED if config.engine.mode == "hosted" else shares(config, layout, members)
-    everything, pieces = 0.0, []
-    for matrix, cost in zip(members, costs, strict=True):
-        parts = [factor * possible[matrix.index].each] if matrix.index in possible else []
-        packed_s = packing_s if matrix.expert_rank is None else 0.0
-        everything += min([factor * cost + matrix.elements * packed_s, *(layout.tp * part for part in parts)])
-        pieces.append(min([factor * cost, *parts]))
-    return _Layer(0.0, 0.0, everything, tuple(pieces))

@@ -5,7 +5,8 @@ import pytest
 from canzona_cli.cluster.search import candidates, fill
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of
 from canzona_cli.planner.make import make_plan
-from canzona_cli.simulate.predict import estimated_step_seconds, simulate_run
+from canzona_cli.simulate.estimate import estimated_step_seconds
+from canzona_cli.simulate.predict import simulate_run
 from tests.sizes import run
 
 

@@ -1,0 +1,202 @@
+"""The estimate of a step without a plan and without a simulation, by which a search orders layouts."""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from canzona_cli.config.execution import Execution, execution_of, splitting_of
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.stages import chunk_layers, most_layers
+from canzona_cli.costs.buffers import bucket_elements, element_bytes, stage_weights
+from canzona_cli.costs.experts import dispatch
+from canzona_cli.costs.gradients import NormClip
+from canzona_cli.costs.links import Groups, Links
+from canzona_cli.costs.model import hop, passes, units_taken
+from canzona_cli.costs.sharing import HOSTED, shares
+from canzona_cli.costs.update import adamw_seconds, implementation, step_factor, update_costs
+from canzona_cli.model.matrices import matrices as matrices_of
+from canzona_cli.planner.attempt import bucket_limits
+from canzona_cli.planner.bounds import simple_bound
+from canzona_cli.planner.chunks import after_reduction
+from canzona_cli.simulate.update import UpdateModel
+
+
+def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
+    """Estimates the seconds of a step in a layout without planning or simulating it; hardly ever more than the
+    simulation says."""
+    execution = execution_of(config)
+    times, hop_s = passes(config, layout), hop(config, layout).seconds
+    stages = [sum(forward + backward + 2 * hop_s for forward, backward in chunks) for chunks in times]
+    passed = layout.num_microbatches * max(stages) + (sum(stages) - max(stages)) / layout.vpp
+    exposed = _exposed(config, layout, *times[0][0])
+    weights = stage_weights(config, layout, 0)
+    if execution.everywhere:
+        others, everything = weights.others, weights.matrices + weights.others
+    else:
+        others, everything = (weights.share(layout, matrices=matrices) for matrices in (False, True))
+    clipped = NormClip.of(config, layout).seconds(everything, others)
+    factor = step_factor(config.cluster, "adamw_update", implementation(config))
+    adamw = everything if execution is Execution.ADAMW else others
+    updated = factor * adamw_seconds(adamw, config.cluster) + _updates(config, layout)
+    return passed + exposed + after_reduction(config, layout, 0) + clipped + updated
+
+
+def _exposed(config: RunConfig, layout: Layout, forward_s: float, backward_s: float) -> float:
+    """Estimates the seconds that data-parallel traffic adds to a step.
+
+    Args:
+        forward_s, backward_s: the seconds of a micro-batch's passes through the first stage's first model chunk.
+    """
+    traffic, parallel = _traffic(config, replace(layout.bare, vpp=1)), config.parallel
+    reduced, gathered = traffic.reduced_s, traffic.gathered_s
+    if not parallel.overlap_grad_reduce:
+        return reduced + gathered
+    if config.model.num_experts:
+        return max(traffic.last_s, _exposed_with_experts(config, layout, traffic, (forward_s, backward_s)))
+    if parallel.overlap_param_gather:
+        gathered = max(0.0, gathered / layout.vpp - forward_s)
+    return max(traffic.last_s, reduced / layout.vpp - backward_s) + gathered
+
+
+def _exposed_with_experts(
+    config: RunConfig, layout: Layout, traffic: "_Traffic", passes_s: tuple[float, float]
+) -> float:
+    """Estimates `_exposed` of a model with experts, whose gradients take about as long to reduce as a backward pass,
+    for the best size of buckets.
+
+    With n buckets, which fill evenly during the passes, the i-th is ready after i / n of the backward pass, and
+    the i-th is needed after (i - 1) / n of the forward pass. Passes slow down under traffic: tokens travel over the
+    same link, and collectives take a share of the GPU.
+    """
+    # Other micro-batches pass between the passes of the last one through two model chunks.
+    turns = (layout.vpp - 1) * layout.pp + 1
+    travel_s, units = _travel_s(config, layout), units_taken(config, layout)
+
+    def waited(seconds: float, latency_s: float, pass_s: float, buckets: float, stages: int) -> float:
+        """Returns what traffic of `seconds` adds, if it slows one micro-batch down on so many stages in turn:
+        weights are gathered under the first micro-batch's passes; gradients are reduced after the last one's."""
+        seconds += (buckets - 1) * latency_s
+        under = min(1.0, seconds / layout.vpp / pass_s)
+        passes = max(min(turns, seconds / pass_s), stages * layout.vpp * under)
+        shared_s, taken_s = passes * travel_s, passes * units * (pass_s - travel_s)
+        left_s = seconds + shared_s - (1 - 1 / buckets) * (turns * pass_s + shared_s + taken_s)
+        return shared_s + taken_s + max(seconds / buckets, left_s, seconds / layout.vpp - pass_s)
+
+    def both(limit: int) -> float:
+        buckets = layout.vpp * max(1.0, traffic.elements / layout.vpp / limit)
+        reduced = waited(traffic.reduced_s, traffic.reduce_latency_s, passes_s[1], buckets, 1)
+        if not config.parallel.overlap_param_gather:
+            return reduced + traffic.gathered_s
+        return reduced + waited(traffic.gathered_s, traffic.gather_latency_s, passes_s[0], buckets, layout.pp)
+
+    return min(map(both, _limits(config, layout)))
+
+
+def _limits(config: RunConfig, layout: Layout) -> tuple[int, ...]:
+    """Returns the elements at which buckets may be closed."""
+    default = bucket_elements(config, layout) or 1
+    free = config.parallel.bucket_elements is None and config.cluster.device == "cuda"
+    return bucket_limits(default) if free and execution_of(config) is Execution.PLANNED else (default,)
+
+
+def _travel_s(config: RunConfig, layout: Layout) -> float:
+    """Returns the seconds for which one pass of a micro-batch through the first model chunk of the first stage, and
+    on to the next stage, uses the link that data-parallel traffic uses too."""
+    link, moved = Groups.of(layout, config.cluster).experts.link, [(1, hop(config, layout))]
+    if layout.ep > 1:
+        layers = len(chunk_layers(config.model.num_layers, layout, 0, 0))
+        moved.append((2 * layers, dispatch(config, layout)))
+    return sum(count * transfer.link_s for count, transfer in moved if transfer.link == link)
+
+
+class _Traffic(NamedTuple):
+    """The seconds of stage 0's data-parallel traffic."""
+
+    elements: int
+    """The elements that are cut into buckets: of experts if they are divided among ranks, otherwise of matrices."""
+    reduced_s: float
+    reduce_latency_s: float
+    """The latency of the reduction of a bucket of experts; 0 if experts are not divided."""
+    last_s: float
+    """The part of `reduced_s` for the embedding's gradients, which are ready last and so are always exposed."""
+    gathered_s: float
+    gather_latency_s: float
+
+
+@lru_cache(maxsize=1024)
+def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
+    cluster, implemented, execution = config.cluster, implementation(config), execution_of(config)
+    links, groups = Links(cluster=cluster), Groups.of(layout, cluster)
+    weights, (width, grad) = stage_weights(config, layout, 0), element_bytes(config)
+    embedding = config.model.vocab_size * config.model.hidden_size // layout.tp
+    reducing, gathering = (step_factor(cluster, phase, implemented) for phase in ("grad_reduce", "param_gather"))
+    reduce = links.all_reduce if execution.everywhere else links.reduce_scatter
+    parts = (weights.matrices + weights.others - weights.experts, groups.data), (weights.experts, groups.experts)
+    reductions = [reduce(elements * grad, group) for elements, group in parts]
+    gatherings = [links.all_gather(elements * width, group) for elements, group in parts]
+    if execution.everywhere:
+        gathering = 0.0
+    return _Traffic(
+        weights.experts or weights.matrices,
+        reducing * sum(transfer.seconds for transfer in reductions),
+        reducing * reductions[1].latency_s,
+        reducing * reduce(embedding * grad, groups.data).seconds,
+        gathering * sum(transfer.seconds for transfer in gatherings),
+        gathering * gatherings[1].latency_s,
+    )
+
+
+def _updates(config: RunConfig, layout: Layout) -> float:
+    """Estimates the seconds of matrix updates on the busiest rank of the stage with the most layers."""
+    execution = execution_of(config)
+    if execution is Execution.ADAMW:
+        return 0.0
+    layers, ranks = most_layers(config.model.num_layers, layout), layout.world_size // layout.tp
+    layer = _layer(config, replace(layout.bare, pp=1, vpp=1, dp=ranks, global_batch_size=ranks))
+    cells = layout.owners * layout.tp
+    if execution.everywhere:
+        return layers * (layer.duplicated_s + layer.experts_s / layout.ep)
+    if execution is Execution.LAYERWISE:
+        return layers * (layer.duplicated_s / layout.owners + layer.experts_s / cells)
+    return max(layers * layer.planned_s / cells, _packed(layer.pieces, layers, cells))
+
+
+@lru_cache(maxsize=1024)
+def _packed(costs: tuple[float, ...], layers: int, cells: int) -> float:
+    return simple_bound(costs * layers, cells)
+
+
+class _Layer(NamedTuple):
+    """The seconds of one layer's matrix updates."""
+
+    duplicated_s: float
+    """The seconds on a rank that gathers and updates every matrix but those of `experts_s`; 0 for strategies with
+    a plan."""
+    experts_s: float
+    """The seconds of all experts if they are divided among ranks; otherwise, and with a plan, 0."""
+    planned_s: float
+    """The sum over all ranks of a TP group under a plan, with the packing of hosted matrices; 0 otherwise."""
+    pieces: tuple[float, ...]
+    """The seconds of each matrix under a plan, on its host or on one rank that shares it."""
+
+
+@lru_cache(maxsize=64)
+def _layer(config: RunConfig, layout: Layout) -> _Layer:
+    members = matrices_of(replace(config.model, num_layers=1), layout, splitting_of(config))
+    costs = update_costs(config, members, implementation(config))
+    model = UpdateModel(config, layout, members, costs)
+    if execution_of(config) is not Execution.PLANNED:
+        dense, experts = (
+            [matrix.index for matrix in members if (matrix.expert_rank is None) is dense] for dense in (True, False)
+        )
+        return _Layer(model.duplicated(dense).seconds, model.duplicated(experts).seconds, 0.0, ())
+    factor = step_factor(config.cluster, "matrix_update", implementation(config))
+    packing_s = model.pipeline.packing_s if layout.tp > 1 else 0.0
+    possible = HOSTED if config.engine.mode == "hosted" else shares(config, layout, members)
+    everything, pieces = 0.0, []
+    for matrix, cost in zip(members, costs, strict=True):
+        parts = [factor * possible[matrix.index].each] if matrix.index in possible else []
+        packed_s = packing_s if matrix.expert_rank is None else 0.0
+        everything += min([factor * cost + matrix.elements * packed_s, *(layout.tp * part for part in parts)])
+        pieces.append(min([factor * cost, *parts]))
+    return _Layer(0.0, 0.0, everything, tuple(pieces))
