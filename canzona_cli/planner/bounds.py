@@ -25,17 +25,77 @@ def stage_bound(
     matrices: Sequence[Matrix], costs: Sequence[float], stage: int, mesh: Mesh, shares: Mapping[int, Share] = HOSTED
 ) -> float:
     """Returns the seconds that the slowest cell of a stage needs at least: `lower_bound`, or what it takes to pack
-    an expert-parallel rank's experts into the cells that store them, if that is more."""
+    an expert-parallel rank's experts into the cells that store them, alone or with other matrices, if that is
+    more."""
     experts: dict[int, list[float]] = {}
+    others: list[float] = []
     for matrix, cost in zip(matrices, costs, strict=True):
-        if matrix.stage == stage and matrix.expert_rank is not None:
+        if matrix.stage != stage:
+            continue
+        if matrix.expert_rank is not None:
             experts.setdefault(matrix.expert_rank, []).append(cost)
+        else:
+            share = shares.get(matrix.index)
+            others.append(cost if share is None else min(cost, share.each))
     alone = {tuple(sorted(members)) for members in experts.values()}
     return max(
         lower_bound(matrices, costs, stage, mesh.owners, mesh.tp, shares),
         *(packing_bound(members, mesh.expert_owners) for members in alone),
+        *(beside_bound(others, members, mesh) for members in alone),
         0.0,
     )
+
+
+def beside_bound(others: Sequence[float], experts: Sequence[float], mesh: Mesh) -> float:
+    """Returns the least possible height of the fullest cell of some expert-parallel rank, whose cells hold
+    experts that take the seconds in `experts` and as many others as it must have.
+
+    Of n matrices, some expert-parallel rank has n / ep, rounded up. If all cells were at most T high, a cell with
+    d of these matrices, which cost c or more, would have room for floor((T - d c) / e) experts, which cost e or
+    more. If its cells have less room than it has experts however the others are divided among them, every
+    assignment is higher than T, which is bisected. c is each of the costs in turn, for the matrices that cost as
+    much or more. Few others in many cells are meant: otherwise `lower_bound` is as high.
+    """
+    cells, least, best = mesh.expert_owners, min(experts), 0.0
+    for cost, number in _costliest_first(others):
+        held = -(-number // mesh.ep)
+        if held > cells:
+            break
+        low = max(best, cost, (sum(experts) + held * cost) / cells)
+        high = 2 * low
+        for _ in range(_BISECTIONS):
+            height = (low + high) / 2
+            room = _most_room(height * (1 + _TINY), cells, held, cost, least)
+            low, high = (low, height) if room >= len(experts) else (height, high)
+            if high - low <= RESOLUTION * low:
+                break
+        best = max(best, low)
+    return best
+
+
+def _costliest_first(costs: Sequence[float]) -> Iterator[tuple[float, int]]:
+    """Yields each cost, the highest first, with the number of items that cost as much or more."""
+    number = 0
+    for cost, count in sorted(Counter(costs).items(), reverse=True):
+        number += count
+        yield cost, number
+
+
+def _most_room(height: float, cells: int, others: int, cost: float, expert: float) -> int:
+    """Returns the most items that cost `expert` for which `cells` cells of this height have room beside `others`
+    items that cost `cost`; -1 if these alone do not fit."""
+    rooms = [int((height - held * cost) / expert) for held in range(min(others, int(height / cost)) + 1)]
+    most = [0] + [-1] * others
+    """The room of the cells so far, by the number of others in them; -1 if so many do not fit."""
+    for _ in range(cells):
+        most = [
+            max(
+                (most[total - held] + room for held, room in enumerate(rooms[: total + 1]) if most[total - held] >= 0),
+                default=-1,
+            )
+            for total in range(others + 1)
+        ]
+    return most[others]
 
 
 def lower_bound(

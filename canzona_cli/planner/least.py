@@ -15,7 +15,7 @@ from itertools import count, permutations, product
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.sharing import Share
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.bounds import packing_bound, simple_bound
+from canzona_cli.planner.bounds import packing_bound, simple_bound, stage_bound
 from canzona_cli.planner.groups import expert_seconds, held_jobs
 from canzona_cli.planner.make import possible_shares
 from canzona_cli.planner.pipeline import HostedPipeline, Job, planning
@@ -52,8 +52,24 @@ def updates(config: RunConfig, layout: Layout, plan: Plan) -> Updates:
         least_seconds(
             plan.matrices, plan.costs, stage, layout.owners, possible_shares(config, layout, plan.matrices), pipeline
         ),
+        _with_experts(plan, stage, pipeline) if layout.ep > 1 else 0.0,
     )
     return Updates(seconds=taken[stage], least=least)
+
+
+def _with_experts(plan: Plan, stage: int, pipeline: HostedPipeline) -> float:
+    """Returns the seconds that a stage's busiest rank takes at least where experts are divided among ranks, which
+    leaves all other matrices to hosts: `stage_bound` of the updates with their copies."""
+    known: dict[Hashable, float] = {}
+    seconds = []
+    for matrix, cost in zip(plan.matrices, plan.costs, strict=True):
+        key = matrix.expert_rank is None, _alike(matrix), cost
+        if key not in known:
+            exchanged = matrix.expert_rank is None and pipeline.tp > 1
+            alone = pipeline.each_alone(cost, matrix.elements)
+            known[key] = _ways(matrix, cost, None, pipeline).on_host if exchanged else alone
+        seconds.append(known[key])
+    return stage_bound(plan.matrices, seconds, stage, plan.subject.layout)
 
 
 def _taken(plan: Plan, pipeline: HostedPipeline) -> dict[int, float]:
@@ -122,7 +138,7 @@ def least_seconds(
     the sets of units that one owner may update within t. Weights are chosen for kinds of units so that no set
     weighs more than 1. If all units together weigh more than there are owners, the update takes longer than t
     (a dual solution of the linear program that covers all units with sets). With tp = 1 nothing is exchanged,
-    and units are packed into owners. Experts with an `expert_rank` are left out.
+    and units are packed into owners. Experts with an `expert_rank` are left out, see `_with_experts`.
 
     Args:
         shares: the costs of the matrices that may be shared, by index.
