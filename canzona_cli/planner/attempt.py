@@ -117,10 +117,14 @@ class Attempt:
     @property
     def _is_free(self) -> bool:
         """True if the plan may be any plan that balances matrices and lays buckets out by owner."""
-        asked = self._asked
-        free = asked.strategy == "canzona" and asked.layout == "owner" and asked.alpha == 1
-        layout = self._layout
-        return free and (layout.owners > 1 or (layout.ep > 1 and layout.expert_owners > 1))
+        return self._by_owner and self._asked.alpha == 1
+
+    @property
+    def _by_owner(self) -> bool:
+        """True if buckets are laid out by owner, among several owners."""
+        asked, layout = self._asked, self._layout
+        several = layout.owners > 1 or (layout.ep > 1 and layout.expert_owners > 1)
+        return asked.strategy == "canzona" and asked.layout == "owner" and several
 
     def _best(self, exposure: Exposure) -> Candidate:
         """Returns the candidate that adds least to an iteration; of those within `ALIKE`, the first.
@@ -145,9 +149,10 @@ class Attempt:
 
     def _limit(self, exposure: Exposure) -> int | None:
         """Returns the elements at which buckets of the first stage are closed: the best multiple of Megatron's
-        default by an estimate that does not need owners, unless the user set a size."""
+        default by an estimate that does not need owners, unless the user set a size. It does not depend on alpha,
+        so that plans with different alpha have the same buckets."""
         default = self._default_limit
-        if default is None or self._sized_by_user or not self._is_free or not self._model.rings:
+        if default is None or self._sized_by_user or not self._by_owner or not self._model.rings:
             return default
         limits = bucket_limits(default)
         busy = dict(enumerate(self._bounds))

@@ -112,7 +112,7 @@ def test_plans_get_better_balanced_as_alpha_grows_and_their_bytes_more_even_as_i
     """What plans come to, memory and hosts included: 32B on 64 GPUs has natural orders that no rank has room for."""
     base = run(size, gpus, strategy="canzona", tp=tp, pp=1)
     config, mesh = resolve(replace(base, engine=replace(base.engine, layout=layout, mode="hosted")))
-    # Bytes are compared bucket by bucket, and a plan with alpha = 1 would choose other buckets.
+    # Bytes are compared bucket by bucket, and plans may choose owners in natural order in Megatron's buckets.
     megatrons = replace(config.parallel, bucket_elements=default_bucket_elements(mesh.owners))
     config = replace(config, parallel=megatrons)
     plans = [make_plan(replace(config, engine=replace(config.engine, alpha=alpha)), mesh) for alpha in ALPHAS]
@@ -120,6 +120,17 @@ def test_plans_get_better_balanced_as_alpha_grows_and_their_bytes_more_even_as_i
     travel = [communication(config, mesh, plan).dp_byte_balance for plan in plans]
     assert all(after <= before * (1 + 1e-6) for before, after in pairwise(compute)), compute
     assert all(after >= before * (1 - 1e-6) for before, after in pairwise(travel)), travel
+
+
+def test_buckets_are_closed_at_the_same_size_whatever_alpha() -> None:
+    """So a comparison of values of alpha compares nothing else."""
+    base = run("4b", 256, strategy="canzona", tp=2, pp=1, micro_batch_size=1, recompute="none")
+    config, mesh = resolve(base)
+    plans = [make_plan(replace(config, engine=replace(config.engine, alpha=alpha)), mesh) for alpha in (0.0, 1.0)]
+    cuts = [[frozenset(bucket.parameters) for bucket in plan.buckets] for plan in plans]
+    assert cuts[0] == cuts[1]
+    megatrons = replace(config, parallel=replace(config.parallel, bucket_elements=default_bucket_elements(mesh.owners)))
+    assert len(cuts[0]) != len(make_plan(megatrons, mesh).buckets)
 
 
 @given(
