@@ -3,6 +3,7 @@
 import pytest
 
 from canzona_cli.cluster.search import candidates, fill
+from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy, Execution, execution_of
 from canzona_cli.planner.make import make_plan
 from canzona_cli.simulate.estimate import estimated_step_seconds
@@ -19,3 +20,22 @@ def test_it_is_within_a_tenth_of_the_step(tp: int, strategy: AnyStrategy) -> Non
     plan = make_plan(resolved, layout) if execution_of(resolved) is Execution.PLANNED else None
     simulated_s = simulate_run(resolved, layout, plan).iteration_s
     assert estimated_step_seconds(config, layout) == pytest.approx(simulated_s, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("parallel.tp=1", "parallel.pp=1", "parallel.ep=8"),
+        ("parallel.tp=2", "parallel.pp=2", "parallel.vpp=8", "parallel.ep=8"),
+        # Tokens travel over the network, under gradients and weights.
+        ("parallel.tp=2", "parallel.pp=1", "parallel.ep=32"),
+    ],
+)
+def test_it_knows_what_experts_traffic_adds_to_a_step(mesh: tuple[str, ...]) -> None:
+    """On 256 GPUs it takes longer than the passes that it overlaps with."""
+    given = ("recipe=qwen3-30b-a3b", "gpus=256", "cluster=h100-80g", "parallel.cp=1", "train.recompute=none", *mesh)
+    config = compose_run([*given, "train.micro_batch_size=1"]).config
+    (candidate,) = candidates(config)
+    resolved = fill(config, candidate.layout)
+    simulated_s = simulate_run(resolved, candidate.layout, make_plan(resolved, candidate.layout)).iteration_s
+    assert 0.94 * simulated_s <= estimated_step_seconds(config, candidate.layout) <= 1.01 * simulated_s
