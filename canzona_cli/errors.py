@@ -64,6 +64,12 @@ class ConfigError(CanzonaError):
     headline = "Bad configuration"
 
 
+class Unsupported(ConfigError):
+    """A request of another training loop, or of its settings, that canzona's engine does not support."""
+
+    headline = "canzona's engine does not support this"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Clash:
     """A rule for an option that makes no sense together with another option, or without one."""

@@ -3,10 +3,11 @@ ranks, and a user's own optimizer works."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import CanzonaError, ConfigError, Problem, refuse
 from canzona_cli.megatron.matrix_buffers import PlanMismatch, named_matrix_parameters
 from canzona_cli.megatron.parallel import World, gather
 from canzona_cli.optimizers.registry import UnusableOptimizer
@@ -20,16 +21,22 @@ class PlanRefused(ConfigError):
     headline = "The plan does not fit this run"
 
 
-def agree_on_plan(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: World) -> Plan:
+_NEW_RUN: Final = "start a new run: `canzona train` makes a plan for these ranks"
+
+
+def agree_on_plan(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: World, *, fix: str = _NEW_RUN) -> Plan:
     """Returns this rank's plan, after checking that every rank has the same plan and that it fits.
     Collective.
+
+    Args:
+        fix: the way out if the plan does not fit.
 
     Raises:
         PlanRefused: on all ranks together, with the first problem of each rank that has one, or with the
             first difference between two ranks' plans.
     """
     everyone = gather(
-        _RankCheck(digest=None if plan is None else plan.hash, problem=_plan_problem(plan, chunks, world))
+        _RankCheck(digest=None if plan is None else plan.hash, problem=_plan_problem(plan, chunks, world, fix))
     )
     problems = [answer.problem for answer in everyone if answer.problem is not None]
     if not problems and len({answer.digest for answer in everyone}) > 1:
@@ -72,11 +79,14 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
             fix="canzona calls the class with a list of 2-D parameters, lr=, weight_decay= and optimizer.options, then "
             "step() without arguments",
         )
-    problems = [answer.problem for answer in gather(_RankCheck(problem=problem)) if answer.problem is not None]
-    if problems:
-        raise OptimizerRefused(*dict.fromkeys(problems))
+    agree_on_problem(problem, OptimizerRefused)
     assert made is not None
     return made
+
+
+def agree_on_problem(problem: Problem | None, kind: type[CanzonaError]) -> None:
+    """Raises an error of this kind on all ranks, with the problem of each rank that has one. Collective."""
+    refuse(dict.fromkeys(rank.problem for rank in gather(_RankCheck(problem=problem)) if rank.problem), kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +105,8 @@ class _Content:
     plan: Mapping[str, object]
 
 
-def _plan_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: World) -> Problem | None:
+def _plan_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: World, fix: str) -> Problem | None:
     """Returns the first reason why this rank cannot execute the plan; None if the plan fits."""
-    fix = "start a new run: `canzona train` makes a plan for these ranks"
     if plan is None:
         return Problem(key="plan", reason="there is no plan; strategies canzona, paper and asc need one", fix=fix)
     planned, actual = plan.subject.layout, world.layout.mesh

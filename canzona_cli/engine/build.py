@@ -7,6 +7,7 @@ from importlib import import_module
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from canzona_cli.config.schema import (
     CustomConfig,
@@ -27,7 +28,7 @@ from canzona_cli.engine.redundant import RedundantOptimizer, counted, counts_den
 from canzona_cli.engine.shared import Sharing
 from canzona_cli.engine.wire import AllToAll, Aside, Fragments, MakeOptimizer, Messages, Wiring, by_key
 from canzona_cli.megatron.matrix_buffers import global_parameters, named_matrix_parameters, tag_matrices
-from canzona_cli.megatron.optimizer import adamw_settings, build_adamw
+from canzona_cli.megatron.optimizer import Overrides, adamw_settings, build_adamw
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer, watcher_for
 from canzona_cli.model.matrices import Matrix, stage_matrices
@@ -48,7 +49,15 @@ _NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stac
 
 
 def build_engine(
-    chunks: Sequence[DistributedDataParallel], config: RunConfig, world: World, plan: Plan | None, timer: PhaseTimer
+    chunks: Sequence[DistributedDataParallel],
+    config: RunConfig,
+    world: World,
+    plan: Plan | None,
+    timer: PhaseTimer,
+    *,
+    adamw: MegatronOptimizerConfig | None = None,
+    overrides: Overrides | None = None,
+    reads_weights: bool = False,
 ) -> CanzonaOptimizer:
     """Builds the optimizer of a run whose matrices canzona updates (`Execution.ours`). Collective.
 
@@ -56,8 +65,12 @@ def build_engine(
         chunks: the model's chunks, wrapped with the plan's buffers, or without sharding if there is no plan.
         plan: the plan of strategies canzona, paper and asc; None for sc, where every rank updates all
             matrices of its stage.
+        adamw: Megatron's settings with `optimizer="adam"`, and of clipping; None for those of `config`.
+        overrides: see `build_adamw`.
+        reads_weights: see `CanzonaOptimizer`.
 
     Raises:
+        Unsupported: see `build_adamw`.
         OptimizerRefused: on all ranks together, if a user's own class cannot update 2-D parameters by
             `step()` alone.
     """
@@ -95,10 +108,11 @@ def build_engine(
         masters=masters,
         make_optimizer=agree_on_optimizer(lambda: optimizer_factory(config, fallbacks), source, world),
     )
+    adamw = adamw_settings(config) if adamw is None else adamw
     updater: MasterOptimizer
     if plan is not None:
         updater = PlannedOptimizer(
-            config,
+            adamw,
             chunks,
             _experts(config, plan, world, wiring),
             _sent(config, plan, world, wiring),
@@ -106,9 +120,9 @@ def build_engine(
             fallbacks,
         )
     else:
-        updater = RedundantOptimizer(config, chunks, world, mine, wiring, fallbacks)
+        updater = RedundantOptimizer(adamw, chunks, world, mine, wiring, fallbacks)
     return CanzonaOptimizer(
-        build_adamw(chunks, world, adamw_settings(config)),
+        build_adamw(chunks, world, adamw, overrides),
         updater,
         chunks,
         # With a plan, every gradient element is reduced to one rank. Without a plan, data-parallel ranks have
@@ -118,6 +132,7 @@ def build_engine(
         timer=timer,
         non_finite=config.train.non_finite,
         clip=config.optimizer.clip,
+        reads_weights=reads_weights,
     )
 
 

@@ -11,9 +11,10 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 
 from canzona_cli.config.schema import Clip, NonFinite
 from canzona_cli.engine.masters import MasterOptimizer
+from canzona_cli.engine.refusals import SavingRefusals, refuse_masters
 from canzona_cli.errors import Diverged, Problem
 from canzona_cli.megatron.matrix_buffers import global_parameters
-from canzona_cli.megatron.owner_bucket_group import adamw_groups, nothing_to_gather
+from canzona_cli.megatron.owner_bucket_group import adamw_groups, gathers_ahead, nothing_to_gather
 from canzona_cli.megatron.parallel import gather
 from canzona_cli.megatron.timers import PhaseTimer
 
@@ -37,7 +38,7 @@ class _Culprits:
     names: tuple[str, ...]
 
 
-class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
+class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
     """The optimizer of a run. A step computes the gradient norm and checks that it is finite, clips, runs
     AdamW, and updates the matrices.
 
@@ -57,6 +58,8 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
             parameters, and count them.
         non_finite: "stop" to raise, "skip" to leave the step out, if the norm is not finite.
         clip: the parameters whose gradients are clipped.
+        reads_weights: True to copy the model's weights into the masters before the first step, because weights may
+            be loaded after the optimizer is built.
     """
 
     def __init__(
@@ -69,13 +72,15 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         timer: PhaseTimer,
         non_finite: NonFinite,
         clip: Clip,
+        reads_weights: bool = False,
     ) -> None:
         super().__init__([adamw, matrices])
         self._adamw, self.matrices, self._chunks = adamw, matrices, chunks
         self._stats_group, self._timer, self._non_finite, self._clip = stats_group, timer, non_finite, clip
-        self._counts_adamw = counts_adamw
+        self._counts_adamw, self._reads_weights = counts_adamw, reads_weights
         self.skipped = 0
-        """The number of steps skipped so far for non-finite gradients, the same on every rank."""
+        """The number of steps skipped so far for non-finite gradients, or for a norm above Megatron's
+        `grad_norm_skip_threshold`, the same on every rank."""
         self.fallbacks = 0
         """The number of updates, on all ranks, of the step before the last that were not finite or needed a
         fallback."""
@@ -93,17 +98,21 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         Raises:
             NonFiniteGradients: on every rank together, with non_finite="stop".
         """
+        if self._reads_weights:
+            self.matrices.reload_model_params()
+            self._reads_weights = False
         self.matrices.begin()
         self._adamw.prepare_grads()
         norm = self.get_grad_norm()
         finite = math.isfinite(norm)
-        if not finite:
+        skips = not finite or norm > self.config.grad_norm_skip_threshold
+        if skips:
             self.matrices.discard()
-            if self._non_finite == "stop":
-                raise NonFiniteGradients(*self._culprits())
+        if not finite and self._non_finite == "stop":
+            raise NonFiniteGradients(*self._culprits())
         if self.fallbacks:
             self.matrices.repair()
-        if not finite:
+        if skips:
             self.skipped += 1
             # No rank's parameters have changed, so the next forward pass must not wait for a gathering.
             nothing_to_gather(self._chunks)
@@ -122,7 +131,7 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         which also starts gathering the parameters of `gathering_order`."""
         with self._timer.phase("adamw_update"):
             self._adamw.step_with_ready_grads()
-        if self._chunks[0].ddp_config.overlap_param_gather:
+        if gathers_ahead(self._chunks[0].ddp_config):
             for group in reversed(adamw_groups(self._chunks[:1])):
                 group.start_param_sync()
         return self.matrices.step_with_ready_grads()
@@ -159,6 +168,18 @@ class CanzonaOptimizer(ChainedOptimizer):  # type: ignore[misc]
         square, fallbacks, captured = self._timer.read(facts)
         self.fallbacks, self.captures = round(fallbacks), round(captured)
         return math.sqrt(square) if square >= 0 else math.nan
+
+    def reload_model_params(self, state_dict: object = None) -> None:
+        """Copies the model's weights into all masters. Collective.
+
+        Raises:
+            Unsupported: `state_dict` is given, from which Megatron's optimizers read masters.
+        """
+        refuse_masters(state_dict)
+        super().reload_model_params()
+
+    def get_grad_stats_parallel_group(self) -> torch.distributed.ProcessGroup:
+        return self._stats_group
 
     def _squares(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         if not gradients:

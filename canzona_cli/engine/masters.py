@@ -11,6 +11,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from canzona_cli.engine.refusals import Refusals
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.matrix_optimizer import Workspace
 from canzona_cli.optimizers.muon import Muon
@@ -111,7 +112,16 @@ class Fallbacks:
         return count
 
 
-class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
+@dataclass(frozen=True, kw_only=True)
+class AllOptimizers:
+    """The optimizers of all groups as one, for code that looks at a Megatron optimizer's `optimizer`."""
+
+    param_groups: list[dict[str, object]]
+    state: Mapping[torch.nn.Parameter, Mapping[str, object]]
+    """The state by master."""
+
+
+class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
     """The part of a `CanzonaOptimizer` that updates matrices. A subclass moves fragments and steps the
     optimizers of its groups.
 
@@ -202,6 +212,13 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
         return [params for optimizer in optimizers if optimizer is not None for params in optimizer.param_groups]
 
     @property
+    def optimizer(self) -> AllOptimizers:
+        """The optimizers of this rank's matrices, to be read; changes to the dictionary of states are lost."""
+        optimizers = [group.optimizer for group in (*self.groups, *self.sharing) if group.optimizer is not None]
+        states = {master: state for optimizer in optimizers for master, state in optimizer.state.items()}
+        return AllOptimizers(param_groups=self.param_groups, state=states)
+
+    @property
     def fragments(self) -> list[HeldFragment]:
         """The fragments of shared matrices that this rank has."""
         return [
@@ -265,9 +282,6 @@ class MasterOptimizer(MegatronOptimizer):  # type: ignore[misc]
                 counted = saved.get("group", {})
                 assert isinstance(counted, Mapping)
                 group.optimizer.param_groups[0].update(counted)
-
-    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
-        raise NotImplementedError("canzona saves whole matrices (state_dict), not Megatron's sharded optimizer state")
 
 
 def _counted(optimizer: torch.optim.Optimizer) -> dict[str, object]:

@@ -7,13 +7,12 @@ from itertools import islice
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
-from canzona_cli.config.schema import RunConfig
 from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters
 from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, left_out, settle
 from canzona_cli.engine.shared import Sharing
-from canzona_cli.megatron.optimizer import adamw_settings
-from canzona_cli.megatron.owner_bucket_group import gathering_order, matrix_groups
+from canzona_cli.megatron.owner_bucket_group import gathering_order, gathers_ahead, matrix_groups
 from canzona_cli.planner.order import ahead, order
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 
@@ -37,7 +36,7 @@ class PlannedOptimizer(MasterOptimizer):
 
     def __init__(
         self,
-        config: RunConfig,
+        config: MegatronOptimizerConfig,
         chunks: Sequence[DistributedDataParallel],
         experts: Hosting,
         hosting: Hosting,
@@ -45,10 +44,10 @@ class PlannedOptimizer(MasterOptimizer):
         fallbacks: Fallbacks,
     ) -> None:
         wiring = hosting.wiring
-        super().__init__(adamw_settings(config), chunks, wiring.masters, wiring.device)
+        super().__init__(config, chunks, wiring.masters, wiring.device)
         self._chunks, self._wiring, self._fallbacks = chunks, wiring, fallbacks
         self._tp = wiring.fragments.tp
-        self._overlap = bool(chunks[0].ddp_config.overlap_param_gather)
+        self._ddp_config = chunks[0].ddp_config
         self._experts, self._hosting = experts, hosting
         self.groups: Sequence[HostedGroup] = (*experts.groups, *hosting.groups)
         self._sharing = sharing
@@ -110,10 +109,9 @@ class PlannedOptimizer(MasterOptimizer):
     def _gather(self) -> None:
         """Gathers the updated parameters from their owners. With `overlap_param_gather`, only the
         buckets that the forward pass needs first are started (`owner_bucket_group.install` chains the
-        others); otherwise all matrix buckets are gathered now."""
-        if self._overlap:
-            buckets = gathering_order(self._chunks)[:GATHERED_AHEAD]
-        else:
+        others), or with `align_param_gather` none; otherwise all matrix buckets are gathered now."""
+        buckets = gathering_order(self._chunks)[: GATHERED_AHEAD if gathers_ahead(self._ddp_config) else 0]
+        if not self._ddp_config.overlap_param_gather:
             buckets = matrix_groups(self._chunks)[::-1]
         for bucket in buckets:
             bucket.start_param_sync()

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
-from canzona_cli.config.schema import RunConfig
 from canzona_cli.engine.hosted import lies_whole
 from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, left_out, settle
 from canzona_cli.engine.wire import Wiring
-from canzona_cli.megatron.optimizer import adamw_settings
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.matrices import Matrix
 
@@ -129,14 +128,14 @@ class RedundantOptimizer(MasterOptimizer):
 
     def __init__(
         self,
-        config: RunConfig,
+        config: MegatronOptimizerConfig,
         chunks: Sequence[DistributedDataParallel],
         world: World,
         matrices: Sequence[Matrix],
         wiring: Wiring,
         fallbacks: Fallbacks,
     ) -> None:
-        super().__init__(adamw_settings(config), chunks, wiring.masters, wiring.device)
+        super().__init__(config, chunks, wiring.masters, wiring.device)
         self._matrices, self._world, self._fallbacks = matrices, world, fallbacks
         dense, experts = (
             [matrix for matrix in matrices if (matrix.expert_rank is not None) == of_experts]

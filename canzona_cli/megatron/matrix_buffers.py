@@ -16,7 +16,7 @@ from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParam
 
 from canzona_cli.config.schema import Mesh
 from canzona_cli.costs.padding import align
-from canzona_cli.megatron.model import global_names
+from canzona_cli.megatron.model import bare, global_names
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.geometry import stored_shape
 from canzona_cli.model.matrices import Matrix
@@ -145,9 +145,7 @@ def stage_buckets(plan: Plan, stage: int, expert_rank: int = 0, chunk: int | Non
 def global_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yields the parameters of model chunks with their names in the whole model, whatever wraps the chunks."""
     for model in chunks:
-        while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
-            model = inner
-        yield from global_names(model)
+        yield from global_names(bare(model))
 
 
 def _is_matrix(name: str, param: torch.nn.Parameter) -> bool:

@@ -217,6 +217,13 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
             param.copy_(torch.cat(fragments, dim=0))
 
 
+def bare(model: torch.nn.Module) -> torch.nn.Module:
+    """Returns a model chunk without its wrappers, such as `Float16Module` and `DistributedDataParallel`."""
+    while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
+        model = inner
+    return model
+
+
 def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yields the parameters of a model chunk, named with the numbers of layers and experts in the whole model."""
     first_layer = first_expert = 0

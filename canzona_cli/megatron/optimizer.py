@@ -1,7 +1,8 @@
 """Builds the gradient buffers of every strategy, and Megatron's own, unmodified optimizers: AdamW
 (`DistributedOptimizer`) and Muon for the strategies sc and layerwise."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -18,13 +19,15 @@ from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer, tag_params_for_buffer_routing
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer.param_layout import FullParamLayout
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from canzona_cli.config.execution import Execution, aligns_param_gather, execution_of, overlaps_param_gather
 from canzona_cli.config.schema import MuonConfig, OptimizerBase, Precision, RunConfig
 from canzona_cli.costs.buffers import bucket_elements
+from canzona_cli.errors import Problem, Unsupported, refuse
 from canzona_cli.megatron import owner_bucket_group
 from canzona_cli.megatron.matrix_buffers import TAG, full_param_layout, named_matrix_parameters, tag_matrices
 from canzona_cli.megatron.parallel import World, without_pickles
@@ -57,44 +60,85 @@ def wrap_data_parallel(
         average_in_collective=False,
     )
     if plan is not None:
-        tag_matrices(chunks, named_matrix_parameters(chunks, plan, world))
-    elif execution_of(config) is Execution.LAYERWISE:
-        tag_params_for_buffer_routing(chunks)
-    # The bucket size that `DistributedDataParallel` will use. Only the first stage is divided into buckets.
-    bucket_size = bucket_elements(config, world.layout) if world.pp_rank == 0 else None
-    wrapped = []
-    for number, chunk in enumerate(chunks):
-        layout = None
-        if plan is not None:
-            layout = full_param_layout(chunk, number, plan, world, ddp_config, bucket_size)
-        elif sharded:
-            params = [p for p in chunk.parameters() if p.requires_grad]
-            layer_wise = execution_of(config) is Execution.LAYERWISE
-            compute = LayerWiseDistributedOptimizer if layer_wise else DistributedOptimizer
-            layout = compute.compute_full_param_layout(
-                params,
-                bucket_size,
-                world.groups.dp_cp.size(),
-                ddp_config,
-                expert_data_parallel_world_size=world.groups.expt_dp.size(),
-            )
-        wrapped.append(
-            DistributedDataParallel(
-                config=mcore,
-                ddp_config=ddp_config,
-                module=chunk,
-                pg_collection=world.groups,
-                full_param_layout=layout,
-            )
-        )
-    if plan is not None:
-        owner_bucket_group.install(wrapped, plan, world)
+        wrapped = wrap_planned(chunks, config, world, plan, ddp_config)
+    else:
+        wrapped = _wrap_as_megatron(chunks, config, world, ddp_config)
     mcore.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     # Gradients are reduced bucket by bucket. With `align_grad_reduce`, they would wait for complete model
     # chunks.
     mcore.param_sync_func = [chunk.start_param_sync for chunk in wrapped] if aligned else None
     mcore.finalize_model_grads_func = finalize_model_grads
     return wrapped
+
+
+def wrap_planned(
+    chunks: Sequence[torch.nn.Module],
+    config: RunConfig,
+    world: World,
+    plan: Plan,
+    ddp_config: DistributedDataParallelConfig,
+) -> list[DistributedDataParallel]:
+    """Wraps model chunks with the plan's buckets.
+
+    `disable_bucketing` is left off: Megatron would make one group of all buckets of a chunk, and AdamW's parameters
+    could not travel apart from matrices.
+
+    Raises:
+        PlanMismatch: the plan is for another model or layout.
+        Unsupported: `ddp_config` has settings that buckets with owners do not support.
+    """
+    tag_matrices(chunks, named_matrix_parameters(chunks, plan, world))
+    size = _bucket_size(config, world)
+    layouts = [full_param_layout(c, number, plan, world, ddp_config, size) for number, c in enumerate(chunks)]
+    wrapped = _wrapped(chunks, layouts, ddp_config, world)
+    owner_bucket_group.install(wrapped, plan, world)
+    return wrapped
+
+
+def _wrap_as_megatron(
+    chunks: Sequence[torch.nn.Module], config: RunConfig, world: World, ddp_config: DistributedDataParallelConfig
+) -> list[DistributedDataParallel]:
+    """Wraps model chunks for Megatron's own optimizers, or without sharding for strategy sc."""
+    layer_wise, layouts = execution_of(config) is Execution.LAYERWISE, [None] * len(chunks)
+    if layer_wise:
+        tag_params_for_buffer_routing(chunks)
+    if ddp_config.use_distributed_optimizer:
+        compute = LayerWiseDistributedOptimizer if layer_wise else DistributedOptimizer
+        layouts = [
+            compute.compute_full_param_layout(
+                [param for param in chunk.parameters() if param.requires_grad],
+                _bucket_size(config, world),
+                world.groups.dp_cp.size(),
+                ddp_config,
+                expert_data_parallel_world_size=world.groups.expt_dp.size(),
+            )
+            for chunk in chunks
+        ]
+    return _wrapped(chunks, layouts, ddp_config, world)
+
+
+def _bucket_size(config: RunConfig, world: World) -> int | None:
+    """Returns the bucket size that `DistributedDataParallel` will use. Only the first stage is divided into
+    buckets."""
+    return bucket_elements(config, world.layout) if world.pp_rank == 0 else None
+
+
+def _wrapped(
+    chunks: Sequence[torch.nn.Module],
+    layouts: Sequence[FullParamLayout | None],
+    ddp_config: DistributedDataParallelConfig,
+    world: World,
+) -> list[DistributedDataParallel]:
+    return [
+        DistributedDataParallel(
+            config=get_model_config(chunks[0]),
+            ddp_config=ddp_config,
+            module=chunk,
+            pg_collection=world.groups,
+            full_param_layout=layout,
+        )
+        for chunk, layout in zip(chunks, layouts, strict=True)
+    ]
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig, world: World) -> MegatronOptimizer:
@@ -149,6 +193,13 @@ def _adamw_settings(config: RunConfig) -> dict[str, object]:
     }
 
 
+def adamw_part(config: MegatronOptimizerConfig) -> MegatronOptimizerConfig:
+    """Returns a caller's settings of Megatron's Muon as settings of AdamW, sharded by `DistributedOptimizer`."""
+    part = copy(config)
+    part.optimizer, part.use_distributed_optimizer, part.use_layer_wise_distributed_optimizer = "adam", True, False
+    return part
+
+
 def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> OptimizerParamScheduler:
     """Builds the learning-rate schedule: linear warm-up, then the decay that `config.schedule` sets. The
     caller runs `.step(increment=1)` after each optimizer step."""
@@ -173,10 +224,15 @@ def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> Optimizer
 
 _MATRICES = "canzona"
 """The optimizer name under which Megatron groups the parameters that AdamW does not update."""
+Overrides = Mapping[ParamKey, ParamGroupOverride]
+"""Settings of parameter groups that differ from the optimizer's, by the parameters that they apply to."""
 
 
 def build_adamw(
-    chunks: Sequence[DistributedDataParallel], world: World, megatron_config: MegatronOptimizerConfig
+    chunks: Sequence[DistributedDataParallel],
+    world: World,
+    megatron_config: MegatronOptimizerConfig,
+    overrides: Overrides | None = None,
 ) -> MegatronOptimizer:
     """Builds AdamW for every parameter of a rank's model chunks that `tag_matrices` did not mark as a matrix.
     Weight decay does not apply to norms and biases.
@@ -187,14 +243,21 @@ def build_adamw(
     Args:
         megatron_config: settings with `optimizer="adam"`; with `use_distributed_optimizer=True`, matrices
             must be in separate buffers.
+        overrides: the caller's; None for Megatron's standard ones.
+
+    Raises:
+        Unsupported: on all ranks together: an override chooses an optimizer, or applies to matrices.
     """
     assert megatron_config.optimizer == "adam"
-    overrides = get_standard_config_overrides(megatron_config)
+    given = get_standard_config_overrides(megatron_config) if overrides is None else overrides
+    refuse(_chosen_optimizers(given), Unsupported)
     is_matrix = ParamPredicate(name="canzona_matrix", fn=lambda param: getattr(param, TAG, False))
-    overrides[ParamKey(predicate=is_matrix)] = {"optimizer": _MATRICES}
     models = list(chunks)
     with without_pickles():
-        groups = _get_param_groups(models, megatron_config, overrides)
+        groups = _get_param_groups(
+            models, megatron_config, {**given, ParamKey(predicate=is_matrix): {"optimizer": _MATRICES}}
+        )
+    refuse(_overridden_matrices(groups, megatron_config), Unsupported)
     ranks = ProcessGroupCollection.setup_process_groups_for_optimizer(
         world.groups, models, use_gloo_process_groups=False
     )
@@ -215,6 +278,41 @@ def build_adamw(
         pg_collection=world.groups,
     )
     return optimizer
+
+
+def _chosen_optimizers(overrides: Overrides) -> Iterator[Problem]:
+    for key, override in overrides.items():
+        if "optimizer" in override:
+            reason = f"an override of {key} chooses it, but matrices have canzona's and all others AdamW"
+            yield Problem(
+                key="config_overrides", value=override["optimizer"], reason=reason, fix="leave optimizer out of it"
+            )
+
+
+def _overridden_matrices(
+    groups: Iterable[Mapping[str, object]], megatron_config: MegatronOptimizerConfig
+) -> Iterator[Problem]:
+    """Yields a problem for each parameter group of matrices with settings of its own. The groups are the same on
+    all ranks."""
+    usual = {
+        "default_config": True,
+        "wd_mult": 1.0,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "max_lr": megatron_config.lr,
+        "min_lr": megatron_config.min_lr,
+        "optimizer": _MATRICES,
+    }
+    for group in groups:
+        others = {key: value for key, value in group.items() if key not in ("params", "is_expert_parallel")}
+        if others.get("optimizer") != _MATRICES or others == usual:
+            continue
+        yield Problem(
+            key="config_overrides",
+            value={key: value for key, value in others.items() if usual.get(key) != value and key != "default_config"},
+            reason="it applies to matrices, which all have the same settings",
+            fix="let it select parameters that are not matrices, such as the embedding, the output layer and norms",
+        )
 
 
 def megatron_muon(

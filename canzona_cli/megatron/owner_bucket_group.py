@@ -12,9 +12,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBucketGroup
 from torch.distributed import ProcessGroup, Work
 
-from canzona_cli.errors import Problem, WorkerCrashed
+from canzona_cli.errors import Problem, Unsupported, WorkerCrashed, refuse
+from canzona_cli.megatron.limits import BUCKETS, problems
 from canzona_cli.megatron.matrix_buffers import TAG, PlanMismatch, global_parameters, stage_buckets
-from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.owner_collectives import gathering, reduce_each, reducing
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import Waitable
@@ -62,8 +62,9 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
         Raises:
             PlanMismatch: the bucket does not have the planned size.
+            Unsupported: `ddp_config` has settings that the bucket group does not support.
         """
-        _refuse_unsupported(ddp_config)
+        refuse(problems(ddp_config, BUCKETS), Unsupported)
         super().__init__([bucket], ddp_config, group, group.size())
         self.planned = planned
         self.owned: tuple[Range, ...] = tuple(part for part in planned.ranges if part.owner == group.rank())
@@ -251,6 +252,12 @@ def gathering_order(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAnd
     return order
 
 
+def gathers_ahead(config: DistributedDataParallelConfig) -> bool:
+    """Returns True if an optimizer step starts to gather the parameters that the next forward pass needs first.
+    With `align_param_gather`, Megatron's schedule starts all of them."""
+    return bool(config.overlap_param_gather and not config.align_param_gather)
+
+
 def nothing_to_gather(chunks: Sequence[DistributedDataParallel]) -> None:
     """Marks all parameters as gathered, after a step that did not change any, so that the next forward pass
     does not start or wait for a gathering."""
@@ -260,17 +267,6 @@ def nothing_to_gather(chunks: Sequence[DistributedDataParallel]) -> None:
 
 def _holds_matrices(group: _ParamAndGradBucketGroup) -> bool:
     return all(getattr(param, TAG, False) for bucket in group.buckets for param in bucket.params_list)
-
-
-def _refuse_unsupported(config: DistributedDataParallelConfig) -> None:
-    """Asserts that no option is set that `OwnerBucketGroup` does not support. canzona never sets these
-    options."""
-    assert config.use_distributed_optimizer, "parameters must be views of Megatron's buffer"
-    assert config.num_distributed_optimizer_instances == 1
-    assert not config.average_in_collective
-    assert not config.reduce_scatter_with_fp32_accumulation
-    assert not config.param_name_patterns_for_fp32_local_accumulation
-    assert not config.reuse_grad_buf_for_mxfp8_param_ag
 
 
 REDUCTIONS = 16
@@ -287,7 +283,7 @@ _AHEAD = 4
 _REPEATS = 7
 
 
-def contradiction(trainee: Trainee) -> str | None:
+def contradiction(chunks: Sequence[DistributedDataParallel], world: World, *, assumed: bool) -> str | None:
     """Measures if the reductions of a bucket run as one NCCL group, as `cluster.grouped_collectives` says.
     Collective.
 
@@ -295,17 +291,20 @@ def contradiction(trainee: Trainee) -> str | None:
     torch's legacy NCCL backend, and separate launches in the backend that torch 2.15 uses by default
     (`TORCH_DIST_USE_NCCL2`).
 
+    Args:
+        assumed: the value of `cluster.grouped_collectives` that the plan was made with.
+
     Returns:
         A description of the difference from the plan's assumption; None if there is no difference or nothing
         to measure.
     """
-    group, device = trainee.world.owners, trainee.world.device
-    planned = (bucket.planned for bucket in matrix_groups(trainee.chunks))
+    group, device = world.owners, world.device
+    planned = (bucket.planned for bucket in matrix_groups(chunks))
     # Also measured for a plan that does not reduce by owner: it may assume that reductions are not grouped.
     several = any(len(bucket.ranges) > 1 for bucket in planned)
     if device.type != "cuda" or group.size() == 1 or not several:
         return None
-    return judged(share_together(group, device, device_seconds), assumed=trainee.config.cluster.grouped_collectives)
+    return judged(share_together(group, device, device_seconds), assumed=assumed)
 
 
 def judged(share: float, *, assumed: bool) -> str | None:

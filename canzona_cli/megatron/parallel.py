@@ -44,7 +44,7 @@ class World:
 
     @property
     def dp_rank(self) -> int:
-        return int(parallel_state.get_data_parallel_rank())
+        return int(self.groups.dp.rank())
 
     @property
     def owner(self) -> int:
@@ -64,19 +64,19 @@ class World:
 
     @property
     def tp_rank(self) -> int:
-        return int(parallel_state.get_tensor_model_parallel_rank())
+        return int(self.groups.tp.rank())
 
     @property
     def pp_rank(self) -> int:
-        return int(parallel_state.get_pipeline_model_parallel_rank())
+        return int(self.groups.pp.rank())
 
     @property
     def is_first_stage(self) -> bool:
-        return bool(parallel_state.is_pipeline_first_stage())
+        return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        return bool(parallel_state.is_pipeline_last_stage())
+        return self.pp_rank == self.layout.pp - 1
 
     def cut(self, parameter: str, model: ModelConfig) -> tuple[int, int]:
         """Returns the number of ranks that tensor parallelism cuts a parameter over, and this rank's number among
@@ -128,15 +128,27 @@ def initialize(
         local = torch.device("cpu")
         torch.distributed.init_process_group("gloo", timeout=timeout, **meeting)
     groups = make_groups(layout, timeout=timeout, alive=alive)
+    model_parallel_cuda_manual_seed(seed)
+    return world_of(groups, layout, local, timeout=timeout)
+
+
+def world_of(
+    groups: ProcessGroupCollection, layout: Layout, device: torch.device, *, timeout: timedelta | None = None
+) -> World:
+    """Returns this rank's place among existing groups. Makes the groups that only buckets of matrices use, where
+    they have some. Collective.
+
+    Args:
+        timeout: the timeout of these groups' collectives; None for torch's default.
+    """
     owners, expert_owners = groups.dp_cp, groups.expt_dp
-    if adamw_apart(device):
+    if adamw_apart(kind_of(device)):
         owners = twin(groups.dp_cp, timeout)
         expert_owners = owners if groups.expt_dp is groups.dp_cp else twin(groups.expt_dp, timeout)
-    model_parallel_cuda_manual_seed(seed)
     return World(
-        rank=rank,
-        world_size=world_size,
-        device=local,
+        rank=torch.distributed.get_rank(),
+        world_size=torch.distributed.get_world_size(),
+        device=device,
         layout=layout,
         groups=groups,
         owners=owners,
@@ -144,7 +156,12 @@ def initialize(
     )
 
 
-def twin(group: ProcessGroup, timeout: timedelta) -> ProcessGroup:
+def kind_of(device: torch.device) -> Device:
+    """Returns the kind of a rank's device."""
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
+def twin(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
     """Makes a second group of the same ranks, in the same order. Collective over the group."""
     if group.size() == 1:
         return group

@@ -47,7 +47,8 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     journal.stage("build model", config.model.name)
     trainee = assemble(config, world, plan)
     pulse.follow(trainee.timer)
-    if (contradiction := owner_bucket_group.contradiction(trainee)) is not None:
+    assumed = config.cluster.grouped_collectives
+    if (contradiction := owner_bucket_group.contradiction(trainee.chunks, world, assumed=assumed)) is not None:
         journal.incident("grouping", detail=contradiction, level="warning")
 
     def trying(shape: str) -> None:

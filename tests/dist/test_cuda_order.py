@@ -154,7 +154,8 @@ def _find_out(trainee: Trainee, record: Record) -> FoundOut:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(owner_bucket_group, "device_seconds", serial)
-        said = owner_bucket_group.contradiction(trainee)
+        assumed = trainee.config.cluster.grouped_collectives
+        said = owner_bucket_group.contradiction(trainee.chunks, trainee.world, assumed=assumed)
     launched = [found for found in record.operations if found.stream.startswith("nccl")]
     return FoundOut(said=said, launches=len(launched), waits=len(record.waits))
 
