@@ -121,7 +121,7 @@ def _take_turns(
     Returns:
         False after a request to stop.
     """
-    import canzona_cli.megatron  # noqa: F401 - before anything imports Megatron
+    import canzona_cli.megatron.quick_import  # noqa: F401 - before anything imports Megatron
     from canzona_cli.bench.turns import RunningStrategy, gather_samples, take_turns
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.caches import cache_root

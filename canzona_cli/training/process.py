@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # a rank must report that it has started before it imports Me
 _ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """The signals that ask a rank to save and stop: batch systems send them before they kill."""
 IMPORTED_BY_ALL: Final = (
-    "canzona_cli.megatron",  # must come before anything that imports Megatron
+    "canzona_cli.megatron.quick_import",  # must come before anything that imports Megatron
     "canzona_cli.training.assemble",
     "canzona_cli.config.compose",
     "torch._dynamo",  # torch's own optimizers import it in their first step
@@ -62,7 +62,7 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
     Journal(files, writes=rank == 0).stage(FIRST_STAGE, plural(int(os.environ["WORLD_SIZE"]), "rank"))
     hush()
     try:
-        import canzona_cli.megatron  # noqa: F401 - before anything imports Megatron
+        import canzona_cli.megatron.quick_import  # noqa: F401 - before anything imports Megatron
 
         ending = work(files, record, rank)
     except BaseException as error:

@@ -4,7 +4,7 @@ import os
 import sys
 from io import FileIO, TextIOWrapper
 
-import canzona_cli.megatron  # noqa: F401 - which the rank, a fork of this process, need not import then
+import canzona_cli.megatron.quick_import  # noqa: F401 - which the rank, a fork of this process, need not import then
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import Ending, read_rank
 from canzona_cli.training.process import run_rank

@@ -21,7 +21,8 @@ from canzona_cli.training.records import RankRecord
 from tests.waiting import PATIENCE_S, wait_until
 
 MODULE = "tests.dist.calibrate_stand_in"
-SLOW_IMPORTS = worker.SLOW_IMPORTS if os.environ.get("CANZONA_TEST_BEHAVIOUR") == "hasty" else ("canzona_cli.megatron",)
+HASTY = os.environ.get("CANZONA_TEST_BEHAVIOUR") == "hasty"
+SLOW_IMPORTS = worker.SLOW_IMPORTS if HASTY else ("canzona_cli.megatron.quick_import",)
 
 
 def measure(files: RunFiles, record: RankRecord, rank: int) -> Ending:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-import canzona_cli.megatron
 from canzona_cli.config.schema import Layout, MuonConfig, RunConfig
+from canzona_cli.megatron import quick_import
 from tests.dist import jobs
 from tests.dist.jobs import SMALL, Runs, ranks_of
 from tests.dist.ranks import run_ranks
@@ -72,7 +72,7 @@ def _train_whole(
 
     def rank() -> tuple[dict[str, np.ndarray], list[float]]:
         # Run without compiling: what is compiled is this code, and loading the compiler takes seconds.
-        setattr(canzona_cli.megatron, "_compile", lambda function, **_: function)  # noqa: B010  # of this rank
+        setattr(quick_import, "_compile", lambda function, **_: function)  # noqa: B010  # of this rank
         model = hugging_face_model(config.model, before, max_length=config.train.seq_length)
         params: Parameters = dict(model.named_parameters())
         update = updates(params, config)

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from canzona_cli.megatron import compile_when_called
+from canzona_cli.megatron.quick_import import compile_when_called
 
 
 def test_a_function_is_compiled_when_it_is_called_and_once() -> None:

@@ -1,0 +1,50 @@
+"""Imports Megatron without loading a compiler, for processes that canzona starts. Import it before Megatron.
+
+Megatron and emerging-optimizers decorate about thirty functions with `torch.compile` when they are imported.
+The decorator alone loads the compiler, which is more than half of a worker's start-up time (ten seconds for
+four ranks on two cores), and a run on CPUs does not call any of these functions. While this module imports
+Megatron, `torch.compile` is replaced by a decorator that compiles at the first call.
+
+Megatron's timers import wandb if it is installed, which is a quarter of Megatron's import time. canzona's
+trackers use wandb in separate processes instead, so the import is blocked while Megatron is imported.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+_compile = torch.compile
+
+
+def compile_when_called(function: Callable[..., object] | None = None, **options: object) -> Callable[..., object]:
+    """Returns `function`, compiled by `torch.compile` at its first call. While torch compiles another
+    function that calls it, `function` is called as it is."""
+    if function is None:
+        return lambda function: compile_when_called(function, **options)
+    compiled: Callable[..., object] | None = None
+
+    @functools.wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        nonlocal compiled
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if compiled is None:
+            compiled = cast(Callable[..., Callable[..., object]], _compile)(function, **options)
+        return compiled(*args, **kwargs)
+
+    return call
+
+
+torch.compile = compile_when_called  # type: ignore[assignment]
+_wandb = sys.modules.get("wandb")
+sys.modules["wandb"] = None  # type: ignore[assignment] # makes `import wandb` fail
+try:
+    import megatron.core.models.gpt.gpt_model  # noqa: F401 - decorates more functions than megatron.core alone
+finally:
+    torch.compile = _compile
+    del sys.modules["wandb"]
+    if _wandb is not None:
+        sys.modules["wandb"] = _wandb
