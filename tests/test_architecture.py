@@ -16,7 +16,7 @@ LAYERS = (
     ("commands",),
     ("report", "bench", "calibrate"),
     ("launch",),
-    ("training", "trackers", "huggingface"),
+    ("training", "trackers", "huggingface", "library"),
     ("checkpoint",),
     ("engine",),
     ("megatron",),
@@ -30,7 +30,9 @@ LAYERS = (
     ("errors", "fields"),
 )
 """Top to bottom. An import goes down, or sideways without return."""
-USES_TORCH = {"bench", "calibrate", "training", "checkpoint", "engine", "megatron", "optimizers", "huggingface"}
+USES_TORCH = {
+    *("bench", "calibrate", "training", "library", "huggingface", "checkpoint", "engine", "megatron", "optimizers"),
+}
 """Rooms that may import torch and Megatron; in all others planning, help and reports come at once."""
 HEAVY = {"torch", "megatron"}
 

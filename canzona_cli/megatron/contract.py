@@ -115,6 +115,11 @@ def verify() -> list[Problem]:
     return [problem for pin in PINNED for problem in _broken(pin)]
 
 
+def verify_loop() -> list[Problem]:
+    """Returns the properties that Megatron-LM's training does not have. Imports it, which takes seconds."""
+    return [problem for pin in LOOP for problem in _broken(pin)]
+
+
 def _broken(pin: Pinned) -> Iterator[Problem]:
     try:
         wrong = pin.check(_resolve(pin.name))
@@ -165,8 +170,8 @@ def _tokens(code: Hashable) -> tuple[str, ...]:
     )
 
 
-def _pinned() -> Iterator[Pinned]:
-    """Reads the entries of contract.yaml."""
+def _pinned(file: str) -> Iterator[Pinned]:
+    """Reads the entries of a file beside this module."""
     checks: dict[str, Callable[..., Check]] = {
         "accepts": accepts,
         "keeps": keeps,
@@ -174,13 +179,15 @@ def _pinned() -> Iterator[Pinned]:
         "says": says,
         "reads": reads,
     }
-    for room in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).values():
+    for room in yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8")).values():
         for entry in room:
             name, relied_on = entry.pop("name"), entry.pop("relied_on")
             [check] = [checks[kind](*words) for kind, words in entry.items()] or [exists]
             yield Pinned(name=name, relied_on=relied_on, check=check)
 
 
-PINNED = tuple(_pinned())
+PINNED = tuple(_pinned("contract.yaml"))
+LOOP = tuple(_pinned("loop_contract.yaml"))
+"""The properties of Megatron-LM's own training (`megatron.training`), which only `seams` relies on."""
 PROBLEMS = verify()
 """The problems of the installed packages. Checked once at import, before an agent forks its ranks."""

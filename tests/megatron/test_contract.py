@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.megatron import contract
-from canzona_cli.megatron.contract import PINNED, Pinned, source_digest, verify
+from canzona_cli.megatron.contract import LOOP, PINNED, Pinned, source_digest, verify, verify_loop
 
-NAMES = sorted({pin.name for pin in PINNED})
+EVERY = (*PINNED, *LOOP)
+NAMES = sorted({pin.name for pin in EVERY})
 
 
 def _parent(name: str) -> tuple[object, str]:
@@ -17,11 +18,12 @@ def _parent(name: str) -> tuple[object, str]:
 
 
 def _reported(name: str) -> list[str]:
-    return [problem.reason for problem in verify() if problem.key == name]
+    return [problem.reason for problem in (*verify(), *verify_loop()) if problem.key == name]
 
 
 def test_nothing_is_wrong_with_the_installed_release() -> None:
     assert verify() == []
+    assert verify_loop() == []
 
 
 # Every class has a constructor, at least its parent's.
@@ -30,18 +32,18 @@ def test_a_removed_name_is_reported(name: str, monkeypatch: pytest.MonkeyPatch) 
     parent, last = _parent(name)
     monkeypatch.delattr(parent, last)
     reasons = _reported(name)
-    assert len(reasons) == sum(pin.name == name for pin in PINNED)
+    assert len(reasons) == sum(pin.name == name for pin in EVERY)
     assert all("it is missing" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize("name", sorted({pin.name for pin in PINNED if pin.check is not contract.exists}))
+@pytest.mark.parametrize("name", sorted({pin.name for pin in EVERY if pin.check is not contract.exists}))
 def test_a_changed_name_is_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def other(something: int) -> int:
         return something
 
     parent, last = _parent(name)
     monkeypatch.setattr(parent, last, other)
-    assert len(_reported(name)) == sum(pin.name == name for pin in PINNED)
+    assert len(_reported(name)) == sum(pin.name == name for pin in EVERY)
 
 
 def test_a_problem_says_what_is_relied_on_what_was_found_and_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,128 @@
+"""The engine for training loops over Megatron-core that are not canzona's."""
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.engine.agreement import agree_on_plan, agree_on_problem
+from canzona_cli.engine.build import build_engine
+from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.engine.kernels import choose_kernels
+from canzona_cli.errors import EnvironmentProblem, Problem, Unsupported, refuse
+from canzona_cli.library.settings import Caller, run_config
+from canzona_cli.megatron import contract, owner_bucket_group
+from canzona_cli.megatron.model import bare
+from canzona_cli.megatron.optimizer import Overrides, adamw_part, wrap_planned
+from canzona_cli.megatron.parallel import World, kind_of, world_of
+from canzona_cli.megatron.timers import PhaseTimer
+from canzona_cli.planner.make import make_plan
+from canzona_cli.planner.plan import Plan
+
+_LOG = logging.getLogger(__name__)
+
+
+class Engine:
+    """Canzona's engine in a loop over Megatron-core: it replaces `DistributedDataParallel(...)` by `wrap`, and
+    `get_megatron_optimizer(...)` by `optimizer`.
+
+    Experimental: dense decoders (`GPTModel` with gated feed-forward layers), run with gloo on CPUs only. Everything
+    that is not supported raises `Unsupported` with the reason and the way out.
+
+    Args:
+        optimizer_config: Megatron's configuration, with `optimizer="muon"`. Its settings of Muon, AdamW, clipping
+            and schedules apply.
+        settings: settings as on canzona's command line, of `cluster` (on GPUs: the profile that the plan is made
+            for), `engine` and `optimizer`: `Engine(config, "cluster=h100-80g", "engine.mode=hosted")`.
+        groups: the caller's process groups; None for those of `megatron.core.parallel_state`.
+    """
+
+    def __init__(
+        self, optimizer_config: MegatronOptimizerConfig, *settings: str, groups: ProcessGroupCollection | None = None
+    ) -> None:
+        refuse(contract.PROBLEMS, EnvironmentProblem)
+        self._megatron, self._settings, self._groups = optimizer_config, settings, groups
+        self._built: tuple[RunConfig, World, Plan] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the engine executes. `wrap` makes it, the same on every rank."""
+        return self._parts[2]
+
+    def wrap(
+        self, chunks: Sequence[torch.nn.Module], ddp_config: DistributedDataParallelConfig
+    ) -> list[DistributedDataParallel]:
+        """Plans the updates of a model, and wraps its chunks with the plan's gradient buffers. Collective.
+
+        Args:
+            chunks: this rank's part of the model, in forward order, on its device and in its precision.
+            ddp_config: as for Megatron's `DistributedDataParallel`, with `use_distributed_optimizer=True`.
+
+        Raises:
+            CanzonaError: on all ranks together, with every reason why the engine cannot train this model here.
+        """
+        groups = self._groups or ProcessGroupCollection.use_mpu_process_groups()
+        device = next(chunks[0].parameters()).device
+        caller = Caller(
+            optimizer=self._megatron,
+            ddp=ddp_config,
+            models=tuple(map(bare, chunks)),
+            groups=groups,
+            device=kind_of(device),
+        )
+        config, layout = run_config(caller, self._settings)
+        world = world_of(groups, layout, device)
+        agree_on_problem(next(_parameter_problems(caller.models), None), Unsupported)
+        fix = "train a model whose matrices the engine knows; a plan is made for all layers of a dense decoder"
+        plan = agree_on_plan(make_plan(config, layout), chunks, world, fix=fix)
+        self._built = config, world, plan
+        return wrap_planned(chunks, config, world, plan, ddp_config)
+
+    def optimizer(
+        self, chunks: Sequence[DistributedDataParallel], overrides: Overrides | None = None
+    ) -> CanzonaOptimizer:
+        """Builds the optimizer of chunks that `wrap` returned: canzona's for the matrices, Megatron's AdamW for all
+        other parameters. Collective.
+
+        Args:
+            overrides: settings of AdamW's parameter groups, Megatron's `config_overrides`; None for its standard
+                ones.
+
+        Raises:
+            CanzonaError: on all ranks together.
+        """
+        config, world, plan = self._parts
+        assumed = config.cluster.grouped_collectives
+        if (contradiction := owner_bucket_group.contradiction(chunks, world, assumed=assumed)) is not None:
+            _LOG.warning(contradiction)
+        built = build_engine(
+            chunks,
+            config,
+            world,
+            plan,
+            PhaseTimer(world.device),
+            adamw=adamw_part(self._megatron),
+            overrides=overrides,
+            reads_weights=True,
+        )
+        choose_kernels(config, world.device)
+        return built
+
+    @property
+    def _parts(self) -> tuple[RunConfig, World, Plan]:
+        if self._built is None:
+            fix = "call wrap(chunks, ddp_config) first, in place of DistributedDataParallel"
+            raise Unsupported(Problem(key="Engine", reason="it has not wrapped a model", fix=fix))
+        return self._built
+
+
+def _parameter_problems(models: Sequence[torch.nn.Module]) -> Iterator[Problem]:
+    """Yields the parameters of this rank whose storage or gradient the engine does not know."""
+    for name, param in (item for model in models for item in model.named_parameters()):
+        if param.dtype not in (torch.bfloat16, torch.float32) or type(param.data) is not torch.Tensor:
+            reason = f"{name} is stored as {type(param.data).__name__} of {param.dtype}"
+            yield Problem(key="model", reason=reason, fix="store weights in bf16 or fp32")

@@ -1,0 +1,62 @@
+"""The engine in Megatron-LM's own training."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+
+from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
+from canzona_cli.errors import EnvironmentProblem, Problem, Unsupported, refuse
+from canzona_cli.library.engine import Engine
+from canzona_cli.megatron import contract
+from canzona_cli.megatron.optimizer import Overrides
+
+
+def use_in_megatron_lm(*settings: str) -> None:
+    """Makes Megatron-LM's `pretrain`, and all that builds models by its `get_model`, train with canzona's engine.
+
+    Call it before `pretrain`. The command line stays that of Megatron's Muon: `--optimizer muon
+    --use-distributed-optimizer`, and with tensor parallelism `--muon-tp-mode duplicated`. Experimental, like
+    `Engine`.
+
+    Args:
+        settings: as for `Engine`, for example "cluster=h100-80g".
+
+    Raises:
+        EnvironmentProblem: Megatron-LM's training is not installed, or not as canzona expects.
+    """
+    refuse(contract.verify_loop(), EnvironmentProblem)
+    from canzona_cli.megatron.seams import replace_seams
+
+    engines: WeakKeyDictionary[torch.nn.Module, tuple[Engine, MegatronOptimizerConfig]] = WeakKeyDictionary()
+
+    def wrap(
+        chunks: Sequence[torch.nn.Module],
+        ddp_config: DistributedDataParallelConfig,
+        config: MegatronOptimizerConfig,
+        args: Namespace,
+    ) -> list[DistributedDataParallel]:
+        engine = Engine(config, f"train.micro_batch_size={args.micro_batch_size}", *settings)
+        wrapped = engine.wrap(chunks, ddp_config)
+        engines[wrapped[0]] = engine, config
+        return wrapped
+
+    def build(
+        config: MegatronOptimizerConfig, chunks: Sequence[DistributedDataParallel], overrides: Overrides | None
+    ) -> CanzonaOptimizer:
+        if chunks[0] not in engines:
+            reason = "it was not wrapped by get_model of megatron.training"
+            fix = "build it with a model provider, or use canzona_cli.Engine in your own loop"
+            raise Unsupported(Problem(key="model", reason=reason, fix=fix))
+        engine, planned_for = engines[chunks[0]]
+        if replace(config, timers=None) != replace(planned_for, timers=None):
+            reason = "it has changed since the model was wrapped and its updates were planned"
+            raise Unsupported(Problem(key="OptimizerConfig", reason=reason, fix="set it by Megatron-LM's arguments"))
+        planned_for.timers = config.timers
+        return engine.optimizer(chunks, overrides)
+
+    replace_seams(wrap, build)

@@ -1,0 +1,91 @@
+"""The two functions of Megatron-LM's training that canzona replaces: the one that wraps a model, and the one that
+builds its optimizer. Both are globals of `megatron.training.training`, looked up at each call."""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.training import training
+
+from canzona_cli.errors import Problem, Unsupported, refuse
+from canzona_cli.megatron.limits import Limit, problems
+from canzona_cli.megatron.optimizer import Overrides
+
+Wrap = Callable[
+    [Sequence[torch.nn.Module], DistributedDataParallelConfig, MegatronOptimizerConfig, Namespace],
+    list[DistributedDataParallel],
+]
+"""A function that wraps model chunks, given Megatron-LM's configurations and arguments."""
+Build = Callable[
+    [MegatronOptimizerConfig, Sequence[DistributedDataParallel], Overrides | None],
+    MegatronOptimizer,
+]
+"""A function that builds the optimizer of wrapped chunks."""
+
+LOOP: Final = (
+    Limit(name="save_wgrads_interval", value=None, reason="no rank has the reduced gradients of all matrices"),
+    Limit(name="non_persistent_save_interval", value=None, reason="Megatron cannot save the state of matrices"),
+    Limit(name="ckpt_convert_format", value=None, reason="Megatron cannot save the state of matrices"),
+    Limit(name="perform_rl_step", value=False, reason="masters and state of matrices cannot be moved to the host"),
+    Limit(name="dump_param_to_param_group_map", value=None, reason="matrices are not in Megatron's parameter groups"),
+)
+"""The arguments of Megatron-LM with one supported value."""
+
+
+def replace_seams(wrap: Wrap, build: Build) -> None:
+    """Makes Megatron-LM's training wrap models by `wrap` and build optimizers by `build`. A further call replaces
+    both again."""
+
+    def wrap_model_chunks_with_ddp(
+        model_chunks: Sequence[torch.nn.Module],
+        config: object,
+        ddp_config: DistributedDataParallelConfig,
+        *,
+        DP: type = DistributedDataParallel,
+        **_: object,
+    ) -> list[DistributedDataParallel]:
+        args = training.get_args()
+        wrong = [*_loop_problems(args)]
+        if DP is not DistributedDataParallel:
+            reason = "buckets with owners need Megatron's DistributedDataParallel"
+            wrong.append(Problem(key="model", value=DP.__name__, reason=reason, fix="leave FSDP out"))
+        refuse(wrong, Unsupported)
+        ddp_config.use_distributed_optimizer = True  # as Megatron sets it for its layer-wise optimizer
+        settings, _ = training.get_megatron_optimizer_config(args)
+        return wrap(model_chunks, ddp_config, settings, args)
+
+    def get_megatron_optimizer(
+        config: MegatronOptimizerConfig,
+        model_chunks: Sequence[DistributedDataParallel],
+        config_overrides: Overrides | None = None,
+        **_: object,
+    ) -> MegatronOptimizer:
+        return build(config, model_chunks, config_overrides)
+
+    training.wrap_model_chunks_with_ddp = wrap_model_chunks_with_ddp
+    training.get_megatron_optimizer = get_megatron_optimizer
+
+
+def _loop_problems(args: Namespace) -> Iterator[Problem]:
+    """Yields the arguments with which Megatron-LM's loop would ask for something that the engine does not do."""
+    yield from problems(args, LOOP)
+    if not args.use_layer_wise_distributed_optimizer:
+        reason = "without it the loop expects an optimizer that every rank has all of"
+        fix = "add --use-distributed-optimizer"
+        yield Problem(key="use_distributed_optimizer", value=False, reason=reason, fix=fix)
+    if args.save is not None and not args.no_save_optim:
+        reason = "Megatron's checkpoints do not have the optimizer state of matrices that hosts update"
+        fix = "add --no-save-optim, which saves weights alone, or leave --save out"
+        yield Problem(key="save", value=args.save, reason=reason, fix=fix)
+    if args.save is not None and args.ckpt_format != "torch_dist":
+        reason = "in it the loop saves the optimizer even with --no-save-optim"
+        yield Problem(key="ckpt_format", value=args.ckpt_format, reason=reason, fix="use --ckpt-format torch_dist")
+    for key in ("load", "pretrained_checkpoint"):
+        if getattr(args, key) is not None and not (args.no_load_optim or args.finetune):
+            reason = "the optimizer state of a checkpoint cannot be loaded into hosts of matrices"
+            fix = "add --no-load-optim: the run starts with the checkpoint's weights and a new optimizer state"
+            yield Problem(key=key, value=getattr(args, key), reason=reason, fix=fix)

@@ -1,0 +1,213 @@
+"""Megatron-LM's own `pretrain`, from the installed wheel, on gloo ranks without CUDA.
+
+What its loop asks of CUDA beside Megatron-core, whose stand-ins are the product's CPU backend, stands in here: nothing
+of it moves or computes anything.
+"""
+
+import contextlib
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.training import arguments, initialize, training
+from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
+from torch.distributed import distributed_c10d
+
+from canzona_cli import use_in_megatron_lm
+from canzona_cli.megatron import cpu_backend
+from canzona_cli.megatron.matrix_buffers import global_parameters
+from tests.dist.ranks import run_ranks
+
+STEPS, LENGTH, VOCABULARY = 8, 64, 128
+QWEN3 = (
+    *("--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "192", "--num-attention-heads", "4"),
+    *("--group-query-attention", "--num-query-groups", "2", "--kv-channels", "16", "--qk-layernorm", "--swiglu"),
+    *("--normalization", "RMSNorm", "--disable-bias-linear", "--position-embedding-type", "rope"),
+    *("--seq-length", str(LENGTH), "--max-position-embeddings", str(LENGTH)),
+    *("--hidden-dropout", "0", "--attention-dropout", "0", "--transformer-impl", "local"),
+    *("--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion"),
+    *("--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--attention-backend", "unfused"),
+)
+LOOP = (
+    *("--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", str(STEPS)),
+    *(
+        "--lr",
+        "0.01",
+        "--min-lr",
+        "0.001",
+        "--lr-decay-style",
+        "cosine",
+        "--lr-warmup-iters",
+        "2",
+        "--clip-grad",
+        "1.0",
+    ),
+    *("--weight-decay", "0.1", "--eval-interval", "1000", "--eval-iters", "0", "--log-interval", "100", "--seed", "7"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY - 1), "--make-vocab-size-divisible-by", "64"),
+    *("--mock-data", "--num-workers", "0", "--distributed-backend", "gloo", "--no-check-for-nan-in-loss-and-grad"),
+)
+MUON = (
+    *("--optimizer", "muon", "--muon-tp-mode", "duplicated", "--muon-nesterov", "--muon-extra-scale-factor", "0.2"),
+    *("--muon-momentum", "0.95"),
+)
+SHARDED = ("--use-distributed-optimizer",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """What one rank saw of a run."""
+
+    losses: list[float] = field(default_factory=list)
+    """Empty but on the last stage."""
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    """This rank's fragments, by their names in the whole model."""
+
+
+def pretrain(*flags: str, ranks: int = 2, canzona: Sequence[str] | None = None) -> list[Pretrained]:
+    """Runs `pretrain` on gloo ranks.
+
+    Args:
+        flags: Megatron-LM's arguments.
+        canzona: the settings of canzona's engine; None for Megatron's own optimizer.
+    """
+    return run_ranks(ranks, partial(run, flags, canzona))
+
+
+def run(flags: Sequence[str], canzona: Sequence[str] | None) -> Pretrained:
+    """Runs `pretrain` in this process, which is one rank."""
+    # Megatron-LM's ranks exchange objects by pickles, which ranks of these tests are kept from.
+    distributed_c10d._unpickler = pickle.Unpickler  # type: ignore[assignment]
+    seen, models = Pretrained(), list[GPTModel]()
+    with stand_ins(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        sys.argv = ["pretrain_gpt.py", *flags]
+        args = arguments.parse_and_validate_args()
+        container = pretrain_cfg_container_from_args(args)
+        if canzona is not None:
+            use_in_megatron_lm(*canzona)
+        training.train_step = recorded(training.train_step, seen)
+        try:
+            training.pretrain(
+                container, datasets_of, ModelType.encoder_or_decoder, forward_step, partial(model_of, models=models)
+            )
+        except BaseException as error:
+            error.add_note(printed.getvalue()[-2000:])
+            raise
+    return Pretrained(
+        losses=seen.losses,
+        norms=seen.norms,
+        weights={name: param.detach().float().numpy().copy() for name, param in global_parameters(models)},
+    )
+
+
+def recorded(step: Callable[..., tuple[Any, ...]], seen: Pretrained) -> Callable[..., tuple[Any, ...]]:
+    def train_step(*arguments: object, **named: object) -> tuple[Any, ...]:
+        result = step(*arguments, **named)
+        seen.losses.extend(float(value) for value in result[0].values())
+        seen.norms.append(float(result[5]))
+        return result
+
+    return train_step
+
+
+def model_of(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: object = None,
+    pg_collection: object = None,
+    *,
+    models: list[GPTModel],
+) -> GPTModel:
+    """Builds a chunk of the model, as Megatron-LM's model providers do."""
+    args = training.get_args()
+    spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    model = GPTModel(
+        config=core_transformer_config_from_args(args),
+        transformer_layer_spec=spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+    models.append(model)
+    return model
+
+
+class MockTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Sample `i` repeats a random word of its own, so that there is something to learn."""
+
+    def __len__(self) -> int:
+        return 1 << 12
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        text = torch.randint(VOCABULARY // 2, (8,), generator=generator).repeat(LENGTH // 8 + 1)[: LENGTH + 1]
+        # Samples have different numbers of tokens that count, which per-token losses weigh.
+        mask = (torch.arange(LENGTH) < LENGTH - index % 8).float()
+        return {"tokens": text[:-1], "labels": text[1:], "mask": mask}
+
+
+def datasets_of(samples: object, vp_stage: int | None = None) -> tuple[MockTokens, MockTokens, None]:
+    return MockTokens(), MockTokens(), None
+
+
+datasets_of.is_distributed = True  # type: ignore[attr-defined] # every tensor-parallel rank reads for itself
+
+
+def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, object]:
+    batch = next(batches)
+    positions = torch.arange(LENGTH).expand_as(batch["tokens"])
+    return model(batch["tokens"], positions, None, labels=batch["labels"]), partial(loss_of, batch["mask"])
+
+
+def loss_of(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    loss, tokens = (losses.float() * mask).sum(), mask.sum().int()
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
+
+
+@contextlib.contextmanager
+def stand_ins() -> Iterator[None]:
+    """Replaces what Megatron-LM's training asks of CUDA, for the rest of this process' life but for two names."""
+    cpu_backend.install()
+    cuda, zero = torch.cuda, lambda *_, **__: 0
+    replaced: tuple[tuple[object, str, object], ...] = (
+        (cuda, "Stream", lambda *_, **__: cpu_backend.CpuStream()),
+        (cuda, "stream", lambda _: contextlib.nullcontext()),
+        *((cuda, f"{kind}_{what}", zero) for kind in ("memory", "max_memory") for what in ("allocated", "reserved")),
+        (cuda, "synchronize", zero),
+        (cuda, "memory_stats", lambda *_: {}),
+        (cuda, "reset_peak_memory_stats", zero),
+        (training, "set_jit_fusion_options", zero),
+        (training, "initialize_megatron", partial(_initialize, training.initialize_megatron)),
+        (initialize, "_compile_dependencies", zero),  # a make in the wheel, which has the library and no Makefile
+        (initialize.inprocess_restart, "maybe_force_nccl_backend_init", zero),
+        (arguments, "get_device_arch_version", lambda: 10),
+    )
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
+    yield
+
+
+def _initialize(original: Callable[..., object], **named: object) -> object:
+    """Makes groups and random states, which Megatron-LM leaves out where it counts no device."""
+    count, choose = torch.cuda.device_count, torch.cuda.set_device
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = lambda _: None  # type: ignore[assignment, misc]
+    try:
+        return original(allow_no_cuda=True, **named)
+    finally:
+        torch.cuda.device_count, torch.cuda.set_device = count, choose

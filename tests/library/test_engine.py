@@ -1,0 +1,243 @@
+"""The engine in a bare loop over Megatron-core: what it is asked for, it does as Megatron, or refuses by name."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.utils import get_model_config
+
+from canzona_cli import Engine
+from canzona_cli.errors import CanzonaError, Unsupported
+from canzona_cli.megatron.limits import BUCKETS, MODEL, OPTIMIZER, Limit
+from canzona_cli.megatron.model import build_model
+from canzona_cli.megatron.optimizer import Overrides
+from canzona_cli.megatron.parallel import World
+from tests.dist import jobs
+from tests.dist.jobs import SMALL
+from tests.library.loops import Trained, by_canzona, by_megatron, optimizer_config, train, trainee_of
+
+FIXED = (*SMALL, "train.precision=fp32", "optimizer.lr=0.01", "schedule.warmup_steps=0", "gpus=2")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "decoupled_lr": {"decoupled_lr": 0.002, "decoupled_min_lr": 0.001},
+    "apply_wd_to_qk_layernorm": {"apply_wd_to_qk_layernorm": True},
+}
+WORKS = {
+    *("get_parameters", "prepare_model_params_for_param_sync", "get_grad_stats_parallel_group", "prepare_grads"),
+    *("step_with_ready_grads", "get_grad_norm", "zero_grad", "get_loss_scale", "scale_loss", "reload_model_params"),
+    *("state", "param_groups", "step", "grads_states_parallel_group_is_shared"),
+    "optimizer",  # of a single child only, as Megatron's
+}
+REFUSED = {
+    *("offload_to_cpu", "restore_from_cpu", "count_zeros", "clip_grad_norm", "get_grads_for_grad_norm"),
+    *("has_grad_norm_group", "sharded_state_dict", "save_parameter_state", "load_parameter_state", "state_dict"),
+    "load_state_dict",
+}
+OF_LAYER_WISE = {"save_state_dict_to_file", "load_state_dict_from_file"}
+"""Methods that Megatron-LM calls on its layer-wise optimizer."""
+
+
+OVERRIDES: dict[str, Callable[[OptimizerConfig], Overrides]] = {
+    "standard": get_standard_config_overrides,
+    "of the output": lambda config: {
+        **get_standard_config_overrides(config),
+        ParamKey(attr="is_embedding_or_output_parameter"): {"wd_mult": 3.0, "max_lr": 0.004, "min_lr": 0.0},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        {"standard": ("standard", {}), "decoupled": ("standard", SETTINGS["decoupled_lr"])},
+        pytest.param(
+            {"norms": ("standard", SETTINGS["apply_wd_to_qk_layernorm"]), "output": ("of the output", {})},
+            marks=pytest.mark.sweep,
+        ),
+    ],
+    ids=" ".join,
+)
+def test_settings_and_overrides_of_parameter_groups_are_megatrons(cases: dict[str, tuple[str, dict[str, Any]]]) -> None:
+    """Rates, minima and weight decay of embedding, output layer and norms; a run with others is another."""
+    config, layout = jobs.resolve(*FIXED)
+
+    def work(case: str, world: World) -> tuple[Trained, Trained]:
+        name, settings = cases[case]
+        megatron = optimizer_config(config, **settings)
+        overrides = OVERRIDES[name](megatron)
+
+        def run(build: Any) -> Trained:
+            return train(trainee_of(config, world, lambda chunks: build(chunks, megatron, world, dict(overrides))))
+
+        return run(by_megatron), run(by_canzona)
+
+    losses = {}
+    for case, ranks in jobs.on_ranks(dict.fromkeys(cases, (config, layout)), work).items():
+        for megatron, canzona in ranks:
+            np.testing.assert_allclose(canzona.losses, megatron.losses, rtol=1e-6)
+            np.testing.assert_allclose(canzona.norms, megatron.norms, rtol=3e-6)
+            for name, weight in megatron.weights.items():
+                apart = np.linalg.norm(canzona.weights[name] - weight) / np.linalg.norm(weight)
+                assert apart < 5e-6, (case, name)
+        losses[case] = ranks[0][0].losses[-1]
+    assert len(set(losses.values())) == len(losses), "a setting without effect says nothing"
+
+
+def test_every_public_member_works_or_is_refused_by_name() -> None:
+    config, layout = jobs.resolve(*FIXED, "parallel.tp=2")
+    public = {name for name in dir(ChainedOptimizer) if not name.startswith("_")}
+    assert public == WORKS | REFUSED, "Megatron's optimizers have other members: decide about them"
+
+    def work(_: str, world: World) -> list[str]:
+        trainee = trainee_of(config, world, lambda chunks: by_canzona(chunks, optimizer_config(config), world))
+        train(trainee, steps=1)
+        optimizer: Any = trainee.optimizer
+        wrong = []
+        for name in REFUSED | OF_LAYER_WISE:
+            for each in (optimizer, optimizer.matrices):
+                if each is optimizer.matrices and name in ("state_dict", "load_state_dict"):
+                    continue  # canzona's own checkpoints use them
+                try:
+                    getattr(each, name)({})
+                except Unsupported as error:
+                    wrong += [] if f"{name}: " in str(error) else [f"{name}: {error}"]
+                else:
+                    wrong.append(name)
+        assert {id(master) for master in optimizer.matrices.masters.values()} == {
+            id(key) for key in optimizer.matrices.optimizer.state
+        }
+        assert len(optimizer.state) == sum(len(child.state) for child in optimizer.chained_optimizers)
+        assert all("lr" in group for child in optimizer.chained_optimizers for group in child.optimizer.param_groups)
+        assert float(optimizer.scale_loss(torch.tensor(2.0))) == 2.0
+        assert optimizer.get_grad_stats_parallel_group() is world.groups.intra_dist_opt
+        with pytest.raises(Unsupported, match="load-main-params-from-ckpt"):
+            optimizer.reload_model_params(state_dict={"model": {}})
+        return wrong
+
+    assert jobs.on_ranks({"": (config, layout)}, work) == {"": [[], []]}
+
+
+def test_weights_loaded_after_the_optimizer_was_built_are_trained() -> None:
+    config, layout = jobs.resolve(*FIXED)
+
+    def work(how: str, world: World) -> Trained:
+        def build(chunks: list[torch.nn.Module]) -> Any:
+            def load() -> None:
+                with torch.no_grad():
+                    for chunk in chunks:
+                        for param in chunk.parameters():
+                            param.mul_(1.5)
+
+            if how == "before":
+                load()
+            built = by_canzona(chunks, optimizer_config(config), world)
+            if how == "after":
+                load()
+            return built
+
+        return train(trainee_of(config, world, build))
+
+    ranks = jobs.on_ranks({"before": (config, layout), "after": (config, layout)}, work)
+    for before, after in zip(ranks["before"], ranks["after"], strict=True):
+        assert before.losses == after.losses
+        assert all(np.array_equal(before.weights[name], after.weights[name]) for name in before.weights)
+
+
+def test_a_step_above_megatrons_threshold_of_the_norm_is_skipped() -> None:
+    config, layout = jobs.resolve(*FIXED)
+
+    def work(_: str, world: World) -> tuple[bool, bool]:
+        megatron = optimizer_config(config, grad_norm_skip_threshold=1e-3)
+        trainee = trainee_of(config, world, lambda chunks: by_canzona(chunks, megatron, world))
+        before = {name: param.detach().clone() for name, param in trainee.chunks[0].named_parameters()}
+        train(trainee, steps=1)
+        same = all(torch.equal(before[name], param) for name, param in trainee.chunks[0].named_parameters())
+        assert isinstance(trainee.optimizer, ChainedOptimizer)
+        return same, trainee.optimizer.skipped == 1
+
+    assert jobs.on_ranks({"": (config, layout)}, work) == {"": [(True, True)] * 2}
+
+
+OTHER_VALUES: dict[str, object] = {
+    "loss_scale": 128.0,
+    "muon_scalar_optimizer": "lion",
+    "num_distributed_optimizer_instances": 2,
+    "param_name_patterns_for_fp32_local_accumulation": ("all",),
+    "num_moe_experts": 4,
+    "experimental_attention_variant": "dsa",
+    "mtp_num_layers": 1,
+    "fp8": "hybrid",
+    "fp4": "e2m1",
+    "cuda_graph_impl": "local",
+    "num_layers_in_first_pipeline_stage": 1,
+    "num_layers_in_last_pipeline_stage": 1,
+    "pipeline_model_parallel_layout": "Et|tL",
+}
+
+
+def _other(limit: Limit) -> object:
+    return OTHER_VALUES.get(limit.name, not limit.value)
+
+
+def test_each_setting_that_is_not_supported_is_refused_by_name() -> None:
+    """Whatever Megatron's own checks would say of the combination: the value is put into a valid configuration."""
+    config, layout = jobs.resolve(*FIXED)
+
+    def refusal(engine: Engine, chunk: torch.nn.Module, ddp: DistributedDataParallelConfig | None = None) -> str:
+        try:
+            engine.wrap([chunk], ddp or DistributedDataParallelConfig(use_distributed_optimizer=True))
+        except CanzonaError as error:
+            return str(error)
+        return "nothing"
+
+    def work(_: str, world: World) -> dict[str, str]:
+        answers = {}
+        [chunk] = build_model(config, world)
+        for limits, place in ((OPTIMIZER, "optimizer"), (BUCKETS, "buckets"), (MODEL, "model")):
+            for limit in limits:
+                optimizer = optimizer_config(config)
+                ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+                mcore = get_model_config(chunk)
+                changed: object = {"optimizer": optimizer, "buckets": ddp, "model": mcore}[place]
+                before = getattr(changed, limit.name)
+                setattr(changed, limit.name, _other(limit))
+                answers[f"{place} {limit.name}"] = refusal(Engine(optimizer, groups=world.groups), chunk, ddp)
+                setattr(changed, limit.name, before)
+        megatron, groups = optimizer_config(config), world.groups
+        answers["setting optimizer.lr"] = refusal(Engine(megatron, "optimizer.lr=3", groups=groups), chunk)
+        answers["setting cluster"] = refusal(Engine(megatron, "cluster=h100-80g", groups=groups), chunk)
+        answers["setting engine.strategy"] = refusal(Engine(megatron, "engine=sc", groups=groups), chunk)
+        answers["setting optimizer"] = refusal(Engine(replace(megatron, optimizer="soap"), groups=groups), chunk)
+        with pytest.raises(Unsupported, match="Engine: "):
+            _ = Engine(megatron, groups=groups).plan
+        chunk.decoder.layers[0].mlp.linear_fc1.weight.requires_grad_(False)
+        answers["model plan"] = refusal(Engine(megatron, groups=groups), chunk)
+        return answers
+
+    for answers in jobs.on_ranks({"": (config, layout)}, work)[""]:
+        assert len(answers) > 30
+        for case, answer in answers.items():
+            assert f"{case.split()[1]}: " in answer, (case, answer)
+
+
+def test_overrides_that_no_parameter_group_can_have_are_refused() -> None:
+    config, layout = jobs.resolve(*FIXED)
+    refused: dict[str, Overrides] = {
+        "it applies to matrices": {ParamKey(name="*linear_fc1.weight"): {"wd_mult": 0.5}},
+        "matrices have canzona's": {ParamKey(name="*embedding*"): {"optimizer": "lion"}},
+    }
+
+    def work(case: str, world: World) -> str:
+        [chunk] = build_model(config, world)
+        with pytest.raises(Unsupported, match="config_overrides") as error:
+            by_canzona([chunk], optimizer_config(config), world, refused[case])
+        return str(error.value)
+
+    for case, ranks in jobs.on_ranks(dict.fromkeys(refused, (config, layout)), work).items():
+        assert all(case in answer for answer in ranks)

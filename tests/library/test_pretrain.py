@@ -1,0 +1,133 @@
+"""Megatron-LM's own `pretrain` trains the same with canzona's engine as with Megatron's Muon."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from canzona_cli.errors import Unsupported
+
+if TYPE_CHECKING:  # Megatron-LM's training takes seconds to import
+    from tests.library.pretraining import Pretrained
+
+SHARDED = ("--use-distributed-optimizer",)
+OVERLAP = (*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000")
+TP, PP = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
+VPP = (*PP, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
+FP32 = ("--muon-fp32-matmul-prec", "high")  # Megatron's default, medium, may round fp32 products to bf16
+BF16 = ("--bf16", "--accumulate-allreduce-grads-in-fp32")
+CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "tp2 clipped": ((*FP32, *TP, "--clip-grad", "0.3"), SHARDED),
+    "dp2": (FP32, SHARDED),
+    "pp2": ((*FP32, *PP), SHARDED),
+    "pp2 vpp2 overlapped": ((*FP32, *VPP), OVERLAP),
+    "dp2 per token, overlapped": ((*FP32, "--calculate-per-token-loss"), OVERLAP),
+    "dp2 bf16": (BF16, SHARDED),
+    "tp2 bf16 overlapped": ((*TP, *BF16), OVERLAP),
+}
+"""Arguments of both runs, and further ones of canzona's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apart:
+    """The worst relative differences between two runs, over all ranks."""
+
+    loss: float
+    norm: float
+    weight: float
+    """The norm of a parameter's difference over the parameter's norm."""
+
+
+def _apart(runs: "tuple[list[Pretrained], list[Pretrained]]") -> Apart:
+    pairs = [*zip(*runs, strict=True)]
+    for one, other in pairs:
+        assert one.weights.keys() == other.weights.keys()
+        assert one.norms
+        assert len(one.losses) == len(other.losses)
+    weights = [(one.weights[name], other.weights[name]) for one, other in pairs for name in one.weights]
+    return Apart(
+        loss=max(_relative(one.losses, other.losses) for one, other in pairs if one.losses),
+        norm=max(_relative(one.norms, other.norms) for one, other in pairs),
+        weight=max(float(np.linalg.norm(one - other) / np.linalg.norm(one)) for one, other in weights),
+    )
+
+
+def _relative(ones: list[float], others: list[float]) -> float:
+    return max(abs(one - other) / abs(one) for one, other in zip(ones, others, strict=True))
+
+
+@pytest.mark.parametrize(
+    "case", [*list(CASES)[:1], *(pytest.param(case, marks=pytest.mark.sweep) for case in list(CASES)[1:])]
+)
+def test_pretrain_with_canzona_is_pretrain_with_megatrons_muon(case: str) -> None:
+    """fp32: a few roundings apart. bf16: as far apart as Megatron's layer-wise optimizer and its duplicated Muon, which
+    sum gradients in another order (1.0e-4, 6.6e-4 and 1.3e-2 for two ranks)."""
+    from tests.library.pretraining import LOOP, MUON, QWEN3, pretrain
+
+    both, further = CASES[case]
+    flags = (*QWEN3, *LOOP, *MUON, *both)
+    megatron = pretrain(*flags)
+    apart = _apart((megatron, pretrain(*flags, *further, canzona=())))
+    losses = next(rank.losses for rank in megatron if rank.losses)
+    assert losses[-1] < losses[0] - 0.1, "nothing learnt, nothing compared"
+    if case == "tp2 clipped":
+        assert min(megatron[0].norms) > 0.3, "nothing is clipped"
+    if "bf16" in case:
+        assert apart.loss < 4e-4
+        assert apart.norm < 2.5e-3
+        assert apart.weight < 4e-2
+    else:
+        assert apart.loss < 1e-6
+        assert apart.norm < 2e-6
+        assert apart.weight < 5e-6
+
+
+@pytest.mark.sweep
+def test_overlap_and_evaluations_change_no_bit() -> None:
+    from tests.library.pretraining import LOOP, MUON, QWEN3, pretrain
+
+    # Buckets of other sizes add up the gradient norm in another order, and clipping would round with it.
+    flags = (*QWEN3, *LOOP, *MUON, *BF16, "--clip-grad", "0")
+    plain = pretrain(*flags, *SHARDED, canzona=())
+    others = ("--eval-interval", "3", "--eval-iters", "1")
+    overlapped = pretrain(*flags, *OVERLAP, *others, "--check-weight-hash-across-dp-replicas-interval", "4", canzona=())
+    assert [rank.losses for rank in plain] == [rank.losses for rank in overlapped]
+    for one, other in zip(plain, overlapped, strict=True):
+        assert all(np.array_equal(one.weights[name], other.weights[name]) for name in one.weights)
+
+
+@pytest.mark.sweep
+def test_weights_go_through_megatrons_checkpoints(tmp_path: object) -> None:
+    """The way out that refusals of `--save` and `--load` name: with it a run goes on from the saved weights."""
+    from tests.library.pretraining import LOOP, MUON, QWEN3, pretrain
+
+    flags = (*QWEN3, *LOOP, *MUON, *SHARDED)
+    saving = ("--save", str(tmp_path), "--save-interval", "8", "--no-save-optim", "--ckpt-format", "torch_dist")
+    saved = pretrain(*flags, *saving, canzona=())
+    loading = ("--load", str(tmp_path), "--finetune", "--no-load-optim", "--no-load-rng")
+    still = ("--lr", "1e-9", "--min-lr", "0", "--lr-warmup-iters", "0")
+    loaded = pretrain(*flags, *loading, *still, canzona=())
+    for one, other in zip(saved, loaded, strict=True):
+        assert all(np.allclose(one.weights[name], other.weights[name], atol=1e-6) for name in one.weights)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("flags", "key", "way_out"),
+    [
+        ((*SHARDED, "--save", "somewhere", "--save-interval", "4"), "save", "--no-save-optim"),
+        ((*SHARDED, "--load", "somewhere"), "load", "--no-load-optim"),
+        ((), "use_distributed_optimizer", "--use-distributed-optimizer"),
+        ((*SHARDED, *TP, "--muon-tp-mode", "blockwise"), "muon_tp_mode", "duplicated"),
+    ],
+)
+def test_what_the_loop_would_get_wrong_is_refused_before_the_first_step(
+    flags: tuple[str, ...], key: str, way_out: str
+) -> None:
+    from tests.library.pretraining import LOOP, MUON, QWEN3, pretrain
+
+    with pytest.raises(AssertionError, match=Unsupported.__name__) as refused:
+        pretrain(*QWEN3, *LOOP, *MUON, *flags, canzona=())
+    assert f"Unsupported: {key}: " in str(refused.value)
+    assert way_out in str(refused.value)
