@@ -18,7 +18,7 @@ from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.records import ResumePoint
 from tests.faults.support import TrainingRun, alive
 
-LAUNCHES_KILLED = 12
+LAUNCHES_KILLED = 6
 SHARED = ("optimizer.form=gram", "engine.mode=shared", "train.precision=fp32")
 LONG = (
     *("train.steps=100", "train.eval_interval=25", "train.eval_batches=1", "schedule.warmup_steps=2"),

@@ -144,24 +144,32 @@ class Runs[K: Hashable, T]:
     """What runs come to: those on the same ranks are made together, once, when the first of them is asked for."""
 
     def __init__(
-        self, cases: Iterable[K], ranks: Callable[[K], Hashable], run: Callable[[Sequence[K]], Sequence[T]]
+        self,
+        cases: Iterable[K],
+        ranks: Callable[[K], Hashable],
+        run: Callable[[Sequence[K]], Sequence[T]],
+        swept: Iterable[K] = (),
     ) -> None:
-        """Any other case, a sweep's, is run by itself.
+        """Any other case is run by itself.
 
         Args:
             ranks: equal for cases that are cut over ranks alike.
             run: what each of some cases comes to.
+            swept: cases that only sweeps ask for, which are made together apart from the others.
         """
-        self._together = defaultdict[Hashable, list[K]](list)
-        for case in dict.fromkeys(cases):
-            self._together[ranks(case)].append(case)
-        self._ranks, self._run, self._found = ranks, run, dict[K, T]()
+        self._together: dict[K, list[K]] = {}
+        for alike in (cases, swept):
+            by_ranks = defaultdict[Hashable, list[K]](list)
+            for case in dict.fromkeys(alike):
+                if case not in self._together:
+                    self._together[case] = by_ranks[ranks(case)]
+                    by_ranks[ranks(case)].append(case)
+        self._run, self._found = run, dict[K, T]()
 
     def __getitem__(self, case: K) -> T:
         if case not in self._found:
-            together = self._together[self._ranks(case)]
-            group = together if case in together else [case]
-            self._found |= zip(group, self._run(group), strict=True)
+            together = self._together.get(case, [case])
+            self._found |= zip(together, self._run(together), strict=True)
         return self._found[case]
 
 

@@ -29,6 +29,7 @@ from tests.dist.jobs import SMALL, Runs, on_ranks, planned, ranks_of
 from tests.dist.samples import samples_of
 from tests.dist.synthetic import finish_gathering
 from tests.dist.whole import Part, Weights, assemble, part_of
+from tests.waiting import PATIENCE_S
 
 FIXED = (*SMALL, "train.steps=40", "parallel.tp=1", "parallel.pp=1")
 Units = dict[str, np.ndarray]
@@ -133,7 +134,7 @@ def save(trainee: Trainee, store: Path, step: int) -> None:
             canzona="0",
         )
         texts = {"config.yaml": dump_resolved(trainee.config), "layout.json": json.dumps(asdict(world.layout))}
-        commit.finish(partial_folder, world.world_size, header, texts, timeout_s=60)
+        commit.finish(partial_folder, world.world_size, header, texts, timeout_s=PATIENCE_S)
     torch.distributed.barrier()
 
 

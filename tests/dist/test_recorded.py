@@ -183,20 +183,15 @@ def _record(cases: Sequence[Case]) -> list[Recorded]:
     return recorded(runs, ranks_of_both_groups(runs[0][1], cases[0][2]))
 
 
-STEPS = Runs(NORMAL, lambda case: case[1:], _record)
+def _ranks(case: Case) -> tuple[bool, int]:
+    return "gpus=32" in CASES[case[0]], case[2]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *NORMAL,
-        *(
-            pytest.param((case, *((64, 4) if case == "canzona" else (16, 4))), marks=pytest.mark.sweep)
-            for case in CASES
-        ),
-    ],
-    ids=str,
-)
+SWEPT: list[Case] = [(name, 64 if name == "canzona" else 16, 4) for name in CASES]
+STEPS = Runs(NORMAL, _ranks, _record, SWEPT)
+
+
+@pytest.mark.parametrize("case", [*NORMAL, *(pytest.param(case, marks=pytest.mark.sweep) for case in SWEPT)], ids=str)
 def test_a_step_of_256_ranks_is_the_plans(case: Case) -> None:
     config, layout = _resolve(case)
     plan = make_plan(config, layout)
