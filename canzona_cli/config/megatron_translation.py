@@ -3,6 +3,7 @@
 Arguments of a model or a step that canzona does not have are refused by name; nothing is approximated.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -395,6 +396,7 @@ def _written(value: object) -> str | None:
 
 def _number(text: str | None) -> float | None:
     try:
-        return None if text is None else float(text)
+        number = float(text or "nan")
     except ValueError:
         return None
+    return number if math.isfinite(number) else None

@@ -170,6 +170,7 @@ def test_what_canzona_leaves_out_is_listed_with_its_value(tmp_path: Path) -> Non
         ("--optimizer muon --muon-tp-mode auto", "--muon-tp-mode"),
         ("--tensor-model-parallel-size 0 --lr-warmup-fraction x", "--tensor-model-parallel-size"),
         ("--num-attention-heads -8", "--num-attention-heads"),
+        ("--lr-warmup-fraction 1e400", "--lr-warmup-fraction"),
         ("--hidden-size inf --ffn-hidden-size nan", "--hidden-size"),
         (
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 9",
