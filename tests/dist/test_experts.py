@@ -203,11 +203,9 @@ def test_experts_in_one_batch_are_the_experts_one_by_one(where: str) -> None:
 
 @pytest.mark.parametrize("how", ["soap", "shampoo"])
 def test_other_optimizers_update_experts_too(how: str) -> None:
-    """They divide by roots of tiny squares, which turns rounding into a part of a step; seen: 4.6e-3, and 4e-6 of a
-    loss."""
-    found, one = RUNS["dp2", how], RUNS["one rank", how]
-    assert _apart(found, one) < 1e-2
-    assert found.losses == pytest.approx(one.losses, rel=1e-4)
+    """Shampoo's roots of nearly singular factors turn rounding into a part of a step; seen: 3.3e-4, and 5.3e-6 of
+    SOAP."""
+    _same(RUNS["dp2", how], RUNS["one rank", how], apart={"soap": 2e-5, "shampoo": 1e-3}[how])
 
 
 @pytest.mark.parametrize("where", ["dp2", "ep2"])
