@@ -205,7 +205,9 @@ def test_experts_in_one_batch_are_the_experts_one_by_one(where: str) -> None:
 def test_other_optimizers_update_experts_too(how: str) -> None:
     """Shampoo's roots of nearly singular factors turn rounding into a part of a step; seen: 3.3e-4, and 5.3e-6 of
     SOAP."""
-    _same(RUNS["dp2", how], RUNS["one rank", how], apart={"soap": 2e-5, "shampoo": 1e-3}[how])
+    found, one = RUNS["dp2", how], RUNS["one rank", how]
+    assert _apart(found, one) < {"soap": 2e-5, "shampoo": 1e-3}[how]
+    assert found.losses == pytest.approx(one.losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("where", ["dp2", "ep2"])
