@@ -153,7 +153,7 @@ def _alike(experts: Sequence[PoolProblem], way: Callable[[PoolProblem], Owners])
     owners = way(experts[0]) if experts else {}
     for problem in experts:
         for members, unit in zip(problem.units.values(), experts[0].units, strict=True):
-            cells.update(dict.fromkeys(members, problem.cell(owners[unit])))
+            cells.update(dict.fromkeys(members, problem.pool.cell(owners[unit], problem.mesh)))
     return cells
 
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from canzona_cli.config.schema import Layout, Mesh
 from canzona_cli.costs.padding import align, bucket_end, shard_elements
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.plan import Assignment, Bucket, PlanSettings, Range
+from canzona_cli.planner.plan import Assignment, Bucket, Cell, PlanSettings, Range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,12 @@ class Pool(NamedTuple):
     stage: int
     expert_rank: int | None = None
     """The matrices' `Matrix.expert_rank`."""
+
+    def cell(self, owner: int, mesh: Mesh) -> Cell:
+        """Returns the cell of an owner: for experts the one that stores them, otherwise the first of its row."""
+        if self.expert_rank is None:
+            return Cell(owner=owner, host=0)
+        return Cell.at(mesh.expert_cells(self.expert_rank)[owner], mesh)
 
 
 def pools(matrices: Sequence[Matrix]) -> list[Pool]:

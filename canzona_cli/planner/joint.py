@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 
 from canzona_cli.planner.plan import Cell
-from canzona_cli.planner.problem import PoolProblem, cell_at
+from canzona_cli.planner.problem import PoolProblem
 from canzona_cli.planner.seats import spread
 
 
@@ -29,7 +29,7 @@ def balanced_together(
         memory_cap: the elements of matrices that one cell may hold; None: no limit.
     """
     grid = _Grid(stage, experts, memory_cap)
-    cells = {index: cell_at(cell, stage.mesh) for index, cell in grid.place_others()}
+    cells = {index: Cell.at(cell, stage.mesh) for index, cell in grid.place_others()}
     for problem in experts:
         cells.update(grid.place_experts(problem))
     placed = len(cells) == sum(len(members) for each in (stage, *experts) for members in each.units.values())
@@ -51,11 +51,12 @@ class _Grid:
 
     def place_others(self) -> Iterator[tuple[int, int]]:
         """Yields (matrix, cell) of the matrices that all ranks store, as far as there is room."""
-        stage, tp, ep = self._stage, self._mesh.tp, self._mesh.ep
+        stage, mesh = self._stage, self._mesh
+        tp, ep = mesh.tp, mesh.ep
         for unit in sorted(stage.units, key=lambda unit: (-stage.cost(unit), unit)):
             first, *others = sorted(stage.units[unit], key=lambda index: (-stage.costs[index], index))
             for rank in sorted(range(ep), key=lambda rank: (self._total[rank], rank)):
-                free = self._with_room(first, range(rank, self._mesh.cells, ep))
+                free = self._with_room(first, mesh.expert_cells(rank))
                 if free:
                     break
             else:
@@ -85,7 +86,7 @@ class _Grid:
         """Returns the cells of an expert-parallel rank's experts; without those that found no room."""
         rank = problem.pool.expert_rank
         assert rank is not None
-        cells = range(rank, self._mesh.cells, self._mesh.ep)
+        cells = self._mesh.expert_cells(rank)
         key = tuple((self._busy[cell], self._room[cell]) for cell in cells)
         if key not in self._filled:
             # Expert-parallel ranks have equal experts, so those with equal cells are filled alike.
@@ -94,7 +95,7 @@ class _Grid:
             even = spread(problem.buckets, owners, problem.kinds) if everyone else {}
             self._filled[key] = [even[unit] for unit in problem.units if unit in even]
         return {
-            index: problem.cell(owner)
+            index: problem.pool.cell(owner, self._mesh)
             for members, owner in zip(problem.units.values(), self._filled[key], strict=False)
             for index in members
         }

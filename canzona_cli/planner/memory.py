@@ -39,7 +39,7 @@ from canzona_cli.model.geometry import interleaved_kinds
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.exchange import group_traffic
 from canzona_cli.planner.order import LANES
-from canzona_cli.planner.plan import Bucket, Place, Plan, rank_buckets
+from canzona_cli.planner.plan import Bucket, Place, Plan, per_cell, rank_buckets
 from canzona_cli.planner.reduction import GATHERED_AHEAD, scratch_bytes
 
 
@@ -74,7 +74,7 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
     experts: list[list[Matrix]] = [[] for _ in range(mesh.cells)]
     for matrix, cell in plan.placed[stage]:
         if matrix.expert_rank is not None:
-            experts[cell.owner * mesh.tp + cell.host].append(matrix)
+            experts[cell.number(mesh.tp)].append(matrix)
     reduced, gathered = _communicated(config, plan, stage)
     known: dict[Hashable, list[StepBuffers]] = {}
     buffers: list[StepBuffers] = []
@@ -223,7 +223,8 @@ def _communicated(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[in
         """Returns the bytes of scratch that each cell needs for a bucket."""
         scratch = scratch_bytes(bucket, way, mesh.reducers(bucket.expert_rank), size)
         if bucket.expert_rank is not None:
-            return {owner * mesh.ep + bucket.expert_rank: held for owner, held in scratch.items()}
+            cells = mesh.expert_cells(bucket.expert_rank)
+            return {cells[owner]: held for owner, held in scratch.items()}
         return {owner * mesh.tp + host: held for owner, held in scratch.items() for host in range(mesh.tp)}
 
     buckets = [bucket for bucket in plan.buckets if bucket.stage == stage]
@@ -274,38 +275,38 @@ def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
 def kept_elements(plan: Plan, stage: int) -> list[int]:
     """Counts the elements of matrices that each cell of a stage keeps, at index `owner * tp + host`: of a hosted
     matrix all on its host, of a shared one a fragment on every host of its owner."""
-    mesh, kept = plan.subject.layout, [0] * plan.subject.layout.cells
-    for matrix, cell in plan.placed[stage]:
-        if matrix.index not in plan.assignment.shares:
-            kept[cell.owner * mesh.tp + cell.host] += matrix.elements
-            continue
-        for keeper, elements in cell.held(matrix, mesh.tp, shared=True):
-            kept[keeper.owner * mesh.tp + keeper.host] += elements
-    return kept
+    mesh, shares = plan.subject.layout, plan.assignment.shares
+    placed = (
+        (cell, matrix.elements // mesh.tp, True) if matrix.index in shares else (cell, matrix.elements, False)
+        for matrix, cell in plan.placed[stage]
+    )
+    return per_cell(placed, 0, cells=mesh.cells, tp=mesh.tp)
 
 
 def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> PlanMemory:
     """Returns the memory of a stage's fullest cell."""
     mesh, how = plan.subject.layout, plan.subject.optimizer
     width, grad = element_bytes(config)
-    kept, factors = kept_elements(plan, stage), [0] * mesh.cells
     bytes_of = {shape: factor_bytes(how, *shape) for shape in {matrix.shape for matrix, _ in plan.placed[stage]}}
-    for matrix, cell in plan.placed[stage] if any(bytes_of.values()) else ():
-        if matrix.index not in plan.assignment.shares:
-            factors[cell.owner * mesh.tp + cell.host] += bytes_of[matrix.shape]
+    hosted = (
+        (cell, bytes_of[matrix.shape], False)
+        for matrix, cell in (plan.placed[stage] if any(bytes_of.values()) else ())
+        if matrix.index not in plan.assignment.shares
+    )
+    elements, factors = kept_elements(plan, stage), per_cell(hosted, 0, cells=mesh.cells, tp=mesh.tp)
     buffers, needed = step_buffers(config, plan, stage), transient(config, layout, stage)
     weights = stage_weights(config, layout, stage)
 
     def varying(cell: int) -> dict[str, int]:
         """Returns the parts that differ between the cells of a stage."""
         return {
-            **optimizer_state(config, weights.share(mesh, matrices=False), kept[cell], factors[cell]),
+            **optimizer_state(config, weights.share(mesh, matrices=False), elements[cell], factors[cell]),
             **needed.parts(reduction=buffers[cell].reduction, gathering=buffers[cell].gathering),
             "exchange": buffers[cell].lasting,
         }
 
     # Most of thousands of cells are equal, so only the first of equal cells is evaluated.
-    distinct = {(kept[cell], factors[cell], buffers[cell]): cell for cell in reversed(range(mesh.cells))}
+    distinct = {(elements[cell], factors[cell], buffers[cell]): cell for cell in reversed(range(mesh.cells))}
     worst = max(distinct.values(), key=lambda cell: (sum(varying(cell).values()), -cell))
     # Fragments are counted from the plan, because a user's own shapes differ from those of `stage_weights`.
     held = [m.fragment_elements(mesh.tp) for m, _ in plan.placed[stage] if m.expert_rank in (None, 0)]

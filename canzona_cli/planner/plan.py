@@ -42,19 +42,37 @@ class Cell:
     host: int
     """The TP rank in the owner's TP group."""
 
-    def held(self, matrix: Matrix, tp: int, *, shared: bool) -> Iterator[tuple["Cell", int]]:
-        """Yields the cells that keep a matrix of this cell, with the elements each keeps: this cell all of
-        them, or, if the matrix is shared, every cell of its row a fragment."""
-        if not shared:
-            yield self, matrix.elements
-            return
-        for host in range(tp):
-            yield Cell(owner=self.owner, host=host), matrix.elements // tp
+    @classmethod
+    def at(cls, number: int, mesh: Mesh) -> "Cell":
+        """Returns the cell with this number in its stage."""
+        owner, host = divmod(number, mesh.tp)
+        return cls(owner=owner, host=host)
+
+    def number(self, tp: int) -> int:
+        """Returns the number of the cell in its stage."""
+        return self.owner * tp + self.host
 
     def reduces(self, matrix: Matrix, mesh: Mesh) -> int:
         """Returns the number of this cell, to which a matrix's gradient is reduced, among the ranks of the
         reduction: its owner, or for an expert its `Mesh.expert_owner`."""
-        return self.owner if matrix.expert_rank is None else mesh.expert_owner(self.owner * mesh.tp + self.host)
+        return self.owner if matrix.expert_rank is None else mesh.expert_owner(self.number(mesh.tp))
+
+
+def per_cell[Amount: (int, float)](
+    placed: Iterable[tuple[Cell, Amount, bool]], zero: Amount, *, cells: int, tp: int
+) -> list[Amount]:
+    """Adds up amounts for each cell of a stage, at index `Cell.number`.
+
+    Args:
+        placed: a cell, an amount, and True if every cell of the owner gets this amount, otherwise only the cell
+            itself.
+    """
+    sums = [zero] * cells
+    for cell, amount, by_all in placed:
+        first = cell.owner * tp
+        for number in range(first, first + tp) if by_all else (first + cell.host,):
+            sums[number] += amount
+    return sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +86,13 @@ class Assignment:
 
     def loads(self, matrices: Sequence[Matrix], costs: Sequence[float], stage: int, dp: int, tp: int) -> list[float]:
         """Returns the update seconds of each cell of a stage, at index `owner * tp + host`."""
-        loads = [0.0] * (dp * tp)
-        for matrix, cell, cost in zip(matrices, self.cells, costs, strict=True):
-            if matrix.stage != stage:
-                continue
-            first, share = cell.owner * tp, self.shares.get(matrix.index)
-            if share is None:
-                loads[first + cell.host] += cost
-                continue
-            for place in range(first, first + tp):
-                loads[place] += share.each
-        return loads
+        shares = self.shares
+        placed = (
+            (cell, shares[matrix.index].each, True) if matrix.index in shares else (cell, cost, False)
+            for matrix, cell, cost in zip(matrices, self.cells, costs, strict=True)
+            if matrix.stage == stage
+        )
+        return per_cell(placed, 0.0, cells=dp * tp, tp=tp)
 
 
 class Range(NamedTuple):
@@ -384,7 +398,7 @@ def _check(plan: Plan) -> None:
             raise ValueError(f"matrix {matrix.name} has an index, stage or chunk that is not valid")
         if not (0 <= cell.owner < mesh.owners and 0 <= cell.host < mesh.tp):
             raise ValueError(f"matrix {matrix.name} is on owner {cell.owner}, host {cell.host}: outside the grid")
-        if matrix.expert_rank not in (None, mesh.expert_rank(cell.owner * mesh.tp + cell.host)):
+        if matrix.expert_rank not in (None, mesh.expert_rank(cell.number(mesh.tp))):
             raise ValueError(
                 f"matrix {matrix.name} is on owner {cell.owner}, host {cell.host}, which does not store it"
             )

@@ -12,16 +12,10 @@ from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.bounds import stage_bound
 from canzona_cli.planner.buckets import Parameter, Part, Pool
 from canzona_cli.planner.packing import HostPacker
-from canzona_cli.planner.plan import Cell
+from canzona_cli.planner.plan import Cell, per_cell
 
 Owners = dict[int, int]
 """The owner of each unit."""
-
-
-def cell_at(number: int, mesh: Mesh) -> Cell:
-    """Returns the cell with this number in its stage, `owner * tp + host`."""
-    owner, host = divmod(number, mesh.tp)
-    return Cell(owner=owner, host=host)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +41,6 @@ class PoolProblem:
     def tp(self) -> int:
         """The number of possible hosts of an owner's matrix; 1 for experts, whose owners are single ranks."""
         return self.mesh.tp if self.pool.expert_rank is None else 1
-
-    def cell(self, owner: int, host: int = 0) -> Cell:
-        """Returns the cell of an owner's host."""
-        rank = self.pool.expert_rank
-        return Cell(owner=owner, host=host) if rank is None else self._cells[owner]
-
-    @cached_property
-    def _cells(self) -> Sequence[Cell]:
-        """The cells that store this problem's experts, by owner."""
-        return [cell_at(cell, self.mesh) for cell in range(self.pool.expert_rank or 0, self.mesh.cells, self.mesh.ep)]
 
     @cached_property
     def parts(self) -> list[list[Part]]:
@@ -138,23 +122,21 @@ class Placed:
     @cached_property
     def busiest(self) -> float:
         """The seconds of the busiest cell."""
-        problem, tp = self.problem, self.problem.mesh.tp
-        busy = [0.0] * problem.mesh.cells
-        for index, cell in self.cells.items():
-            first = cell.owner * tp
-            if index not in self.shared:
-                busy[first + cell.host] += problem.costs[index]
-                continue
-            for place in range(first, first + tp):
-                busy[place] += problem.shares[index].each
-        return rounded(max(busy))
+        costs, shares = self.problem.costs, self.problem.shares
+        placed = (
+            (cell, shares[index].each, True) if index in self.shared else (cell, costs[index], False)
+            for index, cell in self.cells.items()
+        )
+        return rounded(max(per_cell(placed, 0.0, cells=self.problem.mesh.cells, tp=self.problem.mesh.tp)))
 
     @cached_property
     def fullest(self) -> int:
         """The elements of matrices that the fullest cell holds."""
-        problem, tp = self.problem, self.problem.mesh.tp
-        held = [0] * problem.mesh.cells
-        for index, cell in self.cells.items():
-            for keeper, elements in cell.held(problem.matrices[index], tp, shared=index in self.shared):
-                held[keeper.owner * tp + keeper.host] += elements
-        return max(held)
+        matrices, tp = self.problem.matrices, self.problem.mesh.tp
+        placed = (
+            (cell, matrices[index].elements // tp, True)
+            if index in self.shared
+            else (cell, matrices[index].elements, False)
+            for index, cell in self.cells.items()
+        )
+        return max(per_cell(placed, 0, cells=self.problem.mesh.cells, tp=tp))

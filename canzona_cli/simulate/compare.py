@@ -29,7 +29,7 @@ from canzona_cli.planner.make import make_plan, plan_unbounded
 from canzona_cli.planner.measures import Balance, Communication, balance, communication, kinds
 from canzona_cli.planner.memory import PlanMemory, plan_memory
 from canzona_cli.planner.order import Refreshes, by_rank, refreshes
-from canzona_cli.planner.plan import Plan
+from canzona_cli.planner.plan import Plan, per_cell
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.run import phases
 from canzona_cli.simulate.predict import Outlook, layerwise, outlook, simulate_plan, simulate_strategy, with_cores
@@ -294,14 +294,12 @@ def _layerwise_loads(config: RunConfig, layout: Layout, plan: Plan, stage: int) 
     """Returns the update seconds of each cell of a stage under layerwise: every TP rank repeats its owner's
     updates, except those of experts that are divided among ranks."""
     assignment, _ = layerwise(plan.matrices, layout, bucket_elements(config, layout))
-    loads = [0.0] * layout.cells
-    for matrix, cell, cost in zip(plan.matrices, assignment.cells, plan.costs, strict=True):
-        if matrix.stage == stage:
-            first = cell.owner * layout.tp
-            repeated = range(first, first + layout.tp) if matrix.expert_rank is None else [first + cell.host]
-            for place in repeated:
-                loads[place] += cost
-    return loads
+    placed = (
+        (cell, cost, matrix.expert_rank is None)
+        for matrix, cell, cost in zip(plan.matrices, assignment.cells, plan.costs, strict=True)
+        if matrix.stage == stage
+    )
+    return per_cell(placed, 0.0, cells=layout.cells, tp=layout.tp)
 
 
 def _variants(

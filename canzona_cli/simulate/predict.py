@@ -15,7 +15,7 @@ from canzona_cli.costs.update import implementation, update_costs
 from canzona_cli.model.families import flops_per_token
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
-from canzona_cli.planner.buckets import Pool, even_bucket, pool_parameters, pools
+from canzona_cli.planner.buckets import even_bucket, pool_parameters, pools
 from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan
 from canzona_cli.run.breakdown import Prediction
@@ -116,20 +116,12 @@ def layerwise(
             for bucket in lay_out(sizes, shards, bucket_elements if pool.stage == 0 else None):
                 held = [[parameters[number] for number in shard] for shard in bucket.shards]
                 for owner, of_owner in enumerate(held):
-                    cell = _cell(layout, pool, owner)
+                    cell = pool.cell(owner, layout)
                     for matrix in (matrix for parameter in of_owner for matrix in parameter.matrices):
                         cells[matrix] = cell
                 made.append(even_bucket(held, pool, numbers[pool.stage]))
                 numbers[pool.stage] += 1
     return Assignment(cells=tuple(cells)), tuple(made)
-
-
-def _cell(layout: Layout, pool: Pool, owner: int) -> Cell:
-    """Returns the cell of an owner among those of a pool."""
-    if pool.expert_rank is None:
-        return Cell(owner=owner, host=0)
-    number, host = divmod(owner * layout.ep + pool.expert_rank, layout.tp)
-    return Cell(owner=number, host=host)
 
 
 def with_cores(config: RunConfig) -> RunConfig:

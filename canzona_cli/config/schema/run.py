@@ -260,6 +260,10 @@ class Mesh:
         """Returns the expert-parallel rank of a cell of a stage, as Megatron numbers it."""
         return cell % self.ep
 
+    def expert_cells(self, rank: int) -> range:
+        """Returns the cells of a stage with an expert-parallel rank, in the order of `expert_owner`."""
+        return range(rank, self.cells, self.ep)
+
     def expert_owner(self, cell: int) -> int:
         """Returns the number of a cell among the cells that have the same experts."""
         return cell // self.ep
