@@ -4,7 +4,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Literal
 
-from canzona_cli.config.schema import AdamWConfig, Layout, RunConfig, Splitting, Strategy
+from canzona_cli.config.schema import AdamWConfig, Dispatcher, Layout, RunConfig, Splitting, Strategy
 
 AnyStrategy = Strategy | Literal["adamw"]
 """The strategies of matrix optimizers, and AdamW, the baseline for their overhead."""
@@ -74,6 +74,11 @@ def splitting_of(config: RunConfig) -> Splitting:
     """
     splitting = config.engine.splitting
     return splitting if execution_of(config).ours or splitting == "fused" else "qkv"
+
+
+def dispatcher_of(config: RunConfig) -> Dispatcher:
+    """Returns the way tokens reach experts on other ranks."""
+    return config.parallel.dispatcher or "alltoall"
 
 
 def overlaps_param_gather(config: RunConfig) -> bool:

@@ -6,6 +6,7 @@ tokens of a micro-batch on a TP group, t = tp, and experts divided among e ranks
 k T / t copies and receives as many, k T e / (t E) for each of its E / e experts.
 """
 
+from canzona_cli.config.execution import dispatcher_of
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.costs.buffers import element_bytes, micro_batch_tokens
 from canzona_cli.costs.links import Group, Groups, Link, Links, Transfer
@@ -67,13 +68,8 @@ def copying(config: RunConfig, layout: Layout) -> float:
 
     Copies that arrive by `alltoall` are in the order of their senders and are sorted by expert once more.
     """
-    sorts = 2 if layout.ep > 1 and dispatcher(config) == "alltoall" else 1
+    sorts = 2 if layout.ep > 1 and dispatcher_of(config) == "alltoall" else 1
     return sorts * layout.expert_tp / layout.tp
-
-
-def dispatcher(config: RunConfig) -> str:
-    """Returns the way tokens reach experts on other ranks."""
-    return config.parallel.dispatcher or "alltoall"
 
 
 def dispatch(config: RunConfig, layout: Layout) -> Transfer:
@@ -88,7 +84,7 @@ def dispatch(config: RunConfig, layout: Layout) -> Transfer:
     links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).dispatch
     tokens = micro_batch_tokens(config, layout) // layout.tp
     size = float(tokens * config.model.hidden_size * element_bytes(config)[0])
-    kind = dispatcher(config)
+    kind = dispatcher_of(config)
     if kind == "allgather":
         moved = links.all_gather(group.size * size, group)
     elif kind == "flex":

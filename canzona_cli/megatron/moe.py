@@ -6,6 +6,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from canzona_cli.config.execution import dispatcher_of
 from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
 from canzona_cli.megatron import dense
 from canzona_cli.megatron.experts import GroupedExperts
@@ -42,7 +43,7 @@ def transformer_settings(config: RunConfig, layout: Layout) -> dict[str, object]
         # The router computes in fp32, because bf16 would round close scores to ties.
         "moe_router_dtype": "fp32",
         # Where experts are not divided among ranks, no token travels, but those of TP ranks are gathered.
-        "moe_token_dispatcher_type": "allgather" if layout.ep == 1 else config.parallel.dispatcher or "alltoall",
+        "moe_token_dispatcher_type": "allgather" if layout.ep == 1 else dispatcher_of(config),
         "moe_grouped_gemm": True,
         # One parameter for all experts would be no matrix.
         "moe_single_grouped_weight": False,
