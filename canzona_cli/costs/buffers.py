@@ -16,7 +16,7 @@ from canzona_cli.config.schema import Layout, Mesh, ModelConfig, MomentumConfig,
 from canzona_cli.config.stages import chunk_layers, stage_layers
 from canzona_cli.costs.update import RULES, algorithm, form_of, stack_of
 from canzona_cli.model.families import family_of, replicated_parameters
-from canzona_cli.model.matrices import layer_matrices, layer_shapes
+from canzona_cli.model.matrices import layer_on_rank, layer_shapes
 from canzona_cli.optimizers.muon_facts import BLOCK
 from canzona_cli.optimizers.shampoo_facts import STACKED_SQUARES, factored_sides
 
@@ -209,10 +209,8 @@ def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights
 
 @lru_cache(maxsize=1024)
 def _stage_weights(model: ModelConfig, t: int, p: int, ep: int, stage: int, layers: int) -> StageWeights:
-    of_layer = [(matrix, matrix.rows * matrix.cols) for matrix in layer_matrices(model, "fused")]
-    whole = [size for matrix, size in of_layer if ep > 1 and matrix.expert is not None]
-    cut = [size // t for matrix, size in of_layer if ep == 1 or matrix.expert is None]
-    experts = sum(whole) // ep
+    divided, whole = ([matrix.elements for matrix in part] for part in layer_on_rank(model, "fused", ep))
+    cut, experts = [elements // t for elements in divided], sum(whole)
     vocabulary = model.vocab_size * model.hidden_size // t
     first, last = stage == 0, stage == p - 1
     copies = int(first) + int(last and not (first and model.tied_embeddings))
@@ -233,11 +231,8 @@ def matrix_shapes(config: RunConfig) -> tuple[tuple[int, int], ...]:
 def stored_shapes(config: RunConfig, layout: Layout) -> Counter[Shape]:
     """Counts the (rows, columns) of one layer's matrices, as the run's strategy splits them, that the ranks of a TP
     group store together; of experts that are divided among ranks, those of one rank."""
-    counted: Counter[Shape] = Counter()
-    experts: Counter[Shape] = Counter()
-    for matrix in layer_matrices(config.model, splitting_of(config)):
-        (counted if matrix.expert is None or layout.ep == 1 else experts)[matrix.rows, matrix.cols] += 1
-    return counted + Counter({shape: count // layout.ep for shape, count in experts.items()})
+    cut, whole = layer_on_rank(config.model, splitting_of(config), layout.ep)
+    return Counter((matrix.rows, matrix.cols) for matrix in (*cut, *whole))
 
 
 def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:

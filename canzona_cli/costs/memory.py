@@ -40,7 +40,7 @@ from canzona_cli.costs.buffers import (
 from canzona_cli.costs.padding import lay_out
 from canzona_cli.costs.update import RULES, algorithm
 from canzona_cli.model.families import family_of, parameter_count
-from canzona_cli.model.matrices import layer_matrices
+from canzona_cli.model.matrices import layer_on_rank
 from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.optimizers.shampoo_facts import factored_sides, packed_elements
 
@@ -211,14 +211,9 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
 def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[int, ...], int]]:
     """Returns, for each of a rank's layer-wise buffers, the elements of the parameters of one layer in it and the
     number of ranks that share it."""
-    cut, whole = list[int](), list[int]()
-    for matrix in layer_matrices(model, "fused"):
-        if layout.ep == 1 or matrix.expert is None:
-            cut.append(matrix.rows * matrix.cols // layout.tp)
-        elif matrix.expert < model.num_experts // layout.ep:
-            whole.append(matrix.rows * matrix.cols)
-    buffers = [(tuple(cut), layout.owners)]
-    return [*buffers, (tuple(whole), layout.expert_owners)] if whole else buffers
+    cut, whole = layer_on_rank(model, "fused", layout.ep)
+    buffers = [(tuple(matrix.elements // layout.tp for matrix in cut), layout.owners)]
+    return [*buffers, (tuple(matrix.elements for matrix in whole), layout.expert_owners)] if whole else buffers
 
 
 @lru_cache(maxsize=4096)

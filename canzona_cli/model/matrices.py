@@ -117,6 +117,10 @@ class LayerMatrix:
     expert: int | None = None
     """The number of the expert in the layer; None for matrices outside experts."""
 
+    @property
+    def elements(self) -> int:
+        return self.rows * self.cols
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBlock:
@@ -267,6 +271,20 @@ def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatri
     return tuple(matrices)
 
 
+@lru_cache(maxsize=64)
+def layer_on_rank(
+    model: ModelConfig, splitting: Splitting, ep: int
+) -> tuple[Sequence[LayerMatrix], Sequence[LayerMatrix]]:
+    """Lists the matrices of one layer that a rank stores: those that tensor parallelism cuts, and whole ones of
+    experts that expert parallelism divides among ranks."""
+    layer = layer_matrices(model, splitting)
+    if ep == 1:
+        return layer, ()
+    cut = tuple(matrix for matrix in layer if matrix.expert is None)
+    experts = model.num_experts // ep
+    return cut, tuple(matrix for matrix in layer if matrix.expert is not None and matrix.expert < experts)
+
+
 def _cut_by_tp(matrices: Iterable[LayerMatrix]) -> Iterator[tuple[int, str]]:
     """Yields (number, name) of what tensor parallelism divides evenly: rows, columns, or heads."""
     for matrix in matrices:
@@ -332,7 +350,7 @@ def _routed(config: RunConfig) -> tuple[Routed, ...]:
             reason = f"every matrix has longer sides, so {chosen.name} would update no matrix"
             fix = f"use at least optimizer.max_preconditioner_dim={shortest}, or optimizer=adamw"
             raise ConfigError(problem_with(config, "optimizer.max_preconditioner_dim", reason, fix))
-    of_layer = [(matrix.name, matrix.rows * matrix.cols) for matrix in layer_matrices(model, splitting)]
+    of_layer = [(matrix.name, matrix.elements) for matrix in layer_matrices(model, splitting)]
     return _patterns("layers.*.", model.num_layers, of_layer)
 
 

@@ -70,7 +70,7 @@ class ModelShapes:
     @property
     def layer_matrices(self) -> int:
         """The elements of all matrices."""
-        return sum(block.layers * sum(m.rows * m.cols for m in block.matrices) for block in self.blocks)
+        return sum(block.layers * sum(m.elements for m in block.matrices) for block in self.blocks)
 
     @property
     def digest(self) -> str:
