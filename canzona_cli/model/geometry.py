@@ -46,7 +46,7 @@ def weight_of(name: str, model: ModelConfig) -> Weight | None:
 def is_expert(name: str, model: ModelConfig) -> bool:
     """Returns True if the parameter with a Megatron name is the weight of an expert."""
     weight = _weights_by_name(model).get(_layer_of(name)[1])
-    return weight is not None and weight.inside != ""
+    return weight is not None and weight.expert is not None
 
 
 @lru_cache(maxsize=16)

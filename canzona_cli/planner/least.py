@@ -166,8 +166,8 @@ def _packed(
     for matrix, cost in zip(matrices, costs, strict=True):
         if matrix.stage == stage and matrix.expert_rank is None:
             units.setdefault(matrix.unit, []).append(Job(matrix=matrix, host=0, seconds=cost))
-    launch_s = pipeline.updating * pipeline.replay_s  # an owner's matrices are launched once
-    return launch_s + packing_bound([pipeline.alone(unit) - launch_s for unit in units.values()], owners)
+    begin_s = pipeline.begin_s  # an owner's matrices are launched once
+    return begin_s + packing_bound([pipeline.alone(unit) - begin_s for unit in units.values()], owners)
 
 
 def _units(

@@ -207,7 +207,7 @@ class HostedPipeline:
         others = [packing[rank] + storing[rank] for rank in range(self.tp) if rank != job.host]
         back = load.exchanges[1].seconds
         return Least(
-            host=hosts[job.host] - self.updating * self.replay_s,  # a micro-group is launched once
+            host=hosts[job.host] - self.begin_s,  # a micro-group is launched once
             others=min(others),
             back=back,
             # Its gradient may be sent before the gradient norm is known.
