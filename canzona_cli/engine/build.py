@@ -43,6 +43,8 @@ _OURS = __name__.partition(".")[0]
 """The name of canzona's package, whose classes `optimizer.allow` does not have to list."""
 
 Kind = Callable[..., torch.optim.Optimizer]
+Order = Callable[[Matrix], tuple[int, int]]
+"""A key that sorts matrices."""
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stack", "graph", "form", "stagger", "tf32"}
 """The settings that optimizer classes do not take as arguments of the same names."""
@@ -74,28 +76,26 @@ def build_engine(
         OptimizerRefused: on all ranks together, if a user's own class cannot update 2-D parameters by
             `step()` alone.
     """
+    shared = plan.assignment.shares if plan is not None else {}
+    # Several ranks take the same fallbacks for a shared matrix, and without a plan for every matrix. One of them
+    # counts: with a plan the rank in the matrix's cell.
     if plan is not None:
-        mine = sorted(updated_matrices(plan, world), key=_buffer_order(plan, world))
+        cells, order = plan.assignment.cells, _buffer_order(plan, world)
+        mine = sorted(updated_matrices(plan, world), key=order)
+        counts = [m for m in mine if m.index not in shared or cells[m.index].host == world.tp_rank]
         parameters = named_matrix_parameters(chunks, plan, world)
     else:
         everything = matrices_of(config.model, world.layout, config.engine.splitting)
         stage = stage_matrices(everything, world.pp_rank)
         mine = [matrix for matrix in stage if matrix.expert_rank in (None, world.expert_rank)]
+        counts = [matrix for matrix in mine if counted(matrix, world)]
         named = dict(global_parameters(chunks))
         parameters = {matrix.parameter: named[matrix.parameter] for matrix in mine}
         tag_matrices(chunks, parameters)
-    cells = plan.assignment.cells if plan is not None else ()
-    shared = plan.assignment.shares if plan is not None else {}
     masters = _masters(
         mine, lambda m: m.fragment_shape(world.layout.tp) if m.index in shared else m.shape, world.device
     )
-    # Several ranks take the same fallbacks for a shared matrix, and without a plan for every matrix. One counts them:
-    # with a plan the rank in the matrix's cell.
-    if plan is not None:
-        told = [matrix for matrix in mine if matrix.index not in shared or cells[matrix.index].host == world.tp_rank]
-    else:
-        told = [matrix for matrix in mine if counted(matrix, world)]
-    fallbacks = Fallbacks(told, masters)
+    fallbacks = Fallbacks(counts, masters)
     source = config.optimizer.source if isinstance(config.optimizer, CustomConfig) else None
     wiring = Wiring(
         fragments=Fragments(config.model, world.layout.tp, world.tp_rank, parameters),
@@ -114,8 +114,8 @@ def build_engine(
         updater = PlannedOptimizer(
             adamw,
             chunks,
-            _experts(config, plan, world, wiring),
-            _sent(config, plan, world, wiring),
+            _experts(config, mine, wiring),
+            _sent(config, plan, world, order, wiring),
             _sharing(plan, world, wiring),
             fallbacks,
         )
@@ -147,7 +147,7 @@ def updated_matrices(plan: Plan, world: World) -> list[Matrix]:
     ]
 
 
-def _buffer_order(plan: Plan, world: World) -> Callable[[Matrix], tuple[int, int]]:
+def _buffer_order(plan: Plan, world: World) -> Order:
     """Returns a key that sorts this rank's matrices as Megatron's buffers have them, in the same order on all
     TP ranks. Gradients and weights of equal matrices, such as experts, are then evenly spaced more often
     (`optimizers.runs`)."""
@@ -176,23 +176,22 @@ def _micro_groups(plan: Plan, world: World) -> list[tuple[Matrix, ...]]:
     return [tuple(plan.matrices[index] for index in group.matrices) for group in groups]
 
 
-def _experts(config: RunConfig, plan: Plan, world: World, wiring: Wiring) -> Hosting:
-    """Allocates scratch and optimizers of the experts that this rank updates, of which it stores the whole, and
-    fills the masters."""
-    owned = sorted(updated_matrices(plan, world), key=_buffer_order(plan, world))
-    experts = [matrix for matrix in owned if matrix.expert_rank is not None]
+def _experts(config: RunConfig, mine: Sequence[Matrix], wiring: Wiring) -> Hosting:
+    """Allocates scratch and optimizers of the experts among the matrices that this rank updates, of which it
+    stores the whole, and fills the masters."""
+    experts = [matrix for matrix in mine if matrix.expert_rank is not None]
     alone = wiring.alone()
     return _hosting(config, _in_scratch([experts], alone), dict.fromkeys((m.index for m in experts), 0), alone)
 
 
-def _sent(config: RunConfig, plan: Plan, world: World, wiring: Wiring) -> Hosting:
-    """Allocates messages, scratch and optimizers of the hosted matrices in this owner's micro-groups, and fills the
-    masters. Collective over the TP ranks."""
+def _sent(config: RunConfig, plan: Plan, world: World, order: Order, wiring: Wiring) -> Hosting:
+    """Allocates messages, scratch and optimizers of the hosted matrices in this owner's micro-groups, each sorted by
+    `order`, and fills the masters. Collective over the TP ranks."""
     hosts = {matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)}
     groups: Sequence[Sequence[Matrix]] = _micro_groups(plan, world)
     if world.layout.tp == 1:  # nothing is sent, so groups are limited only by the scratch for gradients
         groups = _in_scratch(groups, wiring)
-    shares, order = plan.assignment.shares, _buffer_order(plan, world)
+    shares = plan.assignment.shares
     batches = [sorted((m for m in group if m.index not in shares), key=order) for group in groups]
     return _hosting(config, batches, hosts, wiring)
 
