@@ -14,6 +14,7 @@ from canzona_cli.config.changes import curve_differences
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.recipes import builtin_recipes_dir, read_yaml
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.run.codec import parse
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.summary import RunSummary
 from canzona_cli.run.words import number
@@ -56,7 +57,7 @@ class Card:
 def load_card(recipe: str) -> Card | None:
     """Reads the card of a built-in recipe; None if it has none."""
     path = builtin_recipes_dir() / "cards" / f"{recipe}.yaml"
-    return Card(**read_yaml(path)) if path.is_file() else None  # type: ignore[arg-type]
+    return parse(Card, read_yaml(path)) if path.is_file() else None
 
 
 def card_of(config: RunConfig) -> Card | None:
