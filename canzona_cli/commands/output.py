@@ -37,25 +37,26 @@ def show(content: "Mapping[str, object] | RenderableType") -> None:
     Console(highlight=False).print(content, soft_wrap=isinstance(content, Page))
 
 
-def warn(warnings: Iterable[str], said: set[str] | None = None) -> None:
+def warn(warnings: Iterable[str], printed: set[str] | None = None) -> None:
     """Prints each distinct warning as a yellow line on standard error.
 
     Args:
-        said: the warnings that were already printed, which are left out; it is extended by the new ones.
+        printed: the warnings that were already printed, which are left out; it is extended by the new ones.
     """
     for warning in dict.fromkeys(warnings):
-        if said is None or warning not in said:
+        if printed is None or warning not in printed:
             tell(f"warning: {warning}", "yellow")
-        if said is not None:
-            said.add(warning)
+        if printed is not None:
+            printed.add(warning)
 
 
-def warn_about(composed: "Composed", *notes: str, training: bool = True, said: set[str] | None = None) -> None:
-    """Prints the warnings of composing a run, warnings about its cluster profile, and `notes`; but none that is
-    in `said`."""
+def warn_about(composed: "Composed", *notes: str, training: bool = True, printed: set[str] | None = None) -> None:
+    """Prints the warnings of composing a run, warnings about its cluster profile, and `notes`; but none that
+    is in `printed`."""
     from canzona_cli.cluster.profiles import profile_warnings
 
-    warn((*composed.warnings, *profile_warnings(composed.config.cluster, training=training), *notes), said)
+    of_cluster = profile_warnings(composed.config.cluster, training=training)
+    warn((*composed.warnings, *of_cluster, *notes), printed)
 
 
 def checked_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | None":

@@ -65,7 +65,7 @@ def run(
     show_config: bool = False,
     quiet: bool = False,
     name: str = "",
-    said: set[str] | None = None,
+    printed: set[str] | None = None,
 ) -> None:
     """Runs `canzona train` for one run.
 
@@ -76,7 +76,7 @@ def run(
         show_config: True to print the resolved configuration in both cases.
         quiet: True to print only warnings, errors and a line at the end.
         name: the name of the run in that line; empty for its recipe's.
-        said: the warnings that earlier runs of the same command printed, which are not repeated.
+        printed: the warnings that earlier runs of the same command printed, which are not repeated.
 
     Raises:
         Preempted: a request to stop arrived before the run was resolved.
@@ -84,9 +84,9 @@ def run(
     """
     console = Console(highlight=False)
     composed = _composed(overrides, recipes_dirs)
-    warn_about(composed, said=said)
+    warn_about(composed, printed=printed)
     config, layout = resolve(composed.config)
-    warn(mode_warnings(config, layout), said)
+    warn(mode_warnings(config, layout), printed)
     adopted = adopt(config, current_step())
     config = adopted.config
     if not quiet:
@@ -94,7 +94,7 @@ def run(
         for note in adopted.notes:
             progress(note)
     short = (name or config.name) if quiet else ""
-    job = _Job(config=config, layout=layout, plan=obtain_plan(config, layout), short=short, said=said)
+    job = _Job(config=config, layout=layout, plan=obtain_plan(config, layout), short=short, printed=printed)
     if dry_run or prepare_only:
         look = _Look(console=console, as_json=as_json, show_config=show_config)
         (_show if dry_run else _prepare)(job, look)
@@ -129,7 +129,7 @@ class _Job:
     """The plan that the run executes; None for a strategy without a plan."""
     short: str = ""
     """The name of the run in the one line that is printed at its end; empty to print everything."""
-    said: set[str] | None = None
+    printed: set[str] | None = None
     """The warnings that were already printed; None to print every warning."""
 
     @property
@@ -256,7 +256,7 @@ def _launch(
         if node_rank == 0:
             job.write_inputs(run, corpus)
             machines.gather(config.cluster.rdzv_endpoint or "", say=tell)
-            warn(() if restarts.done else data_warnings(config, layout, corpus), job.said)
+            warn(() if restarts.done else data_warnings(config, layout, corpus), job.printed)
         view.header(run_dir=run.path, corpus=corpus, plan=job.plan, earlier=run.earlier)
         requests.raising = False
         # On a terminal, the console of the view prints above the live frame. On a pipe it may be invisible,
@@ -386,25 +386,26 @@ def _conclude(outcome: Outcome, run: RunDirectory, job: _Job, console: Console) 
 
 
 def _show_end(outcome: Outcome, run: RunDirectory, job: _Job, console: Console) -> None:
-    config = job.config
-    if config.cluster.node_rank and torchrun.node_count(config) > 1:
-        # node 0 has reported everything, and both often write to the same file
+    config, done, full = job.config, outcome.status == "done", not job.short
+    if job.node_rank:  # node 0 reports everything else, and all nodes often write to the same file
         if outcome.exit_code:
-            tell(f"machine {config.cluster.node_rank}: {outcome.message}")
-    elif outcome.failed:
+            tell(f"machine {job.node_rank}: {outcome.message}")
+        return
+    if outcome.failed:
         _say_why(outcome)
-    elif run.files.breakdown.exists() and not job.short:
+    elif full and run.files.breakdown.exists():
         console.print()
         console.print(BreakdownView(breakdown=load_breakdown(run.path), brief=True))
     rows = [] if outcome.failed else [*_recordings(run, config)]
-    if outcome.status == "done" and not job.node_rank and not job.short:
+    if done and full:
         rows += _card_rows(run, config)
-    if not job.short or rows or outcome.status != "done":
+    if full or rows or not done:
         console.print()
-    known = config.run.dir is not None  # typed, or chosen by a sweep
-    rows += [] if job.short and known and outcome.status == "done" else [f"run directory: {run.path}"]
-    rows += _next_rows(run) if outcome.status == "done" and not job.node_rank and not job.short else []
-    for row in [*rows, *filter(None, [resume_hint(outcome, run.files, config)])]:
+    if full or not done or config.run.dir is None:  # else the directory was typed, or chosen by a sweep
+        rows.append(f"run directory: {run.path}")
+    if done and full:
+        rows += _next_rows(run)
+    for row in filter(None, [*rows, resume_hint(outcome, run.files, config)]):
         console.print(row, markup=False, soft_wrap=True)
 
 

@@ -81,19 +81,20 @@ def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], r
 
     Runs that finished earlier are skipped.
     """
-    codes, said = [int(ExitCode.OK)], set[str]()
+    codes, printed = [int(ExitCode.OK)], set[str]()
     for number, run in enumerate(runs, 1):
         where = f"run {number} of {len(runs)}: {run.combination.words}"
         if finished(RunFiles(root / run.combination.name), run.config) is not None:
             tell(f"{where}: is already finished", "bold")
             continue
-        codes.append(_train(_overrides(run, root), recipes_dirs, requests, name=where, said=said))
+        overrides = _overrides(run, root)
+        codes.append(_train(overrides, recipes_dirs, requests, name=where, printed=printed))
         if codes[-1] in _STOPPED:
             return codes[-1]
     return max(codes)
 
 
-def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *, name: str, said: set[str]) -> int:
+def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *, name: str, printed: set[str]) -> int:
     """Trains one run, with a line at its end, and returns its exit code.
 
     A stop request that arrived too late to affect the run stops the sweep: the exit code is then that of the
@@ -103,7 +104,7 @@ def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *
     try:
         requests.raising = True
         if requests.reason is None:  # else a stop was requested between two runs
-            train_run.run(overrides, recipes_dirs, requests, dry_run=False, quiet=True, name=name, said=said)
+            train_run.run(overrides, recipes_dirs, requests, dry_run=False, quiet=True, name=name, printed=printed)
     except typer.Exit as end:
         code = end.exit_code
     except KeyboardInterrupt:

@@ -238,7 +238,7 @@ class Muon(MatrixOptimizer):
         """
         direction: Callable[..., Norms] = (muon_cpu if by_blocks(run.weights) else muon_cuda).direction
         return direction(
-            self._kept(run, "momentum_buffer", tuple(run.matrices[0].shape)),
+            self._joined_state(run, "momentum_buffer", tuple(run.matrices[0].shape)),
             run.gradients,
             out,
             momentum=momentum,
@@ -378,22 +378,22 @@ class Muon(MatrixOptimizer):
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         return {"momentum_buffer": tuple(p.shape)}
 
-    def _kept(self, run: Run, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _joined_state(self, run: Run, key: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a part of a run's state as one tensor: `shape` of one matrix, (count, *shape) of several.
 
         State that is missing starts at zero. State that does not lie as a run does, for example because it is
         a checkpoint's, is first copied to memory where it does.
         """
-        found: list[torch.Tensor | None] = [self.state[p].get(key) for p in run.matrices]
-        there = [state for state in found if state is not None]
-        if len(there) == len(found) and next(runs(there)) == slice(0, len(there)):
-            return there[0] if len(there) == 1 else joined(there)
-        block = run.weights.new_zeros((len(found), *shape))
-        for p, before, now in zip(run.matrices, found, block, strict=True):
+        states: list[torch.Tensor | None] = [self.state[p].get(key) for p in run.matrices]
+        present = [state for state in states if state is not None]
+        if len(present) == len(states) and next(runs(present)) == slice(0, len(present)):
+            return present[0] if len(present) == 1 else joined(present)
+        block = run.weights.new_zeros((len(states), *shape))
+        for p, before, now in zip(run.matrices, states, block, strict=True):
             if before is not None:
                 now.copy_(before)
             self.state[p][key] = now
-        return block[0] if len(found) == 1 else block
+        return block[0] if len(states) == 1 else block
 
 
 def _parts(x: torch.Tensor, of_stack: Sequence[Run]) -> Iterator[torch.Tensor]:

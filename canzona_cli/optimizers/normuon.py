@@ -51,7 +51,7 @@ class NorMuon(Muon):
         self, run: Run, x: torch.Tensor, group: Mapping[str, float], trusted: torch.Tensor | None = None
     ) -> None:
         rows, cols = run.weights.shape[-2:]
-        square = self._kept(run, "row_square", (rows,))
+        square = self._joined_state(run, "row_square", (rows,))
         sizes = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)  # (rows,) or (count, rows), as are the others
         mean = sizes.square().div_(cols)
         if (flags := self._flags(run)) is not None:  # an update that is left out does not change v

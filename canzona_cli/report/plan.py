@@ -248,8 +248,8 @@ def _above(gap: float) -> str:
 
 def summary(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields a table of every strategy's times, overhead and memory."""
-    heads, kept = ("iteration", "optimizer", "vs AdamW", "GiB"), (0, 1, 2, -1)
-    rows = ((name, [_strategy_cells(study, name)[place] for place in kept]) for name in STRATEGIES)
+    heads, columns = ("iteration", "optimizer", "vs AdamW", "GiB"), (0, 1, 2, -1)
+    rows = ((name, [_strategy_cells(study, name)[place] for place in columns]) for name in STRATEGIES)
     yield rows_table(heads, rows, bold=STRATEGIES.index(study.strategy))
     misfits = "" if _all_fit(study) else f"; !: does not fit in {study.memory.capacity / GIB:.1f} GiB"
     yield note(f"simulated in this layout; optimizer: exposed time{misfits}")
