@@ -202,6 +202,10 @@ class ConsoleView(TrainView, ABC):
         self._console = console
         self._lock = threading.Lock()
         self._closed = False
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Makes what only this kind of view has."""
 
     def header(
         self,
@@ -238,22 +242,14 @@ class LiveView(ConsoleView):
     that the opposite order would deadlock.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        layout: Layout,
-        console: Console,
-        *,
-        clock: Clock = time.monotonic,
-        short: str = "",
-    ) -> None:
-        super().__init__(config, layout, console, clock=clock, short=short)
-        self._preparing: tuple[str, float] | None = None
+    _preparing: tuple[str, float] | None = None
+
+    def _set_up(self) -> None:
         self._live = Live(
             self,
-            console=console,
+            console=self._console,
             refresh_per_second=_REFRESHES_PER_SECOND,
-            transient=bool(short),
+            transient=bool(self._short),
             vertical_overflow="crop",
         )
 
