@@ -14,16 +14,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench_results import show_results, title
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from canzona_cli.bench.results import BenchResult, load
-from canzona_cli.errors import CanzonaError
-from canzona_cli.report.errors import ErrorView
+from canzona_cli.bench.results import BenchResult
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.statistics import Quartiles
-from canzona_cli.run.words import clean, layout_code
+from canzona_cli.run.words import clean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ def spreads(results: Iterable[BenchResult]) -> list[Spread]:
     """Returns a row for each strategy of each run but its reference."""
     ratios: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for result in results:
-        bench = f"{result.recipe} {result.optimizer} {layout_code(result.layout)}"
+        bench = title(result)
         for name in STRATEGIES:
             if name in result.strategies and name != result.reference:
                 pair = result.optimizer_speedup(name), result.iteration_speedup(name)
@@ -59,15 +58,15 @@ def spreads(results: Iterable[BenchResult]) -> list[Spread]:
 
 
 def table(rows: Iterable[Spread]) -> Table:
-    title = "Time over the reference's: median and quartiles over process groups"
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    heading = "Time over the reference's: median and quartiles over process groups"
+    shown = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD)
     for head in ("bench", "strategy"):
         shown.add_column(head)
     for head in ("groups", "optimizer step", "iteration"):
         shown.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         counted = str(len(row.optimizer))
-        shown.add_row(clean(row.bench), clean(row.strategy), counted, _written(row.optimizer), _written(row.iteration))
+        shown.add_row(row.bench, clean(row.strategy), counted, _written(row.optimizer), _written(row.iteration))
     return shown
 
 
@@ -76,18 +75,15 @@ def _written(ratios: tuple[float, ...]) -> str:
     return f"{over.median:.2f}x [{over.low:.2f}, {over.high:.2f}]"
 
 
+def show(results: list[BenchResult], console: Console) -> int:
+    """Prints the table; returns the exit code."""
+    console.print(table(spreads(results)))
+    return 0
+
+
 def main(paths: list[Path]) -> int:
     """Prints the table of the given results; returns the exit code."""
-    if not paths:
-        print(__doc__, file=sys.stderr)
-        return 2
-    try:
-        results = [load(path) for path in paths]
-    except CanzonaError as error:
-        Console(stderr=True, highlight=False).print(ErrorView(error=error))
-        return int(error.exit_code)
-    Console(highlight=False).print(table(spreads(results)))
-    return 0
+    return show_results(paths, __doc__, show)
 
 
 if __name__ == "__main__":

@@ -15,16 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from bench_results import show_results, title
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from canzona_cli.bench.results import BenchResult, Measured, load
-from canzona_cli.errors import CanzonaError
-from canzona_cli.report.errors import ErrorView
+from canzona_cli.bench.results import BenchResult, Measured
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.statistics import Quartiles
-from canzona_cli.run.words import clean, layout_code, milliseconds, plural
+from canzona_cli.run.words import clean, milliseconds, plural
 
 Time = Literal["optimizer", "iteration"]
 TIMES: dict[Time, str] = {"optimizer": "Optimizer step", "iteration": "Iteration"}
@@ -123,10 +122,6 @@ def predicted(result: BenchResult, name: str, of: Time) -> float:
     return prediction.optimizer_s if of == "optimizer" else prediction.iteration_s
 
 
-def title(result: BenchResult) -> str:
-    return clean(f"{result.recipe} {result.optimizer} {layout_code(result.layout)}")
-
-
 def table(results: Sequence[BenchResult], of: Time) -> Table:
     shown = Table(title=f"{TIMES[of]}, ms", title_justify="left", box=box.SIMPLE_HEAD)
     for head in ("bench", "strategy"):
@@ -164,17 +159,8 @@ def verdict(results: Sequence[BenchResult], of: Time) -> Iterator[str]:
             )
 
 
-def main(paths: list[Path]) -> int:
-    """Prints the tables for the given results; returns the exit code."""
-    if not paths:
-        print(__doc__, file=sys.stderr)
-        return 2
-    try:
-        results = [load(path) for path in paths]
-    except CanzonaError as error:
-        Console(stderr=True, highlight=False).print(ErrorView(error=error))
-        return int(error.exit_code)
-    console = Console(highlight=False)
+def show(results: list[BenchResult], console: Console) -> int:
+    """Prints the tables and verdicts; returns the exit code."""
     for of in TIMES:
         console.print(table(results, of))
         for line in verdict(results, of):
@@ -182,6 +168,11 @@ def main(paths: list[Path]) -> int:
         console.print()
     enough = share_good(cells(results, "optimizer")) >= ENOUGH
     return 0 if enough and all(pair.right for pair in pairs(results, "optimizer")) else 1
+
+
+def main(paths: list[Path]) -> int:
+    """Prints the tables for the given results; returns the exit code."""
+    return show_results(paths, __doc__, show)
 
 
 if __name__ == "__main__":
