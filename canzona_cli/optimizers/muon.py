@@ -2,7 +2,7 @@
 https://kellerjordan.github.io/posts/muon/)."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Literal, TypedDict
 
@@ -15,7 +15,17 @@ from .facts import Form
 from .gram_form import gram_newton_schulz, products_type, starting_norm
 from .graphs import Replayed
 from .matrix_optimizer import MatrixOptimizer, OnFallback, Workspace, products
-from .muon_facts import BLOCK, LOST, STANDARD_ONLY, CoefficientSet, ScaleMode, count_down, distrust, steps_left
+from .muon_facts import (
+    BLOCK,
+    LOST,
+    STANDARD_ONLY,
+    Blend,
+    CoefficientSet,
+    ScaleMode,
+    count_down,
+    distrust,
+    steps_left,
+)
 from .newton_schulz import newton_schulz
 from .runs import Run, joined, runs
 from .shared_rows import Shape
@@ -236,17 +246,16 @@ class Muon(MatrixOptimizer):
         Returns:
             The Frobenius norms of D before scaling.
         """
-        direction: Callable[..., Norms] = (muon_cpu if by_blocks(run.weights) else muon_cuda).direction
-        return direction(
-            self._joined_state(run, "momentum_buffer", tuple(run.matrices[0].shape)),
-            run.gradients,
-            out,
+        blend = Blend(
+            nesterov=self.nesterov,
             momentum=momentum,
             weight=0.0 if again else 1 - momentum,
-            nesterov=self.nesterov,
             norm=starting_norm(side, out.dtype),
-            workspace=self.workspace,
         )
+        average = self._joined_state(run, "momentum_buffer", tuple(run.matrices[0].shape))
+        if by_blocks(run.weights):
+            return muon_cpu.direction(average, run.gradients, out, blend, self.workspace)
+        return muon_cuda.direction(average, run.gradients, out, blend, self.workspace)
 
     def _orthogonalised(
         self,

@@ -2,12 +2,11 @@
 cache, which are rows of a large matrix or several small matrices, and norms are Python floats."""
 
 import math
-from functools import partial
 
 import torch
 
 from .matrix_optimizer import Workspace
-from .muon_facts import BLOCK
+from .muon_facts import BLOCK, Blend
 
 SAFE_NORMS = 2.0**-40, 2.0**60
 """The range of norms in which the squares of all elements that matter, and their sum, are normal fp32
@@ -17,67 +16,48 @@ SAFE_FACTORS = 2.0**-100, 2.0**100
 
 
 def direction(
-    average: torch.Tensor,
-    grad: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    momentum: float,
-    weight: float,
-    nesterov: bool,
-    norm: float,
-    workspace: Workspace,
+    average: torch.Tensor, grad: torch.Tensor, out: torch.Tensor, blend: Blend, workspace: Workspace
 ) -> float | list[float]:
     """Updates the momentum and writes the matrices to orthogonalise into `out`.
 
     Args:
         average: The momentum, (rows, cols) of one matrix or (count, rows, cols) of a run, updated in place:
-            average += weight (grad - average).
+            average += blend.weight (grad - average).
         grad: The gradient, of the same shape.
         out: Receives them, in the same shape and any dtype.
-        momentum: With Nesterov, the share of the momentum in the direction; 1 - momentum is the gradient's.
-        weight: The share of the gradient in the new momentum.
-        nesterov: Orthogonalise Nesterov's direction; False: the momentum itself.
-        norm: The Frobenius norm of each matrix of `out` afterwards; a direction of zeros stays zero.
         workspace: Scratch for Nesterov's direction and for a block.
 
     Returns:
         The Frobenius norm of the direction before scaling, or a list of each matrix's.
     """
-    passes = partial(_direction, momentum=momentum, weight=weight, nesterov=nesterov, norm=norm, workspace=workspace)
     if average.ndim == 2:
-        return passes(average, grad, out)
+        return _direction(average, grad, out, blend, workspace)
     norms: list[float] = []
     for mean, new, low in zip(_stacks(average), _stacks(grad), _stacks(out), strict=True):
         if len(mean) == 1:
-            norms.append(passes(mean[0], new[0], low[0]))
+            norms.append(_direction(mean[0], new[0], low[0], blend, workspace))
             continue
-        mean.lerp_(new, weight)
-        target = torch.lerp(new, mean, momentum, out=workspace.like("muon_direction", mean)) if nesterov else mean
-        norms += _scale_each(target, low, norm, workspace)
+        mean.lerp_(new, blend.weight)
+        target = mean
+        if blend.nesterov:
+            target = torch.lerp(new, mean, blend.momentum, out=workspace.like("muon_direction", mean))
+        norms += _scale_each(target, low, blend.norm, workspace)
     return norms
 
 
 def _direction(
-    average: torch.Tensor,
-    grad: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    momentum: float,
-    weight: float,
-    nesterov: bool,
-    norm: float,
-    workspace: Workspace,
+    average: torch.Tensor, grad: torch.Tensor, out: torch.Tensor, blend: Blend, workspace: Workspace
 ) -> float:
     """Makes the passes of `direction` over one matrix (rows, cols)."""
-    target = workspace.like("muon_direction", average) if nesterov else average
+    target = workspace.like("muon_direction", average) if blend.nesterov else average
     square = 0.0
     for mean, new, block in zip(_blocks(average), _blocks(grad), _blocks(target), strict=True):
-        mean.lerp_(new, weight)
-        if nesterov:
-            torch.lerp(new, mean, momentum, out=block)
+        mean.lerp_(new, blend.weight)
+        if blend.nesterov:
+            torch.lerp(new, mean, blend.momentum, out=block)
         square += _norm(block, workspace) ** 2
     before = math.sqrt(square)
-    _scale(target, before, norm, out, workspace)
+    _scale(target, before, blend.norm, out, workspace)
     return before
 
 

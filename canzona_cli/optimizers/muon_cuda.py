@@ -4,18 +4,11 @@ synchronise with the host."""
 import torch
 
 from .matrix_optimizer import Workspace
+from .muon_facts import Blend
 
 
 def direction(
-    average: torch.Tensor,
-    grad: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    momentum: float,
-    weight: float,
-    nesterov: bool,
-    norm: float,
-    workspace: Workspace,
+    average: torch.Tensor, grad: torch.Tensor, out: torch.Tensor, blend: Blend, workspace: Workspace
 ) -> torch.Tensor:
     """Updates the momentum and writes the matrices to orthogonalise into `out`, as `muon_cpu.direction` does.
 
@@ -23,10 +16,10 @@ def direction(
         The Frobenius norm of each direction before scaling: () of one matrix, (count,) of a run; in fp64, on
         the device.
     """
-    average.lerp_(grad, weight)
+    average.lerp_(grad, blend.weight)
     target = average
-    if nesterov:
-        target = torch.lerp(grad, average, momentum, out=workspace.like("muon_direction", average))
+    if blend.nesterov:
+        target = torch.lerp(grad, average, blend.momentum, out=workspace.like("muon_direction", average))
     # fp64 represents the square and the inverse of every fp32 number, so no pass for the largest element is
     # needed. `vector_norm` would first copy the tensor to fp64: 16 more bytes of traffic per element, and
     # memory.
@@ -34,7 +27,7 @@ def direction(
     norms = torch._foreach_norm(each, 2, dtype=torch.float64)
     before: torch.Tensor = torch.stack(norms) if target.ndim > 2 else norms[0]
     factor = before.clamp_min(1e-300).reciprocal_().view(*before.shape, 1, 1)
-    torch.mul(target, factor if norm == 1 else factor.mul_(norm), out=out)
+    torch.mul(target, factor if blend.norm == 1 else factor.mul_(blend.norm), out=out)
     return before
 
 

@@ -22,6 +22,20 @@ momentum and scratch stay in a 2 MB cache between passes. All passes over 2560x7
 and 4.5 ms without blocks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blend:
+    """The direction to orthogonalise, as a blend of momentum and gradient."""
+
+    nesterov: bool
+    """True for Nesterov's direction, False for the momentum itself."""
+    momentum: float
+    """The share of the momentum in Nesterov's direction; the rest is the gradient's."""
+    weight: float
+    """The share of the gradient in the new momentum."""
+    norm: float
+    """The Frobenius norm to which the direction is scaled; a direction of zeros stays zero."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NewtonSchulzConfig(OptimizerBase):
     """Settings of optimizers that orthogonalise their update."""
