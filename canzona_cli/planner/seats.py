@@ -5,7 +5,7 @@ A few owners in each bucket suit collectives for each owner's range, and equal s
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -31,42 +31,54 @@ def few_owners(
     Every cell keeps its number of units of each kind, so its updates take as long as before.
     """
     cells, shares = list(assignment.cells), dict(assignment.shares)
+
+    def kind(part: Part) -> Hashable:
+        """Returns a key that parts have in common if they can be exchanged."""
+        return tuple(
+            (costs[index], matrix.shape, matrix.shard_dim, matrix.home, index in assignment.shares)
+            for index in part.matrices
+            for matrix in (matrices[index],)
+        )
+
     for pool in pools(matrices):
         buckets = [
             [part for parameter in bucket for part in parameter.parts]
             for bucket in pool_buckets(matrices, pool, layout, bucket_elements)
         ]
-
-        def kind(part: Part) -> Hashable:
-            """Returns a key that parts have in common if they can be exchanged."""
-            return tuple(
-                (costs[index], matrix.shape, matrix.shard_dim, matrix.home, index in assignment.shares)
-                for index in part.matrices
-                for matrix in (matrices[index],)
-            )
-
         free: dict[Hashable, dict[int, list[Seat]]] = defaultdict(dict)
         for part in (part for bucket in buckets for part in bucket):
             seat = tuple((assignment.cells[index], assignment.shares.get(index)) for index in part.matrices)
             free[kind(part)].setdefault(owner_of(part, matrices, assignment, layout), []).append(seat)
         for bucket in reversed(buckets):
-            parts_by_kind: dict[Hashable, list[Part]] = defaultdict(list)
-            for part in bucket:
-                parts_by_kind[kind(part)].append(part)
-            while parts_by_kind:
-                owner = _most_useful(parts_by_kind, free)
-                for part_kind in [part_kind for part_kind in parts_by_kind if owner in free[part_kind]]:
-                    parts, seats = parts_by_kind[part_kind], free[part_kind][owner]
-                    while parts and seats:
-                        for index, (cell, share) in zip(parts.pop().matrices, seats.pop(), strict=True):
-                            cells[index] = cell
-                            if share is not None:
-                                shares[index] = share
-                    if not seats:
-                        del free[part_kind][owner]
-                    if not parts:
-                        del parts_by_kind[part_kind]
+            for part, seat in _seated(bucket, kind, free):
+                for index, (cell, share) in zip(part.matrices, seat, strict=True):
+                    cells[index] = cell
+                    if share is not None:
+                        shares[index] = share
     return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shares.items()))))
+
+
+def _seated(
+    bucket: Sequence[Part], kind_of: Callable[[Part], Hashable], free: Mapping[Hashable, dict[int, list[Seat]]]
+) -> Iterator[tuple[Part, Seat]]:
+    """Yields each of a bucket's parts with a seat, so that few owners get parts.
+
+    Args:
+        free: by kind and owner, the seats that are not taken; those that the parts get are taken out.
+    """
+    parts_by_kind: dict[Hashable, list[Part]] = defaultdict(list)
+    for part in bucket:
+        parts_by_kind[kind_of(part)].append(part)
+    while parts_by_kind:
+        owner = _most_useful(parts_by_kind, free)
+        for kind in [kind for kind in parts_by_kind if owner in free[kind]]:
+            parts, seats = parts_by_kind[kind], free[kind][owner]
+            while parts and seats:
+                yield parts.pop(), seats.pop()
+            if not seats:
+                del free[kind][owner]
+            if not parts:
+                del parts_by_kind[kind]
 
 
 def in_order_of_reductions(

@@ -1,7 +1,7 @@
 """The update phase of a strategy: all ranks of a job, from reduced gradients to the last updated weight."""
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -102,56 +102,57 @@ class UpdatePhase:
             members = tuple(stored_here) if everywhere else ()
             ranks = owners * tp
             return [Team(stage=stage, owner=0, hosts=1, ranks=ranks, elements=share, clipped=share, members=members)]
-        return self._teams_of_owners(stage, of_stage, math.ceil(weights.others / owners))
+        return list(self._teams_of_owners(stage, of_stage, math.ceil(weights.others / owners)))
 
-    def _teams_of_owners(self, stage: int, of_stage: Sequence[Matrix], others: int) -> list[Team]:
-        """Lists the teams of a stage whose matrices have owners; a team for each rank if experts are divided among
-        ranks and there are no hosts.
+    def _teams_of_owners(self, stage: int, of_stage: Sequence[Matrix], others: int) -> Iterator[Team]:
+        """Yields the teams of a stage whose matrices have owners.
 
         Args:
             others: the elements of each rank's share of AdamW's parameters.
         """
         assert self._workload.assignment is not None
         tp, owners, cells = self._layout.tp, self._layout.owners, self._workload.assignment.cells
-        owned: list[list[int]] = [[] for _ in range(owners)]
-        experts: list[list[list[int]]] = [[[] for _ in range(tp)] for _ in range(owners)]
-        elements, clipped = [others] * owners, [others] * owners
+        owned: list[list[Matrix]] = [[] for _ in range(owners)]
+        experts: list[list[list[Matrix]]] = [[[] for _ in range(tp)] for _ in range(owners)]
         for matrix in of_stage:
             cell = cells[matrix.index]
-            if matrix.expert_rank is not None:
-                experts[cell.owner][cell.host].append(matrix.index)
-                continue
-            owned[cell.owner].append(matrix.index)
-            elements[cell.owner] += matrix.fragment_elements(tp)
-            if not self._scaled_on_its_way(matrix):
-                clipped[cell.owner] += matrix.fragment_elements(tp)
+            (owned[cell.owner] if matrix.expert_rank is None else experts[cell.owner][cell.host]).append(matrix)
         groups: list[list[MicroGroup]] = [[] for _ in range(owners)]
         for group in sorted(self._workload.groups, key=lambda group: group.index):
             if group.stage == stage:
                 groups[group.owner].append(group)
-        teams: list[Team] = []
-        for owner, by_host in enumerate(experts):
-            held = [sum(self._workload.matrices[index].elements for index in of_host) for of_host in by_host]
-            team = Team(
-                stage=stage,
-                owner=owner,
-                hosts=1 if self._hosts is None else tp,
-                ranks=tp if self._hosts is None else 1,
-                elements=elements[owner] + max(held),
-                clipped=clipped[owner] + max(held),
-                groups=tuple(groups[owner]),
-                members=tuple(owned[owner]) if self._hosts is None else (),
-            )
-            if not any(held):
-                teams.append(team)
-            elif self._hosts is not None:
-                teams.append(replace(team, first=self._experts_first[stage, owner]))
-            else:
-                teams += [
-                    replace(team, host=host, ranks=1, members=(*team.members, *of_host))
-                    for host, of_host in enumerate(by_host)
-                ]
-        return teams
+        for owner, matrices in enumerate(owned):
+            team = self._team_of(stage, owner, matrices, others)
+            yield from self._with_experts(replace(team, groups=tuple(groups[owner])), experts[owner])
+
+    def _team_of(self, stage: int, owner: int, matrices: Sequence[Matrix], others: int) -> Team:
+        """Returns an owner's team for its matrices but experts that are divided among ranks."""
+        tp, hosted = self._layout.tp, self._hosts is not None
+        elements = others + sum(matrix.fragment_elements(tp) for matrix in matrices)
+        scaled = sum(matrix.fragment_elements(tp) for matrix in matrices if self._scaled_on_its_way(matrix))
+        return Team(
+            stage=stage,
+            owner=owner,
+            hosts=tp if hosted else 1,
+            ranks=1 if hosted else tp,
+            elements=elements,
+            clipped=elements - scaled,
+            members=() if hosted else tuple(matrix.index for matrix in matrices),
+        )
+
+    def _with_experts(self, team: Team, by_host: Sequence[Sequence[Matrix]]) -> Iterator[Team]:
+        """Yields an owner's team with its experts that are divided among ranks: without hosts, a team for each of
+        the owner's ranks."""
+        held = max(sum(matrix.elements for matrix in of_host) for of_host in by_host)
+        team = replace(team, elements=team.elements + held, clipped=team.clipped + held)
+        if not held:
+            yield team
+        elif self._hosts is not None:
+            yield replace(team, first=self._experts_first[team.stage, team.owner])
+        else:
+            for host, of_host in enumerate(by_host):
+                members = (*team.members, *(matrix.index for matrix in of_host))
+                yield replace(team, host=host, ranks=1, members=members)
 
     @cached_property
     def _experts_first(self) -> Mapping[tuple[int, int], tuple[float, ...]]:
@@ -207,25 +208,10 @@ class UpdatePhase:
             update.
         """
         timeline = Timeline(self._cores, self._config.cluster.crowding)
-        adamw: list[list[int]] = []
-        groups = []
-        for number, team in enumerate(teams):
-            seconds, begin = self._adamw_s(team.stage), [timeline.add("other", (number, h)) for h in range(team.hosts)]
-            if self._hosts is not None:
-                norm_s = self._norm_clip.seconds(team.elements, team.clipped)
-                group = Crowded(timeline, number, team.hosts, begin, norm_s=norm_s, adamw_s=seconds)
-                self._model.run_hosted(team.groups, self._hosts, group, team.first)
-                adamw.append(group.begin)
-            else:
-                alike = self._layout.tp
-                group = Crowded(timeline, number, 1, begin, copies=team.ranks // alike, alike=alike)
-                self._model.run_duplicated(team.members, group)
-                group.end(0)
-                adamw.append([timeline.add("adamw_update", (number, 0), seconds=seconds, cores=float(team.ranks))])
-            groups.append(group)
+        begun = [(team, *self._begun(timeline, number, team)) for number, team in enumerate(teams)]
         gathers = []
         for stage, others in enumerate(gathered or ()):
-            done = [task for team, tasks in zip(teams, adamw, strict=True) for task in tasks if team.stage == stage]
+            done = [task for team, _, adamw in begun for task in adamw if team.stage == stage]
             gathers.append(
                 timeline.add(
                     "param_gather",
@@ -237,9 +223,9 @@ class UpdatePhase:
             )
         ran = timeline.run()
         cells = []
-        for team, group, tasks in zip(teams, groups, adamw, strict=True):
+        for team, group, adamw in begun:
             for host, result in enumerate(group.results(ran)):
-                adamw_s = ran[tasks[host]].end - ran[tasks[host]].start
+                adamw_s = ran[adamw[host]].end - ran[adamw[host]].start
                 cells.append(CellUpdate(team=team, host=host, adamw_s=adamw_s, update=result))
         windows = []
         for stage, task in enumerate(gathers):
@@ -248,6 +234,20 @@ class UpdatePhase:
             within = min(1.0, max(0.0, last - ran[task].start) / length) if length else 1.0
             windows.append(within * (timeline.tasks[task].seconds + timeline.tasks[task].link_s))
         return cells, windows
+
+    def _begun(self, timeline: Timeline, number: int, team: Team) -> tuple[Crowded, list[int]]:
+        """Puts a team's updates on the timeline; returns its group of ranks, and the tasks of AdamW's update."""
+        adamw_s, begin = self._adamw_s(team.stage), [timeline.add("other", (number, h)) for h in range(team.hosts)]
+        if self._hosts is not None:
+            norm_s = self._norm_clip.seconds(team.elements, team.clipped)
+            group = Crowded(timeline, number, team.hosts, begin, norm_s=norm_s, adamw_s=adamw_s)
+            self._model.run_hosted(team.groups, self._hosts, group, team.first)
+            return group, group.begin
+        alike = self._layout.tp
+        group = Crowded(timeline, number, 1, begin, copies=team.ranks // alike, alike=alike)
+        self._model.run_duplicated(team.members, group)
+        group.end(0)
+        return group, [timeline.add("adamw_update", (number, 0), seconds=adamw_s, cores=float(team.ranks))]
 
     def _adamw_s(self, stage: int) -> float:
         """Returns the seconds of AdamW's update on one rank."""
