@@ -388,9 +388,16 @@ def _check(plan: Plan) -> None:
     Raises:
         ValueError: the plan is inconsistent.
     """
+    stages = plan.subject.layout.pp
+    if len(plan.lower_bounds) != stages:
+        raise ValueError(f"it has {len(plan.lower_bounds)} lower bounds for {stages} stages")
+    _check_matrices(plan)
+    _check_buckets(plan)
+    _check_groups(plan)
+
+
+def _check_matrices(plan: Plan) -> None:
     mesh, cells = plan.subject.layout, plan.assignment.cells
-    if len(plan.lower_bounds) != mesh.pp:
-        raise ValueError(f"it has {len(plan.lower_bounds)} lower bounds for {mesh.pp} stages")
     if twice := [name for name, count in Counter(matrix.name for matrix in plan.matrices).items() if count > 1]:
         raise ValueError(f"it has two matrices called {twice[0]}")
     for index, (matrix, cell) in enumerate(zip(plan.matrices, cells, strict=True)):
@@ -409,6 +416,10 @@ def _check(plan: Plan) -> None:
         evenly = min(matrix.shape) % mesh.tp == 0
         if not (mesh.tp > 1 and matrix.cut_long and evenly and len(share.fragment) == parts):
             raise ValueError(f"matrix {matrix.name} cannot be shared as the plan says")
+
+
+def _check_buckets(plan: Plan) -> None:
+    mesh, cells = plan.subject.layout, plan.assignment.cells
     ranged = [index for bucket in plan.buckets for part in bucket.ranges for index in part.matrices]
     if sorted(ranged) != list(range(len(plan.matrices))):
         raise ValueError("the buckets do not contain every matrix exactly once")
@@ -427,6 +438,10 @@ def _check(plan: Plan) -> None:
             end = part.end
         if len({matrix.chunk for matrix in of_bucket}) > 1:
             raise ValueError(f"bucket {bucket.index} of stage {bucket.stage} has matrices of several model chunks")
+
+
+def _check_groups(plan: Plan) -> None:
+    cells = plan.assignment.cells
     grouped = [index for group in plan.groups for index in group.matrices]
     if sorted(grouped) != [matrix.index for matrix in plan.matrices if matrix.expert_rank is None]:
         raise ValueError("the micro-groups do not contain every matrix that is sent between TP ranks exactly once")

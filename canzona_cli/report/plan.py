@@ -100,7 +100,7 @@ class PlanView(Page):
         )
 
     def _rows(self) -> Iterator[tuple[str, Text | str]]:
-        study, balance, moved = self.study, self.study.balance, self.study.communication
+        study, moved = self.study, self.study.communication
         plan, mesh, settings = study.plan, study.plan.subject.layout, study.plan.subject.settings
         yield "batch", describe_batch(study.layout, study.config.train.seq_length)
         read = supply(study.config, study.layout, self.corpus)
@@ -117,6 +117,30 @@ class PlanView(Page):
         if mesh.ep > 1:
             grid += f", each expert on {plural(mesh.expert_owners, 'rank')}"
         yield "assignment", f"{settings.strategy}: {layout}; grid of {grid}{modes}"
+        yield from self._update_rows()
+        largest = max((sum(plan.matrices[i].elements for i in group.matrices) for group in plan.groups), default=0)
+        yield (
+            "buckets",
+            f"{len(plan.buckets)}, {100 * moved.padding_fraction:.1f}% padding; "
+            f"{plural(len(plan.groups), 'micro-group')} ({settings.grouping}), up to {count(largest)} elements each",
+        )
+        yield (
+            "traffic",
+            f"per {self._unit} and step: {traffic(moved.dp_reduce_bytes)} of gradients reduced, "
+            f"{traffic(moved.dp_gather_bytes)} of weights gathered, {traffic(moved.tp_exchange_bytes)} "
+            "exchanged over TP",
+        )
+        if moved.reduced_by:
+            yield (
+                "collectives",
+                f"{moved.dp_reductions:,} for gradients ({_ways(moved.reduced_by)}), "
+                f"{moved.dp_gathers:,} for weights ({_ways(moved.gathered_by)})",
+            )
+        yield "optimizer", self._beside_others()
+
+    def _update_rows(self) -> Iterator[tuple[str, Text | str]]:
+        """Yields the rows about the time of updates."""
+        study, balance, mesh = self.study, self.study.balance, self.study.plan.subject.layout
         yield (
             "load balance",
             Text.assemble(
@@ -140,33 +164,15 @@ class PlanView(Page):
                 f"{step_time(with_exchanges.least)}, and this plan is {_above(with_exchanges.gap)}",
             )
         if study.refreshes is not None:
-            found, mean_s = study.refreshes, study.planned.result.iteration_s
-            spread = "spread" if plan.subject.optimizer.spread else "not spread"
+            refreshes, mean_s = study.refreshes, study.planned.result.iteration_s
+            spread = "spread" if study.plan.subject.optimizer.spread else "not spread"
+            steps, most_s = plural(len(refreshes.steps_s), "step"), max(refreshes.steps_s)
             yield (
                 "refreshes",
-                f"{spread} over {plural(len(found.steps_s), 'step')}: up to {step_time(max(found.steps_s))} of updates "
-                f"in a step, mean {step_time(found.mean_s)}; dearest step {step_time(mean_s + found.excess_s)}, "
-                f"{found.excess_s / mean_s:+.1%} over the mean",
+                f"{spread} over {steps}: up to {step_time(most_s)} of updates in a step, mean "
+                f"{step_time(refreshes.mean_s)}; dearest step {step_time(mean_s + refreshes.excess_s)}, "
+                f"{refreshes.excess_s / mean_s:+.1%} over the mean",
             )
-        largest = max((sum(plan.matrices[i].elements for i in group.matrices) for group in plan.groups), default=0)
-        yield (
-            "buckets",
-            f"{len(plan.buckets)}, {100 * moved.padding_fraction:.1f}% padding; "
-            f"{plural(len(plan.groups), 'micro-group')} ({settings.grouping}), up to {count(largest)} elements each",
-        )
-        yield (
-            "traffic",
-            f"per {self._unit} and step: {traffic(moved.dp_reduce_bytes)} of gradients reduced, "
-            f"{traffic(moved.dp_gather_bytes)} of weights gathered, {traffic(moved.tp_exchange_bytes)} "
-            "exchanged over TP",
-        )
-        if moved.reduced_by:
-            yield (
-                "collectives",
-                f"{moved.dp_reductions:,} for gradients ({_ways(moved.reduced_by)}), "
-                f"{moved.dp_gathers:,} for weights ({_ways(moved.gathered_by)})",
-            )
-        yield "optimizer", self._beside_others()
 
     def _beside_others(self) -> Text:
         """Returns the optimizer time and the comparison with other strategies: `19.4 ms (layerwise takes
