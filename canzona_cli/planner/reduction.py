@@ -224,10 +224,6 @@ class ReductionModel:
         gathered = _overlapped([self.gather(bucket) for bucket in buckets[::-1]], buckets[::-1], ranks)
         return list(zip(reduced, gathered[::-1], strict=True))
 
-    def gather_evenly(self, elements: int) -> float:
-        """Returns the seconds to gather AdamW's parameters, of which every rank has an equal shard."""
-        return self._native(elements, "all_gather", self._group).seconds
-
     def _group_of(self, bucket: Bucket) -> Group:
         """Returns the ranks over which a bucket is reduced."""
         return self._group if bucket.expert_rank is None else self._experts

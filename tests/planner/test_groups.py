@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.config.schema import Grouping, Layout, Mode, RunConfig
-from canzona_cli.costs.buffers import stage_weights
-from canzona_cli.costs.links import EFFICIENCY, Group, Links
+from canzona_cli.costs.buffers import element_bytes, stage_weights
+from canzona_cli.costs.links import EFFICIENCY, Group, Groups, Links
 from canzona_cli.costs.sharing import Share, shares
 from canzona_cli.errors import ConfigError
 from canzona_cli.model.matrices import Matrix
@@ -24,7 +24,6 @@ from canzona_cli.planner.measures import balance
 from canzona_cli.planner.packing import HostPacker
 from canzona_cli.planner.pipeline import HostedPipeline, Job, Load, Loads, planning
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, Plan, PlanSettings
-from canzona_cli.planner.reduction import ReductionModel
 from tests import sizes
 from tests.planner.planning import grid, least_makespan, newton_schulz, transformer
 from tests.sizes import H100, layout
@@ -203,7 +202,8 @@ def test_auto_is_never_slower_than_one_mode_and_faster_where_ranks_were_idle(
     auto, hosted, shared = (_planned(size, tp, dp, mode) for mode in ("auto", "hosted", "shared"))
     config, mesh, _ = auto
     # AdamW's parameters are gathered under the updates: shorter ones than that gain nothing.
-    gathered = ReductionModel(config, mesh).gather_evenly(stage_weights(config, mesh, 0).others)
+    adamw_bytes = element_bytes(config)[0] * stage_weights(config, mesh, 0).others
+    gathered = Links(cluster=config.cluster).all_gather(adamw_bytes, Groups.of(mesh, config.cluster).data).seconds
     assert _seconds(auto) <= max(gathered, min(_seconds(hosted), _seconds(shared))) * 1.01
     assert balance(auto[2]).slowest_s >= auto[2].lower_bounds[0] * (1 - 1e-9)
     if (size, tp, dp) in (("14b", 2, 256), ("32b", 8, 128)):
