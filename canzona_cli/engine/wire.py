@@ -240,12 +240,11 @@ def joined_writes(writes: Sequence[tuple[int, Write]]) -> list[Writes]:
     Args:
         writes: each with the place of its flag.
     """
-    flags = torch.empty(1 + max((place for place, _ in writes), default=0)).unbind()
     together: list[Writes] = []
     for alike in by_key(writes, lambda write: (write[1].target.shape, write[1].target.dtype, write[1].source.dtype)):
         places = [place for place, _ in alike]
         targets, sources, rounded = ([getattr(write, name) for _, write in alike] for name in Write.__slots__)
-        for run in runs([flags[place] for place in places], targets, sources, rounded):
+        for run in runs(places, targets, sources, rounded):
             first, *others = places[run]
             step = others[0] - first if others else 1
             together.append(

@@ -12,12 +12,12 @@ from typing import Self
 import torch
 
 
-def runs(*columns: Sequence[torch.Tensor]) -> Iterator[slice]:
-    """Yields the places of each run, in order: the longest ranges in which the tensors of every column are
-    evenly spaced. A tensor without such a neighbour is a run by itself.
+def runs(*columns: Sequence[torch.Tensor | int]) -> Iterator[slice]:
+    """Yields the places of each run, in order: the longest ranges in which the tensors, or numbers, of every
+    column are evenly spaced. A tensor without such a neighbour is a run by itself.
 
     Args:
-        columns: Lists of tensors, all of the same length.
+        columns: Lists of tensors or of numbers, all of the same length.
     """
     start, gaps = 0, list[int | None]()
     for place in range(1, len(columns[0])):
@@ -37,15 +37,17 @@ def joined(run: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((len(run), *first.shape), (gap, *first.stride()))
 
 
-def _gap(one: torch.Tensor, following: torch.Tensor) -> int | None:
-    """Returns the distance of two tensors in elements; None if they cannot be part of a run."""
-    gap = int(following.storage_offset() - one.storage_offset())
+def _gap(item: torch.Tensor | int, following: torch.Tensor | int) -> int | None:
+    """Returns the distance of two numbers, or of two tensors in elements; None if they cannot be part of a run."""
+    if isinstance(item, int) or isinstance(following, int):
+        return int(following - item) if following > item else None
+    gap = int(following.storage_offset() - item.storage_offset())
     alike = (
         gap > 0
-        and one.shape == following.shape
-        and one.stride() == following.stride()
-        and one.dtype is following.dtype
-        and one.untyped_storage()._cdata == following.untyped_storage()._cdata
+        and item.shape == following.shape
+        and item.stride() == following.stride()
+        and item.dtype is following.dtype
+        and item.untyped_storage()._cdata == following.untyped_storage()._cdata
     )
     return gap if alike else None
 
