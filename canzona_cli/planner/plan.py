@@ -64,8 +64,7 @@ def per_cell[Amount: (int, float)](
     """Adds up amounts for each cell of a stage, at index `Cell.number`.
 
     Args:
-        placed: a cell, an amount, and True if every cell of the owner gets this amount, otherwise only the cell
-            itself.
+        placed: a cell, an amount, and True if every cell of its owner gets it, False if only this one does.
     """
     sums = [zero] * cells
     for cell, amount, by_all in placed:
@@ -388,9 +387,8 @@ def _check(plan: Plan) -> None:
     Raises:
         ValueError: the plan is inconsistent.
     """
-    stages = plan.subject.layout.pp
-    if len(plan.lower_bounds) != stages:
-        raise ValueError(f"it has {len(plan.lower_bounds)} lower bounds for {stages} stages")
+    if len(plan.lower_bounds) != plan.subject.layout.pp:
+        raise ValueError(f"it has {len(plan.lower_bounds)} lower bounds for {plan.subject.layout.pp} stages")
     _check_matrices(plan)
     _check_buckets(plan)
     _check_groups(plan)
