@@ -117,7 +117,7 @@ class AllOptimizers:
     """The optimizers of all groups as one, for code that looks at a Megatron optimizer's `optimizer`."""
 
     param_groups: list[dict[str, object]]
-    state: Mapping[torch.nn.Parameter, Mapping[str, object]]
+    state: Mapping[torch.Tensor, Mapping[str, object]]
     """The state by master."""
 
 

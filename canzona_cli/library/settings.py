@@ -34,7 +34,7 @@ class Caller:
 
     optimizer: MegatronOptimizerConfig
     ddp: DistributedDataParallelConfig
-    models: tuple[torch.nn.Module, ...]
+    models: tuple[GPTModel, ...]
     """The model chunks without wrappers."""
     groups: ProcessGroupCollection
     device: Device

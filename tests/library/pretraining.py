@@ -86,7 +86,7 @@ def pretrain(*flags: str, ranks: int = 2, canzona: Sequence[str] | None = None) 
 def run(flags: Sequence[str], canzona: Sequence[str] | None) -> Pretrained:
     """Runs `pretrain` in this process, which is one rank."""
     # Megatron-LM's ranks exchange objects by pickles, which ranks of these tests are kept from.
-    distributed_c10d._unpickler = pickle.Unpickler  # type: ignore[assignment]
+    distributed_c10d._unpickler = pickle.Unpickler
     seen, models = Pretrained(), list[GPTModel]()
     with stand_ins(), contextlib.redirect_stdout(io.StringIO()) as printed:
         sys.argv = ["pretrain_gpt.py", *flags]
@@ -206,7 +206,7 @@ def _initialize(original: Callable[..., object], **named: object) -> object:
     """Makes groups and random states, which Megatron-LM leaves out where it counts no device."""
     count, choose = torch.cuda.device_count, torch.cuda.set_device
     torch.cuda.device_count = lambda: 1
-    torch.cuda.set_device = lambda _: None  # type: ignore[assignment, misc]
+    torch.cuda.set_device = lambda _: None  # type: ignore[assignment]
     try:
         return original(allow_no_cuda=True, **named)
     finally:

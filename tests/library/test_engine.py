@@ -215,8 +215,8 @@ def test_each_setting_that_is_not_supported_is_refused_by_name() -> None:
         answers["setting engine.strategy"] = refusal(Engine(megatron, "engine=sc", groups=groups), chunk)
         answers["setting optimizer"] = refusal(Engine(replace(megatron, optimizer="soap"), groups=groups), chunk)
         with pytest.raises(Unsupported, match="Engine: "):
-            _ = Engine(megatron, groups=groups).plan
-        chunk.decoder.layers[0].mlp.linear_fc1.weight.requires_grad_(False)
+            assert Engine(megatron, groups=groups).plan
+        dict(chunk.named_parameters())["decoder.layers.0.mlp.linear_fc1.weight"].requires_grad_(False)
         answers["model plan"] = refusal(Engine(megatron, groups=groups), chunk)
         return answers
 
