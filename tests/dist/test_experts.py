@@ -78,8 +78,6 @@ SETTINGS = {
     "soap": ("optimizer=soap",),
     "shampoo": ("optimizer=shampoo",),
 }
-ON_CHUNKS = ("sc", "adamw", "sc, gathered", "muon")
-"""The settings that are tried with virtual pipeline stages too."""
 Run = tuple[str, str]
 IN_BF16 = 2e-3
 """The largest difference of losses in four steps with bf16 weights, whose rounding sends some tokens to other experts.
@@ -154,6 +152,25 @@ def _agreed(ranks: list[Seen], config: RunConfig) -> Found:
     return Found(losses=ranks[0].losses, routing=ranks[0].routing, weights=weights, timings=timings)
 
 
+FURTHER: list[Run] = [("pp2", "muon"), ("cp2", "muon"), ("tp2 dp2", "muon"), ("tp2 dp2", "global")]
+ORDINARY: list[Run] = [
+    *(("ep2", how) for how in ("sc", "adamw", "muon", "qkv")),
+    *(("tp2 ep2 dp2", how) for how in ("sc", "sc, gathered", "adamw", "muon")),
+]
+VARIED = {
+    "pp2 ep2, chunks": ("sc", "adamw", "sc, gathered", "muon"),
+    **dict.fromkeys(
+        ("ep2 dp4", "tp2 ep4", "pp2 ep2"),
+        ("sc", "adamw", "sc, gathered", "sc, recomputed", "muon", "qkv", "qkv, not overlapped", "qkv, rings"),
+    ),
+}
+"""The settings that are tried with virtual pipeline stages, with several expert grids, with TP, and with PP."""
+SWEPT: list[Run] = [
+    (where, how)
+    for where in DIVIDED
+    for how in VARIED.get(where, ("sc", "muon", "qkv"))
+    if (where, how) not in ORDINARY
+]
 RUNS = Runs(
     [
         *(("one rank", how) for how in ("muon", "qkv", "sc", "sc, starved", "global", "recompute", "adamw")),
@@ -166,6 +183,10 @@ RUNS = Runs(
     ],
     lambda run: run[0],
     _train,
+    [
+        *(*FURTHER, *SWEPT),
+        *(("one rank, four layers", how) for how in ("sc", "adamw", "muon")),
+    ],
 )
 
 
@@ -189,9 +210,7 @@ def test_experts_train_the_same_on_every_layout(run: Run) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(
-    "run", [("pp2", "muon"), ("cp2", "muon"), ("tp2 dp2", "muon"), ("tp2 dp2", "global")], ids=" ".join
-)
+@pytest.mark.parametrize("run", FURTHER, ids=" ".join)
 def test_experts_train_the_same_on_further_layouts(run: Run) -> None:
     _same(RUNS[run], RUNS["one rank", run[1]])
 
@@ -227,29 +246,13 @@ def _same_but_divided(run: Run) -> None:
     assert RUNS[run].losses == pytest.approx(_whole(run).losses, abs=2e-6)
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        *(("ep2", how) for how in ("sc", "adamw", "muon", "qkv")),
-        *(("tp2 ep2 dp2", how) for how in ("sc", "sc, gathered", "adamw", "muon")),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("run", ORDINARY, ids=" ".join)
 def test_divided_experts_train_as_on_one_rank(run: Run) -> None:
     _same_but_divided(run)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(
-    "run",
-    [
-        (where, how)
-        for how in (*ON_CHUNKS, "sc, recomputed", "qkv", "qkv, not overlapped", "qkv, rings")
-        for where in DIVIDED
-        if how in ON_CHUNKS or not where.endswith("chunks")
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("run", SWEPT, ids=" ".join)
 def test_divided_experts_train_as_on_one_rank_on_every_layout(run: Run) -> None:
     _same_but_divided(run)
 
