@@ -6,6 +6,7 @@ of it moves or computes anything.
 
 import contextlib
 import io
+import multiprocessing
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -39,18 +40,8 @@ QWEN3 = (
 )
 LOOP = (
     *("--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", str(STEPS)),
-    *(
-        "--lr",
-        "0.01",
-        "--min-lr",
-        "0.001",
-        "--lr-decay-style",
-        "cosine",
-        "--lr-warmup-iters",
-        "2",
-        "--clip-grad",
-        "1.0",
-    ),
+    *("--lr", "0.01", "--min-lr", "0.001", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2"),
+    *("--clip-grad", "1.0"),
     *("--weight-decay", "0.1", "--eval-interval", "1000", "--eval-iters", "0", "--log-interval", "100", "--seed", "7"),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY - 1), "--make-vocab-size-divisible-by", "64"),
     *("--mock-data", "--num-workers", "0", "--distributed-backend", "gloo", "--no-check-for-nan-in-loss-and-grad"),
@@ -102,6 +93,9 @@ def run(flags: Sequence[str], canzona: Sequence[str] | None) -> Pretrained:
         except BaseException as error:
             error.add_note(printed.getvalue()[-2000:])
             raise
+        finally:  # a checkpoint's writers outlive it
+            for child in multiprocessing.active_children():
+                child.kill()
     return Pretrained(
         losses=seen.losses,
         norms=seen.norms,
