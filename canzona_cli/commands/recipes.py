@@ -161,6 +161,8 @@ def from_hf(
     composed = recipe_of(open_folder(folder, key="DIR"), overrides or (), recipes_dir or ())
     warn_about(composed)
     config = composed.config if "name" in composed.explicit else replace(composed.config, name=destination.stem)
+    if "description" not in composed.explicit:
+        config = replace(config, description=f"The model in {folder.resolve().name}")
     write_recipe(destination, recipe_text(config, origin=composed.config.name), force=force)
     train = f"canzona train recipe={shown(destination)} init={shown(folder)}"
     typer.echo(f"Wrote {shown(destination)}. Train from the folder's weights with: {train}")

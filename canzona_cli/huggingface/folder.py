@@ -214,7 +214,7 @@ def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs:
     settings = {f"model.{name}": _typed(value) for name, value in folder.model.items()}
     settings["model.name"] = text_value(folder.path.resolve().name)
     if folder.tokenizer is not None and not any(key.partition(".")[0] == "data" for key in asked):
-        settings |= {"data.source": "stdlib", "data.tokenizer": text_value(str(folder.path.absolute()))}
+        settings |= {"data.source": "stdlib", "data.tokenizer": text_value(str(folder.path.resolve()))}
     from_folder = [f"{key}={value}" for key, value in settings.items() if key not in asked and "model" not in asked]
     recipe = [] if "recipe" in asked else [f"recipe={_nearest(folder)}"]
     return compose_run([*recipe, *from_folder, *overrides], recipes_dirs=recipes_dirs)

@@ -210,6 +210,7 @@ def test_a_recipe_is_made_from_the_folder_and_trains_its_shape(run: Path, tmp_pa
     config = compose_run([f"recipe={tmp_path / 'mine.yaml'}"]).config
     assert replace(config.model, name="small") == SHAPE
     assert (config.name, config.train.steps, config.cluster.name) == ("mine", 7, "cpu")
+    assert config.description == "The model in in", "not that of the recipe that gave the rest"
     assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["model"]["num_layers"] == 2
 
 
