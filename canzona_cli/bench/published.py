@@ -12,6 +12,7 @@ from typing import Literal
 
 from canzona_cli.cluster.search import candidates, fill
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.overrides import written
 from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
 from canzona_cli.config.schema import ClusterConfig, Dispatcher, Layout, RunConfig
 from canzona_cli.costs.memory import estimate
@@ -202,7 +203,7 @@ def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
         **{f"model.{name}": value for name, value in shape.settings.items()},
         **{f"cluster.{name}": value for name, value in series.cluster.items()},
     }
-    config = compose_run([f"{key}={_written(value)}" for key, value in overrides.items()], training=False).config
+    config = compose_run([f"{key}={written(value)}" for key, value in overrides.items()], training=False).config
     (candidate,) = candidates(config)
     return fill(config, candidate.layout), candidate.layout
 
@@ -270,8 +271,3 @@ def _row(series: Series, shape: Shape, gpus: int, profile: Mapping[str, float]) 
         memory_bytes=series.memory_bytes.get(gpus),
         predicted_bytes=estimate(config, layout).total,
     )
-
-
-def _written(value: object) -> str:
-    """Returns a value in the syntax of overrides."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

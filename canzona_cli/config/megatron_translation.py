@@ -12,7 +12,7 @@ from typing import Final, get_args
 
 from canzona_cli.config.megatron_arguments import Arguments, default, read_arguments, table
 from canzona_cli.config.megatron_run import MegatronRun, TpMode
-from canzona_cli.config.overrides import key_of, text_value
+from canzona_cli.config.overrides import key_of, text_value, written
 from canzona_cli.config.recipes import builtin_recipes_dir, group_options, read_yaml
 from canzona_cli.config.settings import exact_key, settings
 from canzona_cli.config.shell_script import unknown
@@ -391,7 +391,7 @@ class _Translation:
 
 def _written(value: object) -> str | None:
     """Returns a value of the table or of Python as the text of an argument or an override."""
-    return None if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return None if value is None else written(value)
 
 
 def _number(text: str | None) -> float | None:

@@ -115,6 +115,11 @@ def text_value(text: str) -> str:
     return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text) + "'"
 
 
+def written(value: object) -> str:
+    """Returns a value in the syntax of overrides; a text as it is, without quotes."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
     """Returns the problem for a key that is not a setting, with the setting that was probably meant as its
     fix."""

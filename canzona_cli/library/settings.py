@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from canzona_cli.cluster.search import fill, possible_layouts
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import PLANNED
-from canzona_cli.config.overrides import key_of
+from canzona_cli.config.overrides import key_of, written
 from canzona_cli.config.schema import Device, Layout, RunConfig
 from canzona_cli.errors import Problem, Unsupported, refuse
 from canzona_cli.megatron.limits import BUCKETS, MODEL, OPTIMIZER, problems
@@ -58,7 +58,7 @@ def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layo
     given = [*_model(caller), *_layout(caller), *_optimizer(caller, settings), *_numbers(caller)]
     mine = dict(given)
     asked = [*_chosen(settings, mine, caller.device)]
-    texts = [*asked, *(f"{key}={_text(value)}" for key, value in given if key not in map(key_of, asked))]
+    texts = [*asked, *(f"{key}={written(value)}" for key, value in given if key not in map(key_of, asked))]
     config = compose_run([f"recipe={_RECIPE}", *texts]).config
     refuse(_engine_problems(config, caller.device))
     vocabulary = caller.models[0].vocab_size
@@ -66,10 +66,6 @@ def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layo
     config = replace(config, model=replace(config.model, name="model", vocab_size=vocabulary))
     [layout] = possible_layouts(config)
     return fill(config, layout), layout
-
-
-def _text(value: Value) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, float) else str(value)
 
 
 def _unsupported(caller: Caller) -> Iterator[Problem]:
