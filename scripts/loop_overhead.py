@@ -27,7 +27,7 @@ from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.cluster import fit
 from canzona_cli.config.caches import cache_root
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.execution import Execution, execution_of
+from canzona_cli.config.schema import Execution
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.megatron import parallel
 from canzona_cli.megatron.model import Trainee
@@ -94,7 +94,7 @@ def main() -> None:
     if config.cluster.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as the launcher does
     world = join(config, layout)
-    plan = make_plan(config, layout) if execution_of(config) is Execution.PLANNED else None
+    plan = make_plan(config, layout) if config.execution is Execution.PLANNED else None
     data = build_datasets(config, corpus, cache=cache_root(config) / "indices").train
     plain, ours = (assemble(config, world, plan, timed=timed) for timed in (False, True))
     plain_batches, our_batches = BatchStream(data, world), BatchStream(data, world)

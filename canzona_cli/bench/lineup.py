@@ -16,8 +16,8 @@ from canzona_cli.bench.results import Predicted
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.checks import config_problems
 from canzona_cli.config.compose import Composed
-from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, strategy_of, with_strategy
-from canzona_cli.config.schema import ClusterConfig, Layout, MomentumConfig, RunConfig
+from canzona_cli.config.execution import AnyStrategy, strategy_of, with_strategy
+from canzona_cli.config.schema import ClusterConfig, Execution, Layout, MomentumConfig, RunConfig
 from canzona_cli.costs.buffers import matrix_shapes
 from canzona_cli.costs.memory import GIB, MemoryEstimate, capacity, estimate
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
@@ -120,7 +120,7 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
         DoesNotFit: the reference, or a strategy that the user named, does not fit into memory.
     """
     base = composed.config
-    if execution_of(base) is Execution.ADAMW:
+    if base.execution is Execution.ADAMW:
         reason = "a bench compares ways of updating matrices, and AdamW updates element by element"
         fix = "use optimizer=muon, shampoo or soap; AdamW is measured with each of them"
         raise ConfigError(Problem(key="optimizer", value="adamw", reason=reason, fix=fix))
@@ -247,7 +247,7 @@ def _with_common_form(config: RunConfig, names: Sequence[AnyStrategy], *, form_s
         changed or explained.
     """
     optimizer = config.optimizer
-    megatron = [name for name in names if name != "adamw" and not execution_of(with_strategy(config, name)).ours]
+    megatron = [name for name in names if name != "adamw" and not with_strategy(config, name).execution.ours]
     if not isinstance(optimizer, MomentumConfig) or optimizer.form == "standard" or not megatron:
         return config, ""
     listed = " and ".join(megatron)

@@ -126,7 +126,7 @@ def _take_turns(
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
-    from canzona_cli.config.execution import Execution, execution_of
+    from canzona_cli.config.schema import Execution
     from canzona_cli.engine.kernels import choose_kernels
     from canzona_cli.planner.plan_file import read_plan
     from canzona_cli.run.corpus import read_corpus
@@ -142,11 +142,11 @@ def _take_turns(
     running: dict[str, RunningStrategy] = {}
     for name, config in configs.items():
         journal.stage("build model", name)
-        plan = read_plan(inputs.plan(name)) if execution_of(config) is Execution.PLANNED else None
+        plan = read_plan(inputs.plan(name)) if config.execution is Execution.PLANNED else None
         running[name] = RunningStrategy(trainee=assemble(config, world, plan), batches=BatchStream(data, world))
 
     # As in training, so that the measured kernels are those that a run would choose on this machine.
-    ours = next((config for config in configs.values() if execution_of(config).ours), first)
+    ours = next((config for config in configs.values() if config.execution.ours), first)
     choose_kernels(ours, world.device, begin=lambda shape: record.heart.progress())
 
     def tell(name: str, loss: float) -> None:

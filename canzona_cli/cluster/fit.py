@@ -11,9 +11,8 @@ from pathlib import Path
 from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.cluster.search import Candidate, any_fits, candidates, expert_ranks, fill, search
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.overrides import key_of
-from canzona_cli.config.schema import Layout, OptimizerConfig, RunConfig, Strategy
+from canzona_cli.config.schema import Execution, Layout, OptimizerConfig, RunConfig, Strategy
 from canzona_cli.config.settings import problem_with
 from canzona_cli.config.sweep import Combination, combinations
 from canzona_cli.costs.memory import GIB, estimate
@@ -116,9 +115,9 @@ def _changes(config: RunConfig) -> Iterator[Iterable[tuple[str, RunConfig]]]:
         yield [("train.micro_batch_size=1", replace(config, train=replace(train, micro_batch_size=1)))]
     if train.recompute not in (None, "full"):
         yield [("train.recompute=full", replace(config, train=replace(train, recompute="full")))]
-    if execution_of(config).everywhere:
+    if config.execution.everywhere:
         # Megatron's layerwise supports Muon only.
-        sharded: Strategy = "layerwise" if execution_of(config) is Execution.MEGATRON_SC else "canzona"
+        sharded: Strategy = "layerwise" if config.execution is Execution.MEGATRON_SC else "canzona"
         yield [(f"engine.strategy={sharded}", replace(config, engine=replace(config.engine, strategy=sharded)))]
     if train.grad_reduce_dtype == "fp32" and train.precision == "bf16":
         yield [("train.grad_reduce_dtype=bf16", replace(config, train=replace(train, grad_reduce_dtype="bf16")))]

@@ -18,9 +18,9 @@ from typing import Final
 import canzona_cli
 from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.config.caches import cache_root
-from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, with_strategy
+from canzona_cli.config.execution import AnyStrategy, with_strategy
 from canzona_cli.config.layout_rules import divisors, layout_problems, may_have_whole_experts, possible_tp
-from canzona_cli.config.schema import Layout, Recompute, RunConfig
+from canzona_cli.config.schema import Execution, Layout, Recompute, RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.config.stages import possible_pp, possible_vpp
 from canzona_cli.costs.buffers import default_bucket_elements, matrix_shapes
@@ -353,7 +353,7 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
 def _most_simulated(config: RunConfig) -> float:
     """Returns the number of layouts to simulate at most."""
     many = config.model.num_layers * len(matrix_shapes(config)) > MANY_MATRICES
-    if many and execution_of(config) is Execution.PLANNED:
+    if many and config.execution is Execution.PLANNED:
         return FEWEST
     return MOST_BEYOND if many or config.gpus > EXHAUSTIVE_RANKS else math.inf
 

@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
-from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.layout_rules import layout_problems
-from canzona_cli.config.schema import STANDARD_ONLY, Collective, CustomConfig, MomentumConfig, RunConfig
+from canzona_cli.config.schema import STANDARD_ONLY, Collective, CustomConfig, Execution, MomentumConfig, RunConfig
 from canzona_cli.config.secrets import safety_problems
 from canzona_cli.config.settings import settings, with_own_values
 from canzona_cli.config.source_class import source_problem
@@ -52,7 +51,7 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
     Ignored settings that would change what is trained are refused instead (`unused_problems`). Without
     `training`, a plan is made whatever strategy the run has, so the settings of plans are not reported.
     """
-    execution, strategy = execution_of(config), config.engine.strategy
+    execution, strategy = config.execution, config.engine.strategy
     if execution is Execution.ADAMW and explicit & {"engine", "engine.strategy"}:
         yield "engine.strategy is ignored: with optimizer=adamw Megatron's DistributedOptimizer updates everything"
     unplanned = training and execution is not Execution.PLANNED
@@ -154,7 +153,7 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
 
 
 def _engine(config: RunConfig) -> Iterator[Problem]:
-    if config.optimizer.clip == "adamw" and execution_of(config) in (Execution.LAYERWISE, Execution.MEGATRON_SC):
+    if config.optimizer.clip == "adamw" and config.execution in (Execution.LAYERWISE, Execution.MEGATRON_SC):
         reason = f"needs canzona's engine; with engine.strategy={config.engine.strategy} Megatron clips all gradients"
         yield Problem(
             key="optimizer.clip", reason=reason, fix="use optimizer.clip=all or none, or engine.strategy=canzona"
@@ -165,7 +164,7 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             key="optimizer.form", reason=reason, fix="use optimizer.form=auto, or optimizer.coefficients=quintic"
         )
-    if execution_of(config) is not Execution.LAYERWISE:
+    if config.execution is not Execution.LAYERWISE:
         return
     optimizer = config.optimizer.name
     if optimizer != "muon":

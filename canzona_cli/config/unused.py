@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from canzona_cli.config.execution import Execution, execution_of
-from canzona_cli.config.schema import MomentumConfig, RunConfig
+from canzona_cli.config.schema import Execution, MomentumConfig, RunConfig
 from canzona_cli.config.settings import with_own_values
 from canzona_cli.errors import Problem
 
@@ -102,7 +101,7 @@ def _unused_guards(config: RunConfig, explicit: frozenset[str]) -> Iterator[Prob
 
 def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
     """Yields settings that only canzona's engine supports, in a run that does not use this engine."""
-    execution, engine, optimizer = execution_of(config), config.engine, config.optimizer
+    execution, engine, optimizer = config.execution, config.engine, config.optimizer
     adamw = execution is Execution.ADAMW
     if execution is Execution.PLANNED:
         return

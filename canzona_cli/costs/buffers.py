@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 
-from canzona_cli.config.execution import Execution, execution_of, splitting_of
-from canzona_cli.config.schema import Layout, Mesh, ModelConfig, MomentumConfig, NorMuonConfig, RunConfig
+from canzona_cli.config.execution import splitting_of
+from canzona_cli.config.schema import Execution, Layout, Mesh, ModelConfig, MomentumConfig, NorMuonConfig, RunConfig
 from canzona_cli.config.stages import chunk_layers, stage_layers
 from canzona_cli.costs.update import RULES, algorithm, form_of, stack_of
 from canzona_cli.model.families import family_of, replicated_parameters
@@ -25,12 +25,6 @@ BATCH_BYTES = 256 << 20
 more."""
 FP32 = 4
 """The bytes of an element of masters, optimizer state and scratch."""
-
-
-def element_bytes(config: RunConfig) -> tuple[int, int]:
-    """Returns the bytes of a weight element and of an element of the gradient buffer."""
-    width = 2 if config.train.precision == "bf16" else FP32
-    return width, FP32 if config.train.grad_reduce_dtype == "fp32" else width
 
 
 def default_bucket_elements(owners: int) -> int:
@@ -48,7 +42,7 @@ def bucket_elements(config: RunConfig, layout: Layout) -> int | None:
 
 def exchange_bytes(config: RunConfig) -> tuple[int, int]:
     """Returns the bytes of a weight and of a gradient element in a TP exchange; C_max limits the larger."""
-    return element_bytes(config)[0], 2 if config.engine.exchange_dtype == "bf16" else FP32
+    return config.train.weight_bytes, 2 if config.engine.exchange_dtype == "bf16" else FP32
 
 
 Shape = tuple[int, int]
@@ -96,7 +90,7 @@ def workspace_bytes(
         square = max(square, STACKED_SQUARES)
     scratch = FP32 * (square + largest + sum(max(sizes, default=0) for sizes in (left, right)))
     if RULES[how.name].orthogonal:
-        scratch += 2 * element_bytes(config)[0] * (largest + max((min(shape) ** 2 for shape in shapes), default=0))
+        scratch += 2 * config.train.weight_bytes * (largest + max((min(shape) ** 2 for shape in shapes), default=0))
     return scratch
 
 
@@ -112,7 +106,7 @@ def _muon(
     # further squares in Gram form, of the fp32 direction, of an fp32 copy in Gram form, and of a block on
     # CPUs.
     iterate = square = gram_square = direction = gram_copy = block = second_iterate = second_square = 0
-    half = config.cluster.device == "cuda" and element_bytes(config)[0] < FP32
+    half = config.cluster.device == "cuda" and config.train.weight_bytes < FP32
     how = algorithm(config)
     for batch in together:
         for (rows, cols), count in Counter(batch).items():
@@ -138,7 +132,7 @@ def _muon(
         block if config.cluster.device == "cpu" else 0
     )
     products = iterate + square + gram_square + second_iterate + 2 * second_square
-    return element_bytes(config)[0] * 2 * products + FP32 * fp32
+    return config.train.weight_bytes * 2 * products + FP32 * fp32
 
 
 def momentary_bytes(config: RunConfig, shapes: Set[Shape]) -> int:
@@ -150,7 +144,7 @@ def momentary_bytes(config: RunConfig, shapes: Set[Shape]) -> int:
     gathered copy and three iterates of the largest matrix, and two Gram matrices of its short side; for
     Shampoo and SOAP four such squares and three matrices in fp32; for AdamW three matrices in fp32.
     """
-    how, width, keeps = algorithm(config), element_bytes(config)[0], keeps_workspace(config)
+    how, width, keeps = algorithm(config), config.train.weight_bytes, keeps_workspace(config)
     orthogonal = not RULES[how.name].preconditioned and how.name != "adamw"
     if orthogonal and keeps:
         return 0
@@ -166,7 +160,7 @@ def momentary_bytes(config: RunConfig, shapes: Set[Shape]) -> int:
 
 def keeps_workspace(config: RunConfig) -> bool:
     """Returns True if the matrices' optimizers are canzona's, which keep their scratch from step to step."""
-    return execution_of(config).ours and config.optimizer.name != "custom"
+    return config.execution.ours and config.optimizer.name != "custom"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +241,7 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
     On CPU SwiGLU is not fused. Recomputation `selective` recomputes core attention; `full` keeps only the
     layer's input.
     """
-    model, t, width = config.model, layout.tp, element_bytes(config)[0]
+    model, t, width = config.model, layout.tp, config.train.weight_bytes
     tokens, stream = micro_batch_tokens(config, layout), stream_elements(config, layout)
     if recompute == "full":
         return width * stream
@@ -348,13 +342,13 @@ def _layers_in_flight(layers: int, pp: int, vpp: int, count: int, stage: int) ->
 
 def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
     """Counts the bytes that a rank of `stage` needs in addition to its state while it computes."""
-    model, width, t = config.model, element_bytes(config)[0], layout.tp
+    model, width, t = config.model, config.train.weight_bytes, layout.tp
     weights = stage_weights(config, layout, stage)
     tokens, layer = micro_batch_tokens(config, layout), layer_activations(config, layout, layout.recompute)
     activations = layers_in_flight(model.num_layers, layout, stage) * layer
     logits = 0
     if stage == layout.pp - 1:
-        activations += 2 * element_bytes(config)[0] * stream_elements(config, layout)
+        activations += 2 * config.train.weight_bytes * stream_elements(config, layout)
         # Per vocabulary entry and token: the logits, their softmax in fp32 (in place if logits are fp32), and
         # their gradient.
         logits = (2 * width + FP32 if width < FP32 else 2 * FP32) * tokens * model.vocab_size // t
@@ -373,14 +367,14 @@ def _scratch(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
 
     Buffers that canzona's engine and optimizers keep from step to step are in `step_buffers`.
     """
-    execution, weights = execution_of(config), stage_weights(config, layout, stage)
+    execution, weights = config.execution, stage_weights(config, layout, stage)
     # The engine reads the matrices' gradients from the buffer in which they were reduced.
     if execution.everywhere:
         share = FP32 * (weights.others if execution.ours else weights.matrices + weights.others)
     else:
         share = FP32 * weights.share(layout, matrices=not execution.ours)
     # Gradients that are reduced in bf16 are copied to fp32 for the masters, until the step is over.
-    copies = share if element_bytes(config)[1] < FP32 else 0
+    copies = share if config.train.gradient_bytes < FP32 else 0
     # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary per updated
     # element.
     adamw = copies if config.cluster.fused_layers else copies + share

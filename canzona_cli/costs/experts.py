@@ -8,7 +8,7 @@ k T / t copies and receives as many, k T e / (t E) for each of its E / e experts
 
 from canzona_cli.config.execution import dispatcher_of
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
-from canzona_cli.costs.buffers import element_bytes, micro_batch_tokens
+from canzona_cli.costs.buffers import micro_batch_tokens
 from canzona_cli.costs.links import Group, Groups, Link, Links, Transfer
 from canzona_cli.costs.update import matmul_rate, rates
 from canzona_cli.model.family import Weight, Work
@@ -83,7 +83,7 @@ def dispatch(config: RunConfig, layout: Layout) -> Transfer:
     """
     links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).dispatch
     tokens = micro_batch_tokens(config, layout) // layout.tp
-    size = float(tokens * config.model.hidden_size * element_bytes(config)[0])
+    size = float(tokens * config.model.hidden_size * config.train.weight_bytes)
     kind = dispatcher_of(config)
     if kind == "allgather":
         moved = links.all_gather(group.size * size, group)

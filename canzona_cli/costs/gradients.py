@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.buffers import element_bytes, stage_weights
+from canzona_cli.costs.buffers import stage_weights
 from canzona_cli.costs.links import Groups, Links
 from canzona_cli.costs.update import (
     adamw_seconds,
@@ -20,7 +20,7 @@ def zeroing_seconds(config: RunConfig, layout: Layout, stage: int, padding: int 
         padding: the elements of padding in the buffers.
     """
     weights = stage_weights(config, layout, stage)
-    _, grad = element_bytes(config)
+    grad = config.train.gradient_bytes
     return (weights.matrices + weights.others + padding) * grad / memory_rate(config.cluster)
 
 

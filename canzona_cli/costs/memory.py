@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
-from canzona_cli.config.execution import IN_ORDER, Execution, execution_of
-from canzona_cli.config.schema import Layout, ModelConfig, RunConfig
+from canzona_cli.config.execution import IN_ORDER
+from canzona_cli.config.schema import Execution, Layout, ModelConfig, RunConfig
 from canzona_cli.config.stages import chunk_layers, stage_layers
 from canzona_cli.costs.buffers import (
     BATCH_BYTES,
@@ -29,7 +29,6 @@ from canzona_cli.costs.buffers import (
     Shape,
     StageWeights,
     bucket_elements,
-    element_bytes,
     exchange_bytes,
     matrix_shapes,
     stage_weights,
@@ -150,7 +149,7 @@ def _lasting(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int, i
     # Megatron pads its layer-wise buffers so that undivided parameters fit equal shards. Every rank stores
     # the padding.
     stored = weights.others + (weights.matrices if held is None else max(weights.matrices, held.padded))
-    width, grad = element_bytes(config)
+    width, grad = config.train.weight_bytes, config.train.gradient_bytes
     layers = stage_layers(config.model.num_layers, layout, stage)
     state = sum(_bounded_state(config, layout, weights, held, layers).values())
     return width * stored, grad * stored, state, least_step_bytes(config, layout, stage)
@@ -165,7 +164,7 @@ def _bounded_state(
         held: the matrices of the fullest rank; None if every rank keeps the state of all matrices that it
             stores, or that its TP group stores if the engine updates all matrices on every rank.
     """
-    execution = execution_of(config)
+    execution = config.execution
     if execution is Execution.ADAMW:
         return optimizer_state(config, weights.share(layout, matrices=True), 0, 0)
     if held is None:
@@ -188,7 +187,7 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
     - asc, paper: matrices over the same cells in natural order;
     - None for strategies in which matrices do not have owners.
     """
-    execution = execution_of(config)
+    execution = config.execution
     if not execution.has_owners:
         return None
     shards, model = layout.owners, config.model
@@ -279,7 +278,7 @@ def optimizer_state(config: RunConfig, others: int, whole: int, factors: int) ->
         whole: elements of the matrices whose state the rank keeps.
         factors: bytes of these matrices' preconditioners.
     """
-    execution = execution_of(config)
+    execution = config.execution
     master = FP32 if config.train.precision == "bf16" else 0
     return {
         "masters": (FP32 if execution.ours else master) * whole + master * others,
@@ -316,7 +315,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
     each once. Weights are not stored."""
     how, count = algorithm(config), parameter_count(config.model)
     adamw = 3 * FP32
-    if execution_of(config) is Execution.ADAMW:
+    if config.execution is Execution.ADAMW:
         return adamw * count.total
     factors = config.model.num_layers * sum(factor_bytes(how, *shape) for shape in matrix_shapes(config))
     others = count.total - count.layer_matrices
@@ -336,10 +335,10 @@ def _least_workspace(config: RunConfig) -> int:
 
 def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
     """Estimates the bytes of the engine's message and gradient buffers that every plan of a stage needs."""
-    if execution_of(config) is Execution.REDUNDANT:
+    if config.execution is Execution.REDUNDANT:
         return FP32 * _gathered_elements(config, layout)
     held = placement(config, layout, stage)
-    if held is None or execution_of(config) is not Execution.PLANNED:
+    if held is None or config.execution is not Execution.PLANNED:
         return 0
     shapes = matrix_shapes(config)
     largest = max(math.prod(shape) for shape in shapes)
@@ -347,7 +346,7 @@ def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
         message = largest * (layout.tp - 1) // layout.tp  # sent and received, gradients and weights, in two sets
         return 2 * 2 * sum(exchange_bytes(config)) * message + FP32 * largest
     batch = min(FP32 * held.worst, max(BATCH_BYTES, FP32 * largest))
-    if element_bytes(config)[1] != FP32:
+    if config.train.gradient_bytes != FP32:
         return batch
     if config.engine.splitting in ("fused", "per_head"):
         return 0
@@ -367,7 +366,7 @@ def _gathered_elements(config: RunConfig, layout: Layout) -> int:
     largest = max(math.prod(shape) for shape in matrix_shapes(config))
     if layout.tp > 1:
         return largest // layout.tp + 2 * largest
-    if element_bytes(config)[1] != FP32:
+    if config.train.gradient_bytes != FP32:
         return largest
     if config.engine.splitting not in ("qkv", "split"):
         return 0

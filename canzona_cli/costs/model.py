@@ -16,7 +16,7 @@ from statistics import NormalDist
 
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.config.stages import chunk_layers
-from canzona_cli.costs.buffers import element_bytes, micro_batch_tokens, stream_elements
+from canzona_cli.costs.buffers import micro_batch_tokens, stream_elements
 from canzona_cli.costs.experts import (
     copying,
     dispatch,
@@ -306,7 +306,7 @@ def _core_attention(
     if layout.cp == 1:
         return forward, backward, (Transfer(), Transfer())
     links, group = Links(cluster=cluster), Groups.of(layout, cluster).cp
-    slice_bytes = 2.0 * tokens * attention.keys / t * element_bytes(config)[0]
+    slice_bytes = 2.0 * tokens * attention.keys / t * config.train.weight_bytes
     if cluster.fused_layers:
         # A slice's attention is computed while the next slice is sent. In the backward pass its gradient is
         # sent too.
@@ -409,12 +409,12 @@ def _memory_s(config: RunConfig) -> float:
     """Returns the seconds that elementwise work takes for an element and a fused pass, including the further
     passes in `ELEMENTWISE_PASSES`."""
     cluster = config.cluster
-    return ELEMENTWISE_PASSES[cluster.fused_layers] * element_bytes(config)[0] / memory_rate(cluster)
+    return ELEMENTWISE_PASSES[cluster.fused_layers] * config.train.weight_bytes / memory_rate(cluster)
 
 
 def _accumulate_s(config: RunConfig) -> float:
     """Returns the seconds to add one element's gradient to its buffer."""
-    return 2 * element_bytes(config)[1] / memory_rate(config.cluster)
+    return 2 * config.train.gradient_bytes / memory_rate(config.cluster)
 
 
 def _product(config: RunConfig, tokens: int, inputs: int, outputs: int) -> float:
@@ -432,7 +432,7 @@ def _exchange(config: RunConfig, layout: Layout) -> Transfer:
     """Returns half an all-reduce of the residual stream; with sequence parallelism, an all-gather."""
     if layout.tp == 1:
         return Transfer()
-    width, _ = element_bytes(config)
+    width = config.train.weight_bytes
     links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
     size = float(micro_batch_tokens(config, layout) * config.model.hidden_size * width)
     if layout.sequence_parallel:
@@ -453,7 +453,7 @@ def hop(config: RunConfig, layout: Layout) -> Transfer:
     """Returns the transfer of one micro-batch's residual stream to the next pipeline stage."""
     if layout.pp == 1:
         return Transfer()
-    width, _ = element_bytes(config)
+    width = config.train.weight_bytes
     crosses = Groups.of(layout, config.cluster).stage_crosses
     return Links(cluster=config.cluster).point_to_point(stream_elements(config, layout) * width, crosses=crosses)
 

@@ -13,8 +13,8 @@ from functools import lru_cache, reduce
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from canzona_cli.config.execution import IN_ORDER, Execution, execution_of
-from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
+from canzona_cli.config.execution import IN_ORDER
+from canzona_cli.config.schema import ClusterConfig, Execution, Layout, RunConfig
 from canzona_cli.costs.links import Group, Links, Transfer
 from canzona_cli.costs.update import GRAM_MIN_SIDE, RULES, algorithm, duration, gram_holds, gram_scale, rounded
 from canzona_cli.fields import Seconds
@@ -85,7 +85,7 @@ def why_hosted(config: RunConfig, layout: Layout) -> str | None:
 
 def mode_warnings(config: RunConfig, layout: Layout) -> Iterator[str]:
     """Yields a warning if `engine.mode` asks for shared matrices and no matrix of the plan can be shared."""
-    asked = config.engine.mode == "shared" and execution_of(config) is Execution.PLANNED
+    asked = config.engine.mode == "shared" and config.execution is Execution.PLANNED
     if asked and (reason := why_hosted(config, layout)) is not None:
         yield f"engine.mode=shared is ignored: {reason}"
 

@@ -13,7 +13,6 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from canzona_cli.config.execution import execution_of
 from canzona_cli.config.schema import (
     STANDARD_ONLY,
     ClusterConfig,
@@ -123,7 +122,7 @@ def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
 
 def implementation(config: RunConfig) -> Implementation:
     """Returns whose code executes the updates of a run."""
-    return "canzona" if execution_of(config).ours else "megatron"
+    return "canzona" if config.execution.ours else "megatron"
 
 
 @lru_cache(maxsize=1024)

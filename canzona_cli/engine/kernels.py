@@ -19,7 +19,6 @@ from typing import Literal
 
 import torch
 
-from canzona_cli.config.execution import execution_of
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.costs.buffers import matrix_shapes
 from canzona_cli.costs.update import RULES, algorithm, form_of, stack_of
@@ -54,7 +53,7 @@ def product_shapes(config: RunConfig, device: torch.device) -> dict[Shape, froze
     """
     update = algorithm(config)
     orthogonal = RULES[update.name].orthogonal and not update.custom
-    if not orthogonal or update.precision != "bf16" or not execution_of(config).ours:
+    if not orthogonal or update.precision != "bf16" or not config.execution.ours:
         return {}
     products: dict[Shape, frozenset[Call]] = {}
     for rows, cols in matrix_shapes(config):

@@ -24,8 +24,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from canzona_cli.config.execution import Execution, aligns_param_gather, execution_of, overlaps_param_gather
-from canzona_cli.config.schema import MuonConfig, OptimizerBase, Precision, RunConfig
+from canzona_cli.config.execution import aligns_param_gather, overlaps_param_gather
+from canzona_cli.config.schema import Execution, MuonConfig, OptimizerBase, Precision, RunConfig
 from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.errors import Problem, Unsupported, refuse
 from canzona_cli.megatron import owner_bucket_group
@@ -48,7 +48,7 @@ def wrap_data_parallel(
         PlanMismatch: the plan is for another model or layout.
     """
     mcore = get_model_config(chunks[0])
-    sharded = not execution_of(config).everywhere
+    sharded = not config.execution.everywhere
     aligned = aligns_param_gather(config, world.layout)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.train.grad_reduce_dtype == "fp32",
@@ -99,7 +99,7 @@ def _wrap_as_megatron(
     chunks: Sequence[torch.nn.Module], config: RunConfig, world: World, ddp_config: DistributedDataParallelConfig
 ) -> list[DistributedDataParallel]:
     """Wraps model chunks for Megatron's own optimizers, or without sharding for strategy sc."""
-    layer_wise, layouts = execution_of(config) is Execution.LAYERWISE, [None] * len(chunks)
+    layer_wise, layouts = config.execution is Execution.LAYERWISE, [None] * len(chunks)
     if layer_wise:
         tag_params_for_buffer_routing(chunks)
     if ddp_config.use_distributed_optimizer:
@@ -161,7 +161,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig
             "muon_tp_mode": "duplicated",
             "muon_fp32_matmul_prec": "medium" if config.train.precision == "bf16" else "highest",
             "use_distributed_optimizer": False,
-            "use_layer_wise_distributed_optimizer": execution_of(config) is Execution.LAYERWISE,
+            "use_layer_wise_distributed_optimizer": config.execution is Execution.LAYERWISE,
         }
     with without_pickles():
         return get_megatron_optimizer(
@@ -188,7 +188,7 @@ def _adamw_settings(config: RunConfig) -> dict[str, object]:
         "clip_grad": 0.0 if optimizer.clip == "none" else optimizer.clip_grad,
         "bf16": bf16,
         "params_dtype": torch.bfloat16 if bf16 else torch.float32,
-        "use_distributed_optimizer": not execution_of(config).everywhere,
+        "use_distributed_optimizer": not config.execution.everywhere,
         "overlap_param_gather": overlaps_param_gather(config),
     }
 

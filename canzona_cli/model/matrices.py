@@ -13,9 +13,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, Literal
 
-from canzona_cli.config.execution import Execution, execution_of, splitting_of
+from canzona_cli.config.execution import splitting_of
 from canzona_cli.config.layout_rules import pipeline_problems, uneven_problems
-from canzona_cli.config.schema import KroneckerConfig, Layout, ModelConfig, OptimizerName, RunConfig, Splitting
+from canzona_cli.config.schema import (
+    Execution,
+    KroneckerConfig,
+    Layout,
+    ModelConfig,
+    OptimizerName,
+    RunConfig,
+    Splitting,
+)
 from canzona_cli.config.settings import problem_with
 from canzona_cli.config.stages import chunk_layers
 from canzona_cli.errors import ConfigError, refuse
@@ -328,7 +336,7 @@ def routing(config: RunConfig) -> Routing:
         ConfigError: the matrix optimizer would have no matrix to update.
     """
     model, layers = config.model, config.model.num_layers
-    alone = execution_of(config) is Execution.ADAMW
+    alone = config.execution is Execution.ADAMW
     vocabulary = model.vocab_size * model.hidden_size
     family = family_of(model)
     weights = [(weight.name, weight.elements) for weight in family.weights(model)] if alone else []

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.stages import stage_layers
-from canzona_cli.costs.buffers import bucket_elements, element_bytes
+from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.links import Group, Groups, Links, Transfer, strided
 from canzona_cli.costs.model import StageTime
 from canzona_cli.model.families import family_of
@@ -87,7 +87,7 @@ def after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
     summed over the first and the last stage.
     """
     model, cluster = config.model, config.cluster
-    links, (_, grad) = Links(cluster=cluster), element_bytes(config)
+    links, grad = Links(cluster=cluster), config.train.gradient_bytes
     total = 0.0
     if layout.sequence_parallel and layout.tp > 1:
         copied = sum(each.elements for each in family_of(model).replicated(model) if "tp" in each.copies)
@@ -107,7 +107,7 @@ class Buffers:
         self._config, self._layout, self._stage, self._places = config, layout, stage, time.places
         modules = self._modules = time.modules
         self._links, self._groups = Links(cluster=config.cluster), Groups.of(layout, config.cluster)
-        self._width, self._grad = element_bytes(config)
+        self._width, self._grad = config.train.weight_bytes, config.train.gradient_bytes
         self._reductions = ReductionModel(config, layout)
         self._limit = bucket_elements(config, layout) if stage == 0 else None
         layer = family_of(config.model).work(config.model)

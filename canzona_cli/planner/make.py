@@ -15,10 +15,10 @@ from itertools import product
 from types import MappingProxyType
 from typing import Final
 
-from canzona_cli.config.execution import PLANNED, Execution, execution_of
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.execution import PLANNED
+from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.config.settings import affecting
-from canzona_cli.costs.buffers import bucket_elements, element_bytes, exchange_bytes, stage_weights, transient
+from canzona_cli.costs.buffers import bucket_elements, exchange_bytes, stage_weights, transient
 from canzona_cli.costs.memory import GIB, capacity, factor_bytes, headroom, least_step_bytes, optimizer_state
 from canzona_cli.costs.sharing import HOSTED, Share, shares
 from canzona_cli.costs.update import algorithm, update_costs
@@ -177,7 +177,7 @@ def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tupl
     Raises:
         ConfigError: the optimizer is AdamW, which updates element by element, so there is nothing to plan.
     """
-    execution, strategy = execution_of(config), config.engine.strategy
+    execution, strategy = config.execution, config.engine.strategy
     if execution is Execution.ADAMW:
         raise ConfigError(
             Problem(
@@ -201,7 +201,7 @@ def plan_of_run(config: RunConfig, layout: Layout) -> Plan | None:
     Raises:
         ConfigError, DoesNotFit: as `make_plan`.
     """
-    return make_plan(config, layout) if execution_of(config) is Execution.PLANNED else None
+    return make_plan(config, layout) if config.execution is Execution.PLANNED else None
 
 
 def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
@@ -334,7 +334,7 @@ def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], li
     for stage in range(layout.pp):
         weights = stage_weights(config, layout, stage)
         adamw = sum(optimizer_state(config, weights.share(layout, matrices=False), whole=0, factors=0).values())
-        stored = sum(element_bytes(config)) * (weights.matrices + weights.others)
+        stored = (config.train.weight_bytes + config.train.gradient_bytes) * (weights.matrices + weights.others)
         needed = least_step_bytes(config, layout, stage) + sum(transient(config, layout, stage).parts().values())
         left.append(limit - stored - adamw - needed)
     return max(1, int(min(left) / state))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import Form, Gathering, Layout, NewtonSchulzConfig, Reduction, RunConfig
-from canzona_cli.costs.buffers import element_bytes, exchange_bytes, stage_weights
+from canzona_cli.costs.buffers import exchange_bytes, stage_weights
 from canzona_cli.costs.sharing import Share, shared_bytes, shared_collectives
 from canzona_cli.costs.update import form_of, stack_of
 from canzona_cli.planner.exchange import GroupTraffic, group_traffic
@@ -174,7 +174,7 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
     """Counts the traffic of one step in reductions, gatherings and exchanges, without the traffic of the
     model's forward and backward passes."""
     mesh = plan.subject.layout
-    width, grad = element_bytes(config)
+    width, grad = config.train.weight_bytes, config.train.gradient_bytes
     ranks = [
         _traffic_of(config, layout, plan, stage, expert_rank)
         for stage in range(mesh.pp)

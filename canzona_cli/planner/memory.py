@@ -27,7 +27,6 @@ from canzona_cli.costs.buffers import (
     BATCH_BYTES,
     FP32,
     Shape,
-    element_bytes,
     exchange_bytes,
     stage_weights,
     transient,
@@ -196,13 +195,13 @@ def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
     already has the whole gradient contiguous and in fp32."""
     interleaved = matrix.kind in interleaved_kinds(config.model) and not _is_head(matrix)
     stored_whole = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
-    return 0 if stored_whole and not interleaved and element_bytes(config)[1] == FP32 else matrix.elements
+    return 0 if stored_whole and not interleaved and config.train.gradient_bytes == FP32 else matrix.elements
 
 
 def _fragment_copied(config: RunConfig, matrix: Matrix, tp: int) -> int:
     """Counts the elements of a shared matrix's fragment that a rank has to copy: all of them, or none if the
     fragment's gradient is contiguous and in fp32."""
-    contiguous = matrix.kind not in interleaved_kinds(config.model) and element_bytes(config)[1] == FP32
+    contiguous = matrix.kind not in interleaved_kinds(config.model) and config.train.gradient_bytes == FP32
     return 0 if contiguous else matrix.elements // tp
 
 
@@ -217,7 +216,7 @@ def _communicated(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[in
     The scratch of all buckets' gradients may be needed at the same time. For weights, `GATHERED_AHEAD`
     buckets are gathered at a time and one more is copied into place, so the largest of them count.
     """
-    mesh, (width, grad) = plan.subject.layout, element_bytes(config)
+    mesh, width, grad = plan.subject.layout, config.train.weight_bytes, config.train.gradient_bytes
 
     def needed(bucket: Bucket, way: Reduction | Gathering, size: int) -> Mapping[int, int]:
         """Returns the bytes of scratch that each cell needs for a bucket."""
@@ -286,7 +285,7 @@ def kept_elements(plan: Plan, stage: int) -> list[int]:
 def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> PlanMemory:
     """Returns the memory of a stage's fullest cell."""
     mesh, how = plan.subject.layout, plan.subject.optimizer
-    width, grad = element_bytes(config)
+    width, grad = config.train.weight_bytes, config.train.gradient_bytes
     bytes_of = {shape: factor_bytes(how, *shape) for shape in {matrix.shape for matrix, _ in plan.placed[stage]}}
     hosted = (
         (cell, bytes_of[matrix.shape], False)

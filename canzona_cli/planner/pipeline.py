@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.buffers import FP32, element_bytes, exchange_bytes
+from canzona_cli.costs.buffers import FP32, exchange_bytes
 from canzona_cli.costs.gradients import least_before_updates
 from canzona_cli.costs.links import Group, Groups, Links, Transfer
 from canzona_cli.costs.sharing import Share, shared_exchanges, shared_transfers
@@ -139,7 +139,7 @@ class HostedPipeline:
             group=Groups.of(layout, cluster).tp,
             width=width,
             grad=grad,
-            buffer=element_bytes(config)[1],
+            buffer=config.train.gradient_bytes,
             taken=select or 2 * width,
             own=0 if cluster.measured_updates else select,  # measured updates include it
             byte_s=exchanging / memory_rate(cluster),

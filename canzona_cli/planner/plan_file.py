@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from canzona_cli.config.execution import Execution, execution_of
 from canzona_cli.config.reading import Unreadable, parse_json, read_plain
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.costs.sharing import shares
 from canzona_cli.costs.update import update_costs
 from canzona_cli.errors import ConfigError, Problem
@@ -197,7 +196,7 @@ def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Obt
         ConfigError: `engine.plan` cannot be read or is for another run; or as `make_plan`.
         DoesNotFit: as `make_plan`.
     """
-    if execution_of(config) is not Execution.PLANNED:
+    if config.execution is not Execution.PLANNED:
         return None
     if config.engine.plan is not None:
         path = Path(config.engine.plan).expanduser()

@@ -23,7 +23,6 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import Device, Gathering, Layout, Reduction, RunConfig
-from canzona_cli.costs.buffers import element_bytes
 from canzona_cli.costs.links import Group, Groups, Links, Transfer
 from canzona_cli.costs.update import memory_rate
 from canzona_cli.model.families import matrix_copies
@@ -190,7 +189,7 @@ class ReductionModel:
         groups = Groups.of(layout, config.cluster)
         self._links, self._group = Links(cluster=config.cluster), groups.holding(matrix_copies(config.model))
         self._experts = groups.experts
-        self._width, self._grad = element_bytes(config)
+        self._width, self._grad = config.train.weight_bytes, config.train.gradient_bytes
         self._rate = memory_rate(config.cluster)
         self._launch_s = config.cluster.launch_us * 1e-6
         # With gloo the all-to-all of a ring overlaps with nothing, because it is launched only once the

@@ -4,10 +4,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from canzona_cli.config.execution import Execution, execution_of, splitting_of
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.execution import splitting_of
+from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.config.stages import chunk_layers, most_layers
-from canzona_cli.costs.buffers import bucket_elements, element_bytes, stage_weights
+from canzona_cli.costs.buffers import bucket_elements, stage_weights
 from canzona_cli.costs.experts import dispatch
 from canzona_cli.costs.gradients import NormClip
 from canzona_cli.costs.links import Groups, Links
@@ -24,7 +24,7 @@ from canzona_cli.simulate.update import UpdateModel
 def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
     """Estimates the seconds of a step in a layout without planning or simulating it; hardly ever more than the
     simulation says."""
-    execution = execution_of(config)
+    execution = config.execution
     times, hop_s = passes(config, layout), hop(config, layout).seconds
     stages = [sum(forward + backward + 2 * hop_s for forward, backward in chunks) for chunks in times]
     passed = layout.num_microbatches * max(stages) + (sum(stages) - max(stages)) / layout.vpp
@@ -96,7 +96,7 @@ def _limits(config: RunConfig, layout: Layout) -> tuple[int, ...]:
     """Returns the elements at which buckets may be closed."""
     default = bucket_elements(config, layout) or 1
     free = config.parallel.bucket_elements is None and config.cluster.device == "cuda"
-    return bucket_limits(default) if free and execution_of(config) is Execution.PLANNED else (default,)
+    return bucket_limits(default) if free and config.execution is Execution.PLANNED else (default,)
 
 
 def _travel_s(config: RunConfig, layout: Layout) -> float:
@@ -125,9 +125,10 @@ class _Traffic(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
-    cluster, implemented, execution = config.cluster, implementation(config), execution_of(config)
+    cluster, implemented, execution = config.cluster, implementation(config), config.execution
     links, groups = Links(cluster=cluster), Groups.of(layout, cluster)
-    weights, (width, grad) = stage_weights(config, layout, 0), element_bytes(config)
+    weights = stage_weights(config, layout, 0)
+    width, grad = config.train.weight_bytes, config.train.gradient_bytes
     embedding = config.model.vocab_size * config.model.hidden_size // layout.tp
     reducing, gathering = (step_factor(cluster, phase, implemented) for phase in ("grad_reduce", "param_gather"))
     reduce = links.all_reduce if execution.everywhere else links.reduce_scatter
@@ -148,7 +149,7 @@ def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
 
 def _updates(config: RunConfig, layout: Layout) -> float:
     """Estimates the seconds of matrix updates on the busiest rank of the stage with the most layers."""
-    execution = execution_of(config)
+    execution = config.execution
     if execution is Execution.ADAMW:
         return 0.0
     layers, ranks = most_layers(config.model.num_layers, layout), layout.world_size // layout.tp
@@ -185,7 +186,7 @@ def _layer(config: RunConfig, layout: Layout) -> _Layer:
     members = matrices_of(replace(config.model, num_layers=1), layout, splitting_of(config))
     costs = update_costs(config, members, implementation(config))
     model = UpdateModel(config, layout, members, costs)
-    if execution_of(config) is not Execution.PLANNED:
+    if config.execution is not Execution.PLANNED:
         dense, experts = (
             [matrix.index for matrix in members if (matrix.expert_rank is None) is dense] for dense in (True, False)
         )

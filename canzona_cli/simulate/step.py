@@ -15,15 +15,8 @@ from functools import cached_property
 from operator import itemgetter
 from types import MappingProxyType
 
-from canzona_cli.config.execution import (
-    AnyStrategy,
-    Execution,
-    aligns_param_gather,
-    execution_of,
-    overlaps_param_gather,
-    with_strategy,
-)
-from canzona_cli.config.schema import KroneckerConfig, Layout, RunConfig
+from canzona_cli.config.execution import AnyStrategy, aligns_param_gather, overlaps_param_gather, with_strategy
+from canzona_cli.config.schema import Execution, KroneckerConfig, Layout, RunConfig
 from canzona_cli.costs.gradients import NormClip, zeroing_seconds
 from canzona_cli.costs.links import Groups, Transfer
 from canzona_cli.costs.model import stage_time, units_taken
@@ -180,7 +173,7 @@ class _Simulation:
 
     def __init__(self, config: RunConfig, layout: Layout, workload: Workload) -> None:
         self._config, self._layout, self._workload = config, layout, workload
-        self._execution = execution_of(config)
+        self._execution = config.execution
         cluster = config.cluster
         machines = Groups.of(layout, cluster).world.machines
         self._cores = None if cluster.cores is None else float(cluster.cores * machines)

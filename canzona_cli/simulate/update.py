@@ -15,8 +15,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from canzona_cli.config.execution import AnyStrategy, Execution, execution_of
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.execution import AnyStrategy
+from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.costs.buffers import FP32, exchange_bytes
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.update import RULES, algorithm, memory_rate
@@ -72,7 +72,7 @@ class UpdateModel:
         self._matrices, self._costs, self._tp = matrices, costs, layout.tp
         self.pipeline = HostedPipeline.of(config, layout)
         self._rate = memory_rate(config.cluster)
-        self._whole = execution_of(config) is Execution.REDUNDANT
+        self._whole = config.execution is Execution.REDUNDANT
         self._fragment_bytes = RULES[algorithm(config).name].fragment_bytes + exchange_bytes(config)[0]
 
     def hosted(

@@ -5,8 +5,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from canzona_cli.config.execution import Execution, execution_of
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.costs.buffers import FP32, exchange_bytes, stage_weights
 from canzona_cli.costs.gradients import NormClip
 from canzona_cli.costs.links import Transfer
@@ -68,7 +67,7 @@ class UpdatePhase:
     """
 
     def __init__(self, config: RunConfig, layout: Layout, workload: Workload, *, cores: float | None) -> None:
-        self._config, self._layout, self._execution = config, layout, execution_of(config)
+        self._config, self._layout, self._execution = config, layout, config.execution
         self._workload, self._model = workload, UpdateModel(config, layout, workload.matrices, workload.costs)
         self._hosts = workload.assignment if self._execution is Execution.PLANNED else None
         """The assignment of strategies that have hosts; None for others."""

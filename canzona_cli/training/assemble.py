@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from canzona_cli.config.execution import Execution, execution_of
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.engine.agreement import agree_on_plan
 from canzona_cli.engine.build import build_engine
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
@@ -60,7 +59,7 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
     refuse(contract.PROBLEMS, EnvironmentProblem)
     timer = PhaseTimer(world.device)
     built = model.build_model(config, world)
-    execution = execution_of(config)
+    execution = config.execution
     plan = agree_on_plan(plan, built, world) if execution is Execution.PLANNED else None
     wrapped = optimizer.wrap_data_parallel(built, config, world, plan)
     updater: MegatronOptimizer

@@ -22,7 +22,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.checkpoint.restore import restore, verify_together
     from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
-    from canzona_cli.config.execution import Execution, execution_of
+    from canzona_cli.config.schema import Execution
     from canzona_cli.engine.kernels import choose_kernels
     from canzona_cli.errors import Diverged, WorkerCrashed
     from canzona_cli.megatron import owner_bucket_group, parallel
@@ -38,7 +38,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
     config = load_resolved(files.config)
     layout, corpus = read_layout(files.layout), read_corpus(files)
-    plan = read_plan(files.plan) if execution_of(config) is Execution.PLANNED else None
+    plan = read_plan(files.plan) if config.execution is Execution.PLANNED else None
     pulse = Pulse(record.heart)
     with record.heart.waiting():
         world = join(config, layout, alive=record.heart.progress)

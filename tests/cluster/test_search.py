@@ -8,8 +8,8 @@ import pytest
 
 from canzona_cli.cluster import fit, search
 from canzona_cli.cluster.search import candidates, fill
-from canzona_cli.config.execution import Execution, execution_of, with_strategy
-from canzona_cli.config.schema import Layout, RunConfig, Strategy
+from canzona_cli.config.execution import with_strategy
+from canzona_cli.config.schema import Execution, Layout, RunConfig, Strategy
 from canzona_cli.errors import DoesNotFit
 from canzona_cli.model.matrices import matrices
 from canzona_cli.planner.make import make_plan
@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def per_sequence(config: RunConfig, layout: Layout) -> float:
     resolved = fill(config, layout)
     try:
-        plan = make_plan(resolved, layout) if execution_of(resolved) is Execution.PLANNED else None
+        plan = make_plan(resolved, layout) if resolved.execution is Execution.PLANNED else None
     except DoesNotFit:
         return float("inf")
     return simulate_run(resolved, layout, plan).iteration_s / layout.global_batch_size

@@ -4,8 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from canzona_cli.config.execution import AnyStrategy, Execution, execution_of, strategy_of, with_strategy
-from canzona_cli.config.schema import AdamWConfig, CustomConfig, MuonConfig, OptimizerConfig, ShampooConfig, Strategy
+from canzona_cli.config.execution import AnyStrategy, strategy_of, with_strategy
+from canzona_cli.config.schema import (
+    AdamWConfig,
+    CustomConfig,
+    Execution,
+    MuonConfig,
+    OptimizerConfig,
+    ShampooConfig,
+    Strategy,
+)
 from tests import sizes
 
 MUON = MuonConfig(name="muon", lr=1e-3)
@@ -28,7 +36,7 @@ OTHERS = (ShampooConfig(name="shampoo", lr=1e-3), CustomConfig(name="custom", lr
 )
 def test_optimizer_and_strategy_decide(optimizer: OptimizerConfig, strategy: Strategy, execution: Execution) -> None:
     config = replace(sizes.run("tiny", 4, strategy=strategy), optimizer=optimizer)
-    assert execution_of(config) is execution
+    assert config.execution is execution
     assert strategy_of(config) == ("adamw" if execution is Execution.ADAMW else strategy)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.execution import Execution, execution_of
-from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
@@ -184,7 +183,7 @@ def ranks_of(settings: Sequence[str]) -> frozenset[tuple[str, str]]:
 
 def planned(config: RunConfig, layout: Layout) -> Plan | None:
     """The run's plan; None for one that executes none."""
-    return make_plan(config, layout) if execution_of(config) is Execution.PLANNED else None
+    return make_plan(config, layout) if config.execution is Execution.PLANNED else None
 
 
 def _train(trainee: Trainee, corpus: PreparedCorpus, indices: Path) -> Curve:

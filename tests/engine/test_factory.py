@@ -8,8 +8,7 @@ import torch
 
 import canzona_cli.optimizers
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.execution import Execution, execution_of
-from canzona_cli.config.schema import CustomConfig
+from canzona_cli.config.schema import CustomConfig, Execution
 from canzona_cli.costs.update import algorithm
 from canzona_cli.engine.build import optimizer_factory
 from canzona_cli.errors import ConfigError
@@ -50,7 +49,7 @@ def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_built_in_optimizer_is_a_file_and_a_recipe(recipes: Path) -> None:
     config = compose_run(["recipe=qwen3-tiny", "optimizer=lion"], recipes_dirs=(recipes,)).config
-    assert execution_of(config) is Execution.PLANNED
+    assert config.execution is Execution.PLANNED
     members = matrices(config.model, layout(), "split")
     master = torch.nn.Parameter(torch.zeros(members[0].rows, members[0].cols))
     optimizer = optimizer_factory(config)(members[:1], [master])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run, dump_resolved
-from canzona_cli.config.execution import Execution, execution_of
+from canzona_cli.config.schema import Execution
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.outcome import Outcome, Workers, judge
@@ -46,7 +46,7 @@ def forked_run(
         layout=layout,
         corpus=corpus,
         command=torchrun.build(config, run.path),
-        plan=make_plan(config, layout).to_json() if execution_of(config) is Execution.PLANNED else None,
+        plan=make_plan(config, layout).to_json() if config.execution is Execution.PLANNED else None,
     )
 
     files = run.files

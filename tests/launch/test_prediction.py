@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.config.execution import Execution, execution_of
-from canzona_cli.config.schema import AdamWConfig, MuonConfig, OptimizerConfig, Strategy
+from canzona_cli.config.schema import AdamWConfig, Execution, MuonConfig, OptimizerConfig, Strategy
 from canzona_cli.launch.run_dir import prediction_here
 from canzona_cli.planner.make import make_plan
 from canzona_cli.run.breakdown import load_prediction
@@ -29,7 +28,7 @@ def test_every_strategy_has_a_prediction_that_adds_up_and_is_read_as_written(
 ) -> None:
     config = replace(CONFIG, optimizer=optimizer, engine=replace(CONFIG.engine, strategy=strategy))
     planned = prediction_here(
-        config, LAYOUT, make_plan(config, LAYOUT) if execution_of(config) is Execution.PLANNED else None
+        config, LAYOUT, make_plan(config, LAYOUT) if config.execution is Execution.PLANNED else None
     )
     assert planned.strategy == ("adamw" if optimizer is ADAMW else strategy)
     assert sum(planned.phases.get(name, 0.0) for name in IN_STEP) == pytest.approx(planned.iteration_s)

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.config.schema import Grouping, Layout, Mode, RunConfig
-from canzona_cli.costs.buffers import element_bytes, stage_weights
+from canzona_cli.costs.buffers import stage_weights
 from canzona_cli.costs.links import EFFICIENCY, Group, Groups, Links
 from canzona_cli.costs.sharing import Share, shares
 from canzona_cli.errors import ConfigError
@@ -202,7 +202,7 @@ def test_auto_is_never_slower_than_one_mode_and_faster_where_ranks_were_idle(
     auto, hosted, shared = (_planned(size, tp, dp, mode) for mode in ("auto", "hosted", "shared"))
     config, mesh, _ = auto
     # AdamW's parameters are gathered under the updates: shorter ones than that gain nothing.
-    adamw_bytes = element_bytes(config)[0] * stage_weights(config, mesh, 0).others
+    adamw_bytes = config.train.weight_bytes * stage_weights(config, mesh, 0).others
     gathered = Links(cluster=config.cluster).all_gather(adamw_bytes, Groups.of(mesh, config.cluster).data).seconds
     assert _seconds(auto) <= max(gathered, min(_seconds(hosted), _seconds(shared))) * 1.01
     assert balance(auto[2]).slowest_s >= auto[2].lower_bounds[0] * (1 - 1e-9)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.config.execution import Execution, execution_of
-from canzona_cli.config.schema import EngineConfig, Layout, RunConfig, SoapConfig
+from canzona_cli.config.schema import EngineConfig, Execution, Layout, RunConfig, SoapConfig
 from canzona_cli.errors import ConfigError, DoesNotFit
 from canzona_cli.planner.make import make_plan, subject
 from canzona_cli.planner.plan import Assignment, Cell, Plan
@@ -42,7 +41,7 @@ def written(tmp_path: Path) -> Path:
 def test_megatrons_own_ways_execute_no_plan_even_if_one_is_named(strategy: str, tmp_path: Path) -> None:
     config = sizes.run("tiny", 4, strategy=strategy, tp=2)  # type: ignore[arg-type]
     config, layout = resolve(replace(config, engine=replace(config.engine, plan="absent.json")))
-    assert execution_of(config) is not Execution.PLANNED
+    assert config.execution is not Execution.PLANNED
     assert obtain_plan(config, layout, tmp_path) is None
 
 

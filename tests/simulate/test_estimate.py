@@ -4,7 +4,8 @@ import pytest
 
 from canzona_cli.cluster.search import candidates, fill
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.execution import AnyStrategy, Execution, execution_of
+from canzona_cli.config.execution import AnyStrategy
+from canzona_cli.config.schema import Execution
 from canzona_cli.planner.make import make_plan
 from canzona_cli.simulate.estimate import estimated_step_seconds
 from canzona_cli.simulate.predict import simulate_run
@@ -17,7 +18,7 @@ def test_it_is_within_a_tenth_of_the_step(tp: int, strategy: AnyStrategy) -> Non
     config = run("8b", 64, strategy=strategy, tp=tp, pp=1, micro_batch_size=1, recompute="full")
     layout = next(candidate.layout for candidate in candidates(config) if candidate.layout.cp == 1)
     resolved = fill(config, layout)
-    plan = make_plan(resolved, layout) if execution_of(resolved) is Execution.PLANNED else None
+    plan = make_plan(resolved, layout) if resolved.execution is Execution.PLANNED else None
     simulated_s = simulate_run(resolved, layout, plan).iteration_s
     assert estimated_step_seconds(config, layout) == pytest.approx(simulated_s, rel=0.1)
 

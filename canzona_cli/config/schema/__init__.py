@@ -13,6 +13,7 @@ from canzona_cli.config.schema.run import (
     BufferLayout,
     CheckpointConfig,
     EngineConfig,
+    Execution,
     Gathering,
     Grouping,
     Layout,

@@ -1,6 +1,7 @@
 """The settings of engine, checkpoints and run directory; the complete configuration; mesh and layout."""
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -189,6 +190,40 @@ class RunSettings:
     ] = None
 
 
+class Execution(Enum):
+    """The way a run's updates are executed: which ranks update each weight, and with which code."""
+
+    PLANNED = "planned"
+    """Strategies canzona, paper and asc: a plan gives each matrix an owner and a host, and canzona's engine
+    executes the plan."""
+    REDUNDANT = "redundant"
+    """Strategy sc with canzona's engine, for optimizers that Megatron does not have: every rank updates every
+    matrix."""
+    MEGATRON_SC = "megatron_sc"
+    """Strategy sc with Megatron's own Muon: every rank updates every matrix."""
+    LAYERWISE = "layerwise"
+    """Megatron's `LayerWiseDistributedOptimizer`: each matrix has an owner among the data-parallel ranks, and
+    every TP rank of the owner repeats its update."""
+    ADAMW = "adamw"
+    """Megatron's `DistributedOptimizer` updates every parameter element by element."""
+
+    @property
+    def ours(self) -> bool:
+        """True if canzona's engine updates the matrices, False if Megatron's optimizer does the entire step."""
+        return self in (Execution.PLANNED, Execution.REDUNDANT)
+
+    @property
+    def has_owners(self) -> bool:
+        """True if each matrix is updated by one data-parallel rank, its owner."""
+        return self in (Execution.PLANNED, Execution.LAYERWISE)
+
+    @property
+    def everywhere(self) -> bool:
+        """True if every rank updates every parameter, so optimizer state is not sharded and no parameter is
+        gathered."""
+        return self in (Execution.REDUNDANT, Execution.MEGATRON_SC)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(HashedOnce):
     """The complete configuration of a run, as `canzona train` uses it."""
@@ -208,6 +243,19 @@ class RunConfig(HashedOnce):
     description: Annotated[str, "One line for `canzona recipes list`.", NOTHING] = ""
 
     __hash__ = HashedOnce.__hash__
+
+    @property
+    def execution(self) -> Execution:
+        """The way to execute the run's updates. With AdamW, `engine.strategy` has no effect."""
+        if self.optimizer.name == "adamw":
+            return Execution.ADAMW
+        match self.engine.strategy:
+            case "canzona" | "paper" | "asc":
+                return Execution.PLANNED
+            case "layerwise":
+                return Execution.LAYERWISE
+            case "sc":
+                return Execution.MEGATRON_SC if self.optimizer.name == "muon" else Execution.REDUNDANT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -196,6 +196,16 @@ class TrainConfig:
         NOTHING,
     ] = 48
 
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of an element of a weight."""
+        return 2 if self.precision == "bf16" else 4
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of an element of the gradient buffer."""
+        return 4 if self.grad_reduce_dtype == "fp32" else self.weight_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
