@@ -20,6 +20,7 @@ from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Device, Layout, RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, Problem, refuse
 from canzona_cli.run import codec
+from canzona_cli.run.breakdown import describes_machine
 from canzona_cli.run.files import write_json_atomic
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.statistics import OverRanks, Quartiles, Speedup
@@ -108,6 +109,11 @@ class TurnsResult:
     notes: tuple[str, ...] = ()
     """Remarks for the user: settings that were chosen automatically, strategies that were left out and why, a
     busy machine."""
+
+    @property
+    def planned(self) -> bool:
+        """True if predictions are shown beside measurements."""
+        return describes_machine(self.device, calibrated=self.calibrated)
 
     @staticmethod
     def header(config: RunConfig, overrides: Sequence[str], machine: Machine) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from statistics import median
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.bench.results import BenchResult, Predicted, StrategyBench, kin
+from canzona_cli.bench.results import BenchResult, Predicted, StrategyBench, TurnsResult, kin
 from canzona_cli.report.charts import Bars, LoadMap, LoadMaps, phase_bar, step_bars
 from canzona_cli.report.curves import Curve, Curves
 from canzona_cli.report.header import describe_layout, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
-from canzona_cli.run.breakdown import why
+from canzona_cli.run.breakdown import CALIBRATE, why
 from canzona_cli.run.phases import COMMUNICATION, LABELS, PHASES, STRATEGIES
 from canzona_cli.run.statistics import Quartiles, Speedup
 from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, real
@@ -41,20 +41,18 @@ class BenchView(Page):
         yield from heading(result, "Bench")
         yield Text()
         yield self._steps()
-        yield note("plan: predicted; error: predicted / measured - 1, for phases of at least 1% of the step")
+        if result.planned:
+            yield note("plan: predicted; error: predicted / measured - 1, for phases of at least 1% of the step")
         yield Text()
-        yield headed("Step", ", mean over ranks, measured above predicted, on one scale")
-        yield steps((name, result.strategies[name]) for name in order(result))
+        above = ", measured above predicted" if result.planned else ""
+        yield headed("Step", f", mean over ranks{above}, on one scale")
+        yield steps(((name, result.strategies[name]) for name in order(result)), planned=result.planned)
         if len(result.strategies) > 1:
             yield Text()
             yield from self._comparison()
-        yield Text()
-        yield Text("Why measured and predicted differ", style="bold")
-        reasons: dict[str, list[str]] = {}
-        for name in order(result):
-            reasons.setdefault(_why(result, name), []).append(clean(name))
-        for text, alike in reasons.items():
-            yield wrapped(f"{', '.join(alike)}: {text}", first="  ", rest="    ")
+        if result.planned:
+            yield Text()
+            yield from self._differences()
         yield Text()
         yield Text("Losses", style="bold")
         for name in order(result):
@@ -63,31 +61,43 @@ class BenchView(Page):
         if screen.page:
             yield from self._ranks()
 
+    def _differences(self) -> Iterator[RenderableType]:
+        """Yields the reasons why measured and predicted times differ, each with its strategies."""
+        yield Text("Why measured and predicted differ", style="bold")
+        reasons: dict[str, list[str]] = {}
+        for name in order(self.result):
+            reasons.setdefault(_why(self.result, name), []).append(clean(name))
+        for text, alike in reasons.items():
+            yield wrapped(f"{', '.join(alike)}: {text}", first="  ", rest="    ")
+
     def _steps(self) -> GroupedTable:
         """Returns a table of phases, step times, load balance and memory, with a column group for each
         strategy."""
         strategies = {name: self.result.strategies[name] for name in order(self.result)}
-        phases = [
-            phase
-            for phase in LABELS
-            if any(phase in s.measured.phases or s.predicted.phases.get(phase) for s in strategies.values())
-        ]
-        summaries = {name: list(_summary(strategy)) for name, strategy in strategies.items()}
+        planned = self.result.planned
+        taken = {phase for each in strategies.values() for phase in each.measured.phases}
+        if planned:
+            taken |= {phase for each in strategies.values() for phase, s in each.predicted.phases.items() if s}
+        phases = [phase for phase in LABELS if phase in taken]
+        summaries = {name: list(_summary(strategy, planned=planned)) for name, strategy in strategies.items()}
         summary_rows = next(iter(summaries.values()))
         return GroupedTable(
             head="phase",
             labels=[*map(phase_name, phases), *(label for label, _, _ in summary_rows)],
-            groups=[
-                Columns(
-                    title=clean(name) + (" *" if strategy.alone else ""),
-                    heads=("ms", "plan", "error"),
-                    rows=(
-                        *(_phase_cells(strategy, phase) for phase in phases),
-                        *(cells for *_, cells in summaries[name]),
-                    ),
-                )
-                for name, strategy in strategies.items()
-            ],
+            groups=shown_groups(
+                self.result,
+                [
+                    Columns(
+                        title=clean(name) + (" *" if strategy.alone else ""),
+                        heads=("ms", "plan", "error"),
+                        rows=(
+                            *(_phase_cells(strategy, phase) for phase in phases),
+                            *(cells for *_, cells in summaries[name]),
+                        ),
+                    )
+                    for name, strategy in strategies.items()
+                ],
+            ),
             sections=(len(phases), len(phases) + 5),
             styles=[
                 *("dim" if phase.endswith("_total") else "" for phase in phases),
@@ -128,7 +138,8 @@ class BenchView(Page):
             groups.append(Columns(title="over AdamW", heads=heads, rows=cells))
         title = f": time over {reference}'s time, median [quartiles] of the ratios of single rounds"
         yield headed("Compared", title)
-        yield GroupedTable(head="strategy", labels=[clean(name) for name in names], groups=groups)
+        labels = [clean(name) for name in names]
+        yield GroupedTable(head="strategy", labels=labels, groups=shown_groups(result, groups))
         if len(groups) > 2:
             yield note("over AdamW: how much longer an iteration takes than with AdamW")
         if any(group.shows(NOT_DISTINCT) for group in groups):
@@ -138,13 +149,19 @@ class BenchView(Page):
             yield note(f"* {', '.join(alone)}: measured alone for lack of memory, not interleaved with {reference}")
 
 
-def steps(benches: Iterable[tuple[str, StrategyBench]]) -> Bars:
-    """Draws two bars for each labelled step: the measured one, and below it the predicted one."""
+def shown_groups(result: TurnsResult, groups: Sequence[Columns]) -> list[Columns]:
+    """Returns groups of columns; without those of predictions if these say nothing about the machine."""
+    return [group if result.planned else group.without("plan", "error") for group in groups]
+
+
+def steps(benches: Iterable[tuple[str, StrategyBench]], *, planned: bool) -> Bars:
+    """Draws a bar for each labelled step, and with `planned` the predicted one below it."""
     rows = []
     for label, bench in benches:
         measured, predicted = bench.measured, bench.predicted
         rows.append(phase_bar(clean(label), measured.means, median(measured.iteration_s)))
-        rows.append(phase_bar("predicted", predicted.phases, predicted.iteration_s, faint=True))
+        if planned:
+            rows.append(phase_bar("predicted", predicted.phases, predicted.iteration_s, faint=True))
     return step_bars(rows)
 
 
@@ -157,21 +174,31 @@ def heading(result: BenchResult, what: str, *, without: str = "") -> Iterator[Re
     layout = describe_layout(result.layout, rank_word(result.device))
     parts = {"": result.recipe, "optimizer": result.optimizer, "gpus": layout}
     yield headed(what, f": {', '.join(clean(parts[key]) for key in parts if not key or key != without)}")
-    trust = "measured by canzona calibrate" if result.calibrated else "not calibrated: expect large errors"
-    profile = Text.assemble(f"by profile {clean(result.profile)}, ", (trust, "" if result.calibrated else "yellow"))
     machine = ", ".join(
         f"{clean(key).replace('_', ' ')} {_value(value)}"
         for key, value in result.machine.items()
         if key not in _LEFT_OUT
     )
     rows: dict[str, Text | str] = {
-        "predicted": profile,
+        **predictions(result, "measured by canzona calibrate"),
         "measured": f"{_rounds(result)}, interleaved, after {plural(result.warm_up_rounds, 'warm-up round')}",
         "machine": machine,
         "arithmetic": clean(result.arithmetic),
         "settings": " ".join(clean(override) for override in result.overrides),
     }
     yield from labelled(((label, value) for label, value in rows.items() if value), 11)
+
+
+def predictions(result: TurnsResult, origin: str) -> dict[str, Text | str]:
+    """Returns the row that says what predictions are from, or how to get some that describe this machine.
+
+    Args:
+        origin: the words for a profile that was calibrated.
+    """
+    if not result.planned:
+        return {"planned": CALIBRATE}
+    trust = (origin, "") if result.calibrated else ("not calibrated: expect large errors", "yellow")
+    return {"predicted": Text.assemble(f"by profile {clean(result.profile)}, ", trust)}
 
 
 def _rounds(result: BenchResult) -> str:
@@ -192,8 +219,8 @@ def _phase_cells(bench: StrategyBench, phase: str) -> tuple[Cell, ...]:
     return cells if max(measured or 0.0, predicted or 0.0) >= least else (*cells[:2], "")
 
 
-def _summary(bench: StrategyBench) -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
-    """Yields the rows below the phases as (label, style, cells)."""
+def _summary(bench: StrategyBench, *, planned: bool) -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
+    """Yields the rows below the phases as (label, style, cells); `planned` includes what is only predicted."""
     measured, predicted = bench.measured, bench.predicted
     for label, values, planned in (
         ("iteration", measured.iteration_s, predicted.iteration_s),
@@ -205,7 +232,8 @@ def _summary(bench: StrategyBench) -> Iterator[tuple[str, str, tuple[Cell, ...]]
     yield "load balance", "", with_error(measured.load_balance, predicted.load_balance, ratio)
     yield "CPU time, all ranks", "", (milliseconds(median(measured.processor_s)), "", "")
     yield "memory, MiB", "", with_error(max(measured.tensor_bytes), predicted.tensor_bytes, mib)
-    yield "  with activations", "dim", ("", mib(predicted.memory_bytes), "")
+    if planned:
+        yield "  with activations", "dim", ("", mib(predicted.memory_bytes), "")
 
 
 def _ratio_cells(

@@ -19,6 +19,7 @@ from canzona_cli.report.bench import (
     order,
     quartiles,
     ratio,
+    shown_groups,
     steps,
     times,
     with_error,
@@ -132,7 +133,8 @@ class _Quantity:
             measured = [(value, seconds / self.unit) for value, seconds, _ in pairs if seconds is not None]
             planned = [(value, (plan or 0.0) / self.unit) for value, seconds, plan in pairs if seconds is not None]
             curves.append(Curve(name=name, points=measured, dots=True))
-            curves.append(Curve(name=f"{name}, predicted", points=planned, dots=True, dashed=True))
+            if rows[0].result.planned:
+                curves.append(Curve(name=f"{name}, predicted", points=planned, dots=True, dashed=True))
         axes: Literal["linear", "log x"] = "log x" if kind in ("c_max", "gpus") else "linear"
         return Curves(title=self.title, curves=curves, height=160, axes=axes, x=HEADS[kind])
 
@@ -171,7 +173,7 @@ class SweepView(Page):
         if screen.page:
             yield self._picture(rows)
         sections = [n for n, row in enumerate(rows) if n and row.value != rows[n - 1].value] if self._several else []
-        groups = self._groups(rows)
+        groups = shown_groups(rows[0].result, self._groups(rows))
         yield GroupedTable(
             head=f"{HEADS[self.kind]}, strategy" if self._several else HEADS[self.kind],
             labels=[self._label(n, rows) for n in range(len(rows))],
@@ -191,7 +193,8 @@ class SweepView(Page):
         """Draws curves over the values, or bars if the values are names."""
         numeric = [row for row in rows if row.value.replace(".", "", 1).isdecimal()]  # not `auto`
         if not numeric:
-            return steps((f"{row.value} {row.strategy}", row.result.strategies[row.strategy]) for row in rows)
+            labelled = ((f"{row.value} {row.strategy}", row.result.strategies[row.strategy]) for row in rows)
+            return steps(labelled, planned=rows[0].result.planned)
         shown = (_STEP, _ITERATION, _SUBJECTS[self.kind])
         return SideBySide(*(quantity.chart(numeric, self.kind) for quantity in shown))
 
@@ -251,7 +254,8 @@ class SweepView(Page):
         ]
 
     def _remarks(self, groups: Sequence[Columns]) -> Iterator[str]:
-        yield "measured: median [quartiles] of the rounds; plan: predicted; error: predicted / measured - 1"
+        plan = "; plan: predicted; error: predicted / measured - 1" if self._common.planned else ""
+        yield f"measured: median [quartiles] of the rounds{plan}"
         if any(group.shows(NOT_DISTINCT) for group in groups):
             yield OVERLAP
         if self.kind == "optimizer" and self._several:

@@ -12,7 +12,14 @@ from canzona_cli.report.header import batch_factors, describe_layout, optimizer_
 from canzona_cli.report.page import Page, Screen, Wrapped, headed, labelled, remarks, wrapped
 from canzona_cli.report.tables import Table
 from canzona_cli.report.train_state import loss_change
-from canzona_cli.run.breakdown import Breakdown, PhaseTime, Prediction, relative_error
+from canzona_cli.run.breakdown import (
+    CALIBRATE,
+    Breakdown,
+    PhaseTime,
+    Prediction,
+    describes_machine,
+    relative_error,
+)
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.records import RankError
@@ -144,10 +151,11 @@ class BreakdownView(Page):
 
     @property
     def _planned(self) -> Prediction | None:
-        """The planned step. None if there is none, or for CPU ranks on a profile that nobody measured: its
-        times say nothing about this machine."""
+        """The planned step; None if there is none, or if it says nothing about this machine."""
         planned = self.breakdown.planned
-        return planned if planned is None or planned.calibrated or self.breakdown.device == "cuda" else None
+        if planned is None or not describes_machine(self.breakdown.device, calibrated=planned.calibrated):
+            return None
+        return planned
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         breakdown = self.breakdown
@@ -249,7 +257,7 @@ class BreakdownView(Page):
         if self.breakdown.planned is None:
             return []
         if planned is None:
-            return [("planned", "`canzona calibrate` measures this machine, to compare the step with its plan")]
+            return [("planned", CALIBRATE)]
         source = f"simulated on profile {clean(planned.profile)}"
         if self._comparable:
             source += f"{', measured on this machine' if planned.calibrated else ''}; error: planned / mean - 1"

@@ -5,7 +5,7 @@ go below them, so that no number is cut off.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import rich.table
 from rich.box import Box
@@ -82,6 +82,12 @@ class Columns:
     def shows(self, text: str) -> bool:
         """Returns True if any cell is `text`."""
         return any(str(cell) == text for row in self.rows for cell in row)
+
+    def without(self, *heads: str) -> "Columns":
+        """Returns the group without the columns with these heads."""
+        places = [place for place, head in enumerate(self.heads) if head not in heads]
+        rows = (row if len(row) < len(self.heads) else tuple(row[place] for place in places) for row in self.rows)
+        return replace(self, heads=tuple(self.heads[place] for place in places), rows=tuple(rows))
 
     def joined(self, cells: Sequence[Cell]) -> Text:
         """Joins the cells of a row, each right-aligned in its column, to a text as wide as the group.

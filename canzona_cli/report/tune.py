@@ -7,12 +7,12 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.bench.layouts import APART, LEAST_SHARE, Accuracy, Errors, LayoutBench, TuneResult
-from canzona_cli.report.bench import error_text, percent, quartiles
+from canzona_cli.report.bench import percent, predictions, quartiles, with_error
 from canzona_cli.report.header import layout_name, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, rows_table
 from canzona_cli.run.phases import PHASES
-from canzona_cli.run.words import clean, layout_code, milliseconds, number, plural
+from canzona_cli.run.words import clean, layout_code, number, plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +30,17 @@ class TuneView(Page):
         yield Text()
         names = sorted(result.layouts, key=result.slower)
         rows = [(layout_code(result.layouts[name].layout), self._cells(name, result.layouts[name])) for name in names]
-        heads = ("batch", "recompute", "ms/step", "plan", "error", "slower", "")
-        yield rows_table(heads, rows, bold=names.index(result.best))
+        plan_heads = ("plan", "error") if result.planned else ()
+        heads = ("batch", "recompute", "ms/step", *plan_heads, "slower", "")
+        yield rows_table(heads, rows, bold=names.index(result.best), needed=len(heads) - 1)
+        plan = "plan: predicted ms; error: predicted / measured - 1; " if result.planned else ""
         yield note(
-            "batch: micro-batch x accumulation x DP; ms/step: median [quartiles] of the rounds; plan: predicted ms; "
-            "error: predicted / measured - 1; slower: time per sequence, relative to the fastest measured"
+            f"batch: micro-batch x accumulation x DP; ms/step: median [quartiles] of the rounds; {plan}"
+            "slower: time per sequence, relative to the fastest measured"
         )
         yield Text()
         yield wrapped(self._verdict())
-        if result.accuracy is not None:
+        if result.accuracy is not None and result.planned:
             yield Text()
             yield from _errors(result.accuracy, len(result.layouts))
         yield from items("Failed", (f"{name}: {clean(reason)}" for name, reason in result.failed.items()))
@@ -49,11 +51,7 @@ class TuneView(Page):
 
     def _facts(self) -> Iterator[tuple[str, Text | str]]:
         result = self.result
-        trust = "not calibrated: expect large errors"
-        if result.calibrated:
-            trust = f"fitted to steps of {clean(result.fitted_on) or 'none'}"
-        profile = f"by profile {clean(result.profile)}, "
-        yield "predicted", Text.assemble(profile, (trust, "" if result.calibrated else "yellow"))
+        yield from predictions(result, f"fitted to steps of {clean(result.fitted_on) or 'none'}").items()
         which = "all of them" if result.everything else "the fastest as predicted"
         yield (
             "measured",
@@ -78,8 +76,7 @@ class TuneView(Page):
             f"{layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
             layout.recompute,
             quartiles(bench.iteration_s),
-            milliseconds(bench.predicted.iteration_s),
-            error_text(bench.median_s, bench.predicted.iteration_s),
+            *(with_error(bench.median_s, bench.predicted.iteration_s)[1:] if result.planned else ()),
             "" if name == result.best else percent(result.slower(name)),
             ", ".join(marks),
         )
@@ -106,7 +103,7 @@ def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
     yield headed("Errors of the predictions", f":{which or ' all layouts'}")
     rows = {"step": accuracy.step, **{PHASES[name].name: errors for name, errors in accuracy.phases.items()}}
     heads = ("layouts", "share of step", "MAPE", "mean", "worst", "at")
-    yield rows_table(heads, ((name, _error_cells(errors)) for name, errors in rows.items()), bold=0)
+    yield rows_table(heads, ((name, _error_cells(errors)) for name, errors in rows.items()), bold=0, needed=5)
     yield note(f"phases: only layouts that spend at least {LEAST_SHARE:.0%} of the step there; mean: mean signed error")
     yield wrapped(
         f"{plural(accuracy.pairs, 'pair')} of layouts differ by more than {APART:.0%} as measured; {accuracy.in_order} "

@@ -80,6 +80,18 @@ class Prediction:
         return {name: value for name, value in plain(self).items() if name != "events"}
 
 
+CALIBRATE = "`canzona calibrate` measures this machine, to compare the step with its plan"
+"""The sentence shown instead of predictions that do not describe the machine."""
+
+
+def describes_machine(device: Device | None, *, calibrated: bool) -> bool:
+    """Returns True if the times that a profile predicts say something about the machine of a run.
+
+    Those of a CPU profile that nobody measured do not, so that no report shows them beside measured times.
+    """
+    return calibrated or device == "cuda"
+
+
 def load_prediction(run_dir: Path) -> Prediction | None:
     """Loads the prediction of a run; returns None if the run has none, as for earlier versions.
 

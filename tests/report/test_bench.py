@@ -7,8 +7,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from canzona_cli.report.bench import BenchView, error_text, quartiles, times
+from canzona_cli.report.document import document
+from canzona_cli.run.breakdown import CALIBRATE
 from canzona_cli.run.statistics import Quartiles, Speedup
-from tests.bench.benches import WOBBLE, bench, with_measured
+from tests.bench.benches import WOBBLE, bench, predicted, with_measured
 
 
 def shown(view: RenderableType, width: int = 120) -> str:
@@ -135,8 +137,23 @@ def test_losses_are_compared_among_those_that_compute_the_same() -> None:
     assert "canzona's" not in text
 
 
-def test_a_profile_by_hand_is_said_to_be_one() -> None:
-    assert "not calibrated" in shown(BenchView(replace(bench(), calibrated=False)))
+def test_a_gpu_profile_by_hand_is_said_to_be_one() -> None:
+    assert "not calibrated" in shown(BenchView(replace(bench(), device="cuda", calibrated=False)))
+
+
+def test_predictions_of_a_cpu_profile_that_nobody_measured_are_not_shown() -> None:
+    """Whatever they are: neither the screen nor the page depends on them."""
+    result = replace(bench(), calibrated=False)
+    wrong = {name: replace(each, predicted=predicted(name, scale=7)) for name, each in result.strategies.items()}
+    view, other = BenchView(result), BenchView(replace(result, strategies=wrong))
+    text = shown(view)
+    assert text == shown(other)
+    assert document("canzona bench", view).text() == document("canzona bench", other).text()
+    assert CALIBRATE in text
+    assert not {"plan", "error", "predicted"} & set(text.replace(CALIBRATE, "").split())
+    assert line_of(text, "matrix update").split()[2:] == ["151", "156", "332", "619", "-"]
+    row = line_of(text.partition("Compared")[2], "sc")
+    assert row.count("x [") == 2
 
 
 def test_whose_arithmetic_is_compared_is_said_above_the_figures() -> None:

@@ -9,6 +9,7 @@ from canzona_cli.bench.options import SweepKind
 from canzona_cli.bench.results import BenchResult
 from canzona_cli.report.bench_sweep import SweepView
 from canzona_cli.report.document import document
+from canzona_cli.run.breakdown import CALIBRATE
 from tests.bench.benches import bench
 from tests.report.html_page import read_page
 from tests.report.test_bench import line_of, shown
@@ -42,6 +43,19 @@ def test_a_page_draws_every_sweep_measured_beside_predicted(kind: SweepKind) -> 
     measured = page.curves("optimizer step, ms")
     assert [step for step, _ in measured["canzona"]] == [float(value) for value in results]
     assert measured["canzona"][0][1] != measured["canzona, predicted"][0][1]
+
+
+@pytest.mark.parametrize("kind", list(SWEEPS))
+def test_no_prediction_is_drawn_of_a_cpu_profile_that_nobody_measured(kind: SweepKind) -> None:
+    results = {value: replace(result, calibrated=False) for value, result in SWEEPS[kind].items()}
+    view = SweepView(kind, results)
+    text = shown(view).replace(CALIBRATE, "")
+    assert not {"plan", "plan:", "error", "error:", "predicted"} & set(text.split())
+    page = read_page(document("canzona bench --sweep", view).text())
+    if kind == "optimizer":
+        assert len(page.all("svg", class_="bar")) == sum(len(result.strategies) for result in results.values())
+    else:
+        assert not any(name.endswith("predicted") for name in page.curves("optimizer step, ms"))
 
 
 def test_alpha_shows_balance_steps_and_traffic() -> None:
