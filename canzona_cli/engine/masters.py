@@ -1,5 +1,5 @@
-"""The base class of the engine's optimizers, whichever rank updates a matrix: fp32 masters, and state that is
-saved for whole matrices by name."""
+"""The base class of the engine's optimizers for matrices, whichever ranks update them: it keeps fp32 masters,
+and saves the state of whole matrices by name."""
 
 import logging
 from abc import abstractmethod
@@ -114,11 +114,11 @@ class Fallbacks:
 
 @dataclass(frozen=True, kw_only=True)
 class AllOptimizers:
-    """The optimizers of all groups as one, for code that looks at a Megatron optimizer's `optimizer`."""
+    """The optimizers of all groups seen as one, for code that reads a Megatron optimizer's `optimizer`."""
 
     param_groups: list[dict[str, object]]
     state: Mapping[torch.Tensor, Mapping[str, object]]
-    """The state by master."""
+    """The optimizer's state of each master."""
 
 
 class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
@@ -151,12 +151,12 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
 
     @abstractmethod
     def gradients_for_norm(self) -> list[torch.Tensor]:
-        """Returns the gradients that this rank contributes to the global gradient norm; over all ranks of
+        """Returns the gradients that this rank contributes to the global gradient norm. Over all ranks of
         `CanzonaOptimizer`'s `stats_group`, every element counts once."""
 
     def begin(self) -> None:
-        """Starts the part of the next update that needs reduced gradients but not their norm. Does not change
-        any state."""
+        """Starts the part of the next update that needs reduced gradients but not their norm. Changes no
+        state."""
 
     def discard(self) -> None:
         """Waits for what `begin` started and discards it, because this step does not update the matrices."""
@@ -213,7 +213,7 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
 
     @property
     def optimizer(self) -> AllOptimizers:
-        """The optimizers of this rank's matrices, to be read; changes to the dictionary of states are lost."""
+        """The optimizers of this rank's matrices, read-only: changes to the dictionary of states are lost."""
         optimizers = [group.optimizer for group in (*self.groups, *self.sharing) if group.optimizer is not None]
         states = {master: state for optimizer in optimizers for master, state in optimizer.state.items()}
         return AllOptimizers(param_groups=self.param_groups, state=states)

@@ -1,6 +1,7 @@
-"""The methods of Megatron's optimizers that the engine does not have.
+"""The methods of Megatron's optimizers that the engine's optimizers do not have.
 
-Megatron's own versions would run on it and leave the matrices out without an error, so they raise."""
+Megatron's versions would silently leave the matrices out, so these methods raise an error instead.
+"""
 
 from collections.abc import Callable
 from typing import Final, NoReturn
@@ -14,7 +15,7 @@ _WEIGHTS: Final = "save and load weights alone (Megatron-LM: --no-save-optim, --
 
 
 def refuse_masters(state_dict: object) -> None:
-    """Raises Unsupported if masters are to be read from a state that was loaded, not from the weights."""
+    """Raises Unsupported if masters are to be copied from a loaded state instead of the model's weights."""
     if state_dict is not None:
         reason = "masters of matrices are copied from the weights"
         fix = "call it without state_dict (Megatron-LM: leave out --load-main-params-from-ckpt)"
@@ -30,7 +31,8 @@ def _refused(name: str, reason: str, fix: str) -> Callable[..., NoReturn]:
 
 
 class Refusals:
-    """The methods that raise Unsupported on the engine's optimizer and on its part for the matrices."""
+    """The methods that raise Unsupported both on `CanzonaOptimizer` and on the part of it that updates
+    matrices."""
 
     offload_to_cpu = _refused("offload_to_cpu", _ON_DEVICE, "free other memory, or build the engine again")
     restore_from_cpu = _refused("restore_from_cpu", _ON_DEVICE, "leave it out")
@@ -46,7 +48,8 @@ class Refusals:
 
 
 class SavingRefusals(Refusals):
-    """The methods that raise Unsupported on the engine's optimizer as a whole."""
+    """The methods that raise Unsupported on `CanzonaOptimizer`, but work on the part of it that updates
+    matrices."""
 
     state_dict = _refused("state_dict", _SAVED, _WEIGHTS)
     load_state_dict = _refused("load_state_dict", _SAVED, _WEIGHTS)

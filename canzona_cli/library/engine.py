@@ -1,4 +1,4 @@
-"""The engine for training loops over Megatron-core that are not canzona's."""
+"""The engine for training loops on Megatron-core other than canzona's own."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -27,18 +27,20 @@ _LOG = logging.getLogger(__name__)
 
 
 class Engine:
-    """Canzona's engine in a loop over Megatron-core: it replaces `DistributedDataParallel(...)` by `wrap`, and
-    `get_megatron_optimizer(...)` by `optimizer`.
+    """Canzona's engine for a training loop on Megatron-core: call `wrap` in place of
+    `DistributedDataParallel(...)`, and `optimizer` in place of `get_megatron_optimizer(...)`.
 
-    Experimental: dense decoders (`GPTModel` with gated feed-forward layers), run with gloo on CPUs only. Everything
-    that is not supported raises `Unsupported` with the reason and the way out.
+    Experimental: supports dense decoders (`GPTModel` with gated feed-forward layers), and has only been run
+    on CPUs, with gloo. Anything else raises `Unsupported` with the reason and the fix.
 
     Args:
-        optimizer_config: Megatron's configuration, with `optimizer="muon"`. Its settings of Muon, AdamW, clipping
-            and schedules apply.
-        settings: settings as on canzona's command line, of `cluster` (on GPUs: the profile that the plan is made
-            for), `engine` and `optimizer`: `Engine(config, "cluster=h100-80g", "engine.mode=hosted")`.
-        groups: the caller's process groups; None for those of `megatron.core.parallel_state`.
+        optimizer_config: Megatron's configuration, with `optimizer="muon"`. Its settings for Muon, AdamW,
+            clipping and schedules apply.
+        settings: settings as on canzona's command line: `cluster` (the profile to plan for, required on
+            GPUs), those of `engine` and `optimizer`, `train.non_finite`, and the sizes that the loop trains
+            with, `train.micro_batch_size` and `train.seq_length`. For example `Engine(config,
+            "cluster=h100-80g", "engine.mode=hosted")`.
+        groups: the loop's process groups; None for those of `megatron.core.parallel_state`.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """The plan that the engine executes. `wrap` makes it, the same on every rank."""
+        """The plan that the engine executes, the same on every rank. `wrap` makes it."""
         return self._parts[2]
 
     def wrap(
@@ -59,11 +61,13 @@ class Engine:
         """Plans the updates of a model, and wraps its chunks with the plan's gradient buffers. Collective.
 
         Args:
-            chunks: this rank's part of the model, in forward order, on its device and in its precision.
+            chunks: this rank's model chunks in forward order, already on their device and in their final
+                precision.
             ddp_config: as for Megatron's `DistributedDataParallel`, with `use_distributed_optimizer=True`.
 
         Raises:
-            CanzonaError: on all ranks together, with every reason why the engine cannot train this model here.
+            CanzonaError: the engine cannot train this model here, for every reason that it lists. Raised on
+                all ranks together.
         """
         groups = self._groups or ProcessGroupCollection.use_mpu_process_groups()
         device = next(chunks[0].parameters()).device
@@ -85,15 +89,16 @@ class Engine:
     def optimizer(
         self, chunks: Sequence[DistributedDataParallel], overrides: Overrides | None = None
     ) -> CanzonaOptimizer:
-        """Builds the optimizer of chunks that `wrap` returned: canzona's for the matrices, Megatron's AdamW for all
-        other parameters. Collective.
+        """Builds the optimizer for the chunks that `wrap` returned: canzona's for the matrices, Megatron's
+        AdamW for all other parameters. Collective.
 
         Args:
-            overrides: settings of AdamW's parameter groups, Megatron's `config_overrides`; None for its standard
-                ones.
+            overrides: Megatron's `config_overrides`, for parameters that AdamW updates; None for Megatron's
+                standard overrides.
 
         Raises:
-            CanzonaError: on all ranks together.
+            CanzonaError: no model is wrapped, or the overrides are not supported. Raised on all ranks
+                together.
         """
         config, world, plan = self._parts
         assumed = config.cluster.grouped_collectives
@@ -121,7 +126,7 @@ class Engine:
 
 
 def _parameter_problems(models: Sequence[torch.nn.Module]) -> Iterator[Problem]:
-    """Yields the parameters of this rank whose storage or gradient the engine does not know."""
+    """Yields a problem for each parameter of this rank that is not stored as a plain bf16 or fp32 tensor."""
     for name, param in (item for model in models for item in model.named_parameters()):
         if param.dtype not in (torch.bfloat16, torch.float32) or type(param.data) is not torch.Tensor:
             reason = f"{name} is stored as {type(param.data).__name__} of {param.dtype}"

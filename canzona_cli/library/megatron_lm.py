@@ -17,17 +17,18 @@ from canzona_cli.megatron.optimizer import Overrides
 
 
 def use_in_megatron_lm(*settings: str) -> None:
-    """Makes Megatron-LM's `pretrain`, and all that builds models by its `get_model`, train with canzona's engine.
+    """Makes Megatron-LM's `pretrain`, and anything else that builds models with its `get_model`, train with
+    canzona's engine.
 
-    Call it before `pretrain`. The command line stays that of Megatron's Muon: `--optimizer muon
-    --use-distributed-optimizer`, and with tensor parallelism `--muon-tp-mode duplicated`. Experimental, like
-    `Engine`.
+    Call it before `pretrain`. The arguments stay those of Megatron's Muon: `--optimizer muon
+    --use-distributed-optimizer`, and with tensor parallelism also `--muon-tp-mode duplicated`. Experimental,
+    like `Engine`.
 
     Args:
         settings: as for `Engine`, for example "cluster=h100-80g".
 
     Raises:
-        EnvironmentProblem: Megatron-LM's training is not installed, or not as canzona expects.
+        EnvironmentProblem: `megatron.training` is not installed, or is not the version that canzona expects.
     """
     refuse(contract.verify_loop(), EnvironmentProblem)
     from canzona_cli.megatron.seams import replace_seams

@@ -1,4 +1,4 @@
-"""Turns the objects of a Megatron training loop into the settings from which canzona plans."""
+"""Turns the objects of a training loop on Megatron-core into the configuration that canzona plans from."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,16 +21,18 @@ from canzona_cli.megatron.limits import BUCKETS, MODEL, OPTIMIZER, problems
 
 Value = bool | int | float | str
 _RECIPE: Final = "qwen3-tiny"
-"""The recipe in which all settings that matter are replaced."""
+"""The recipe to start from; every setting that matters is replaced."""
 _FREE: Final = ("cluster", "engine", "optimizer", "train.non_finite", "train.seq_length", "train.micro_batch_size")
-"""The settings, and groups of settings, that a caller may choose; the loop determines all others."""
+"""The settings, and groups of settings, that a caller may set; the loop determines all others."""
 _FEWEST_IDS: Final = 512
-"""More than the ids of the recipe's tokenizer, which is not used."""
+"""The least vocabulary with which the recipe is accepted, because its tokenizer, which is not used, has fewer
+ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """A loop's own objects: the model, its wrapping, its optimizer and its process groups."""
+    """The objects of a training loop: the model, the configurations of data parallelism and of the optimizer,
+    and the process groups."""
 
     optimizer: MegatronOptimizerConfig
     ddp: DistributedDataParallelConfig
@@ -45,14 +47,14 @@ class Caller:
 
 
 def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layout]:
-    """Returns the run that a caller's objects amount to, and its layout.
+    """Returns the run that a training loop's objects describe, and its layout.
 
     Args:
         settings: further settings as on the command line (`engine.mode=hosted`, `cluster=h100-80g`).
 
     Raises:
-        Unsupported: with everything in the caller's objects that the engine does not support.
-        ConfigError: with every problem of the settings.
+        Unsupported: the engine does not support something in the objects; lists everything.
+        ConfigError: a setting is not valid, or belongs to the loop.
     """
     refuse([*_unsupported(caller)], Unsupported)
     given = [*_model(caller), *_layout(caller), *_optimizer(caller, settings), *_numbers(caller)]
@@ -69,7 +71,7 @@ def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layo
 
 
 def _unsupported(caller: Caller) -> Iterator[Problem]:
-    """Yields what the engine does not support; the same on every rank."""
+    """Yields a problem for everything that the engine does not support, the same on every rank."""
     optimizer, model = caller.optimizer, caller.model
     if optimizer.optimizer != "muon":
         yield Problem(
@@ -163,7 +165,8 @@ def _optimizer(caller: Caller, settings: Sequence[str]) -> Iterator[tuple[str, V
 
 
 def _numbers(caller: Caller) -> Iterator[tuple[str, Value]]:
-    """Yields settings of training, and those that a caller may replace."""
+    """Yields the settings of precision, recomputation, batch and splitting, some of which a caller may
+    replace."""
     precision = "bf16" if caller.optimizer.bf16 else "fp32"
     yield "train.precision", precision
     # Weights in fp32 have gradients in fp32.
@@ -178,10 +181,11 @@ def _numbers(caller: Caller) -> Iterator[tuple[str, Value]]:
 
 
 def _chosen(settings: Sequence[str], given: Mapping[str, Value], device: str) -> Iterator[str]:
-    """Yields the caller's settings and the batch that belongs to them.
+    """Yields the caller's settings, the global batch that fits them, and on CPUs the cluster if they do not
+    name one.
 
     Raises:
-        ConfigError: with each setting that the loop determines.
+        ConfigError: the loop determines one of the settings, or none of them names the cluster on GPUs.
     """
     micro = 1
     for setting in settings:

@@ -1,4 +1,4 @@
-"""The settings of Megatron that canzona's engine does not support, each with the reason and the way out."""
+"""The settings of Megatron that canzona's engine does not support, each with the reason and the fix."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Limit:
     """The supported value."""
     reason: str
     fix: str = ""
-    """The fix; empty for `leave it at` the supported value."""
+    """The fix; empty if it is to leave the setting at the supported value."""
 
 
 def problems(config: object, limits: Iterable[Limit]) -> Iterator[Problem]:
@@ -54,7 +54,7 @@ OPTIMIZER: Final = (
         reason="Megatron's AdamW updates the parameters that are not matrices",
     ),
 )
-"""The fields of `OptimizerConfig`."""
+"""The limits on `OptimizerConfig`."""
 
 BUCKETS: Final = (
     Limit(name="use_distributed_optimizer", value=True, reason="parameters must be views of Megatron's buffers"),
@@ -69,7 +69,7 @@ BUCKETS: Final = (
     Limit(name="nccl_ub", value=False, reason=_UNTRIED),
     Limit(name="delay_wgrad_compute", value=False, reason=_UNTRIED),
 )
-"""The fields of `DistributedDataParallelConfig`."""
+"""The limits on `DistributedDataParallelConfig`."""
 
 MODEL: Final = (
     Limit(name="num_moe_experts", value=None, reason=f"{_OTHER_LAYERS}; `canzona train` trains experts"),
@@ -95,4 +95,4 @@ MODEL: Final = (
     Limit(name="account_for_embedding_in_pipeline_split", value=False, reason=_EVEN_STAGES),
     Limit(name="account_for_loss_in_pipeline_split", value=False, reason=_EVEN_STAGES),
 )
-"""The fields of `TransformerConfig`."""
+"""The limits on `TransformerConfig`."""

@@ -19,7 +19,7 @@ Wrap = Callable[
     [Sequence[torch.nn.Module], DistributedDataParallelConfig, MegatronOptimizerConfig, Namespace],
     list[DistributedDataParallel],
 ]
-"""A function that wraps model chunks, given Megatron-LM's configurations and arguments."""
+"""A function that wraps model chunks; its other arguments are Megatron-LM's configurations and arguments."""
 Build = Callable[
     [MegatronOptimizerConfig, Sequence[DistributedDataParallel], Overrides | None],
     MegatronOptimizer,
@@ -33,12 +33,12 @@ LOOP: Final = (
     Limit(name="perform_rl_step", value=False, reason="masters and state of matrices cannot be moved to the host"),
     Limit(name="dump_param_to_param_group_map", value=None, reason="matrices are not in Megatron's parameter groups"),
 )
-"""The arguments of Megatron-LM with one supported value."""
+"""The arguments of Megatron-LM of which the engine supports only one value."""
 
 
 def replace_seams(wrap: Wrap, build: Build) -> None:
-    """Makes Megatron-LM's training wrap models by `wrap` and build optimizers by `build`. A further call replaces
-    both again."""
+    """Makes Megatron-LM's training wrap models with `wrap` and build optimizers with `build`. Calling it
+    again replaces both again."""
 
     def wrap_model_chunks_with_ddp(
         model_chunks: Sequence[torch.nn.Module],
@@ -71,7 +71,8 @@ def replace_seams(wrap: Wrap, build: Build) -> None:
 
 
 def _loop_problems(args: Namespace) -> Iterator[Problem]:
-    """Yields the arguments with which Megatron-LM's loop would ask for something that the engine does not do."""
+    """Yields a problem for each argument that makes Megatron-LM's loop ask for something the engine cannot
+    do."""
     yield from problems(args, LOOP)
     if not args.use_layer_wise_distributed_optimizer:
         reason = "without it the loop expects an optimizer that every rank has all of"
