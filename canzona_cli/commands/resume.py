@@ -31,7 +31,9 @@ def resume(
     cluster, a layout is chosen again: a run resumes on another machine, with another number of GPUs or another
     layout. Ctrl-C saves after the current step.
     """
+    from canzona_cli.checkpoint.manifest import step_of
     from canzona_cli.commands.train import train
+    from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.overrides import key_of, text_value
     from canzona_cli.config.written import NAME
     from canzona_cli.errors import ConfigError, Problem
@@ -49,4 +51,7 @@ def resume(
     if problems:
         raise ConfigError(*problems)
     arguments = [f"run.dir={text_value(str(run_dir))}", *(overrides or ())]
+    # A run that was sent back to one of its steps has newer checkpoints by now.
+    if step_of(load_resolved(run_dir / NAME).checkpoint.resume) is not None:
+        arguments.insert(1, "checkpoint.resume=auto")
     train(arguments, dry_run=dry_run, quiet=quiet, as_json=as_json, recipes_dir=recipes_dir)

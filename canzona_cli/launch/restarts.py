@@ -1,7 +1,7 @@
 """Restarts a failed run within the same launch, and builds the command by which a person resumes a run.
 
-A launch restarts a run after a wait, at most `run.restarts` times. The resume command repeats what was typed,
-with the run's directory.
+A launch restarts a run after a wait, at most `run.restarts` times. On one machine, `canzona resume` continues a run
+by its directory alone; in a job and on several machines, the command repeats what was typed.
 """
 
 import os
@@ -140,12 +140,14 @@ def resume_command(
     """Returns a shell command that resumes this run in its directory.
 
     In a Slurm batch job, the command submits another job with the same limits; in an allocation, it starts a
-    step.
+    step. On several machines each has settings of its own, which the directory does not have.
 
     Args:
         overrides: the overrides as they were typed.
         config: resolved.
     """
+    if current_step(environment) is None and node_count(config) == 1:
+        return shlex.join(("canzona", "resume", str(run_dir)))
     repeated = [text for text in overrides if not _is_replaced(text)]
     folders = [word for folder in recipes_dirs for word in ("--recipes-dir", str(folder.absolute()))]
     words = [*_program(config, environment), *repeated, f"run.dir={text_value(str(run_dir))}", *folders]

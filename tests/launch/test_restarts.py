@@ -221,7 +221,7 @@ def test_what_fails_twice_alike_ends_and_the_command_it_prints_goes_on_with_it(t
     assert f"to continue: {command}" in failed.stdout.splitlines()
     assert f"  continue   {command}" in canzona("report", root).stdout.splitlines()
     program, *words = shlex.split(command)
-    assert (program, *words[:-1]) == ("canzona", *typed)
+    assert (program, *words) == ("canzona", "resume", str(root))
     done = canzona(*words, cwd=tmp_path, environment=environment)
     assert done.returncode == 0, done.stderr
     assert (read_json(root / "result.json") or {})["step"] == STEPS
@@ -247,7 +247,11 @@ TWO_NODES = run_config(nodes=2)
 @pytest.mark.parametrize("run_dir", ["/runs/qwen3-tiny-20261122", "/my runs/a, b", "/it's=(1) $HOME/\\'x"])
 def test_any_shell_and_the_grammar_of_overrides_read_what_was_typed(run_dir: str) -> None:
     typed = ["recipe=my recipe.yaml", "run.trace_steps=[5,7]", "data.path='a, b'", 'data.cache_dir=$HOME/"x"']
-    command = resume_command(typed, [Path("/own recipes")], run_config(), Path(run_dir), environment={})
+    assert shlex.split(resume_command(typed, [], run_config(), Path(run_dir), environment={}))[1:] == [
+        "resume",
+        run_dir,
+    ]
+    command = resume_command(typed, [Path("/own recipes")], TWO_NODES, Path(run_dir), environment={})
     told = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True).stdout
     program, train, *words = told.decode().split("\0")[:-1]
     assert [program, train, *words[-2:]] == ["canzona", "train", "--recipes-dir", "/own recipes"]
@@ -259,7 +263,7 @@ def test_any_shell_and_the_grammar_of_overrides_read_what_was_typed(run_dir: str
 
 def test_where_it_began_once_is_not_where_it_goes_on() -> None:
     typed = ["run.dir=old", "checkpoint.resume=step-00000030", "checkpoint.resume=runs/other", "gpus=2"]
-    command = resume_command(typed, [], run_config(), Path("/runs/old"), environment={})
+    command = resume_command(typed, [], TWO_NODES, Path("/runs/old"), environment={})
     assert command == "canzona train checkpoint.resume=runs/other gpus=2 run.dir=/runs/old"
 
 

@@ -418,3 +418,11 @@ def test_a_dry_run_has_the_warnings_of_the_run(config: RunConfig) -> None:
     assert "continue from step 5" in said
     assert "reads the data 2 times, but 40 steps read it 1 times" in said
     assert "optimizer.lr" in said
+
+
+def test_a_run_that_was_sent_back_to_a_step_goes_on_from_its_newest(config: RunConfig) -> None:
+    back = replace(config, checkpoint=replace(config.checkpoint, resume="step-00000003"))
+    train(back, steps=5, saved=(3, 5))
+    for typed, step in (([], 5), (["checkpoint.resume=step-00000003"], 3)):
+        done = canzona("resume", files_of(config).root, *typed, "--dry-run")
+        assert f"continue from step {step}" in " ".join(done.stderr.split())
