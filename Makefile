@@ -2,6 +2,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+INSTALLED := pyproject.toml scripts/constraints.txt
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/installed
 
@@ -9,12 +10,17 @@ GPU_STAMP := $(GPU_VENV)/installed
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml scripts/constraints.txt
+# The stamp is a copy of what decided what is installed. Dates do not show a change: `git checkout` may bring older files.
+ifneq ($(shell cat $(INSTALLED) | cmp - $(STAMP) 2>&1),)
+.PHONY: $(STAMP)
+endif
+
+$(STAMP):
 	@python=$$(scripts/find-python) || exit $$?; \
 	if [ ! -x $(BIN)/python ]; then echo "creating $(VENV) with $$python"; "$$python" -m venv $(VENV); fi
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint scripts/constraints.txt --editable '.[dev]'
-	@touch $@
+	@cat $(INSTALLED) > $@
 
 # qwen3-tiny on four CPU ranks, two-way tensor and two-way data parallel, on the standard library's own sources. At the end
 # the model writes a text, and its loss is compared with the recipe's card.
