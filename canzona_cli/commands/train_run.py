@@ -3,8 +3,6 @@
 It is separate from the command's options, so that help and completion do not need these imports.
 """
 
-import os
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,19 +15,20 @@ from rich.console import Console
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.commands.output import checked_inputs, progress, show, tell, tell_batch, warn, warn_about
+from canzona_cli.commands.train_end import show_end
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.overrides import parse_overrides
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.sharing import mode_warnings
 from canzona_cli.data.corpus import ensure_corpus
-from canzona_cli.errors import CanzonaError, ExitCode
+from canzona_cli.errors import ExitCode
 from canzona_cli.huggingface.folder import is_hugging_face, open_folder, recipe_of
 from canzona_cli.launch import preflight, torchrun
-from canzona_cli.launch.card import card_of, judge
+from canzona_cli.launch.card import card_of
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.processes import tracked
-from canzona_cli.launch.restarts import Restarts, resume_command, resume_hint, run_with_restarts
+from canzona_cli.launch.restarts import Restarts, resume_command, run_with_restarts
 from canzona_cli.launch.resume import Resumption, reordered, resumption
 from canzona_cli.launch.run_dir import RunDirectory, check_free, prediction_here
 from canzona_cli.launch.slurm import adopt, current_step
@@ -41,16 +40,12 @@ from canzona_cli.model.matrices import routing
 from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.plan_file import Obtained, obtain_plan
 from canzona_cli.report.errors import show_failure
-from canzona_cli.report.run import BreakdownView
-from canzona_cli.report.run_trace import write_trace
 from canzona_cli.report.train import make_view
 from canzona_cli.report.train_dry_run import RUN_DIR_TIME, DryRun
-from canzona_cli.run.breakdown import Prediction, load_breakdown
+from canzona_cli.run.breakdown import Prediction
 from canzona_cli.run.codec import load_if_sound
-from canzona_cli.run.corpus import PreparedCorpus, data_warnings, read_corpus
+from canzona_cli.run.corpus import PreparedCorpus, data_warnings
 from canzona_cli.run.files import RunFiles
-from canzona_cli.run.summary import load_summary
-from canzona_cli.run.words import plural
 from canzona_cli.simulate.predict import outlook
 
 
@@ -378,74 +373,8 @@ def _tell_differences(resumption: Resumption) -> None:
 def _conclude(outcome: Outcome, run: RunDirectory, job: _Job, console: Console) -> None:
     """Shows how the run ended; an error here does not change its exit code."""
     try:
-        _show_end(outcome, run, job, console)
+        show_end(outcome, run, job.config, console, node_rank=job.node_rank, full=not job.short)
     except Exception as error:
         show_failure(error)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
-
-
-def _show_end(outcome: Outcome, run: RunDirectory, job: _Job, console: Console) -> None:
-    config, done, full = job.config, outcome.status == "done", not job.short
-    if job.node_rank:  # node 0 reports everything else, and all nodes often write to the same file
-        if outcome.exit_code:
-            tell(f"machine {job.node_rank}: {outcome.message}")
-        return
-    if outcome.failed:
-        _say_why(outcome)
-    elif full and run.files.breakdown.exists():
-        console.print()
-        console.print(BreakdownView(breakdown=load_breakdown(run.path), brief=True))
-    rows = [] if outcome.failed else [*_recordings(run, config)]
-    if done and full:
-        rows += _card_rows(run, config)
-    if full or rows or not done:
-        console.print()
-    if full or not done or config.run.dir is None:  # else the directory was typed, or chosen by a sweep
-        rows.append(f"run directory: {run.path}")
-    if done and full:
-        rows += _next_rows(run)
-    for row in filter(None, [*rows, resume_hint(outcome, run.files, config)]):
-        console.print(row, markup=False, soft_wrap=True)
-
-
-def _card_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
-    """Yields a line that compares the run with the card of its recipe, if there is one for these settings."""
-    card = card_of(config)
-    verdict = None if card is None else judge(card, load_summary(run.path), read_corpus(run.files))
-    if verdict is not None:
-        yield f"card: {verdict.words}"
-
-
-def _next_rows(run: RunDirectory) -> Iterator[str]:
-    """Yields the commands that are most useful after a run."""
-    shown = shlex.quote(os.path.relpath(run.path))
-    if CheckpointStore(run.files.checkpoints).latest() is not None:
-        yield f"next: canzona generate {shown} --prompt 'def main'"
-    yield f"next: canzona report {shown} --html run.html"
-
-
-def _recordings(run: RunDirectory, config: RunConfig) -> Iterator[str]:
-    """Yields lines that say where the requested traces are, or why there are none."""
-    if config.run.trace_steps is not None:
-        try:
-            ranks = write_trace(run.path, run.files.trace)
-            shown = f"trace of {plural(ranks, 'rank')}, measured and planned"
-            yield f"{shown}: {run.files.trace} (open it in ui.perfetto.dev)"
-        except CanzonaError as error:  # the run itself succeeded
-            yield f"no trace of steps {config.run.trace_steps[0]} to {config.run.trace_steps[1]}: {error}"
-    if config.run.profile_steps is not None:
-        first = config.run.profile_steps[0]
-        traces = f"{run.files.profile}/rank-N.json (open one in ui.perfetto.dev)"
-        missing = f"nothing: the run ended before step {first}"
-        yield f"torch's profiler: {traces if run.files.profile.exists() else missing}"
-
-
-def _say_why(outcome: Outcome) -> None:
-    """Shows the error of the rank that failed, then its traceback, then the path of its log."""
-    show_failure(outcome.error())
-    if outcome.traceback:
-        tell("\n".join(("", *outcome.traceback)), "dim")
-    if outcome.log is not None:
-        place = "the launcher" if outcome.rank is None else f"rank {outcome.rank}"
-        tell(f"\nfull output of {place}: {outcome.log}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.commands.train_run import _say_why
+from canzona_cli.commands.train_end import _say_why
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Diverged, ExitCode, Problem, SaveFailed
 from canzona_cli.launch.outcome import Outcome, Workers, judge, stopped_at_once
 from canzona_cli.run.codec import load_if_sound, save

@@ -1,0 +1,96 @@
+"""The end of `canzona train`: figures, the reason of a failure, where everything is, and the next commands."""
+
+import os
+import shlex
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from canzona_cli.checkpoint.store import CheckpointStore
+from canzona_cli.commands.output import tell
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.errors import CanzonaError
+from canzona_cli.launch.card import card_of, judge
+from canzona_cli.launch.outcome import Outcome
+from canzona_cli.launch.restarts import resume_hint
+from canzona_cli.launch.run_dir import RunDirectory
+from canzona_cli.report.errors import show_failure
+from canzona_cli.report.run import BreakdownView
+from canzona_cli.report.run_trace import write_trace
+from canzona_cli.run.breakdown import load_breakdown
+from canzona_cli.run.corpus import read_corpus
+from canzona_cli.run.summary import load_summary
+from canzona_cli.run.words import plural
+
+
+def show_end(
+    outcome: Outcome, run: RunDirectory, config: RunConfig, console: Console, *, node_rank: int, full: bool
+) -> None:
+    """Shows how a run ended on this node.
+
+    Args:
+        full: True for figures and further commands, too; False for a run that prints one line.
+    """
+    done = outcome.status == "done"
+    if node_rank:  # node 0 reports everything else, and all nodes often write to the same file
+        if outcome.exit_code:
+            tell(f"machine {node_rank}: {outcome.message}")
+        return
+    if outcome.failed:
+        _say_why(outcome)
+    elif full and run.files.breakdown.exists():
+        console.print()
+        console.print(BreakdownView(breakdown=load_breakdown(run.path), brief=True))
+    rows = [] if outcome.failed else [*_recordings(run, config)]
+    if done and full:
+        rows += _card_rows(run, config)
+    if full or rows or not done:
+        console.print()
+    if full or not done or config.run.dir is None:  # else the directory was typed, or chosen by a sweep
+        rows.append(f"run directory: {run.path}")
+    if done and full:
+        rows += _next_rows(run)
+    for row in filter(None, [*rows, resume_hint(outcome, run.files, config)]):
+        console.print(row, markup=False, soft_wrap=True)
+
+
+def _card_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
+    """Yields a line that compares the run with the card of its recipe, if there is one for these settings."""
+    card = card_of(config)
+    verdict = None if card is None else judge(card, load_summary(run.path), read_corpus(run.files))
+    if verdict is not None:
+        yield f"card: {verdict.words}"
+
+
+def _next_rows(run: RunDirectory) -> Iterator[str]:
+    """Yields the commands that are most useful after a run."""
+    shown = shlex.quote(os.path.relpath(run.path))
+    if CheckpointStore(run.files.checkpoints).latest() is not None:
+        yield f"next: canzona generate {shown} --prompt 'def main'"
+    yield f"next: canzona report {shown} --html run.html"
+
+
+def _recordings(run: RunDirectory, config: RunConfig) -> Iterator[str]:
+    """Yields lines that say where the requested traces are, or why there are none."""
+    if config.run.trace_steps is not None:
+        try:
+            ranks = write_trace(run.path, run.files.trace)
+            shown = f"trace of {plural(ranks, 'rank')}, measured and planned"
+            yield f"{shown}: {run.files.trace} (open it in ui.perfetto.dev)"
+        except CanzonaError as error:  # the run itself succeeded
+            yield f"no trace of steps {config.run.trace_steps[0]} to {config.run.trace_steps[1]}: {error}"
+    if config.run.profile_steps is not None:
+        first = config.run.profile_steps[0]
+        traces = f"{run.files.profile}/rank-N.json (open one in ui.perfetto.dev)"
+        missing = f"nothing: the run ended before step {first}"
+        yield f"torch's profiler: {traces if run.files.profile.exists() else missing}"
+
+
+def _say_why(outcome: Outcome) -> None:
+    """Shows the error of the rank that failed, then its traceback, then the path of its log."""
+    show_failure(outcome.error())
+    if outcome.traceback:
+        tell("\n".join(("", *outcome.traceback)), "dim")
+    if outcome.log is not None:
+        place = "the launcher" if outcome.rank is None else f"rank {outcome.rank}"
+        tell(f"\nfull output of {place}: {outcome.log}")
