@@ -260,13 +260,14 @@ def _attempts(
     free = plan_unbounded(config, layout, shapes)
     for careful in (False, True):
         memory_cap = _memory_cap(config, layout, members, limit, careful=careful)
+        # Under a memory cap that does not bind, the plan is the one made without a cap.
         roomy = _most_held(free) <= memory_cap
+        plan = free if roomy else attempt(config, layout, shapes, members, memory_cap)
+        yield from _with_less(config, layout, plan)
         for c_max_bytes in _capacities(config, layout, members):
-            # Under a memory cap that does not bind, the plan is the one made without a cap.
-            reusable = roomy and c_max_bytes is None
-            yield from _with_less(
-                config, layout, free if reusable else attempt(config, layout, shapes, members, memory_cap, c_max_bytes)
-            )
+            if c_max_bytes < _most_received(plan) * max(exchange_bytes(config)):  # else it would be the same plan
+                plan = attempt(config, layout, shapes, members, memory_cap, c_max_bytes)
+                yield from _with_less(config, layout, plan)
 
 
 def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
@@ -298,6 +299,15 @@ def _most_held(plan: Plan) -> int:
     return max(max(kept_elements(plan, stage)) for stage in range(plan.subject.layout.pp))
 
 
+def _most_received(plan: Plan) -> int:
+    """Counts the elements that the fullest host of a micro-group receives."""
+    received = Counter[tuple[int, int]]()
+    for number, group in enumerate(plan.groups):
+        for matrix in group.matrices:
+            received[number, plan.assignment.cells[matrix].host] += plan.matrices[matrix].elements
+    return max(received.values(), default=0)
+
+
 def _with_less(config: RunConfig, layout: Layout, plan: Plan) -> Iterator[Plan]:
     """Yields the plan, then the plan without rings that the planner chose itself, whose scratch takes memory."""
     yield plan
@@ -306,12 +316,11 @@ def _with_less(config: RunConfig, layout: Layout, plan: Plan) -> Iterator[Plan]:
         yield replace(plan, buckets=without)
 
 
-def _capacities(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Iterator[int | None]:
-    """Yields C_max of `make_plan`'s attempts in bytes: first None (as the settings say), then smaller and
-    smaller, down to the largest matrix."""
-    yield None
+def _capacities(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Iterator[int]:
+    """Returns C_max of `make_plan`'s attempts to save memory, in bytes: smaller and smaller, down to the largest
+    matrix."""
     largest = max(matrix.elements for matrix in sent(members)) * max(exchange_bytes(config))
-    yield from capacities(largest, settings(config).c_max_bytes)
+    return capacities(largest, settings(config).c_max_bytes)
 
 
 def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], limit: int, *, careful: bool) -> int:
