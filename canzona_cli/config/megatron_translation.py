@@ -288,12 +288,13 @@ class _Translation:
             reason = "canzona simulates Megatron's adam, muon and dist_muon"
             self._report("optimizer", reason, "choose one of them, to see its cost")
         self._set("optimizer", "muon")
+        # As Megatron's Muon, and as canzona's engine in Megatron's loop.
+        self._set("engine.splitting", "qkv" if self._on("muon_split_qkv") else "fused", "muon_split_qkv")
         if name == "adam":
             return
         for argument in table()["muon"]:
             if (key := exact_key(argument)) is not None:
                 self._set(key, self._text(argument), argument)
-        self._set("engine.splitting", "qkv" if self._on("muon_split_qkv") else "fused", "muon_split_qkv")
 
     def _omissions(self) -> None:
         """Lists what canzona neither has nor simulates."""

@@ -25,7 +25,7 @@ _MODES = {
 
 @dataclass(frozen=True, kw_only=True)
 class BesideMegatronView(Page):
-    """The costs in one screen."""
+    """The costs in one screen, and the command that trains the model in canzona's own loop."""
 
     beside: BesideMegatron
     verbose: bool = False
@@ -44,7 +44,8 @@ class BesideMegatronView(Page):
         yield self._table()
         fits = all(cost.fits for cost in (beside.adamw, beside.muon, beside.canzona))
         misfits = "" if fits else "; !: does not fit"
-        yield note(f"simulated; optimizer: exposed time; balance: max / mean update time of ranks{misfits}")
+        yield note("simulated, all in Megatron's own loop, so that only the optimizers differ")
+        yield note(f"optimizer: exposed time; balance: max / mean update time of ranks{misfits}")
         yield Text()
         yield from labelled(self._rows(), 16)
         yield Text()
@@ -52,8 +53,9 @@ class BesideMegatronView(Page):
             yield wrapped("canzona plans this model, but cannot train it:", "bold")
             yield from (note(clean(reason)) for reason in self._some(run.plans_only))
             return
-        data = "" if "data.path" in run.overrides else " (add data.path=PREFIX for its data)"
-        yield wrapped(f"Train it with canzona{data}; canzona plan with the same settings shows the plan:", "bold")
+        lacking = f", without {' and '.join(beside.overlaps)}" if beside.overlaps else ""
+        data = "" if "data.path" in run.overrides else "; add data.path=PREFIX"
+        yield wrapped(f"In canzona's own loop{lacking}{data}:", "bold")
         yield replace(wrapped(shlex.join(("canzona", "train", *beside.command))), unbroken=True)
 
     def _table(self) -> RenderableType:
@@ -75,24 +77,22 @@ class BesideMegatronView(Page):
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         beside, run = self.beside, self.beside.run
+        if beside.config.model.num_experts:
+            yield "canzona", "does not train experts in Megatron's loop yet"
+        elif not run.plans_only:
+            yield "canzona", "by use_in_megatron_lm(): canzona_cli/library/README.md"
         if run.optimizer == "adamw" and not run.distributed:
             yield "AdamW", "is simulated with --use-distributed-optimizer, which the file does not have"
         if run.optimizer == "muon" and beside.muon.strategy == "sc":
             yield "redundant", "without --use-distributed-optimizer every rank updates every matrix"
         if run.optimizer == "muon" and beside.layout.tp > 1:
             yield "muon-tp-mode", f"{run.tp_mode}: {_MODES[run.tp_mode]}"
-        if lacking := [name for name, on in self._overlaps() if on]:
-            yield "canzona lacks", f"{' and '.join(lacking)}: compare optimizer times, not iterations"
         for label, arguments in (("not understood", run.not_understood), ("left out", run.left_out)):
             if arguments:
                 yield label, clean(", ".join(self._some(arguments)))
         if run.no_effect:
             shown = f": {', '.join(run.no_effect)}" if self.verbose else ""
             yield "no effect", clean(f"{plural(len(run.no_effect), 'other argument')}{shown}")
-
-    def _overlaps(self) -> Iterator[tuple[str, bool]]:
-        yield "--tp-comm-overlap", self.beside.run.tp_overlap and self.beside.layout.tp > 1
-        yield "--overlap-moe-expert-parallel-comm", self.beside.run.dispatch_overlap and self.beside.layout.ep > 1
 
     def _some(self, arguments: Sequence[str]) -> Sequence[str]:
         """Returns the first arguments, and how many more there are."""

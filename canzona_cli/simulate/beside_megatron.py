@@ -1,4 +1,8 @@
-"""The cost of a Megatron-LM run's optimizer, next to canzona's plan for the same layout."""
+"""The cost of a Megatron-LM run's optimizer, next to that of canzona's engine in the same training loop.
+
+All costs are of Megatron's own loop, in which canzona's engine runs too (`canzona_cli.library`), so that only the
+optimizers differ.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -61,7 +65,16 @@ class BesideMegatron:
     """Megatron's Muon, as the run has it; layer-wise if it has AdamW."""
     canzona: Cost
     command: tuple[str, ...]
-    """The overrides that give the run with canzona."""
+    """The overrides that give the run in canzona's own loop."""
+
+    @property
+    def overlaps(self) -> tuple[str, ...]:
+        """The arguments for overlap in the file that act in this layout, and that canzona's own loop does not have."""
+        acting = {
+            "--tp-comm-overlap": self.run.tp_overlap and self.layout.tp > 1,
+            "--overlap-moe-expert-parallel-comm": self.run.dispatch_overlap and self.layout.ep > 1,
+        }
+        return tuple(name for name, acts in acting.items() if acts)
 
     def overhead(self, cost: Cost) -> float | None:
         """Returns how much longer an iteration is than with AdamW; None unless both fit into memory."""
@@ -86,6 +99,7 @@ class BesideMegatron:
                 "megatron": self.muon.as_json(),
                 "canzona": self.canzona.as_json(),
             },
+            "overlaps": list(self.overlaps),
             "overrides": list(self.command),
             "not_understood": list(run.not_understood),
             "left_out": list(run.left_out),
@@ -95,10 +109,10 @@ class BesideMegatron:
 
 
 def beside_megatron(run: MegatronRun, config: RunConfig, layout: Layout, command: Sequence[str]) -> BesideMegatron:
-    """Simulates a step with Megatron's optimizers and with canzona's plan, even if it does not fit into memory.
+    """Simulates a step of Megatron's loop with its optimizers and with canzona's, even if it does not fit into memory.
 
     Args:
-        config: the run with canzona, with the layout filled in.
+        config: the run in canzona's own loop, with the layout filled in.
 
     Raises:
         ConfigError: a setting of the engine is impossible.
@@ -109,25 +123,24 @@ def beside_megatron(run: MegatronRun, config: RunConfig, layout: Layout, command
         tp_overlap=cluster.tp_overlap or run.tp_overlap,
         dispatch_overlap=cluster.dispatch_overlap or run.dispatch_overlap,
     )
-    theirs = replace(config, cluster=overlapped)
+    config = replace(config, cluster=overlapped)
     try:
         plan = make_plan(config, layout)
     except DoesNotFit:
         plan = plan_unbounded(config, layout)
-    limit = capacity(config)
     memory_bytes = plan_memory(config, layout, plan).total
     return BesideMegatron(
         run=run,
         config=config,
         layout=layout,
         plan=plan,
-        adamw=_cost(theirs, layout, "adamw", ()),
-        muon=_muon(run, theirs, layout),
+        adamw=_cost(config, layout, "adamw", ()),
+        muon=_muon(run, config, layout),
         canzona=Cost(
             strategy="canzona",
             result=simulate_plan(config, layout, plan),
             memory_bytes=memory_bytes,
-            fits=memory_bytes <= limit,
+            fits=memory_bytes <= capacity(config),
             padding=padding_fraction(plan.buckets),
         ),
         command=tuple(command),
