@@ -68,7 +68,7 @@ class LazyCommands(TyperGroup):
 
 @contextmanager
 def _better_options(ctx: Any) -> Iterator[None]:
-    """Turns an error of usage into a ConfigError that suggests what to write instead.
+    """Turns a usage error into a ConfigError that suggests what to write instead.
 
     A common cause is a setting typed as an option.
     """

@@ -156,7 +156,7 @@ _FIXES: Final = {
 
 
 def of_the_machine(error: BaseException) -> EnvironmentProblem | None:
-    """Turns an OSError with a known fix, or of a deleted working directory, into an error for the user.
+    """Turns an OSError with a known fix, or from a deleted working directory, into an error for the user.
 
     Returns None for any other exception.
     """

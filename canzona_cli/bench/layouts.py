@@ -155,7 +155,7 @@ class TuneResult(TurnsResult):
     layouts: Mapping[str, LayoutBench]
     """The measured layouts by `layout_name`, in the order of predicted time; at least one."""
     failed: Mapping[str, str]
-    """The reason of the failure, by name, for each layout that failed. Failed layouts are not in `layouts`."""
+    """The reason for the failure of each layout that failed, by name. Failed layouts are not in `layouts`."""
 
     @cached_property
     def best(self) -> str:
@@ -169,7 +169,8 @@ class TuneResult(TurnsResult):
 
     @property
     def certain(self) -> bool:
-        """True if the fastest layout is the simulator's choice, or their quartiles do not overlap."""
+        """True if the fastest layout is the simulator's choice, or if the quartiles of the two do not
+        overlap."""
         if self.best == self.chosen or self.chosen not in self.layouts:
             return self.best == self.chosen
         best, chosen = (
@@ -254,8 +255,8 @@ WARM_UP_STEPS = 2
 """The steps at the start of a process that are not measured: they allocate buffers and optimizer state, and
 have no parameter gathering to overlap with their forward pass."""
 SETTLING_STEPS = 4
-"""The most further warm-up steps that run while updates in Muon's Gram form are still redone in standard
-form. The momentum of few gradients is close to low rank, which makes the Gram form unreliable: with
+"""The most additional warm-up steps. They run as long as updates in Muon's Gram form are still redone in
+standard form. The momentum of few gradients is close to low rank, which makes the Gram form unreliable: with
 qwen3-mini and a batch of two sequences, 36 of 84 updates took twice as long in the first three steps, and ten
 in the fourth."""
 _START_S = {"cpu": 4.0, "cuda": 40.0}

@@ -222,10 +222,10 @@ def compare(published: Published, profile: Mapping[str, float] | None = None) ->
 
 
 def fitted(compared: Sequence[PredictedSeries], *, experts: bool = False) -> list[PredictedSeries]:
-    """Returns the series by which the profile is fitted and errors are computed.
+    """Returns the series to which the profile is fitted, and over which errors are computed.
 
     Args:
-        experts: True for the series of models with experts, by which only the costs of experts are fitted.
+        experts: True for the series of models with experts, to which only the costs of experts are fitted.
     """
     counted = (predicted for predicted in compared if predicted.series.why_not_fitted is None)
     return [predicted for predicted in counted if predicted.experts is experts]
@@ -237,11 +237,11 @@ def mean_absolute_error(compared: Sequence[PredictedSeries]) -> float:
 
 
 def orders(compared: Sequence[PredictedSeries]) -> Iterator[tuple[PredictedSeries, PredictedSeries, bool]]:
-    """Yields pairs of layouts of one model, and True if the prediction has their order by time per sequence
-    right.
+    """Yields pairs of layouts of one model, each with True if the prediction puts the two in the right order
+    by time per sequence.
 
     A pair is yielded for each number of GPUs on which both layouts were measured with the same sequence
-    length, in the same publication: other software may be faster by more than layouts differ.
+    length, in the same publication: between publications, software may differ more than layouts do.
     """
     for a, b in combinations(compared, 2):
         alike = (

@@ -204,7 +204,7 @@ class Reader:
         return part
 
     def _from_pieces(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
-        """Reads `rows` rows from `row` on of a unit that is stored in pieces, (rows, columns)."""
+        """Reads `rows` rows, from `row` on, of a unit that is stored in pieces: (rows, columns)."""
         shape = unit_shape(name, self.model)
         region = torch.empty(rows, shape[-1])
         missing = region.numel()

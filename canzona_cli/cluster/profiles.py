@@ -19,8 +19,8 @@ from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.errors import ConfigError, Problem
 
 WITHOUT_FUSED_LAYERS = "13 to 20% fewer tokens a second"
-"""The cost of cluster.transformer_engine=false by `canzona train --dry-run`, for 0.6B to 32B on 1 to 256
-H100s."""
+"""The cost of cluster.transformer_engine=false that `canzona train --dry-run` predicts for 0.6B to 32B on 1
+to 256 H100s."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -230,10 +230,11 @@ ALIKE = 1e-5
 """The relative difference up to which two step times count as equal."""
 
 MARGIN = 1.005
-"""The factor over the slowest of the best simulated steps up to which estimated layouts are simulated;
-estimates hardly ever exceed the simulation by more."""
+"""The factor that decides when to stop simulating: the remaining layouts are left out once their estimated
+steps exceed the slowest of the best simulated steps by more. Estimates hardly ever exceed the simulation by
+more."""
 MARGIN_WITH_EXPERTS = 1.03
-"""The same for models with experts, whose traffic is harder to estimate."""
+"""The same factor for models with experts, whose traffic is harder to estimate."""
 EXHAUSTIVE_RANKS = 1024
 """The largest number of ranks for which every layout within `MARGIN` is simulated."""
 MOST_BEYOND = 10
@@ -241,8 +242,8 @@ MOST_BEYOND = 10
 are asked for."""
 MANY_MATRICES = 4096
 """The number of matrices above which a plan takes seconds, which only models with experts have."""
-FEWEST = 2
-"""The largest number of simulations for such models under a plan; more if more layouts are asked for."""
+MOST_WITH_MANY_MATRICES = 2
+"""The largest number of simulations of plans for such models; more if more layouts are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,7 +355,7 @@ def _most_simulated(config: RunConfig) -> float:
     """Returns the number of layouts to simulate at most."""
     many = config.model.num_layers * len(matrix_shapes(config)) > MANY_MATRICES
     if many and config.execution is Execution.PLANNED:
-        return FEWEST
+        return MOST_WITH_MANY_MATRICES
     return MOST_BEYOND if many or config.gpus > EXHAUSTIVE_RANKS else math.inf
 
 

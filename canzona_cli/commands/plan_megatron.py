@@ -16,7 +16,8 @@ def show_beside_megatron(
         typed: the user's overrides, which take precedence over the file.
 
     Raises:
-        ConfigError: the file cannot be read or translated, or its arguments are impossible; problems name them.
+        ConfigError: the file cannot be read or translated, or its arguments are impossible. The problems name
+            the arguments.
     """
     from canzona_cli.cluster.search import candidates, fill
     from canzona_cli.config.compose import compose_run

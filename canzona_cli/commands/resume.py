@@ -28,8 +28,8 @@ def resume(
     """Resume a run from its newest checkpoint.
 
     Uses the settings that the run was started with, and overrides on top of them. If they set gpus or the
-    cluster, a layout is chosen again: a run resumes on another machine, with another number of GPUs or another
-    layout. Ctrl-C saves after the current step.
+    cluster, a layout is chosen again, so that a run can resume on another machine, number of GPUs or layout.
+    Ctrl-C saves after the current step.
     """
     from canzona_cli.checkpoint.manifest import step_of
     from canzona_cli.commands.train import train

@@ -54,7 +54,7 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
 
 
 def curve_differences(one: RunConfig, other: RunConfig) -> tuple[str, ...]:
-    """Returns the settings in which two runs differ and that change the losses of a run."""
+    """Returns the settings that differ between two runs and affect their losses."""
     values, others = _settings(one), _settings(other)
     keys = dict.fromkeys([*affecting(MODEL), *affecting(OPTIMIZER), *affecting(CURVE)])
     return tuple(key for key in keys if values.get(key) != others.get(key))

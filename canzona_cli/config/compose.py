@@ -152,14 +152,14 @@ _OVERRULES: Final = {
     "optimizer.min_lr": "optimizer.min_lr_ratio",
     "train.batch_tokens": "train.global_batch_size",
 }
-"""Settings that count only if another setting has no value for them. Whoever writes such a setting on top of a
-recipe with the other one wants what he wrote."""
+"""The settings that only count while another setting is not set, with that other setting. A recipe that sets
+one of them on top of a recipe with the other is meant to change the value."""
 
 
 def _overruling(files: Sequence[Path], given: Mapping[str, Path], asked: Overrides) -> Iterator[str]:
-    """Yields the settings that a recipe sets on top of a recipe with the setting that would take precedence.
+    """Yields the settings of a recipe that one of the recipes below it would overrule, see `_OVERRULES`.
 
-    A recipe's learning rate is that of its own optimizer, so it does not count if the command line chooses
+    A recipe's learning rate is meant for its own optimizer, so it is not yielded if the command line chooses
     another one.
     """
     recipes = [file for file in files if file.parent.name == "recipe" or file == given.get("recipe")]

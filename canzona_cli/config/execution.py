@@ -10,8 +10,8 @@ AnyStrategy = Strategy | Literal["adamw"]
 PLANNED: tuple[Strategy, ...] = ("canzona", "paper", "asc")
 """The strategies that execute a plan."""
 IN_ORDER: tuple[Strategy, ...] = ("paper", "asc")
-"""The strategies that keep Megatron's order of buckets, whatever `engine.layout`, and update every matrix on
-its host."""
+"""The strategies that keep Megatron's order of buckets, whatever `engine.layout` is, and update every matrix
+on its host."""
 
 
 def strategy_of(config: RunConfig) -> AnyStrategy:

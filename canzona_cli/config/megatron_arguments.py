@@ -50,7 +50,7 @@ def meaning(name: str) -> Meaning | None:
 
 
 def default(name: str) -> object:
-    """Returns Megatron's default of an argument in the table; None also without a default."""
+    """Returns Megatron's default for an argument of the table; None if it has no default."""
     section = meaning(name)
     if section is None or section == "no_effect":
         return None
@@ -59,7 +59,8 @@ def default(name: str) -> object:
 
 
 def argument_of(flag: str) -> tuple[str, str | None]:
-    """Returns the name of the argument that a flag sets, and the value that a flag without values sets it to."""
+    """Returns the name of the argument that a flag sets, and the value that the flag implies; None if its
+    value is written after it."""
     name = flag.lstrip("-").replace("-", "_")
     renamed = table()["flags"].get(name)
     if isinstance(renamed, list):
@@ -74,19 +75,19 @@ def argument_of(flag: str) -> tuple[str, str | None]:
 
 @dataclass(kw_only=True)
 class Arguments:
-    """The arguments of a run, as far as its file gives them."""
+    """The arguments of a Megatron-LM run that its file gives."""
 
     path: Path
     values: dict[str, str] = field(default_factory=dict)
-    """The value by Megatron's name; `true` or `false` for switches."""
+    """The values by Megatron's names; `true` or `false` for switches."""
     written: dict[str, str] = field(default_factory=dict)
-    """The name as it is in the file, by Megatron's name."""
+    """The names as the file writes them, by Megatron's names."""
     not_understood: list[str] = field(default_factory=list)
-    """The arguments that canzona does not know, as they are written."""
+    """The arguments that canzona does not know, as the file writes them."""
     no_effect: list[str] = field(default_factory=list)
-    """The arguments without effect on a plan, as they are written."""
+    """The arguments without effect on a plan, as the file writes them."""
     sourced: list[str] = field(default_factory=list)
-    """The scripts that the file reads with `source`, which are not read."""
+    """The scripts that the file includes with `source`. They are not read."""
     nodes: int | None = None
     per_node: int | None = None
     """The processes on each node."""
@@ -104,7 +105,7 @@ class Arguments:
 
 
 def read_arguments(path: Path) -> Arguments:
-    """Reads the arguments of a run.
+    """Reads the arguments of a Megatron-LM run.
 
     Raises:
         ConfigError: the file cannot be read, or contains no arguments of Megatron.
@@ -138,7 +139,7 @@ def _take_script(text: str, script: Script, arguments: Arguments) -> None:
     for flag, values in _flags(words):
         name, implied = argument_of(flag)
         switch = isinstance(default(name), bool)
-        # An unknown word that is no value of a flag may stand for other flags.
+        # An unknown word that cannot be the flag's value may stand for other flags.
         hidden = [word for word in values[switch is False and meaning(name) is not None :] if unknown(word)]
         arguments.not_understood += [f"{unknown(word)}" for word in hidden]
         values = [word for word in values if word not in hidden]
@@ -161,9 +162,10 @@ def _take_script(text: str, script: Script, arguments: Arguments) -> None:
 
 
 def _command_line(script: Script) -> tuple[list[str], list[str]]:
-    """Returns the words of the launcher, and those of the script that it starts, of the command with most flags.
+    """Finds the command with the most flags; returns the words up to the Python script, and the words after
+    it.
 
-    Lines that begin with a flag are one command, as in a file that contains nothing but arguments.
+    All lines that begin with a flag count as one command, because a file may contain nothing but arguments.
     """
     commands = [[word.strip("'\"") for word in " ".join(words).split()] for words in script.commands]
     commands.append([word for words in commands if words and words[0].startswith("--") for word in words])

@@ -1,6 +1,7 @@
-"""Translates the arguments of a run of Megatron-LM into settings of canzona.
+"""Translates the arguments of a Megatron-LM run into canzona's settings.
 
-Arguments of a model or a step that canzona does not have are refused by name; nothing is approximated.
+Arguments of a model or an optimizer that canzona cannot plan are refused by name. Those that only keep
+canzona from training the model, and those that change a step in a way that it does not simulate, are listed.
 """
 
 import math
@@ -26,11 +27,12 @@ _SHAPE: Final = (
 )
 """The settings by which a built-in model is recognised."""
 _TOKENS: Final = 16384
-"""The ids of the tokenizer that recipes use where a run has no data of its own."""
+"""The number of ids in the tokenizer of the recipes' built-in corpus, which a run without data trains on."""
 _DECAYS: Final = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 _BALANCING: Final = {"seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
 _INTERLEAVED: Final = ("overlap_p2p_comm", "align_param_gather")
-"""Arguments that matter only if a stage has several model chunks; Megatron switches them off otherwise."""
+"""The arguments that matter only if a stage has several model chunks; otherwise Megatron switches them
+off."""
 _EXCLUDING: Final = (
     ("train_iters", "train_samples", "the length of a run is given in iterations or in samples"),
     (
@@ -39,7 +41,7 @@ _EXCLUDING: Final = (
         "both give the number of model chunks",
     ),
 )
-"""Arguments of which Megatron accepts one, with the reason."""
+"""The pairs of arguments of which Megatron accepts only one, with the reason."""
 
 
 def read_megatron_run(path: Path, typed: Sequence[str]) -> MegatronRun:
@@ -49,8 +51,8 @@ def read_megatron_run(path: Path, typed: Sequence[str]) -> MegatronRun:
         typed: the user's overrides, which take precedence over the file.
 
     Raises:
-        ConfigError: the file cannot be read; or arguments are missing, impossible, or those of a model or a step
-            that canzona does not have. Carries every problem.
+        ConfigError: the file cannot be read; or arguments are missing, impossible, or of a model or an
+            optimizer that canzona cannot plan. Lists every problem.
     """
     values = {key_of(override): override.partition("=")[2] for override in typed}
     if values.get("optimizer", "muon") != "muon":
@@ -64,7 +66,7 @@ def read_megatron_run(path: Path, typed: Sequence[str]) -> MegatronRun:
 
 
 class _Translation:
-    """The settings of a run and the problems with them.
+    """The translation of one run: its settings, and the problems with its arguments.
 
     Args:
         typed: the user's values by key.
@@ -257,7 +259,7 @@ class _Translation:
 
     def _schedule(self, batch: int) -> None:
         def steps(of: str) -> int | None:
-            """Returns a length that is given in iterations or samples."""
+            """Returns a length in steps, which may be given in iterations or in samples."""
             iterations, samples = self._number(f"{of}_iters", 0), self._number(f"{of}_samples", 0)
             return iterations or samples // batch or None
 
@@ -305,7 +307,8 @@ class _Translation:
                 self._left_out.append(self._listed(name))
 
     def _recipe(self) -> str:
-        """Returns the built-in recipe of the model; else one of its family, and names the run after its file."""
+        """Returns the built-in recipe of the model. If there is none, returns a recipe of the same family,
+        and names the run after its file."""
         if self._like is not None:
             return self._like
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", self._given.path.stem).strip("-._") or "megatron"
@@ -317,7 +320,8 @@ class _Translation:
 
     @cached_property
     def _like(self) -> str | None:
-        """The name of the built-in model with the same matrices, which is its recipe's, too."""
+        """The name of the built-in model with the same matrices, which is also the name of its recipe; None
+        if there is none."""
         for name, file in group_options("model", [builtin_recipes_dir()]).items():
             model = {key: known.default for key, known in settings().items() if key.startswith("model.")}
             model |= {f"model.{key}": value for key, value in read_yaml(file).items()}
@@ -344,7 +348,8 @@ class _Translation:
         return self._text(name) == "true"
 
     def _number(self, name: str, missing: int, *, key: str | None = None) -> int:
-        """Returns the user's value of an argument's setting, else its own value, else `missing`."""
+        """Returns the user's value of the setting that an argument determines, else the argument's value,
+        else `missing`."""
         key = key or exact_key(name) or ""
         text = self._typed.get(key, self._text(name))
         if text is None:
@@ -357,7 +362,8 @@ class _Translation:
         return int(number)
 
     def _set(self, key: str, value: str | int | None, name: str | None = None) -> None:
-        """Sets a key, unless the user does or there is no value; `name` is the argument that determines it."""
+        """Sets a key, unless the user has set it or there is no value; `name` is the argument that determines
+        it."""
         if key in self._typed or value is None:
             return
         text = _written(value)
@@ -375,7 +381,7 @@ class _Translation:
         self._report(name, reason, fix, value=text if part is None else part)
 
     def _listed(self, name: str) -> str:
-        """Returns an argument and its value as they are written."""
+        """Returns an argument and its value as the file writes them."""
         value = self._text(name)
         return self._written(name) + ("" if value in ("true", None) else f" {unknown(value) or value}")
 

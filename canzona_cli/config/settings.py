@@ -141,8 +141,10 @@ def exact_key(word: str) -> str | None:
     Returns None if there is none, or if several settings share the bare name.
     """
     flat = word.replace("-", "_").lower()
-    known = [key for key in settings() if flat in (key, key.rpartition(".")[2])]
-    return RENAMED.get(flat) or (known[0] if len(known) == 1 or flat in known else None)
+    if flat in RENAMED or flat in settings():
+        return RENAMED.get(flat, flat)
+    with_name = [key for key in settings() if key.rpartition(".")[2] == flat]
+    return with_name[0] if len(with_name) == 1 else None
 
 
 def closest_key(key: str) -> str | None:

@@ -1,8 +1,9 @@
 """Reads the commands of a shell script, with their variables replaced, without running anything.
 
-The script is read as if it were started without arguments. Variables that it does not set, `$(commands)` and
-values set under a condition that cannot be decided stay unknown, and are marked in the words that contain
-them. Tests of files count as conditions that cannot be decided. A loop's body is read once.
+The script is read as if it were started without arguments. Variables that it does not set, `$(commands)`, and
+values set under a condition that cannot be decided stay unknown: they are marked in the words that contain
+them. A test takes a variable that is not set as empty, and a test of a file cannot be decided. The body of a
+loop is read once.
 """
 
 import ast
@@ -17,9 +18,10 @@ from typing import Final
 from canzona_cli.config.reading import Unreadable
 
 LARGEST: Final = 1 << 20
-"""The most characters of a script, and of a value after its variables are replaced."""
+"""The most characters of a value after its variables are replaced."""
 _MARK: Final = "\ue000"
-"""The character around the name of an unknown part of a word; `?` begins a name that is not just an unset variable."""
+"""The character on both sides of an unknown part of a word. A `?` follows the first one unless the part is
+just a variable that is not set."""
 _ENDS: Final = " \t\n;&|()<>"
 _NAME: Final = re.compile(r"[A-Za-z_]\w*|[0-9@*#?]")
 _ASSIGNED: Final = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -52,11 +54,13 @@ class Script:
     variables: Mapping[str, str]
     """The last value of every variable; the elements of an array are separated by spaces."""
     undecided: tuple[str, ...]
-    """The words that a condition which cannot be decided adds to a variable."""
+    """The words that variables are set to, or that are added to them, under a condition that cannot be
+    decided."""
 
 
 def unknown(word: str) -> str | None:
-    """Returns the unknown part of a word as a script writes it, such as `$TP`; None if all of it is known."""
+    """Returns the first unknown part of a word as the script writes it, such as `$TP`; None if all of it is
+    known."""
     name = word.split(_MARK)[1].lstrip("?") if _MARK in word else None
     return name and (f"${name}" if name.isalnum() or "_" in name else name)
 
@@ -70,7 +74,8 @@ def read_script(text: str) -> Script:
     """Reads a script.
 
     Raises:
-        Unreadable: a quote or bracket is not closed, or a value grows too long.
+        Unreadable: a quote or bracket is not closed, a value grows too long, or variables are nested too
+            deeply.
     """
     reader = _Reader(text, {})
     try:
@@ -84,7 +89,7 @@ def read_script(text: str) -> Script:
 
 
 def both(a: bool | None, b: bool | None) -> bool | None:
-    """Returns `a and b`, where None is not known."""
+    """Returns `a and b`, where None means that the value is not known."""
     return False if False in (a, b) else None if None in (a, b) else True
 
 
@@ -97,9 +102,9 @@ class _Branch:
     """An open `if`, loop or `case`."""
 
     taken: bool | None = True
-    """True if the part that is being read runs."""
+    """True if the part that is being read runs; None if that is not known."""
     before: bool | None = False
-    """True if an earlier part of the same `if` runs."""
+    """True if an earlier part of the same `if` runs; None if that is not known."""
     condition: bool | None = True
     reading: bool = False
     """True while the condition is read."""
@@ -117,7 +122,7 @@ class _Branch:
 
 
 class _Reader:
-    """A reader of a text, at a position."""
+    """A reader of a script, which keeps its position, the variables so far and the commands so far."""
 
     def __init__(self, text: str, variables: dict[str, str]) -> None:
         self.text, self.at, self.variables = text, 0, variables
@@ -127,7 +132,7 @@ class _Reader:
         self._joined = ""
         """The operator between the previous command and this one."""
         self._documents: list[str] = []
-        """The last lines of here-documents that begin on the next line."""
+        """The delimiters of the here-documents that begin on the next line."""
 
     def command(self) -> None:
         """Reads a command and the operator after it."""
@@ -207,7 +212,7 @@ class _Reader:
         return "".join(parts)
 
     def _dollar(self) -> str:
-        """Replaces what a `$` before the position begins."""
+        """Reads the expansion after a `$`, which is just before the position; returns its value."""
         for opening, closing in (("((", "))"), ("(", ")"), ("{", "}")):
             if self.text.startswith(opening, self.at):
                 inside = self._bracketed(opening, closing)
@@ -283,7 +288,8 @@ class _Reader:
         self._documents = []
 
     def _apply(self, words: list[str], end: str) -> None:
-        """Follows a command: opens and closes branches, sets variables, or records it."""
+        """Carries out a command as far as reading needs it: opens and closes branches, sets variables, or
+        records the command."""
         while words and (rest := self._keyword(words)) is not None:
             words = rest
         branch = self._open[-1] if self._open else None
@@ -295,7 +301,8 @@ class _Reader:
             self._record(words)
 
     def _keyword(self, words: list[str]) -> list[str] | None:
-        """Follows the keyword that a command begins with; returns the words after it, or None without a keyword."""
+        """Carries out the keyword that a command begins with; returns the words after it, or None if it
+        begins with none."""
         first, branch = words[0], self._open[-1] if self._open else None
         if first in ("if", "while"):
             self._open.append(_Branch(reading=True))
@@ -346,7 +353,7 @@ class _Reader:
         self.variables[name] = value
 
     def _test(self, words: list[str]) -> bool | None:
-        """Decides a test; None if it asks something that the script does not say."""
+        """Returns the result of a test; None if the script alone does not determine it."""
         if words[0] == "!":
             return _not(self._test(words[1:]))
         if words[0].startswith("(("):

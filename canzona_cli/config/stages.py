@@ -6,7 +6,8 @@ embedding counts as a layer of the first part as well. These parts then have one
 Llama-3.1 405B with its 126 layers was trained this way on 16 stages (arXiv 2407.21783, section 3.3.2).
 
 The layout decides what counts: no setting is needed, because for given layers, stages and chunks at most one
-way gives whole layers, except that two parts are the same with and without counting both.
+way gives whole layers. The only exception is a cut into two parts, which comes out the same whether both or
+neither counts.
 """
 
 from functools import lru_cache

@@ -382,9 +382,9 @@ def _with_defaults(tree: Mapping[str, object]) -> dict[str, object]:
 
 
 def _defaults_with_experts(tree: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
-    """Returns the defaults of a section that are others for a model with experts: `max_preconditioner_dim` is
-    their width, and at least 1024. Factors of the hidden size would take more memory than everything else,
-    because every expert has its own."""
+    """Returns the defaults of a section that differ for a model with experts: `max_preconditioner_dim` is the
+    width of an expert, but at least 1024. Factors for the hidden size would take more memory than everything
+    else, because every expert has factors of its own."""
     model = tree.get("model")
     width = model.get("ffn_hidden_size") if isinstance(model, Mapping) and model.get("num_experts") else None
     if "max_preconditioner_dim" not in defaults or not isinstance(width, int):

@@ -15,7 +15,8 @@ _CHOSEN: Final = {
     "train": ("micro_batch_size", "recompute"),
     "cluster": ("nodes",),
 }
-"""The settings that are chosen for a number of GPUs and a cluster. The run was started with the choice for its own."""
+"""The settings that are chosen to suit the number of GPUs and the cluster. `config.yaml` has the choice for
+those that the run was started with."""
 
 
 def with_written_recipe(asked: Overrides) -> Overrides:

@@ -223,8 +223,8 @@ def matrix_shapes(config: RunConfig) -> tuple[tuple[int, int], ...]:
 
 
 def stored_shapes(config: RunConfig, layout: Layout) -> Counter[Shape]:
-    """Counts the (rows, columns) of one layer's matrices, as the run's strategy splits them, that the ranks of a TP
-    group store together; of experts that are divided among ranks, those of one rank."""
+    """Counts the (rows, columns) of one layer's matrices, as the run's strategy splits them, that the ranks
+    of a TP group store together. If experts are divided among ranks, only those of one rank count."""
     cut, whole = layer_on_rank(config.model, splitting_of(config), layout.ep)
     return Counter((matrix.rows, matrix.cols) for matrix in (*cut, *whole))
 
@@ -237,9 +237,8 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
       everything else;
     - core attention by torch (no Transformer Engine) with c > 1 and no recomputation: the k and v of the full
       sequence, 2 T c g d / t, instead of the rotated k, and on GPUs the context once more, T a d / t, because
-      its two chunks are joined.
-    On CPU SwiGLU is not fused. Recomputation `selective` recomputes core attention; `full` keeps only the
-    layer's input.
+      its two chunks are joined. On CPU SwiGLU is not fused. Recomputation `selective` recomputes core
+      attention; `full` keeps only the layer's input.
     """
     model, t, width = config.model, layout.tp, config.train.weight_bytes
     tokens, stream = micro_batch_tokens(config, layout), stream_elements(config, layout)

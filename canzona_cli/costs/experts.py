@@ -1,9 +1,9 @@
 """The parts of an expert layer's time that dense layers lack: products of many experts, the travel of tokens to
 the ranks of their experts and back, and the launches of the router's small kernels.
 
-Tokens are assumed to go to all experts evenly, as the balancing loss wants it. With k experts per token, T
-tokens of a micro-batch on a TP group, t = tp, and experts divided among e ranks (`Layout.ep`), a rank sends
-k T / t copies and receives as many, k T e / (t E) for each of its E / e experts.
+Tokens are assumed to go to all experts evenly, as the balancing loss intends. With k of E experts chosen for
+a token, T tokens of a micro-batch on a TP group, t = tp, and experts divided among e ranks (`Layout.ep`), a
+rank sends k T / t copies and receives as many: k T e / (t E) for each of its E / e experts.
 """
 
 from canzona_cli.config.execution import dispatcher_of
@@ -14,16 +14,16 @@ from canzona_cli.costs.update import matmul_rate, rates
 from canzona_cli.model.family import Weight, Work
 
 STREAMS = 4
-"""The number of experts' products that run side by side, which helps where one of them leaves units idle: the
-streams of Transformer Engine's grouped linear layers."""
+"""The number of experts' products that run at the same time, on the streams of Transformer Engine's grouped
+linear layers. This helps where one product leaves units of the GPU idle."""
 EXPERT_LAUNCHES = 60
-"""The launches of an expert layer in one direction for which the GPU waits: router, sort and permutation are
-about 40 small kernels, and the host loses its lead when it waits for the counts of tokens. Fitted to published
-step times of Qwen3-30B-A3B (bench/published.yaml)."""
+"""The launches that the GPU waits for in one pass of an expert layer: router, sort and permutation are about
+40 small kernels, and the host loses its lead when it waits for the counts of tokens. Fitted to published step
+times of Qwen3-30B-A3B (bench/published.yaml)."""
 HOST_LAUNCHES = 400
-"""The time that the host takes for an expert layer in one direction, in launches of a kernel; Transformer
-Engine's modules take it longer than their kernels. Fitted to the same model's steps with and without CUDA
-graphs on few tokens."""
+"""The time that the host needs for one pass of an expert layer, as a number of kernel launches. Transformer
+Engine's modules cost the host more than the launches of their kernels. Fitted to the same model's steps on
+few tokens, with and without CUDA graphs."""
 
 
 def divided(layout: Layout, work: Work) -> bool:
@@ -37,7 +37,7 @@ def held_weight(layout: Layout, work: Work) -> Weight:
 
 
 def held_experts(layout: Layout, work: Work) -> int:
-    """Counts the experts of a module on a rank; 1 without experts."""
+    """Counts the experts that a rank has of a module; 1 for a module without experts."""
     return work.experts // layout.ep if work.experts > 1 else 1
 
 
@@ -49,14 +49,16 @@ def products_seconds(config: RunConfig, layout: Layout, work: Work) -> float:
     volume = float(tokens * weight.elements)
     side = volume ** (1 / 3)
     if cluster.device == "cuda" and held > 1:
-        (full, _), *_ = rates(cluster)
-        side = max(side, min(float(full), side * min(STREAMS, held) ** (1 / 3)))
+        # Products that run at the same time have the rate of one product of their total volume, up to that of
+        # the smallest size in the profile's table.
+        smallest, _ = rates(cluster)[0]
+        side = max(side, min(float(smallest), side * min(STREAMS, held) ** (1 / 3)))
     return held * 2.0 * volume / matmul_rate(cluster, side, config.train.precision)
 
 
 def launched(cluster: ClusterConfig, seconds: float) -> float:
-    """Returns the seconds that launches add to an expert layer's pass in one direction, of which the GPU's work
-    takes `seconds`. On CPUs launches are part of what a calibration measures."""
+    """Returns the seconds that launches add to a pass of an expert layer whose work takes the GPU `seconds`.
+    On CPUs they are part of what a calibration measures."""
     if cluster.device == "cpu":
         return 0.0
     waited_s, host_s = (launches * cluster.launch_us * 1e-6 for launches in (EXPERT_LAUNCHES, HOST_LAUNCHES))
@@ -64,9 +66,9 @@ def launched(cluster: ClusterConfig, seconds: float) -> float:
 
 
 def copying(config: RunConfig, layout: Layout) -> float:
-    """Returns the times that `Work.copied` passes through a rank's memory.
+    """Returns how many times the elements `Work.copied` pass through a rank's memory.
 
-    Copies that arrive by `alltoall` are in the order of their senders and are sorted by expert once more.
+    Copies that arrive by `alltoall` are in the order of their senders, and are sorted by expert once more.
     """
     sorts = 2 if layout.ep > 1 and dispatcher_of(config) == "alltoall" else 1
     return sorts * layout.expert_tp / layout.tp
@@ -92,7 +94,7 @@ def dispatch(config: RunConfig, layout: Layout) -> Transfer:
     else:
         sent = [size * config.model.experts_per_token * (group.size - 1) / group.size] * group.size
         moved = links.all_to_all(sent, sent, group)
-    # The cores of all groups that one owner's ranks are in, as for tensor-parallel collectives.
+    # Count the cores of all groups that one owner's ranks are in, as for tensor-parallel collectives.
     return moved.on_cores(moved.cores * layout.tp / layout.ep)
 
 
@@ -118,8 +120,9 @@ def _once_per_node(links: Links, group: Group, size: float, chosen: int) -> Tran
 
 
 def hidden(cluster: ClusterConfig, moved: Transfer, computing_s: float) -> Transfer:
-    """Returns the part of a transfer that does not overlap with `computing_s` seconds of another micro-batch's
-    computation, and what it takes from that computation."""
+    """Returns the time that a transfer adds when it overlaps with `computing_s` seconds of another
+    micro-batch's computation: the part that does not fit into them, and the delay of the computation by the
+    part that does."""
     if not moved.seconds:
         return moved
     share = min(1.0, computing_s / moved.seconds)

@@ -61,8 +61,8 @@ class NormClip:
 
 
 def least_before_updates(config: RunConfig, layout: Layout) -> float:
-    """Returns the seconds of norm, clip and AdamW on a mean owner's ranks in the middle stage, which has
-    least work."""
+    """Returns the seconds of norm, clip and AdamW on the ranks of an average owner in the middle stage, which
+    has the least work."""
     weights, implemented = stage_weights(config, layout, layout.pp // 2), implementation(config)
     others = weights.others / layout.owners
     reduced = weights.reduced(layout)

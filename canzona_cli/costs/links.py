@@ -105,8 +105,8 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The communicators of a layout in Megatron's rank order: tp innermost, then cp, dp, pp; of a stage's
-    ranks, ep innermost."""
+    """The communicators of a layout in Megatron's rank order: tp innermost, then cp, dp, pp. Expert
+    parallelism divides the ranks of a stage anew, with ep innermost."""
 
     tp: Group
     cp: Group

@@ -48,13 +48,14 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The bytes on the rank that needs most, by part, and the capacity of its GPU."""
+    """The bytes on the rank that needs the most, by part, and the capacity of its GPU."""
 
     parts: Mapping[str, int]
     capacity: int
     """The bytes that a run may use: the memory of the profile's GPU minus its reserve."""
     worst_rank: str
-    """The rank that needs most: `rank 5`, or in an estimate `every rank` or a stage such as `pp stage 0`."""
+    """The rank that needs the most: `rank 5`, or in an estimate `every rank` or a stage such as `pp stage
+    0`."""
 
     @property
     def total(self) -> int:
@@ -75,7 +76,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate(Memory):
-    """The memory of the rank that needs most, estimated without a plan."""
+    """The memory of the rank that needs the most, estimated without a plan."""
 
     parts: Mapping[str, int]
     """The bytes of weights, gradients, optimizer, activations, logits, workspace and exchange. Memory that is
@@ -120,9 +121,9 @@ def headroom(config: RunConfig) -> int:
 
 
 def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
-    """Estimates the memory of the rank that needs most in `layout`.
+    """Estimates the memory of the rank that needs the most in `layout`.
 
-    Only three stages can need most: the first has the embedding and the most micro-batches in flight, the
+    Only three stages can need the most: the first has the embedding and the most micro-batches in flight, the
     last has the output layer and the logits, and the second may have a layer more than these.
     """
     stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
@@ -269,9 +270,8 @@ def optimizer_state(config: RunConfig, others: int, whole: int, factors: int) ->
       (`Float16OptimizerWithFloat16Params`). If canzona's engine runs it, every rank keeps whole matrices, and
       masters with fp32 weights too;
     - layerwise, asc, paper, canzona: the state of each matrix (layerwise: of each TP fragment) is on one
-        rank, and
-      AdamW's parameters are sharded. asc, paper and canzona keep masters with fp32 weights too, because no
-      other tensor holds the whole matrix.
+      rank, and AdamW's parameters are sharded. asc, paper and canzona keep masters with fp32 weights too,
+      because no other tensor holds the whole matrix.
 
     Args:
         others: elements that AdamW updates on the rank.

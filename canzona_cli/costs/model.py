@@ -4,8 +4,9 @@ rates.
 A module is the work around one Megatron weight. The time is counted by module, because between any two
 modules a bucket of gradients may become complete, or a bucket of weights may be needed. Matrix products run
 at the profile's achieved rate for their size, core attention at a share of the peak, and elementwise work at
-memory bandwidth. Tensor- and context-parallel collectives are kept separate, because they use a link, and
-because on CPU ranks that share a node's cores they keep other cores busy than computing does.
+memory bandwidth. Tensor- and context-parallel collectives are counted separately, because they occupy a link,
+and because on CPU ranks that share a node's cores they keep a different number of cores busy than computing
+does.
 """
 
 from collections.abc import Sequence
@@ -38,8 +39,8 @@ from canzona_cli.model.family import Part, Work
 
 ELEMENTWISE_PASSES = {True: 1.2, False: 3.0}
 """The memory traffic of elementwise work over that of fully fused kernels. With Transformer Engine (True),
-queries, keys and values are split and joined and gradients are added up (fitted to published step times,
-bench/published.yaml).
+the excess is that queries, keys and values are split and joined and gradients are added up (fitted to
+published step times, bench/published.yaml). Without it (False), most operations are kernels of their own.
 """
 LOSS_FORWARD_BYTES, LOSS_BACKWARD_BYTES = 18, 8
 """The memory traffic of the vocabulary-parallel cross-entropy in bytes per logit: forward to fp32, maximum,
@@ -61,10 +62,10 @@ class Module:
     weights: int
     """The elements of the module's weight on this rank; 0 for a tied output layer on the embedding's stage."""
     moves: tuple[Transfer, Transfer]
-    """The collectives of the forward pass, and of the backward pass with
-    recomputation. `cores` counts the cores of all groups that one owner's ranks are in."""
+    """The collectives of the forward pass, and those of the backward pass with recomputation. `cores` counts
+    the cores of all groups that one owner's ranks are in."""
     dispatched: bool = False
-    """True if `moves` are the travel of tokens to experts on other ranks, or back."""
+    """True if `moves` are the travel of tokens to experts on other ranks, or back from there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +138,9 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     With T = micro-batch * s / c tokens, h hidden size, a heads and g groups of d, f the MLP's width, t = tp,
     x = t with sequence parallelism, else 1, per micro-batch and rank:
     - qkv: product T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal); norm 2 T h/x, QK-norm
-        and
-      rotary embedding 4 T (a+g)d/t elements through memory. With c > 1, keys and values are all-gathered
-      before core attention, 2 T c gd/t elements. Transformer Engine passes them around a ring instead, of
-      which only the time counts that a slice's transfer takes longer than its attention;
+      and rotary embedding 4 T (a+g)d/t elements through memory. With c > 1, keys and values are all-gathered
+      before core attention, 2 T c gd/t elements. Transformer Engine passes them around a ring instead; only
+      the time by which a slice's transfer takes longer than its attention counts;
     - proj: product T x ad/t x h, residual 3 T h/x;
     - fc1: product T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: product T x f/t x h, residual 3 T h/x;
     - the backward pass computes two products for each product and 2.5 times core attention, moves twice the
@@ -202,8 +202,8 @@ def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
 
 
 def _with_hidden_dispatch(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Module]:
-    """Hides the travel of tokens in a layer: in each direction under another micro-batch's pass in the other
-    direction, half of it for each of the two travels."""
+    """Overlaps the travel of tokens in a layer with another micro-batch's pass in the opposite direction:
+    half of that pass with the travel to the experts, and half with the travel back."""
     backward_s, forward_s = (
         sum(seconds) / 2 for seconds in zip(*((each.backward_s, each.forward_s) for each in modules), strict=True)
     )
@@ -216,7 +216,7 @@ def _with_hidden_dispatch(cluster: ClusterConfig, modules: Sequence[Module]) -> 
 
 
 def _with_launches(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Module]:
-    """Adds what launches take in an expert layer, to the module that has the router."""
+    """Adds the time of an expert layer's launches to the module with the router."""
     there_s = launched(cluster, sum(module.forward_s + module.moves[0].seconds for module in modules))
     back_s = launched(cluster, sum(module.backward_s + module.moves[1].seconds for module in modules))
 
@@ -328,7 +328,7 @@ def _forward(cluster: ClusterConfig, layout: Layout, seconds: float, starts: flo
 
     Args:
         seconds: the modelled seconds of its operations.
-        starts: the number of its operations, in those of a usual module, for the overhead of starting them.
+        starts: the number of its operations relative to a usual module's, for the overhead of starting them.
     """
     computed_s = slowest(cluster, layout.world_size) * seconds * cluster.forward_factor
     return computed_s + 1e-6 * cluster.forward_module_us * starts
@@ -346,8 +346,8 @@ def _pass_s(config: RunConfig) -> float:
 
 
 def _memory_s(config: RunConfig) -> float:
-    """Returns the seconds that elementwise work takes for an element and a fused pass, including the further
-    passes in `ELEMENTWISE_PASSES`."""
+    """Returns the seconds of elementwise work for each element of each fused pass, multiplied by
+    `ELEMENTWISE_PASSES`."""
     cluster = config.cluster
     return ELEMENTWISE_PASSES[cluster.fused_layers] * config.train.weight_bytes / memory_rate(cluster)
 
@@ -392,8 +392,8 @@ def hop(config: RunConfig, layout: Layout) -> Transfer:
 
 
 def units_taken(config: RunConfig, layout: Layout) -> float:
-    """Returns the share of a GPU that its data-parallel collectives take; NCCL runs channels for each network
-    port."""
+    """Returns the share of a GPU's units that data-parallel collectives occupy. It grows with the network
+    ports that the collectives use, because NCCL runs channels for each port."""
     cluster, group = config.cluster, Groups.of(layout, config.cluster).data
     ports = 1.0 if group.machines == 1 else group.per_machine / cluster.gpus_per_node
     return cluster.collective_units * ports

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 64
-"""The number of elements to whose multiples parameters' starts are aligned (Megatron's `pad_param_start`)."""
+"""The alignment of parameters, in elements: each starts at a multiple of this (Megatron's
+`pad_param_start`)."""
 _SHARD_ALIGNMENT = 128
-"""The number of elements to whose multiples, and those of the ranks, Megatron pads the end of a layer-wise
-bucket."""
+"""The alignment of the end of a layer-wise bucket, in elements: Megatron pads it to a multiple of this and of
+the number of ranks."""
 _PADDING_FLOOR = 0.9
 """The factor of the least size of a closed layer-wise bucket: this times its number of shards times its
 largest parameter."""

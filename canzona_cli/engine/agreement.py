@@ -29,7 +29,7 @@ def agree_on_plan(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: W
     Collective.
 
     Args:
-        fix: the way out if the plan does not fit.
+        fix: the fix to show if the plan does not fit.
 
     Raises:
         PlanRefused: on all ranks together, with the first problem of each rank that has one, or with the

@@ -53,7 +53,8 @@ class PlannedOptimizer(MasterOptimizer):
         self._sharing = sharing
         self.sharing = () if sharing is None else (sharing,)
         self._begun = 0
-        """The number of entries of `planner.order.order` that have run in this step, of the micro-groups."""
+        """The number of entries of the micro-groups' order (`planner.order.order`) that have run in this
+        step."""
         self._slices = self._gradient_slices()
 
     # --- one step ---

@@ -200,14 +200,16 @@ class RedundantOptimizer(MasterOptimizer):
 
 
 def counts_dense(world: World) -> bool:
-    """Returns True if this rank counts what data-parallel ranks have equal copies of in sums over the stats group:
-    one model replica, or all ranks if experts are divided among them, which a replica does not have all of."""
+    """Returns True if this rank counts, in sums over the stats group, tensors of which all data-parallel
+    ranks have copies. The group is usually one model replica, in which every rank counts. If experts are
+    divided among ranks, the group is all ranks, because a replica does not have all experts; then only one
+    replica counts."""
     return world.layout.ep == 1 or world.owner == 0
 
 
 def counted(matrix: Matrix, world: World) -> bool:
-    """Returns True if this rank, among those that make equal updates of a matrix, counts them in sums over the
-    stats group."""
+    """Returns True if this rank counts its update of a matrix in sums over the stats group; other ranks
+    repeat the update and do not."""
     if matrix.expert_rank is not None:
         return world.expert_owner == 0
     return world.tp_rank == 0 and counts_dense(world)

@@ -130,7 +130,8 @@ def import_weights(
 
 @contextmanager
 def _without_advice_on_checkpoints() -> Iterator[None]:
-    """Replaces the fix of a SaveFailed: unlike a run, an import has no other checkpoints that could go."""
+    """Replaces the fix of a SaveFailed: unlike a run, an import has no other checkpoints that could be
+    deleted."""
     try:
         yield
     except SaveFailed as error:

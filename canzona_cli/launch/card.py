@@ -1,6 +1,6 @@
 """Cards: the recorded losses of a recipe, so that a run can say whether it went as well.
 
-A card is `recipes/cards/RECIPE.yaml`. A recipe without one was never trained as recorded: all that is known
+A card is `recipes/cards/RECIPE.yaml`. No training was recorded of a recipe without a card: all that is known
 about it is its plan.
 """
 
@@ -35,7 +35,7 @@ class Card:
     commit: str
     """The commit of canzona that ran."""
     corpus: str
-    """The name of the prepared corpus, which has Python's version in it: its sources are the text."""
+    """The name of the prepared corpus. It includes the version of Python, whose sources are the text."""
     loss: Mapping[int, float]
     """The training loss by step."""
     validation: Mapping[int, float]
@@ -44,8 +44,8 @@ class Card:
     """The largest difference from the card that a sound run has. It is chosen from reruns on other layouts and
     with other products of matrices (`recipes/README.md`)."""
     again: Literal["tests", "person"] = "tests"
-    """The one who trains the recipe again: `make test-sweep`, up to the first validation; or a person, where
-    that takes longer than tests may."""
+    """The ones who train the recipe again: the tests (`make test-sweep`, up to the first validation), or a
+    person, if that takes longer than a test may."""
 
     @property
     def words(self) -> str:

@@ -91,8 +91,9 @@ def _megatron_type_name(original: Callable[..., object]) -> Callable[..., object
 
 
 def _splits_as_numbers(original: Callable[..., object]) -> Callable[..., object]:
-    """Wraps the copy of token counts to the host to return numpy arrays for tensors that are there already, as
-    it does for those of a GPU; collectives take no tensors as sizes."""
+    """Wraps the function that copies token counts to the host. Megatron's returns numpy arrays for a GPU's
+    tensors only; the wrapped function does so for the host's too, because collectives do not accept tensors
+    as sizes."""
 
     @functools.wraps(original)
     def moved(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:

@@ -135,9 +135,9 @@ def placements(plan: Plan, stage: int, expert_rank: int = 0) -> tuple[Mapping[st
 
 
 def stage_buckets(plan: Plan, stage: int, expert_rank: int = 0, chunk: int | None = None) -> tuple[Bucket, ...]:
-    """Returns the buckets on the ranks of a stage with the same experts, or those of one of their model chunks,
-    in the order of their numbers: each kind, other matrices' and experts', in the order in which its gradients
-    become ready."""
+    """Returns the buckets of a stage's ranks with this expert-parallel rank, or only those of one model
+    chunk, in the order of their numbers. Within each kind (experts, other matrices), this is the order in
+    which gradients become ready."""
     on_rank = sorted(rank_buckets(plan.buckets, stage, expert_rank), key=lambda bucket: bucket.index)
     return tuple(bucket for bucket in on_rank if chunk in (None, plan.matrices[bucket.ranges[0].matrices[0]].chunk))
 

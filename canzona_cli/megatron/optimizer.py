@@ -243,7 +243,7 @@ def build_adamw(
     Args:
         megatron_config: settings with `optimizer="adam"`; with `use_distributed_optimizer=True`, matrices
             must be in separate buffers.
-        overrides: the caller's; None for Megatron's standard ones.
+        overrides: the caller's `config_overrides`; None for Megatron's standard ones.
 
     Raises:
         Unsupported: on all ranks together: an override chooses an optimizer, or applies to matrices.

@@ -284,8 +284,8 @@ _REPEATS = 7
 
 
 def contradiction(chunks: Sequence[DistributedDataParallel], world: World, *, assumed: bool) -> str | None:
-    """Measures if the reductions of a bucket run as one NCCL group, as `cluster.grouped_collectives` says.
-    Collective.
+    """Measures whether the reductions of a bucket run as one NCCL group, and compares that with
+    `cluster.grouped_collectives`. Collective.
 
     This depends on torch's backend and cannot be seen from a signature: the same calls are one group in
     torch's legacy NCCL backend, and separate launches in the backend that torch 2.15 uses by default

@@ -196,7 +196,7 @@ def _ranges(bucket: Bucket) -> list[tuple[slice, int]]:
 
 
 def _each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collective: Collective) -> list[Work]:
-    """Starts a collective for each tensor and owner. NCCL gets them as one batch; if this results in one
+    """Starts a collective for each tensor and owner. NCCL gets them as one batch; whether this becomes one
     launch depends on torch's backend (`owner_bucket_group.contradiction`)."""
     device = parts[0][0].device
     if not _queues(group, device):

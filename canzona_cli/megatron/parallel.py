@@ -135,8 +135,8 @@ def initialize(
 def world_of(
     groups: ProcessGroupCollection, layout: Layout, device: torch.device, *, timeout: timedelta | None = None
 ) -> World:
-    """Returns this rank's place among existing groups. Makes the groups that only buckets of matrices use, where
-    they have some. Collective.
+    """Returns this rank's place among existing groups, and makes the groups that only the buckets of matrices
+    use, if they need any. Collective.
 
     Args:
         timeout: the timeout of these groups' collectives; None for torch's default.

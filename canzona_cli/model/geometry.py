@@ -11,9 +11,9 @@ times. TP divides either the repeats, or each part, or the columns:
 
 In *model space* nothing is divided or interleaved. Its tensors are called units: q, k, v, gate, up, proj and
 down of each layer (`layers.3.q`; rows are outputs, heads in order; `layers.3.experts.17.gate` for an
-expert's), and every other parameter, under its
-Megatron name in the model. The splitting decides which matrices a parameter holds: each of its parts, or all
-parts fused, which is the parameter as a single TP rank would store it.
+expert's), and every other parameter, under its Megatron name in the model. The splitting decides which
+matrices a parameter holds: each of its parts, or all parts fused, which is the parameter as a single TP rank
+would store it.
 """
 
 import re

@@ -367,7 +367,8 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$")
 
 
 def _patterns(layer: str, layers: int, named: Iterable[tuple[str, int]]) -> tuple[Routed, ...]:
-    """Groups what each of `layers` layers has by pattern; `named` are names in a layer and their elements."""
+    """Groups the parameters or matrices of `layers` equal layers by pattern; `named` are the names in one
+    layer, with their elements."""
     counts, elements = Counter[str](), Counter[str]()
     for name, size in named:
         pattern = layer + _NUMBER.sub("*", name)

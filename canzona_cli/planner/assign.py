@@ -167,8 +167,8 @@ def _evenly_cut(stage: PoolProblem) -> Owners:
 def _within(
     stage: PoolProblem, experts: Sequence[PoolProblem], settings: PlanSettings, memory_cap: int | None
 ) -> Placed:
-    """Assigns matrices in any order and without sharing: those of a stage with experts, and those for which
-    all candidates exceed `memory_cap`.
+    """Assigns a stage's matrices in any order and without sharing. Used if the stage has experts, or if all
+    candidates exceed `memory_cap`.
 
     Raises:
         DoesNotFit: no assignment was found, or mode shared or strategy paper, which do not allow another

@@ -24,9 +24,8 @@ _KINDS = 24
 def stage_bound(
     matrices: Sequence[Matrix], costs: Sequence[float], stage: int, mesh: Mesh, shares: Mapping[int, Share] = HOSTED
 ) -> float:
-    """Returns the seconds that the slowest cell of a stage needs at least: `lower_bound`, or what it takes to pack
-    an expert-parallel rank's experts into the cells that store them, alone or with other matrices, if that is
-    more."""
+    """Returns the seconds that the slowest cell of a stage needs at least: the largest of `lower_bound`, the
+    bound for packing an expert-parallel rank's experts into the cells that store them, and `beside_bound`."""
     experts: dict[int, list[float]] = {}
     others: list[float] = []
     for matrix, cost in zip(matrices, costs, strict=True):
@@ -48,13 +47,14 @@ def stage_bound(
 
 def beside_bound(others: Sequence[float], experts: Sequence[float], mesh: Mesh) -> float:
     """Returns the least possible height of the fullest cell of some expert-parallel rank, whose cells hold
-    experts that take the seconds in `experts` and as many others as it must have.
+    its experts and its part of the other matrices. It is of use with few others in many cells; otherwise
+    `lower_bound` is as high.
 
-    Of n matrices, some expert-parallel rank has n / ep, rounded up. If all cells were at most T high, a cell with
-    d of these matrices, which cost c or more, would have room for floor((T - d c) / e) experts, which cost e or
-    more. If its cells have less room than it has experts however the others are divided among them, every
-    assignment is higher than T, which is bisected. c is each of the costs in turn, for the matrices that cost as
-    much or more. Few others in many cells are meant: otherwise `lower_bound` is as high.
+    Take the n other matrices that cost c or more. Some expert-parallel rank has at least n / ep of them,
+    rounded up. If all its cells were at most T high, a cell with d of these matrices would have room for at
+    most floor((T - d c) / e) experts, where no expert costs less than e. If the cells lack room for the
+    rank's experts however these matrices are divided among them, every assignment is higher than T. T is
+    bisected for each cost c in turn.
     """
     cells, least, best = mesh.expert_owners, min(experts), 0.0
     for cost, number in _costliest_first(others):
@@ -86,7 +86,8 @@ def _most_room(height: float, cells: int, others: int, cost: float, expert: floa
     items that cost `cost`; -1 if these alone do not fit."""
     rooms = [int((height - held * cost) / expert) for held in range(min(others, int(height / cost)) + 1)]
     most = [0] + [-1] * others
-    """The room of the cells so far, by the number of others in them; -1 if so many do not fit."""
+    """The most experts that fit into the cells so far, by the number of others in them; -1 if so many others
+    do not fit."""
     for _ in range(cells):
         most = [
             max(

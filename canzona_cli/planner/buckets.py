@@ -219,8 +219,8 @@ def buckets(
     0 in each stage.
 
     - layout owner: the parameters of an owner are adjacent, in uneven shards. A parameter whose gate and up
-        have
-      two owners is placed on the border between them; the few that cannot be give their owner another range;
+      have two owners is placed on the border between the two; the few that cannot be give an owner a second
+      range;
     - layout contiguous: Megatron's order;
     - strategies paper and asc: Megatron's order, whatever the layout.
 

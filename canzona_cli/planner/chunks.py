@@ -38,14 +38,15 @@ class Chunk:
 
 
 def in_order(streams: Iterable[Sequence[Chunk]]) -> list[Chunk]:
-    """Merges chunks of several kinds of matrices, each in the order in which its buckets fill, into this order."""
+    """Merges the chunks of several kinds of matrices into the order in which buckets fill. Each kind's chunks
+    are already in this order."""
     return list(heapq.merge(*streams, key=lambda chunk: -chunk.module))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The order in which a stage's chunks are gathered under a plan: in the order in which the forward needs
-    them."""
+    """The order in which a stage's chunks are gathered under a plan, which is that in which the forward pass
+    needs them."""
 
     overlapped: Sequence[int] = ()
     """The chunks gathered while matrices are updated: AdamW's parameters of the first model chunk."""

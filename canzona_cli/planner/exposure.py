@@ -92,7 +92,7 @@ class Exposure:
         model: ReductionModel,
         busy: Mapping[int, float],
     ) -> float:
-        """Estimates what a plan adds to the iteration whose owners are not known yet.
+        """Estimates what a plan adds to the iteration, before its owners are known.
 
         Args:
             outlines: the buckets of each stage.

@@ -47,10 +47,11 @@ class _Grid:
         self._total = [sum(map(problem.cost, problem.units)) for problem in experts]
         """The seconds of each expert-parallel rank's matrices."""
         self._filled: dict[tuple[tuple[float, int], ...], list[int]] = {}
-        """The owners of an expert-parallel rank's units, by the busyness and room of its cells."""
+        """A cache of the owners of an expert-parallel rank's units, by the seconds and the room of its
+        cells."""
 
     def place_others(self) -> Iterator[tuple[int, int]]:
-        """Yields (matrix, cell) of the matrices that all ranks store, as far as there is room."""
+        """Yields (matrix, cell) for the matrices that all ranks store; leaves out those that find no room."""
         stage, mesh = self._stage, self._mesh
         tp, ep = mesh.tp, mesh.ep
         for unit in sorted(stage.units, key=lambda unit: (-stage.cost(unit), unit)):
@@ -83,7 +84,7 @@ class _Grid:
         return cell
 
     def place_experts(self, problem: PoolProblem) -> Mapping[int, Cell]:
-        """Returns the cells of an expert-parallel rank's experts; without those that found no room."""
+        """Returns the cells of an expert-parallel rank's experts; leaves out experts that find no room."""
         rank = problem.pool.expert_rank
         assert rank is not None
         cells = self._mesh.expert_cells(rank)
@@ -102,8 +103,8 @@ class _Grid:
 
 
 def _filled(problem: PoolProblem, busy: Sequence[float], room: list[int]) -> dict[int, int]:
-    """Returns the owners of an expert-parallel rank's units, the costliest first to the least busy owner; without
-    units that found no room.
+    """Assigns an expert-parallel rank's units, costliest first, each to the least busy owner with room for
+    it; returns the owners, without units that find no room.
 
     Args:
         busy: the seconds that each owner already has.

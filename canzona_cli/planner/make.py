@@ -37,8 +37,8 @@ from canzona_cli.planner.plan import Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import ReductionModel
 
 _LATER: Final = {"num_experts": 0, "gated": True}
-"""The settings of a model that came after plans, with the value at which they are left out of a plan's subject, so
-that older plans keep their hashes."""
+"""The model settings that are newer than plan files, each with the value at which it is left out of a plan's
+subject, so that older plans keep their hashes."""
 
 
 def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:

@@ -248,7 +248,7 @@ def _most(sizes: Iterable[int]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMemory(Memory):
-    """The bytes on the rank that needs most, under a plan."""
+    """The bytes on the rank that needs the most, under a plan."""
 
     parts: Mapping[str, int]
     """The bytes of weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits,

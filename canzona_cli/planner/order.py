@@ -68,7 +68,7 @@ class Refreshes:
     steps_s: tuple[float, ...]
     """The seconds of matrix updates on the slowest rank, for each step of the period."""
     most_s: float
-    """The seconds of matrix updates in a mean step of the rank with most to do in a period."""
+    """The seconds of matrix updates in a mean step, on the rank that has the most to do in a period."""
 
     @property
     def mean_s(self) -> float:

@@ -129,7 +129,7 @@ class Bucket:
 
 
 def rank_buckets(buckets: Iterable[Bucket], stage: int, expert_rank: int = 0) -> list[Bucket]:
-    """Selects the buckets that the ranks of a stage with an expert-parallel rank have, in order."""
+    """Selects the buckets of those ranks of a stage that have this expert-parallel rank, in order."""
     return [bucket for bucket in buckets if bucket.stage == stage and bucket.expert_rank in (None, expert_rank)]
 
 

@@ -210,11 +210,13 @@ class ReductionModel:
         return self._per_range(bucket, "broadcast")
 
     def in_turn(self, buckets: Sequence[Bucket]) -> list[tuple[Transfer, Transfer]]:
-        """Returns the reduction and the gathering of each of a stage's buckets of one expert-parallel rank, or
-        of none, run one after another on a stream.
+        """Returns the reduction and the gathering of each bucket, run one after another on a stream.
 
         Gatherings are run in the opposite order. The `fill_s` of each transfer is the part that overlaps with
         the next chain.
+
+        Args:
+            buckets: a stage's buckets with the same `Bucket.expert_rank`.
         """
         if not buckets:
             return []
@@ -248,7 +250,7 @@ class ReductionModel:
         least total time, then, where a choice is free, a ring everywhere and a collective for each range
         everywhere.
 
-        The least total time is not always the least exposed time: a ring's time is all on the stream, that of
+        The least total time is not always the least exposed time: all of a ring's time is on the stream, but
         a chain of ranks overlaps with the next chain.
         """
         chosen = self.choose(buckets, settings, scratch=True)

@@ -1,4 +1,5 @@
-"""Exchanges of units between owners, which change what buckets take to communicate but not what updates take.
+"""Exchanges of units between owners, which change how long buckets take to communicate, but not how long
+updates take.
 
 Units of one kind cost the same to update and have equally many elements, so owners may exchange them freely.
 A few owners in each bucket suit collectives for each owner's range, and equal shares suit rings.

@@ -190,7 +190,7 @@ def heading(result: BenchResult, what: str, *, without: str = "") -> Iterator[Re
 
 
 def predictions(result: TurnsResult, origin: str) -> dict[str, Text | str]:
-    """Returns the row that says what predictions are from, or how to get some that describe this machine.
+    """Returns the row that says where predictions come from, or how to get some that describe this machine.
 
     Args:
         origin: the words for a profile that was calibrated.

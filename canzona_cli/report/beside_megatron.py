@@ -15,7 +15,7 @@ from canzona_cli.run.words import MISSING, clean, overhead, plural, step_time
 from canzona_cli.simulate.beside_megatron import BesideMegatron, Cost
 
 _SHOWN = 4
-"""The most arguments of a list that are named without `-v`."""
+"""The number of arguments that a list names without `-v`."""
 _MODES = {
     "blockwise": "each TP rank orthogonalises its own fragment, so updates depend on TP; canzona's do not",
     "duplicated": "each TP rank gathers and updates whole matrices",
@@ -95,7 +95,7 @@ class BesideMegatronView(Page):
             yield "no effect", clean(f"{plural(len(run.no_effect), 'other argument')}{shown}")
 
     def _some(self, arguments: Sequence[str]) -> Sequence[str]:
-        """Returns the first arguments, and how many more there are."""
+        """Returns all arguments if verbose or few, else the first and how many more there are."""
         if self.verbose or len(arguments) <= _SHOWN:
             return arguments
         return *arguments[:_SHOWN], f"and {len(arguments) - _SHOWN} more (-v)"

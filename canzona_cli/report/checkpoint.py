@@ -1,5 +1,5 @@
 """The screens of `canzona checkpoint`: the list of checkpoints, the content of one, its verification, and the
-loss of `canzona evaluate`."""
+loss of `canzona eval`."""
 
 import time
 from collections import Counter

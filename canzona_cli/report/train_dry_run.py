@@ -98,7 +98,7 @@ class DryRun(Page):
     """The configuration to show; None to leave it out."""
     layout: Layout
     corpus: PreparedCorpus | None
-    """The corpus of the run; None if it is not prepared yet, as the built-in one before the first run."""
+    """The corpus of the run; None if it is not prepared yet, like the built-in one before the first run."""
     plan: Obtained | None
     ahead: Outlook
     memory: Memory

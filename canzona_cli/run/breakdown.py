@@ -71,9 +71,9 @@ class Prediction:
     """The ranks' matrix update times, maximum over mean; 1.0 is perfect, and also the value without matrix
     updates."""
     memory_bytes: int
-    """The memory in bytes of the rank that needs most."""
+    """The memory in bytes of the rank that needs the most."""
     events: tuple[SimulatedEvent, ...] = ()
-    """The timelines of the slowest rank and of the rank that has least to update."""
+    """The timelines of the slowest rank and of the rank that has the least to update."""
 
     def as_json(self) -> dict[str, object]:
         """Returns all fields except the events, which only a trace needs."""
@@ -87,7 +87,7 @@ CALIBRATE = "`canzona calibrate` measures this machine, to compare the step with
 def describes_machine(device: Device | None, *, calibrated: bool) -> bool:
     """Returns True if the times that a profile predicts say something about the machine of a run.
 
-    Those of a CPU profile that nobody measured do not, so that no report shows them beside measured times.
+    Those of a CPU profile that nobody measured do not, so no report shows them beside measured times.
     """
     return calibrated or device == "cuda"
 

@@ -32,7 +32,7 @@ class Cost:
     """The bytes on the fullest rank."""
     fits: bool
     padding: float | None = None
-    """The elements of padding per other element in the matrices' buffers; None without such buffers."""
+    """The elements of padding for each other element in the matrices' buffers; None without such buffers."""
 
     @property
     def balance(self) -> float | None:
@@ -62,14 +62,14 @@ class BesideMegatron:
     adamw: Cost
     """Megatron's AdamW with the distributed optimizer."""
     muon: Cost
-    """Megatron's Muon, as the run has it; layer-wise if it has AdamW."""
+    """Megatron's Muon as the run has it; layer-wise Muon if the run has AdamW."""
     canzona: Cost
     command: tuple[str, ...]
     """The overrides that give the run in canzona's own loop."""
 
     @property
     def overlaps(self) -> tuple[str, ...]:
-        """The arguments for overlap in the file that act in this layout, and that canzona's own loop does not have."""
+        """The file's arguments for overlap that have an effect in this layout and that canzona's own loop lacks."""
         acting = {
             "--tp-comm-overlap": self.run.tp_overlap and self.layout.tp > 1,
             "--overlap-moe-expert-parallel-comm": self.run.dispatch_overlap and self.layout.ep > 1,
@@ -77,7 +77,8 @@ class BesideMegatron:
         return tuple(name for name, acts in acting.items() if acts)
 
     def overhead(self, cost: Cost) -> float | None:
-        """Returns how much longer an iteration is than with AdamW; None unless both fit into memory."""
+        """Returns by how much of AdamW's iteration this one is longer: 0.05 for 5%; None unless both fit into
+        memory."""
         if not (cost.fits and self.adamw.fits):
             return None
         return cost.result.iteration_s / self.adamw.result.iteration_s - 1
@@ -109,7 +110,8 @@ class BesideMegatron:
 
 
 def beside_megatron(run: MegatronRun, config: RunConfig, layout: Layout, command: Sequence[str]) -> BesideMegatron:
-    """Simulates a step of Megatron's loop with its optimizers and with canzona's, even if it does not fit into memory.
+    """Simulates a step of Megatron's loop with its optimizers and with canzona's, whether or not they fit into
+    memory.
 
     Args:
         config: the run in canzona's own loop, with the layout filled in.
@@ -156,7 +158,8 @@ def _muon(run: MegatronRun, config: RunConfig, layout: Layout) -> Cost:
 
 
 def _fragment(matrix: Matrix, tp: int) -> Matrix:
-    """Returns the fragment of a matrix as a matrix of its own, which is what `blockwise` orthogonalises."""
+    """Returns the fragment of a matrix as a matrix of its own, because `blockwise` orthogonalises
+    fragments."""
     rows, cols = matrix.fragment_shape(tp)
     return replace(matrix, rows=rows, cols=cols, shard_dim=None)
 

@@ -73,8 +73,9 @@ def _exposed_with_experts(
     travel_s, units = _travel_s(config, layout), units_taken(config, layout)
 
     def waited(seconds: float, latency_s: float, pass_s: float, buckets: float, stages: int) -> float:
-        """Returns what traffic of `seconds` adds, if it slows one micro-batch down on so many stages in turn:
-        weights are gathered under the first micro-batch's passes; gradients are reduced after the last one's."""
+        """Returns the seconds that traffic of `seconds` adds to a step, if it slows one micro-batch down on
+        `stages` stages in turn. Weights are gathered under the first micro-batch's passes, and gradients are
+        reduced after the last one's."""
         seconds += (buckets - 1) * latency_s
         under = min(1.0, seconds / layout.vpp / pass_s)
         passes = max(min(turns, seconds / pass_s), stages * layout.vpp * under)

@@ -27,7 +27,7 @@ class Team:
     hosts: int
     """The number of ranks whose work differs: tp with a plan, 1 otherwise."""
     host: int = 0
-    """The first of them; not 0 only without a plan, where TP ranks differ by their experts."""
+    """The first of these hosts; 0 except without a plan, where TP ranks may have different experts."""
     ranks: int
     """The number of ranks that one host stands for, including those of later owners with the same work."""
     elements: int

@@ -8,9 +8,8 @@ directory, so that the next launch continues the same curves.
 
 TensorBoard, Weights & Biases and MLflow have the same interface here, and receive the names and steps of
 metrics.jsonl. Destination and credentials come from each tracker's environment variables (`WANDB_API_KEY`,
-`MLFLOW_TRACKING_URI`, ...). Without
-`MLFLOW_TRACKING_URI`, MLflow writes a database in the run directory. Only the package of the tracker in use
-is imported.
+`MLFLOW_TRACKING_URI`, ...). Without `MLFLOW_TRACKING_URI`, MLflow writes a database in the run directory.
+Only the package of the tracker in use is imported.
 """
 
 import math

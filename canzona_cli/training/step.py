@@ -66,9 +66,9 @@ def train_step(
     """Makes one step: forward and backward over all micro-batches, update, schedule.
 
     The host waits for the device only once, for the gradient norm, and with experts in each layer, for the
-    number of tokens of each expert. The all-reduce of the loss and requests
-    has started by then, so reading its result costs nothing, and the host can launch the next step while the
-    device still executes this step's update.
+    number of tokens of each expert. The all-reduce of the loss and requests has started by then, so reading
+    its result costs nothing, and the host can launch the next step while the device still executes this
+    step's update.
 
     Args:
         stop_requested: returns True if this rank has a stop request. Called after the backward pass, so that

@@ -28,8 +28,9 @@ Collective = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_
 
 
 class HashedOnce:
-    """A base of frozen dataclasses whose hash takes long and is needed often, as a key of caches: it is computed
-    once. A subclass has to name it, `__hash__ = HashedOnce.__hash__`, because `dataclass` would make another."""
+    """A base class for frozen dataclasses that are keys of caches: their hash, which is slow to compute, is
+    computed only once. A subclass has to set `__hash__ = HashedOnce.__hash__`, because otherwise `dataclass`
+    generates another."""
 
     def __hash__(self) -> int:
         if "_hash" not in self.__dict__:

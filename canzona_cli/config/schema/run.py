@@ -346,7 +346,8 @@ class Layout(Mesh):
 
     @cached_property
     def bare(self) -> "Layout":
-        """The layout reduced to tensor, pipeline and data-parallel ranks and model chunks, as a cache key.
+        """The layout reduced to its tensor-, pipeline-, data- and expert-parallel ranks and its model chunks,
+        as a cache key.
 
         Results that depend only on these are computed once for all layouts with the same value.
         Context-parallel ranks count as data-parallel ones.

@@ -44,7 +44,8 @@ WSD_DECAY_SHARE = 10
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer with RMSNorm, GQA, RoPE and no bias, as Qwen3 and Llama are, dense or with experts."""
+    """A decoder-only transformer with RMSNorm, GQA, RoPE and no bias, like Qwen3 and Llama, dense or with
+    experts."""
 
     name: Annotated[str, "Name of the model, for reports.", NOTHING]
     num_layers: Annotated[Layers, "Transformer layers.", MODEL | PLAN]
