@@ -222,11 +222,11 @@ def _phase_cells(bench: StrategyBench, phase: str) -> tuple[Cell, ...]:
 def _summary(bench: StrategyBench, *, planned: bool) -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
     """Yields the rows below the phases as (label, style, cells); `planned` includes what is only predicted."""
     measured, predicted = bench.measured, bench.predicted
-    for label, values, planned in (
+    for label, values, expected in (
         ("iteration", measured.iteration_s, predicted.iteration_s),
         ("optimizer step", measured.optimizer_s, predicted.optimizer_s),
     ):
-        yield label, "bold", with_error(median(values), planned)
+        yield label, "bold", with_error(median(values), expected)
         yield "  quartiles", "dim", () if len(values) < 2 else ("[" + quartiles(values).partition("[")[2],)
     yield "exposed communication", "", with_error(exposed(measured.means), exposed(predicted.phases))
     yield "load balance", "", with_error(measured.load_balance, predicted.load_balance, ratio)

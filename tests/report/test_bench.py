@@ -10,7 +10,7 @@ from canzona_cli.report.bench import BenchView, error_text, quartiles, times
 from canzona_cli.report.document import document
 from canzona_cli.run.breakdown import CALIBRATE
 from canzona_cli.run.statistics import Quartiles, Speedup
-from tests.bench.benches import WOBBLE, bench, predicted, with_measured
+from tests.bench.benches import WOBBLE, bench, with_measured
 
 
 def shown(view: RenderableType, width: int = 120) -> str:
@@ -144,12 +144,17 @@ def test_a_gpu_profile_by_hand_is_said_to_be_one() -> None:
 def test_predictions_of_a_cpu_profile_that_nobody_measured_are_not_shown() -> None:
     """Whatever they are: neither the screen nor the page depends on them."""
     result = replace(bench(), calibrated=False)
-    wrong = {name: replace(each, predicted=predicted(name, scale=7)) for name, each in result.strategies.items()}
+    wrong = {
+        name: replace(each, predicted=replace(each.predicted, iteration_s=9.0, phases={"dispatch": 1.0}))
+        for name, each in result.strategies.items()
+    }
     view, other = BenchView(result), BenchView(replace(result, strategies=wrong))
     text = shown(view)
     assert text == shown(other)
     assert document("canzona bench", view).text() == document("canzona bench", other).text()
     assert CALIBRATE in text
+    assert "with activations" in shown(BenchView(bench()))
+    assert "with activations" not in text
     assert not {"plan", "error", "predicted"} & set(text.replace(CALIBRATE, "").split())
     assert line_of(text, "matrix update").split()[2:] == ["151", "156", "332", "619", "-"]
     row = line_of(text.partition("Compared")[2], "sc")
